@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Puts everything the scripts, the tests and the demo need into .venv at the root of the repository.
+#
+#   bash scripts/install.sh           # GPU set where nvidia-smi finds a GPU, CPU set elsewhere
+#   bash scripts/install.sh cpu       # or gpu: that one
+#   PYTHON=python3.12 bash scripts/install.sh
+#
+# A second run with unchanged requirements takes a second. Remove .venv to start afresh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { echo "install: $*"; }
+fail() { echo "install: $*" >&2; exit 1; }
+
+PYTHON=${PYTHON:-python3}
+log=.venv/install.log
+stamp=.venv/installed
+
+choose_set() {
+    case "${1:-}" in
+        cpu | gpu) echo "$1" ;;
+        "") if nvidia-smi -L 2>/dev/null | grep -q GPU; then echo gpu; else echo cpu; fi ;;
+        *) fail "unknown set '$1'; use cpu or gpu, or nothing to have it chosen" ;;
+    esac
+}
+
+fingerprint() { # of everything an installation depends on
+    echo "$requirements $($PYTHON --version) $(cat "$requirements" requirements-common.txt \
+        scripts/install.sh scripts/torchvision_shim.py | sha256sum | cut -c1-32)"
+}
+
+check_python() {
+    command -v "$PYTHON" >/dev/null || fail "no $PYTHON found; install Python 3.11 or newer, or set PYTHON to one"
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "$PYTHON is $("$PYTHON" --version 2>&1); 3.11 or newer is needed. Set PYTHON, as in PYTHON=python3.12 $0"
+}
+
+make_venv() {
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        "$PYTHON" -m venv --clear .venv ||
+            fail "$PYTHON could not make .venv; on Debian and Ubuntu the package python3-venv may be missing"
+    fi
+}
+
+explain_failed_pip() {
+    tail -n 20 "$log" >&2
+    if grep -qE "(No matching distribution found for|satisfies the requirement) torch==[0-9.]+\+cpu" "$log"; then
+        fail "torch's CPU build was not found. CPU wheels come from PyTorch's own CPU wheel index, not from PyPI:" \
+            "set PIP_EXTRA_INDEX_URL to that index (pytorch.org names it under 'Get started', platform CPU) and" \
+            "run this again. Where a GPU should have been found, check nvidia-smi, or run: $0 gpu"
+    fi
+    fail "pip could not install $requirements; its last lines are above, all of them in $log"
+}
+
+imports() { .venv/bin/python -c "import $1" >/dev/null 2>&1; }
+
+# Beside a CPU build of torch pip may have put CUDA builds of torchvision, torchaudio and torchcodec, where its index
+# has no others. See torchvision_shim.py for what that breaks. Everywhere else this only looks.
+mend_torchvision() {
+    local site
+    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    rm -f "$site/torchvision_shim.py" "$site/torchvision_shim.pth"
+    imports torch || fail "import torch fails; see .venv/bin/python -c 'import torch'"
+    if .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+        imports torchvision || fail "import torchvision fails beside a CUDA build of torch: their versions do not fit" \
+            "each other. Remove .venv and run this again"
+        return
+    fi
+    for package in torchaudio torchcodec; do
+        if .venv/bin/python -m pip show --quiet "$package" >/dev/null 2>&1 && ! imports "$package"; then
+            .venv/bin/python -m pip uninstall --quiet --yes "$package"
+            say "removed $package: this build of it does not fit a CPU build of torch, and nothing here needs it"
+        fi
+    done
+    if ! imports torchvision; then
+        cp scripts/torchvision_shim.py "$site/"
+        echo "import torchvision_shim" >"$site/torchvision_shim.pth"
+        imports torchvision || fail "import torchvision fails even with scripts/torchvision_shim.py; its error is" \
+            "shown by .venv/bin/python -c 'import torchvision'"
+        say "torchvision is a CUDA build beside a CPU build of torch: put scripts/torchvision_shim.py into .venv," \
+            "its transforms work now, its compiled operators do not"
+    fi
+}
+
+check_python
+chosen=$(choose_set "${1:-}")
+requirements=requirements.txt
+if [ "$chosen" = cpu ]; then requirements=requirements-cpu.txt; fi
+
+if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; then
+    say ".venv is up to date ($requirements)"
+    exit 0
+fi
+
+make_venv
+rm -f "$stamp"
+say "installing $requirements into .venv; takes minutes, follow it in $log"
+SECONDS=0
+.venv/bin/python -m pip install --progress-bar off -r "$requirements" </dev/null >"$log" 2>&1 || explain_failed_pip
+mend_torchvision
+if [ "$chosen" = gpu ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    say "warning: the GPU set is installed, but torch sees no GPU; is the driver too old, or is this a CPU machine?"
+fi
+fingerprint >"$stamp"
+say "installed $requirements in ${SECONDS} s"
