@@ -19,7 +19,7 @@ stamp=.venv/installed
 choose_set() {
     case "${1:-}" in
         cpu | gpu) echo "$1" ;;
-        "") if nvidia-smi -L 2>/dev/null | grep -q GPU; then echo gpu; else echo cpu; fi ;;
+        "") if nvidia-smi -L 2>/dev/null | grep GPU >/dev/null; then echo gpu; else echo cpu; fi ;;
         *) fail "unknown set '$1'; use cpu or gpu, or nothing to have it chosen" ;;
     esac
 }
