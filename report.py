@@ -1,0 +1,326 @@
+"""report.html: one self-contained page about a run, from whatever is in its folder so far.
+
+    python report.py runs/NAME      # the same as python runlog.py runs/NAME
+
+A metric that a run does not have has no plot; one that PANELS does not know is listed at the end.
+"""
+
+import base64
+import html
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+from runlog import phases, read_metrics
+
+# (title, what to look for, metric names; a trailing * takes all that begin so)
+PANELS = [
+    ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
+    ("Held-out accuracy", "rows never trained on", ["eval/*"]),
+    ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
+    ("Completion length", "tokens", ["completions/mean_length", "completions/max_length"]),
+    ("Cut off", "share of completions that hit the length limit", ["completions/clipped_ratio"]),
+    ("Entropy", "towards 0 the policy has stopped exploring", ["entropy"]),
+    ("Clipped tokens", "share of tokens the policy loss clips", ["clip_ratio/*"]),
+    ("KL", "distance from the reference model", ["kl", "kl/*"]),
+    ("Gradient norm", "before clipping", ["grad_norm"]),
+    ("Trainer against sampler", "difference of log-probs; should stay small and flat", ["sampling/*"]),
+    ("Advantages", "", ["advantages/*"]),
+    ("Loss", "0 by construction with one update per step: watch the reward", ["loss"]),
+    ("Learning rate", "", ["lr"]),
+]
+COLORS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af"]
+POINTS = 400  # a curve of more steps is drawn as means over bins
+
+STYLE = """
+:root { color: #1f2937; background: #f3f4f6; font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif }
+body { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px }
+h1 { font-size: 26px; margin: 0 } h2 { font-size: 18px; margin: 36px 0 10px } .dim { color: #6b7280 }
+.tiles, .grid { display: grid; gap: 14px } .tiles { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)) }
+.grid { grid-template-columns: repeat(auto-fill, minmax(350px, 1fr)) }
+.card { background: #fff; border: 1px solid #e5e7eb; border-radius: 10px; padding: 12px 14px; overflow: hidden }
+.card h3 { font-size: 14px; margin: 0 } .card p { font-size: 12px; margin: 0; color: #6b7280 } .card img { width: 100% }
+.big { font-size: 26px; font-weight: 650; white-space: nowrap } .hero { border-left: 5px solid #2563eb }
+table { border-collapse: collapse; width: 100%; font-size: 13px } td, th { padding: 5px 9px; text-align: left;
+vertical-align: top; border-bottom: 1px solid #eef0f3 } th { color: #6b7280; font-weight: 500 }
+td.n { text-align: right; font-variant-numeric: tabular-nums } td.t { white-space: pre-wrap; overflow-wrap: anywhere;
+font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; max-width: 420px }
+.pill { border-radius: 9px; padding: 0 8px; font-variant-numeric: tabular-nums }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px } details { margin-top: 10px }
+summary { cursor: pointer; font-weight: 600 }
+"""
+
+
+# ---- series ---------------------------------------------------------------------------------------------------------
+
+
+def split_lines(lines: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(lines of steps, lines of evaluations), sorted by step; a repeated evaluation counts once, the last time."""
+    evals = {line["step"]: line for line in lines if any(key.startswith("eval/") for key in line)}
+    steps = {line["step"]: line for line in lines if not any(key.startswith("eval/") for key in line)}
+    return [steps[k] for k in sorted(steps)], [evals[k] for k in sorted(evals)]
+
+
+def series(lines: list[dict], key: str) -> tuple[list[float], list[float]]:
+    """Steps and values of a metric where it is a number; longer than POINTS, means over equal bins."""
+    found = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), (int, float))]
+    found = [(step, value) for step, value in found if math.isfinite(value)]
+    size = -(-len(found) // POINTS) or 1
+    bins = [found[i : i + size] for i in range(0, len(found), size)]
+    return tuple([sum(pair[k] for pair in b) / len(b) for b in bins] for k in (0, 1))
+
+
+def matching(lines: list[dict], patterns: list[str]) -> list[str]:
+    keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
+    fits = [k for p in patterns for k in keys if k == p or (p.endswith("*") and k.startswith(p[:-1]))]
+    return [k for k in dict.fromkeys(fits) if series(lines, k)[0]]
+
+
+# ---- plots ----------------------------------------------------------------------------------------------------------
+
+
+def new_figure(width: float, height: float):
+    from matplotlib.figure import Figure  # no pyplot: nothing global, no display needed
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#eef0f3")
+    axes.tick_params(labelsize=9, color="#9ca3af", labelcolor="#6b7280")
+    return figure, axes
+
+
+def image(figure) -> str:
+    """The figure as an <img> that carries its own data."""
+    out = io.BytesIO()
+    figure.savefig(out, format="svg")
+    return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(out.getvalue()).decode()}">'
+
+
+def label_end(axes, x, y, text, color) -> None:
+    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", fontsize=9, color=color, va="center")
+
+
+def legend(axes, count: int) -> None:
+    if count > 1:
+        axes.legend(fontsize=8, frameon=False, loc="best", labelcolor="#374151")
+
+
+def plot_reward(steps: list[dict], evals: list[dict]) -> str:
+    """Training reward with its band of one standard deviation within groups; held-out accuracy as dots."""
+    figure, axes = new_figure(11, 3.6)
+    x, reward = series(steps, "reward")
+    spread_x, spread = series(steps, "reward_std")
+    if x:
+        axes.plot(x, reward, color=COLORS[0], lw=2, label="training reward", marker="o" if len(x) < 3 else None)
+        label_end(axes, x[-1], reward[-1], f"{reward[-1]:.2f}", COLORS[0])
+    if x and spread_x == x:
+        low, high = ([r + sign * s for r, s in zip(reward, spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=COLORS[0], alpha=0.12, lw=0, label="± reward_std")
+    eval_x, accuracy = series(evals, "eval/accuracy")
+    if eval_x:
+        axes.plot(eval_x, accuracy, color=COLORS[1], lw=1.5, ls="--", marker="o", ms=7, label="held-out accuracy")
+        label_end(axes, eval_x[-1], accuracy[-1], f"{accuracy[-1]:.2f}", COLORS[1])
+    axes.set_xlabel("step", fontsize=9, color="#6b7280")
+    legend(axes, 2)
+    return image(figure)
+
+
+def plot_panel(lines: list[dict], keys: list[str]) -> str:
+    figure, axes = new_figure(4.6, 2.5)
+    for key, color in zip(keys, COLORS * len(keys), strict=False):
+        x, y = series(lines, key)
+        few = len(x) < 12
+        axes.plot(x, y, color=color, lw=1.6, label=key, marker="o" if few else None, ms=4)
+    legend(axes, len(keys))
+    return image(figure)
+
+
+def plot_times(steps: list[dict]) -> str:
+    """Seconds of each step, stacked by phase."""
+    split = [{"step": line["step"], **phases(line)} for line in steps]
+    names = list(dict.fromkeys(name for line in split for name in line if name != "step"))
+    filled = [{name: line.get(name, 0.0) for name in ["step", *names]} for line in split]
+    figure, axes = new_figure(11, 2.8)
+    curves = [series(filled, name) for name in names]
+    axes.stackplot(curves[0][0], [y for _, y in curves], labels=names, colors=COLORS, alpha=0.85, lw=0, step="mid")
+    axes.set_ylabel("seconds per step", fontsize=9, color="#6b7280")
+    axes.margins(x=0)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), labelcolor="#374151")
+    return image(figure)
+
+
+# ---- page -----------------------------------------------------------------------------------------------------------
+
+
+def number(value) -> str:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "n/a"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def tile(label: str, value: str, note: str = "", hero: bool = False) -> str:
+    kind = "card hero" if hero else "card"
+    return (
+        f'<div class="{kind}"><p>{html.escape(label)}</p><div class="big">{value}</div><p>{html.escape(note)}</p></div>'
+    )
+
+
+def duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes:.1f} min" if minutes < 120 else f"{hours:.1f} h"
+
+
+def tiles(steps: list[dict], evals: list[dict]) -> str:
+    """Before and after, and what it cost."""
+    shown = []
+    for key in matching(evals, ["eval/accuracy", "eval/pass@*"]):
+        x, y = series(evals, key)
+        note = f"held-out, step {x[0]:.0f} to step {x[-1]:.0f}" if len(x) > 1 else f"held-out, step {x[0]:.0f}"
+        value = f"{y[0]:.2f} → {y[-1]:.2f}" if len(x) > 1 else f"{y[0]:.2f}"
+        shown.append(tile(key.removeprefix("eval/"), value, note, hero=key == "eval/accuracy"))
+    _, reward = series(steps, "reward")
+    if reward:
+        note = f"best {max(reward):.2f}, {len(steps)} steps"
+        shown.append(tile("training reward", f"{reward[0]:.2f} → {reward[-1]:.2f}", note))
+    per_step = [line.get("time/step") or sum(phases(line).values()) for line in steps]
+    if sum(per_step) > 0:
+        median = sorted(per_step)[len(per_step) // 2]
+        shown.append(tile("time in steps", duration(sum(per_step)), f"median {median:.1f} s a step"))
+    _, speed = series(steps, "time/tokens_per_second")
+    if speed:
+        shown.append(tile("speed", f"{sum(speed) / len(speed):.0f} tok/s", "prompts and completions, whole step"))
+    return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def panels(steps: list[dict], evals: list[dict]) -> tuple[str, set[str]]:
+    """One small plot for each of PANELS that has data, and the metrics used by them."""
+    cards, used = [], set()
+    for title, note, patterns in PANELS:
+        lines = evals if patterns[0].startswith("eval/") else steps
+        if keys := matching(lines, patterns):
+            used |= set(keys)
+            drawn = [key for key in keys if not key.endswith("/std")] or keys
+            heading = f"<h3>{html.escape(title)}</h3><p>{html.escape(note)}&nbsp;</p>"
+            cards.append(f'<div class="card">{heading}{plot_panel(lines, drawn[: len(COLORS)])}</div>')
+    return f'<div class="grid">{"".join(cards)}</div>', used
+
+
+def table_of_metrics(lines: list[dict]) -> str:
+    rows = []
+    for key in sorted(matching(lines, ["*"])):
+        _, y = series(lines, key)
+        cells = "".join(f'<td class="n">{number(float(v))}</td>' for v in (y[0], y[-1], min(y), max(y)))
+        rows.append(f"<tr><td>{html.escape(key)}</td>{cells}</tr>")
+    return f"<table><tr><th>metric</th><th>first</th><th>last</th><th>min</th><th>max</th></tr>{''.join(rows)}</table>"
+
+
+def readable_prompt(text: str) -> str:
+    """Chat messages, stored as JSON, as `role: text` paragraphs; anything else as it is."""
+    try:
+        messages = json.loads(text)
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    except (json.JSONDecodeError, TypeError, KeyError):
+        return str(text)
+
+
+def shorten(text: str, limit: int = 700) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} more characters)"
+
+
+def pill(value, low: float, high: float) -> str:
+    """A score on a background from red (lowest shown) to green (highest shown)."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return number(None)
+    share = (value - low) / (high - low) if high > low else 0.5
+    return f'<span class="pill" style="background: hsl({120 * share:.0f} 70% 88%)">{value:.3g}</span>'
+
+
+def table_of_completions(path: Path, count: int = 8) -> str:
+    """The first rows of one completions file: whole groups of a prompt lie together there."""
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(path).slice(0, count).to_pylist()
+    scores = (
+        [name for name in rows[0] if name in ("reward", "advantage") or name.startswith("rewards/")] if rows else []
+    )
+    bounds = {}
+    for name in scores:
+        values = [row[name] for row in rows if isinstance(row[name], (int, float)) and math.isfinite(row[name])]
+        bounds[name] = (min(values, default=0.0), max(values, default=0.0))
+    header = "".join(f"<th>{html.escape(name)}</th>" for name in ["prompt", "completion", *scores, "ended by"])
+    body, previous = [], None
+    for row in rows:
+        prompt = shorten(readable_prompt(row.get("prompt")))
+        texts = ["″" if prompt == previous else prompt, shorten(str(row.get("completion")))]
+        cells = "".join(f'<td class="t">{html.escape(text)}</td>' for text in texts)
+        cells += "".join(f'<td class="n">{pill(row[name], *bounds[name])}</td>' for name in scores)
+        body.append(f"<tr>{cells}<td>{html.escape(str(row.get('finish_reason') or ''))}</td></tr>")
+        previous = prompt
+    return f'<div class="card"><table><tr>{header}</tr>{"".join(body)}</table></div>'
+
+
+def completions(run_dir: Path) -> str:
+    files = sorted(run_dir.glob("completions/step_*.parquet"))
+    parts = []
+    for path in dict.fromkeys(files[:1] + files[-1:]):
+        parts.append(f"<h2>Completions of step {int(path.stem.removeprefix('step_'))}</h2>{table_of_completions(path)}")
+    return "".join(parts)
+
+
+def folded(title: str, body: str) -> str:
+    return f"<details><summary>{html.escape(title)}</summary>{body}</details>"
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def write_report(run_dir: Path) -> Path | None:
+    """Write report.html into the run folder and return its path; None if nothing has been logged yet."""
+    run_dir = Path(run_dir)
+    lines = read_metrics(run_dir)
+    if not lines:
+        return None
+    steps, evals = split_lines(lines)
+    config = json.loads(text_of(run_dir / "config.json") or "{}")
+    subtitle = [config.get("model_id"), config.get("dataset_id"), f"advantage {config.get('advantage')}"]
+    plots, used = panels(steps, evals)
+    body = [
+        f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
+        f'<p class="dim">{html.escape(" · ".join(str(part) for part in subtitle if part))}</p>',
+        tiles(steps, evals),
+    ]
+    if matching(steps, ["reward"]) or matching(evals, ["eval/accuracy"]):
+        body.append(f'<h2>Reward</h2><div class="card">{plot_reward(steps, evals)}</div>')
+    body.append(f"<h2>Is it healthy?</h2>{plots}" if used else "")
+    if any(phases(line) for line in steps):
+        body.append(f'<h2>Where the time goes</h2><div class="card">{plot_times(steps)}</div>')
+    body.append(completions(run_dir))
+    settings = "".join(f"<tr><td>{k}</td><td>{html.escape(json.dumps(v))}</td></tr>" for k, v in config.items())
+    body += ["<h2>Details</h2>", folded("All metrics", table_of_metrics(lines))]
+    body.append(folded("Settings", f"<table>{settings}</table>"))
+    command = text_of(run_dir / "command.txt") + "\n" + text_of(run_dir / "environment.txt")
+    body.append(folded("Command and environment", f"<pre>{html.escape(command)}</pre>"))
+    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(run_dir.resolve().name)}</title>"
+    page += (
+        f"<meta name=viewport content='width=device-width'><style>{STYLE}</style><body>{''.join(body)}</body></html>"
+    )
+    path = run_dir / "report.html"
+    path.write_text(page)
+    return path
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        raise SystemExit("usage: python report.py RUN_DIR   (a folder like runs/NAME)")
+    path = write_report(Path(arguments[0]))
+    if path is None:
+        raise SystemExit(f"report: {arguments[0]} has no line in metrics.jsonl yet")
+    print(f"report: {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

