@@ -1,0 +1,344 @@
+"""Every knob of the training scripts: one flat dataclass whose trailing comments are the help texts.
+
+A copied script that needs a knob of its own subclasses the config in the script, above `parse_args`:
+
+    class TrainConfig(TrainConfig):
+        my_coef: float = 0.1  # weight of my idea
+
+Values come from, later ones winning: the defaults here, `--preset NAME`, `--config FILE.yaml`, the command line.
+Nothing in this file imports torch: `--help` and every mistake answer in a fraction of a second, on a laptop, without
+touching a GPU, a process group or a server.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import sys
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Literal
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message says what was given, what is allowed and what to do."""
+
+
+@dataclass
+class TrainConfig:
+    # --- model ---
+    model_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # hub id or folder of the policy
+    dtype: Literal["float32", "bfloat16"] = "float32"  # master weights; in bfloat16 an update of 1e-6 is rounded away
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # forward and backward (autocast, or FSDP's param dtype)
+    attn_implementation: str = "sdpa"  # sdpa, eager, flash_attention_2 where installed (then prompts are not shared)
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, about 1/3 slower
+    use_peft: bool = False  # train LoRA adapters instead of all weights
+    lora_r: int = 32  # LoRA rank
+    lora_alpha: float = 64.0  # LoRA scale: the update is alpha / r * B A
+    lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])  # module names that get adapters
+
+    # --- data ---
+    dataset_id: str = (
+        "reasoning_gym:chain_sum"  # hub id, .jsonl / .parquet / .csv, reasoning_gym:TASK?key=value, file.py:function
+    )
+    dataset_config: str | None = None  # configuration name of a hub data set
+    dataset_split: str = "train"  # split to train on
+    eval_dataset_id: str | None = None  # held-out data; unset: dataset_id with eval_split, if evaluation is on
+    eval_split: str = "test"  # split to evaluate on
+    system_prompt: str | None = None  # put before prompts that bring no system message
+    no_apply_chat_template: bool = False  # string prompts go to the model as they are
+    max_prompt_length: int = 1024  # prompts with more tokens are left out, and counted
+
+    # --- rollout ---
+    rollout: str = "single_turn"  # name in ROLLOUTS (rollouts.py)
+    max_completion_length: int = 512  # most tokens sampled per completion
+    min_completion_length: int = 0  # no end-of-turn token before this many (for benchmarks)
+    temperature: float = 1.0  # sampling temperature; the trainer divides its logits by it, too
+    top_p: float | None = None  # nucleus sampling; off by default, it biases the importance ratio
+    top_k: int | None = None  # sample from the k likeliest tokens; off by default for the same reason
+    min_p: float | None = None  # drop tokens below this fraction of the likeliest one
+    generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
+    server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
+    server_token: str | None = None  # bearer token of the servers; unset: environment variable VLLM_SERVER_TOKEN
+    server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
+    request_timeout: float = 600.0  # seconds one generation request may take
+    push_bucket_mb: int = 256  # weights travel in buckets of this size; also the extra memory of a push
+    push_backend: Literal["auto", "nccl", "gloo"] = "auto"  # gloo when trainer and server share one GPU
+
+    # --- batch ---
+    prompts_per_step: int = 32  # distinct prompts per step, over all ranks
+    num_generations: int = 8  # completions sampled per prompt (the group)
+    num_minibatches: int = 1  # optimizer updates a pass over the step's completions is cut into
+    num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
+    tokens_per_microbatch: int = 16384  # tokens per forward pass and rank; memory and speed, never the gradient
+    shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
+    logprob_chunk: int = 1024  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
+
+    # --- reward ---
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["reasoning_gym"]
+    )  # names in REWARDS or path/to/file.py:function
+    reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
+    reward_timeout: float = 30.0  # seconds a reward function may take for one group
+    reward_on_timeout: float = 0.0  # score of completions whose reward function ran out of time
+
+    # --- algorithm ---
+    preset: str | None = None  # a published recipe's settings, printed at start; flags still win over it
+    advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # what grpo divides the centred score by: a std over ...
+    policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
+    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "seq_mean"  # how tokens are weighted
+    epsilon: float = 0.2  # lower clip: the ratio is kept above 1 - epsilon
+    epsilon_high: float = 0.2  # upper clip: the ratio is kept below 1 + epsilon_high (DAPO: 0.28)
+    dual_clip: float | None = None  # bound on the loss of a token with negative advantage (DAPO: 10)
+    beta: float = 0.0  # weight of the KL term; 0 loads no reference model
+    kl: str = "k3"  # name in KL_ESTIMATORS (train_grpo.py)
+
+    # --- optimisation ---
+    learning_rate: float = 1e-6  # peak learning rate of AdamW
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_ratio: float = 0.0  # fraction of all optimizer updates over which the learning rate rises
+    weight_decay: float = 0.0  # AdamW's
+    adam_beta1: float = 0.9  # AdamW's
+    adam_beta2: float = 0.99  # AdamW's
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
+    num_epochs: float = 1.0  # passes over the data set, if max_steps is unset
+    max_steps: int | None = None  # stop after this many steps
+    seed: int = 42  # data order, sampling, initialisation of adapters
+
+    # --- sharding ---
+    strategy: Literal["ddp", "fsdp", "fsdp2"] = "ddp"  # replicate, or shard weights, gradients and optimizer state
+    offload: bool = False  # with fsdp / fsdp2: keep the shards in CPU memory
+    dist_timeout: float = 600.0  # seconds a rank waits for the others
+
+    # --- evaluation ---
+    eval_steps: int | None = None  # evaluate every so many steps, before the first and after the last; unset: never
+    eval_generations: int = 4  # completions per held-out row (k of mean@k and pass@k)
+    eval_temperature: float = 1.0  # sampling temperature of the evaluation
+    eval_solved: float = 1.0  # score from which a completion counts as solved in mean@k and pass@k
+    eval_only: bool = False  # evaluate model_id once and stop
+
+    # --- run ---
+    run_name: str | None = None  # folder under output_dir; unset: model, advantage and time
+    output_dir: str = "runs"  # where run folders go
+    resume: bool = False  # continue run_name from its last complete checkpoint
+    save_steps: int | None = None  # checkpoint every so many steps; a last one is always written; unset: only that
+    save_total_limit: int = 2  # checkpoints kept
+    log_steps: int = 1  # a line of metrics every so many steps
+    log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
+    print_samples_every: int = 10  # print one prompt, completion and reward every so many steps; 0: never
+    logprob_diff_limit: float = 0.2  # first step stops if |trainer - sampler log-prob| exceeds this on average
+    report_to: list[str] = field(default_factory=list)  # trackers besides the run folder: wandb, tensorboard
+    wandb_project: str = "grpo"  # project name for wandb
+    push_to_hub: bool = False  # upload the final model
+    hub_repo_id: str | None = None  # where to
+    hub_private: bool = True  # as a private repository; --no-hub_private makes it public
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.prompts_per_step * self.num_generations
+
+
+PRESETS: dict[str, dict] = {
+    "grpo": dict(  # DeepSeekMath, arXiv 2402.03300
+        num_generations=8, advantage="grpo", scale_rewards="group", policy_loss="ppo", epsilon=0.2, epsilon_high=0.2,
+        loss_agg="seq_mean", kl="k3", beta=0.04,
+    ),
+    "dr_grpo": dict(advantage="dr_grpo", policy_loss="ppo", loss_agg="constant", beta=0.0),  # arXiv 2503.20783
+    "gspo": dict(  # arXiv 2507.18071
+        advantage="grpo", policy_loss="gspo", epsilon=3e-4, epsilon_high=4e-4, loss_agg="seq_mean", beta=0.0
+    ),
+}  # fmt: skip
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def known_name(kind: str, name: str, known) -> None:
+    """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess."""
+    if name not in known:
+        guess = difflib.get_close_matches(name, list(known), n=1)
+        hint = f" Did you mean {guess[0]!r}?" if guess else ""
+        raise ConfigError(f"{kind}: unknown name {name!r}; known are {', '.join(sorted(known))}.{hint}")
+
+
+def check(cfg: TrainConfig, world_size: int | None = None) -> None:
+    """Cross-field checks that need nothing but the config and the number of ranks (torchrun's WORLD_SIZE)."""
+    world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
+    positive += "tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
+    positive += "server_timeout request_timeout dist_timeout lora_r save_total_limit log_steps max_grad_norm"
+    for name in positive.split():
+        if getattr(cfg, name) <= 0:
+            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
+    if cfg.num_generations < 1 or (cfg.num_generations == 1 and cfg.advantage in ("grpo", "dr_grpo", "rloo")):
+        raise ConfigError(
+            f"--num_generations={cfg.num_generations}: {cfg.advantage} compares the completions of one prompt, so it "
+            "needs at least 2; 8 is usual."
+        )
+    unit = world * cfg.num_minibatches
+    if cfg.prompts_per_step % unit:
+        low, high = cfg.prompts_per_step // unit * unit, -(-cfg.prompts_per_step // unit) * unit
+        raise ConfigError(
+            f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} ranks x {cfg.num_minibatches} "
+            f"minibatches; use {f'{low} or ' if low else ''}{high}."
+        )
+    if cfg.offload and cfg.strategy == "ddp":
+        raise ConfigError("--offload moves shards to the CPU, and ddp has none; add --strategy fsdp2 or fsdp.")
+    if cfg.dual_clip is not None and cfg.dual_clip <= 1:
+        raise ConfigError(f"--dual_clip={cfg.dual_clip}: must be above 1 (DAPO uses 10), or leave it unset.")
+    if not 0 <= cfg.warmup_ratio <= 1:
+        raise ConfigError(f"--warmup_ratio={cfg.warmup_ratio}: a fraction of all updates, between 0 and 1.")
+    if cfg.max_steps is not None and cfg.max_steps < 1:
+        raise ConfigError(f"--max_steps={cfg.max_steps}: at least 1, or unset to run --num_epochs.")
+    if cfg.min_completion_length > cfg.max_completion_length:
+        raise ConfigError("--min_completion_length is larger than --max_completion_length; lower it.")
+    if cfg.reward_weights is not None and len(cfg.reward_weights) != len(cfg.reward_funcs):
+        raise ConfigError(
+            f"--reward_weights has {len(cfg.reward_weights)} values for {len(cfg.reward_funcs)} --reward_funcs "
+            f"({', '.join(cfg.reward_funcs)}); give one each."
+        )
+    for tracker in cfg.report_to:
+        known_name("--report_to", tracker, ("wandb", "tensorboard"))
+    if cfg.push_to_hub and not cfg.hub_repo_id:
+        raise ConfigError("--push_to_hub needs --hub_repo_id NAME/REPO.")
+    if cfg.resume and not cfg.run_name:
+        raise ConfigError("--resume needs --run_name, the folder under --output_dir to continue.")
+
+
+# ---- parser ---------------------------------------------------------------------------------------------------------
+
+
+def field_help(cls: type) -> dict[str, tuple[str, str]]:
+    """Field name -> (group, help), read from the `name: type = default  # help` lines of the class and its bases."""
+    found: dict[str, tuple[str, str]] = {}
+    for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c) or c is cls]):
+        group = base.__name__ if base is not TrainConfig else "options"
+        for line in inspect.getsource(base).splitlines():
+            if ruler := re.match(r"\s*# --- (.+) ---\s*$", line):
+                group = ruler[1]
+            elif knob := re.match(r"    (\w+)\s*:[^#]*?(?:#\s*(.*))?$", line):
+                found[knob[1]] = (group, (knob[2] or "").strip())
+    return found
+
+
+def _split(annotation) -> tuple[object, bool]:
+    """`X | None` -> (X, True); anything else -> (itself, False)."""
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType) and type(None) in args:
+        return next(a for a in args if a is not type(None)), True
+    return annotation, False
+
+
+def convert(name: str, annotation, value):
+    """A string (command line) or YAML value as the field's type; ConfigError naming the flag otherwise."""
+    kind, optional = _split(annotation)
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+        if optional:
+            return None
+        raise ConfigError(f"--{name}: cannot be unset; give a value.")
+    if typing.get_origin(kind) is list:
+        items = value if isinstance(value, list) else [value]
+        return [convert(name, typing.get_args(kind)[0], item) for item in items]
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        known_name(f"--{name}", value, choices)
+        return value
+    if kind is bool:
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        raise ConfigError(f"--{name}={value}: true or false.")
+    try:
+        # int("1e3") fails and int(1.5) truncates: go through float and insist that nothing is lost.
+        if kind is int and not isinstance(value, int):
+            if float(value) != int(float(value)):
+                raise ValueError
+            return int(float(value))
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"--{name}={value}: expected {kind.__name__}.") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(message)
+
+
+def build_parser(cls: type, description: str | None = None) -> argparse.ArgumentParser:
+    hints, helps, groups = typing.get_type_hints(cls), field_help(cls), {}
+    parser = _Parser(
+        prog=os.path.basename(sys.argv[0]),
+        description=description,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+        usage="[torchrun --nproc_per_node=N] %(prog)s [--config FILE.yaml] [--flag value ...]",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of `flag: value` lines; the command line wins over it"
+    )
+    for f in dataclasses.fields(cls):
+        group, text = helps.get(f.name, ("options", ""))
+        groups.setdefault(group, parser.add_argument_group(group) if group not in groups else None)
+        kind, _ = _split(hints[f.name])
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        options = dict(dest=f.name, default=argparse.SUPPRESS, help=f"{text} [{shown}]".replace("%", "%%"))
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is list:
+            options |= dict(nargs="*", metavar="X")
+        elif typing.get_origin(kind) is Literal:
+            options["metavar"] = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+        else:
+            options["metavar"] = kind.__name__.upper()
+        names = [f"--{f.name}"] + ([f"--{f.name.replace('_', '-')}"] if "_" in f.name and kind is not bool else [])
+        groups[group].add_argument(names[0], **options)
+    return parser
+
+
+def load_config(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
+    """Defaults < --preset < --config < command line, converted and checked. Raises ConfigError; prints nothing."""
+    if "__dataclass_fields__" not in vars(cls):  # a subclass in a copied script need not repeat the decorator
+        cls = dataclasses.dataclass(cls)
+    parser, hints = build_parser(cls, description), typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    given, unknown = parser.parse_known_args(argv)
+    given = vars(given)
+    if unknown:
+        flag = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
+        guess = difflib.get_close_matches(flag, known, n=1)
+        raise ConfigError(
+            f"unknown argument {unknown[0]!r}." + (f" Did you mean --{guess[0]}?" if guess else " See --help.")
+        )
+    from_file = {}
+    if path := given.pop("config", None):
+        if not os.path.exists(path):
+            raise ConfigError(f"--config={path}: no such file.")
+        with open(path) as file:
+            from_file = yaml.safe_load(file) or {}
+        if not isinstance(from_file, dict):
+            raise ConfigError(f"--config={path}: expected `flag: value` lines.")
+        for name in from_file:
+            known_name(f"--config={path}", name, known)
+    values = from_file | given
+    if values.get("preset") is not None:
+        known_name("--preset", values["preset"], PRESETS)
+        values = PRESETS[values["preset"]] | values
+    cfg = cls(**{name: convert(name, hints[name], value) for name, value in values.items()})
+    check(cfg)
+    return cfg
+
+
+def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
+    """`load_config` for scripts: a mistake prints one line and exits with status 2. Rank 0 alone speaks."""
+    try:
+        return load_config(cls, argv, description)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

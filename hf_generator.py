@@ -1,0 +1,181 @@
+"""In-process generation (`--generator hf`): no server, one GPU or a laptop, tests. Same interface as `VLLMClient`.
+
+It keeps its own copy of the model in the compute dtype, LoRA folded in: decoding needs neither autocast nor gathering,
+and sharded policies need no care. The copy gets its weights through the same push as a server does.
+Prompts are run once and their cache is repeated for the n samples.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from vllm_client import Completion
+
+
+@dataclass
+class _Request:
+    prompt_ids: list[int]
+    n: int
+    options: tuple  # sorted sampling options: requests with equal ones share a batch
+    future: asyncio.Future
+
+
+class HFGenerator:
+    """Samples from its own copy of a causal LM.
+
+    model: the copy, used by nobody else. max_sequences: sequences decoded at a time.
+    `seed(n)` makes the next samples reproducible; the training loop calls it once per step.
+    """
+
+    receives_weights = True  # on every rank
+
+    def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
+        self.model, self.tokenizer, self.max_sequences = model.eval().requires_grad_(False), tokenizer, max_sequences
+        self.device, self.weight_dtype = model.device, model.dtype
+        self.version = 0
+        self.random = torch.Generator(self.device)
+        ids = model.generation_config.eos_token_id
+        self.eos_ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+        self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._queue: list[_Request] = []
+        self._missing: set[str] = set()
+
+    def seed(self, seed: int) -> None:
+        self.random.manual_seed(seed)
+
+    def close(self) -> None:
+        """Nothing to release; servers have."""
+
+    # ---- weights: the same three calls as VLLMClient ----
+
+    def begin_push(self) -> None:
+        self._missing = {name for name, _ in self.model.named_parameters()}
+
+    def send_bucket(self, named: list[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in named:
+            if name not in self._missing:
+                raise ValueError(f"the generator has no parameter {name!r}, or it was sent twice")
+            if parameters[name].shape != tensor.shape:
+                raise ValueError(
+                    f"parameter {name!r}: sent {tuple(tensor.shape)}, expected {tuple(parameters[name].shape)}"
+                )
+            parameters[name].data.copy_(tensor)
+            self._missing.discard(name)
+
+    def finish_push(self, version: int) -> None:
+        if self._missing:
+            raise ValueError(f"the push left out {len(self._missing)} parameters, first {min(self._missing)!r}")
+        self.version = version
+
+    def abort_push(self) -> None:
+        """A failed push ends the run; there is no server to put back in order."""
+
+    # ---- sampling ----
+
+    async def generate(self, prompt_ids: list[int], *, n: int = 1, **options) -> list[Completion]:
+        """n samples of one prompt. Requests of tasks that are ready together run in one batch.
+
+        options: max_tokens, temperature, min_tokens, top_p, top_k, min_p, as in `_sample`.
+        """
+        if self.window and len(prompt_ids) + 1 > self.window:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens does not fit the model's window of {self.window}; "
+                "lower --max_prompt_length"
+            )
+        loop = asyncio.get_running_loop()
+        request = _Request(prompt_ids, n, tuple(sorted(options.items())), loop.create_future())
+        self._queue.append(request)
+        if len(self._queue) == 1:
+            loop.call_soon(self._flush)  # after the tasks that are already scheduled have put in theirs
+        return await request.future
+
+    def _flush(self) -> None:
+        queue, self._queue = self._queue, []
+        while queue:
+            batch, sequences = [], 0
+            for request in queue:
+                fits = sequences + request.n <= self.max_sequences or not batch
+                if request.options == queue[0].options and fits:
+                    batch.append(request)
+                    sequences += request.n
+            queue = [request for request in queue if request not in batch]
+            try:
+                results = self._sample(batch, **dict(batch[0].options))
+            except Exception as error:  # belongs to whoever awaits it, not to the event loop
+                for request in batch:
+                    request.future.set_exception(error)
+                continue
+            for request, result in zip(batch, results, strict=True):
+                request.future.set_result(result)
+
+    @torch.inference_mode()
+    def _sample(self, batch, *, max_tokens, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):
+        """Decode all requests of a batch together; sequences that ended leave it."""
+        lengths = [len(request.prompt_ids) for request in batch]
+        longest = max(lengths)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)  # [P, T] left-padded
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch):
+            ids[row, longest - lengths[row] :] = torch.tensor(request.prompt_ids)
+            mask[row, longest - lengths[row] :] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        repeat = torch.tensor([row for row, request in enumerate(batch) for _ in range(request.n)], device=self.device)
+        cache = out.past_key_values
+        cache.batch_select_indices(repeat)
+        logits, mask, position = out.logits[repeat, -1], mask[repeat], positions[repeat, -1:]  # [S, V], [S, T], [S, 1]
+        budget = min(max_tokens, self.window - longest) if self.window else max_tokens
+        tokens: list[list[int]] = [[] for _ in repeat]
+        logprobs: list[list[float]] = [[] for _ in repeat]
+        alive = list(range(len(repeat)))
+        for count in range(budget):
+            scores = self._scores(logits, temperature, top_p, top_k, min_p, blocked=count < min_tokens)  # [S, V]
+            token = torch.multinomial(scores.exp(), 1, generator=self.random)  # [S, 1]
+            logprob = scores.gather(1, token)
+            for index, t, lp in zip(alive, token[:, 0].tolist(), logprob[:, 0].tolist(), strict=True):
+                tokens[index].append(t)
+                logprobs[index].append(lp)
+            keep = [i for i, index in enumerate(alive) if tokens[index][-1] not in self.eos_ids]
+            if not keep or count + 1 == budget:
+                break
+            if len(keep) < len(alive):
+                rows = torch.tensor(keep, device=self.device)
+                cache.batch_select_indices(rows)
+                token, mask, position = token[rows], mask[rows], position[rows]
+                alive = [alive[i] for i in keep]
+            position = position + 1
+            mask = torch.cat([mask, torch.ones_like(position)], dim=1)
+            out = self.model(
+                input_ids=token, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
+            )
+            logits = out.logits[:, -1]
+        samples = iter(zip(tokens, logprobs, strict=True))
+        return [[self._completion(request, *next(samples)) for _ in range(request.n)] for request in batch]
+
+    def _completion(self, request: _Request, tokens: list[int], logprobs: list[float]) -> Completion:
+        reason = "stop" if tokens[-1] in self.eos_ids else "length"
+        return Completion(tokens, logprobs, reason, self.version, request.prompt_ids)
+
+    def _scores(self, logits: Tensor, temperature, top_p, top_k, min_p, blocked: bool) -> Tensor:
+        """Log-probs of the distribution that is sampled from: temperature, then the filters.  [S, V] -> [S, V]"""
+        logits = logits.float()
+        if blocked:
+            logits[:, list(self.eos_ids)] = -torch.inf
+        if temperature == 0:  # greedy: all mass on the likeliest token
+            best = torch.full_like(logits, -torch.inf)
+            return best.scatter(1, logits.argmax(1, keepdim=True), 0.0)
+        scores = (logits / temperature).log_softmax(-1)
+        if top_k:
+            scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+        if min_p:
+            scores = scores.masked_fill(
+                scores < scores.max(1, keepdim=True).values + torch.tensor(min_p).log(), -torch.inf
+            )
+        if top_p < 1:
+            ordered, order = scores.sort(descending=True)
+            outside = ordered.exp().cumsum(1) - ordered.exp() > top_p
+            scores = scores.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+        return scores.log_softmax(-1)

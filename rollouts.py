@@ -1,0 +1,82 @@
+"""Prompts in, trajectories out: asyncio, one task per prompt (later: per trajectory), no lock-step.
+
+A rollout is a plain coroutine `(rows, generator, cfg) -> list[Trajectory]`: for each row `cfg.num_generations`
+trajectories, those of one row adjacent. To add one: write it below and enter it in ROLLOUTS.
+
+The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py); both answer
+`await generator.generate(prompt_ids, n=..., max_tokens=..., ...)` with a list of `Completion`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from config import TrainConfig
+from data import tokenize_prompt
+
+
+@dataclass
+class Trajectory:
+    """One prompt and everything after it, token by token. The four lists below have one entry per token after the
+    prompt: `loss_mask` is 1 exactly where the policy sampled the token, its end-of-turn token included."""
+
+    row: dict  # the data set row it came from
+    group: int  # trajectories of one prompt share it
+    prompt_ids: list[int]
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]  # the sampler's, 0 where loss_mask is 0
+    token_rewards: list[float]
+    images: list = field(default_factory=list)
+    finish_reason: str = "stop"  # "stop" or "length", as the sampler said it: never inferred from the last token
+    turns: int = 1
+    policy_version: int = 0  # of the weights that sampled it
+    info: dict = field(default_factory=dict)  # completion text, rewards by function, counters
+
+    def __post_init__(self):
+        lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"a trajectory's per-token lists must have one length, got {lengths}")
+
+
+def sampling_options(cfg: TrainConfig) -> dict:
+    """The sampling arguments of `generator.generate` that a config sets; every turn samples with the same ones."""
+    options = dict(temperature=cfg.temperature, max_tokens=cfg.max_completion_length)
+    options |= dict(min_tokens=cfg.min_completion_length, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
+    """Each prompt is answered once: one request per prompt with n = num_generations."""
+
+    async def one_prompt(group: int, row: dict) -> list[Trajectory]:
+        prompt_ids = tokenize_prompt(
+            row,
+            generator.tokenizer,
+            apply_chat_template=not cfg.no_apply_chat_template,
+            system_prompt=cfg.system_prompt,
+        )
+        samples = await generator.generate(prompt_ids, n=cfg.num_generations, **sampling_options(cfg))
+        return [
+            Trajectory(
+                row=row,
+                group=group,
+                prompt_ids=prompt_ids,
+                token_ids=sample.token_ids,
+                loss_mask=[1] * len(sample.token_ids),
+                logprobs=sample.logprobs,
+                token_rewards=[0.0] * len(sample.token_ids),
+                finish_reason=sample.finish_reason,
+                policy_version=sample.policy_version,
+                info={"completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True)},
+            )
+            for sample in samples
+        ]
+
+    groups = await asyncio.gather(*(one_prompt(group, row) for group, row in enumerate(rows)))
+    return [trajectory for group in groups for trajectory in group]
+
+
+ROLLOUTS: dict[str, Callable] = {
+    "single_turn": single_turn,
+}

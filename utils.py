@@ -1,0 +1,315 @@
+"""What nobody edits to try an idea: process groups, gathering sharded weights, checkpoints.
+
+Three sections: 1 ranks, 2 weights, 3 checkpoints. Heavy imports (FSDP, PEFT, distributed checkpoint) happen where they
+are used, so that a mistake on the command line is answered before they load.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# ---- 1 ranks --------------------------------------------------------------------------------------------------------
+
+
+def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
+    """Join the process group that torchrun describes, or make one of size 1. Returns (rank, world size, device).
+
+    timeout: seconds a collective waits for the other ranks before it raises.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        store = dist.HashStore() if "RANK" not in os.environ else None
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    return rank, world, device
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """Sum over ranks (float64 in, float64 out); without a process group the values themselves."""
+    values = values.detach().double()
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def all_max(value: int) -> int:
+    """Largest value over all ranks."""
+    if world_size() == 1:
+        return value
+    box = torch.tensor(value)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box)
+
+
+def gather_objects(value) -> list:
+    """[value of rank 0, value of rank 1, ...] on every rank."""
+    out = [None] * world_size()
+    if world_size() == 1:
+        return [value]
+    dist.all_gather_object(out, value)
+    return out
+
+
+def raise_together(error: BaseException | None, what: str) -> None:
+    """Collective: if any rank brings an error, every rank raises it, so that none waits for a rank that left."""
+    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RuntimeError(f"{what} failed on rank {rank}: {text}")
+
+
+def global_moments(values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and unbiased standard deviation of `values` where `mask` is set, over all ranks.
+
+    A statistic of one rank's share would silently change the algorithm with the number of ranks.
+    """
+    weight = torch.ones_like(values) if mask is None else mask.to(values.dtype)
+    kept = torch.where(weight > 0, values, torch.zeros_like(values)).double()
+    count, total, squares = all_sum(torch.stack([weight.double().sum(), kept.sum(), (kept**2).sum()]))
+    mean = total / count.clamp(min=1)
+    variance = (squares - count * mean**2).clamp(min=0) / (count - 1).clamp(min=1)
+    return count, mean.to(values.dtype), variance.sqrt().to(values.dtype)
+
+
+# ---- 2 weights ------------------------------------------------------------------------------------------------------
+
+_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.|\.base_layer")
+
+
+def clean_name(name: str) -> str:
+    """The name a parameter has in its checkpoint, without what DDP, FSDP, PEFT and `Policy` put around it."""
+    name = _WRAPPERS.sub("", name)
+    name = name.removeprefix("module.").removeprefix("model.")  # DDP, then Policy.model
+    return name.removeprefix("base_model.model.")  # PeftModel -> LoraModel -> the model itself
+
+
+def _is_lora(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and len(module.lora_A) > 0
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """The whole tensor of an FSDP2 shard (a collective), any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, _dtensor()) else tensor
+
+
+def _dtensor():
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def _folded(layer: nn.Module) -> Tensor:
+    """W + scale * B A of one LoRA layer, in a new tensor: the live weights are never merged and unmerged."""
+    weight = _full(layer.base_layer.weight.detach()).float()
+    for name in layer.active_adapters:
+        delta = _full(layer.lora_B[name].weight.detach()).float() @ _full(layer.lora_A[name].weight.detach()).float()
+        weight = weight + layer.scaling[name] * (delta.T if layer.fan_in_fan_out else delta)
+    return weight
+
+
+def _own_weights(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Full (checkpoint name, tensor) pairs of the parameters that belong to this module itself."""
+    if _is_lora(module):
+        yield clean_name(f"{name}.weight"), _folded(module)
+        if module.base_layer.bias is not None:
+            yield clean_name(f"{name}.bias"), _full(module.base_layer.bias.detach())
+        return
+    for key, parameter in module.named_parameters(recurse=False):
+        yield clean_name(f"{name}.{key}"), _full(parameter.detach())
+
+
+def _walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
+    """Modules below `module`, itself included, children first; neither past `stop` types nor into a LoRA layer."""
+    if not _is_lora(module):
+        for key, child in module.named_children():
+            if not isinstance(child, stop):
+                yield from _walk(f"{name}.{key}" if name else key, child, stop)
+    yield name, module
+
+
+def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True):
+    """Yield lists of (checkpoint name, full tensor in `dtype`) of about `max_bytes`: all ranks call it in step.
+
+    A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
+    gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
+    LoRA is folded in. Tensors are copies. With keep=False a rank takes part in the gathering and gets empty lists.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP)]
+    units = wrapped[::-1] if wrapped else list(_walk("", model, ()))
+    names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
+    bucket, size = [], 0
+    for name, unit in units:
+        gather, members = contextlib.nullcontext(), [(name, unit)]
+        if wrapped:
+            gather = FSDP.summon_full_params(unit, recurse=False, writeback=False)
+            members = list(_walk(name, unit.module, FSDP))
+        with gather:
+            for member_name, member in members:
+                for key, tensor in _own_weights(member_name, member):
+                    size += tensor.numel() * dtype.itemsize * (key in names)
+                    if keep and key in names:
+                        bucket.append((key, tensor.to(dtype, copy=True)))
+        if size >= max_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if size:
+        yield bucket
+
+
+def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
+    """Send the policy's weights to the generator: begin -> one call per bucket -> finish. All ranks call it.
+
+    `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
+    rank 0 for servers. After each bucket the ranks agree that it arrived; an error on one is raised on all.
+    """
+    error, active = None, generator.receives_weights
+
+    def attempt(call, *args):
+        try:
+            if active:
+                call(*args)
+        except Exception as caught:  # carried to raise_together, which raises it on every rank
+            generator.abort_push()
+            return caught
+
+    raise_together(attempt(generator.begin_push), "Starting the weight push")
+    for bucket in weight_buckets(policy, bucket_mb * 2**20, generator.weight_dtype, keep=active):
+        error = attempt(generator.send_bucket, bucket)
+        raise_together(error, "Sending weights")
+    raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
+
+
+# ---- 3 checkpoints --------------------------------------------------------------------------------------------------
+
+
+def last_step(run_dir: Path) -> int:
+    """Step of the newest complete checkpoint. A half-written one still has its other name and is not seen."""
+    steps = [int(m[1]) for path in run_dir.glob("checkpoints/*") if (m := re.fullmatch(r"step_(\d+)", path.name))]
+    if not steps:
+        raise FileNotFoundError(f"--resume: no complete checkpoint in {run_dir}/checkpoints; run without --resume.")
+    return max(steps)
+
+
+def _train_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Sharded state of trained weights and optimizer, in place for torch.distributed.checkpoint; DDP and FSDP alike."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model, optim = get_state_dict(policy, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    return {"model": model, "optimizer": optim}
+
+
+def _rng_state() -> dict:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
+
+
+def save_checkpoint(run_dir: Path, step: int, policy, optimizer, hf_model, tokenizer, state: dict, keep: int) -> Path:
+    """Write checkpoints/step_N: a `from_pretrained` folder, LoRA folded in, plus `trainer/` to resume from.
+
+    All ranks call it. Written under another name and renamed when complete; older ones beyond `keep` are removed.
+    state: plain JSON values that come back from `load_checkpoint`.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    final = run_dir / "checkpoints" / f"step_{step}"
+    partial = final.with_name(f"incomplete_step_{step}")
+    if is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "trainer").mkdir(parents=True)
+    raise_together(None, "Preparing the checkpoint folder")
+    dcp.save(_train_state(policy, optimizer), checkpoint_id=partial / "trainer" / "state")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.save(_rng_state(), partial / "trainer" / f"rng_{rank}.pt")
+    dtype = next(hf_model.parameters()).dtype
+    weights = {}
+    for bucket in weight_buckets(policy, 2**30, dtype, keep=is_main()):
+        weights.update((name, tensor.cpu()) for name, tensor in bucket)
+    error = None
+    try:
+        if is_main():
+            save_pretrained(partial, hf_model, tokenizer, weights)
+            (partial / "trainer" / "state.json").write_text(json.dumps({"step": step, **state}))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            kept = sorted(final.parent.glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+            for old in kept[:-keep]:
+                shutil.rmtree(old)
+    except OSError as caught:
+        error = caught
+    raise_together(error, f"Writing the checkpoint {final}")
+    return final
+
+
+def save_pretrained(path: Path, hf_model, tokenizer, weights: dict[str, Tensor]) -> None:
+    """Write gathered weights as an ordinary `from_pretrained` folder."""
+    from safetensors.torch import save_file
+
+    hf_model.config.save_pretrained(path)
+    if hf_model.can_generate():
+        hf_model.generation_config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_checkpoint(run_dir: Path, step: int, policy, optimizer) -> dict:
+    """Put weights, optimizer and random state back where `save_checkpoint` took them; returns its `state`."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    path = run_dir / "checkpoints" / f"step_{step}"
+    state = _train_state(policy, optimizer)
+    dcp.load(state, checkpoint_id=path / "trainer" / "state")
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    set_state_dict(
+        policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rng_file = path / "trainer" / f"rng_{rank}.pt"
+    if rng_file.exists():  # absent when resumed on more ranks than it was saved from
+        rng = torch.load(rng_file, weights_only=False)
+        torch.set_rng_state(rng["torch"])
+        random.setstate(rng["python"])
+        if torch.cuda.is_available() and len(rng["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(rng["cuda"])
+    return json.loads((path / "trainer" / "state.json").read_text())
+
+
+def push_to_hub(run_dir: Path, step: int, repo_id: str, private: bool) -> None:
+    """Upload the `from_pretrained` part of a checkpoint."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    folder = run_dir / "checkpoints" / f"step_{step}"
+    api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns="trainer/*")
