@@ -1,0 +1,380 @@
+"""Rows from every source, bad rows by name, prompts to token ids, and the sampler's promises."""
+
+import itertools
+import json
+
+import datasets
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from config import ConfigError
+from data import PromptSampler, filter_overlong, gym_seed, load_function, load_rows, prompt_messages, tokenize_prompt
+
+WORDS = "<unk> <s> </s> user assistant system : What is 2 + 3 a b c d"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }} : {{ m['content'] }}{% if not loop.last %} </s> {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %} </s> assistant :{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A word a token; plain text gets a BOS from the tokenizer, chat from the template."""
+    vocabulary = {word: index for index, word in enumerate(WORDS.split())}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def plain_tokenizer(tokenizer):
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    yield tokenizer
+    tokenizer.chat_template = template
+
+
+ROWS = [{"prompt": "What is 2 + 3", "answer": "5", "level": 1}, {"prompt": "What is 3", "answer": "3", "level": 2}]
+
+
+# ---- sources --------------------------------------------------------------------------------------------------------
+
+
+def test_json_files_keep_every_column(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    assert load_rows(str(tmp_path / "rows.jsonl")) == ROWS
+    assert load_rows(str(tmp_path / "rows.json")) == ROWS
+
+
+def test_one_line_without_newline_and_a_byte_order_mark(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\ufeff" + json.dumps(ROWS[0]))
+    assert load_rows(str(tmp_path / "rows.jsonl")) == ROWS[:1]
+
+
+def test_csv_with_quoted_newline(tmp_path):
+    (tmp_path / "rows.csv").write_text('prompt,answer\n"What is\n2, or 3",007\nb,\n')
+    assert load_rows(str(tmp_path / "rows.csv")) == [
+        {"prompt": "What is\n2, or 3", "answer": "007"},
+        {"prompt": "b", "answer": ""},
+    ]
+
+
+def test_parquet_with_chat_prompts_and_images(tmp_path):
+    from PIL import Image
+
+    chat = [{"role": "user", "content": "What is this"}]
+    features = datasets.Features(
+        {
+            "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "image": datasets.Image(),
+            "answer": datasets.Value("string"),
+        }
+    )
+    made = datasets.Dataset.from_list(
+        [{"prompt": chat, "image": Image.new("RGB", (3, 2), "red"), "answer": "red"}], features=features
+    )
+    made.to_parquet(str(tmp_path / "rows.parquet"))
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    assert rows[0]["prompt"] == chat and rows[0]["answer"] == "red"
+    assert rows[0]["image"].size == (3, 2) and rows[0]["image"].getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_folders_that_datasets_can_read(tmp_path):
+    made = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=made, test=made.select([1])).save_to_disk(str(tmp_path / "saved"))
+    assert load_rows(str(tmp_path / "saved"), split="test")[0] == ROWS[1]
+    with pytest.raises(ConfigError, match="test.*train"):
+        load_rows(str(tmp_path / "saved"), split="tset")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    assert list(load_rows(str(tmp_path / "plain"))) == ROWS
+
+
+def test_format_row_comes_before_the_check(tmp_path):
+    (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": "b"}')
+    rows = load_rows(str(tmp_path / "qa.jsonl"), format_row=lambda row: row | {"prompt": row["question"]})
+    assert rows == [{"question": "a", "answer": "b", "prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    "name, text, parts",
+    [
+        ("missing.jsonl", None, ["missing.jsonl", "no such file"]),
+        ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', ["bad.jsonl", "line 2", "not valid jsonl"]),
+        ("bad.json", "[", ["not valid json"]),
+        ("fake.parquet", "text", ["not valid parquet"]),
+        ("empty.jsonl", "", ["no rows"]),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, text, parts):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_rows(str(tmp_path / name))
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_unknown_hub_name_says_what_is_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as error:
+        load_rows(str(tmp_path / "nowhere"))
+    assert "nowhere" in str(error.value) and "file.py:function" in str(error.value)
+
+
+def test_configuration_of_a_file_is_an_error(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    with pytest.raises(ConfigError, match="dataset_config=main"):
+        load_rows(str(tmp_path / "rows.jsonl"), config="main")
+
+
+# ---- bad rows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row, fault",
+    [
+        ({"answer": "5"}, "no column `prompt`, only answer"),
+        ({"prompt": ""}, "empty string"),
+        ({"prompt": "  \n"}, "empty string"),
+        ({"prompt": None}, "NoneType"),
+        ({"prompt": 7}, "int, 7"),
+        ({"prompt": []}, "list, []"),
+        ({"prompt": ["a"]}, "message 0 of `prompt` is a str, 'a'"),
+        ({"prompt": [{"content": "a"}]}, "no `role`"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 1 of `prompt` has no `content`"),
+        ({"prompt": "a", "completions": 1}, "'completions'"),
+        ("a", "is a str, 'a'; a row must be a dict"),
+    ],
+)
+def test_a_bad_row_names_itself(tmp_path, row, fault):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row))
+    with pytest.raises(ConfigError) as error:
+        load_rows(str(tmp_path / "rows.jsonl"))
+    assert f"{tmp_path}/rows.jsonl, row 1: " in str(error.value) and fault in str(error.value)
+
+
+def test_messages_without_content_but_with_tool_calls_or_parts_are_fine(tmp_path):
+    prompt = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": prompt}]))
+    assert load_rows(str(tmp_path / "rows.json"))[0]["prompt"] == prompt
+
+
+# ---- functions ------------------------------------------------------------------------------------------------------
+
+
+def test_function_gets_split_and_seed_and_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_mine.py").write_text("WORD = 'hello'")
+    (tmp_path / "mine.py").write_text(
+        "from neighbour_of_mine import WORD\n"
+        "def rows(split, seed):\n    for i in range(2):\n        yield {'prompt': f'{WORD} {split} {seed} {i}'}\n"
+    )
+    rows = load_rows(f"{tmp_path}/mine.py:rows", split="test", seed=3)
+    assert [row["prompt"] for row in rows] == ["hello test 3 0", "hello test 3 1"]
+    assert load_function(f"{tmp_path}/mine.py:rows") is load_function(f"{tmp_path}/mine.py:rows")
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("absent.py:rows", ["no file", "absent.py"]),
+        ("mine.py:row", ["no function 'row'", "rows, seedless, text"]),
+        ("mine.py:seedless", ["f(split=..., seed=...)", "seed"]),
+        ("mine.py:text", ["returned a str"]),
+    ],
+)
+def test_functions_that_cannot_be_used(tmp_path, name, parts):
+    (tmp_path / "mine.py").write_text(
+        "from os.path import join\ndef rows(split, seed): return []\ndef _hidden(): pass\n"
+        "def seedless(split): return []\ndef text(split, seed): return 'a'\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_rows(f"{tmp_path}/{name}")
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_the_sums_example_holds_out_pairs_in_both_orders():
+    path = "examples/sums.py:rows"
+    train, test = load_rows(path, split="train", seed=42), load_rows(path, split="test", seed=42)
+    assert (len(train), len(test)) == (2380, 60)
+
+    def pair(row):
+        a, b = row["prompt"][0]["content"].removeprefix("What is ").split("?")[0].split(" + ")
+        assert row["answer"] == str(int(a) + int(b)) and 10 <= int(a) <= 59 and 10 <= int(b) <= 59
+        return int(a), int(b)
+
+    ordered = [pair(row) for row in train]
+    held_out = {frozenset(pair(row)) for row in test}
+    assert len(set(ordered)) == 2380 and len(held_out) == 60
+    assert not held_out & {frozenset(p) for p in ordered}
+    assert test != load_rows(path, split="test", seed=43) and test == load_rows(path, split="test", seed=42)
+
+
+# ---- reasoning-gym --------------------------------------------------------------------------------------------------
+
+
+def test_reasoning_gym_rows():
+    task = "chain_sum?min_terms=2&max_terms=2&size=5&allow_negation=true"
+    rows = load_rows(f"reasoning_gym:{task}", seed=1)
+    assert len(rows) == 5 and all(row["metadata"]["num_terms"] == 2 for row in rows)
+    assert rows[0]["prompt"] == rows[0]["question"] and rows[0]["reasoning_gym_task"] == task
+    prompts = [row["prompt"] for row in rows]
+    assert prompts == [row["prompt"] for row in load_rows(f"reasoning_gym:{task}&seed=1", seed=2)]
+    assert prompts != [row["prompt"] for row in load_rows(f"reasoning_gym:{task}", seed=2)]
+
+
+def test_reasoning_gym_splits_and_seeds_share_no_item():
+    """Item i is drawn from seed + i, so seeds 0 and 1 of the library itself have all but one row in common."""
+    task = "reasoning_gym:chain_sum?min_digits=4&min_terms=5&size=200"
+    questions = [
+        {row["prompt"] for row in load_rows(task, split=split, seed=seed)}
+        for split, seed in itertools.product(("train", "test", "validation"), (0, 1, 2))
+    ]
+    assert all(not a & b for a, b in itertools.combinations(questions, 2))
+    assert all(gym_seed(s, "validation") < 2**32 - 10**6 for s in (0, 42, 10**6, 2**31))
+
+
+@pytest.mark.parametrize(
+    "task, parts",
+    [
+        ("chain_sums", ["chain_sums", "Did you mean 'chain_sum'"]),
+        ("zzz", ["zzz", "chain_sum", "countdown"]),
+        ("chain_sum?min_term=2", ["'min_term'", "Did you mean 'min_terms'", "max_digits"]),
+        ("chain_sum?min_terms=two", ["min_terms=two", "a str, not a int"]),
+        ("chain_sum?min_terms=2.5", ["min_terms=2.5", "a float, not a int"]),
+        ("chain_sum?allow_negation=1", ["allow_negation=1", "a int, not a bool"]),
+        ("chain_sum?min_terms=5&max_terms=3", ["max_terms must be >= min_terms"]),
+        ("chain_sum?size=many", ["size=many"]),
+    ],
+)
+def test_reasoning_gym_mistakes(task, parts):
+    with pytest.raises(ConfigError) as error:
+        load_rows(f"reasoning_gym:{task}")
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def test_reasoning_gym_lists_and_unknown_split():
+    rows = load_rows(
+        "reasoning_gym:basic_arithmetic?operators=['%2B']&allow_parentheses=false&allow_negation=False&size=20"
+    )
+    assert all("+" in row["prompt"] and "*" not in row["prompt"] for row in rows)
+    assert len(load_rows("reasoning_gym:basic_arithmetic?operators=['+']&size=3")) == 3
+    with pytest.raises(ConfigError, match="train, validation"):
+        load_rows("reasoning_gym:chain_sum", split="dev")
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def ids(text):
+    return [WORDS.split().index(word) for word in text.split()]
+
+
+def test_chat_template_without_a_second_bos(tokenizer):
+    expected = ids("<s> user : What is 2 </s> assistant :")
+    assert tokenize_prompt({"prompt": "What is 2"}, tokenizer) == expected
+    chat = [{"role": "user", "content": "What is 2"}]
+    got = tokenize_prompt({"prompt": chat}, tokenizer)
+    assert got == expected and type(got) is list and all(type(token) is int for token in got)
+
+
+def test_plain_text_gets_what_the_tokenizer_adds(plain_tokenizer):
+    assert tokenize_prompt({"prompt": "What is 2"}, plain_tokenizer, apply_chat_template=False) == ids("<s> What is 2")
+
+
+def test_system_prompt_only_where_there_is_none(tokenizer):
+    with_system = ids("<s> system : a </s> user : b </s> assistant :")
+    assert tokenize_prompt({"prompt": "b"}, tokenizer, system_prompt="a") == with_system
+    own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert tokenize_prompt({"prompt": own}, tokenizer, system_prompt="c") == with_system
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "b"}]}]
+    assert prompt_messages({"prompt": parts}, "a")[0]["content"] == [{"type": "text", "text": "a"}]
+    assert len(parts) == 1, "the row itself must not change"
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tokenizer):
+    chat = [{"role": "user", "content": "What is 2"}, {"role": "assistant", "content": "2 is"}]
+    assert tokenize_prompt({"prompt": chat}, tokenizer) == ids("<s> user : What is 2 </s> assistant : 2 is")
+
+
+def test_template_mistakes_name_the_flag(plain_tokenizer):
+    chat = {"prompt": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ConfigError, match="no chat template.*--no_apply_chat_template"):
+        tokenize_prompt({"prompt": "a"}, plain_tokenizer)
+    with pytest.raises(ConfigError, match="no chat template.*make the prompts strings"):
+        tokenize_prompt(chat, plain_tokenizer)
+    with pytest.raises(ConfigError, match="--no_apply_chat_template.*chat messages"):
+        tokenize_prompt(chat, plain_tokenizer, apply_chat_template=False)
+    with pytest.raises(ConfigError, match="--system_prompt"):
+        tokenize_prompt({"prompt": "a"}, plain_tokenizer, apply_chat_template=False, system_prompt="b")
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_overlong_prompts_are_counted(tokenizer, as_dataset):
+    rows = [{"prompt": " ".join("a" * n), "id": n} for n in (1, 6, 2, 9)]  # 6 more tokens come from the template
+    rows = datasets.Dataset.from_list(rows) if as_dataset else rows
+    kept, dropped = filter_overlong(rows, tokenizer, 8)
+    assert [row["id"] for row in kept] == [1, 2] and dropped == 2
+    assert filter_overlong(rows, tokenizer, 15)[1] == 0
+    with pytest.raises(ConfigError, match="all 4 prompts.*shortest has 7 tokens"):
+        filter_overlong(rows, tokenizer, 6)
+
+
+# ---- sampler --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 5))
+@settings(max_examples=150, deadline=None)
+def test_every_row_once_an_epoch_and_steps_without_repeats(num_rows, prompts_per_step, seed):
+    prompts_per_step = min(prompts_per_step, num_rows)
+    sampler = PromptSampler(num_rows, prompts_per_step, seed)
+    epochs = 3
+    steps = [sampler.next(step) for step in range(-(-epochs * num_rows // prompts_per_step))]
+    assert all(len(set(rows)) == prompts_per_step for rows in steps)
+    drawn = list(itertools.chain(*steps))
+    for epoch in range(epochs):
+        assert sorted(drawn[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+
+
+@given(st.integers(8, 50), st.sampled_from([1, 2, 4]), st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_ranks_cut_one_global_order_and_a_step_needs_no_history(num_rows, world_size, step):
+    whole = PromptSampler(num_rows, 8, seed=7)
+    expected = [whole.next(s) for s in range(step + 1)][step]
+    shares = [PromptSampler(num_rows, 8, 7, rank, world_size).next(step) for rank in range(world_size)]
+    assert list(itertools.chain(*shares)) == expected and len({len(share) for share in shares}) == 1
+    assert whole.next(0) == PromptSampler(num_rows, 8, 7).next(0), "asking out of order changes nothing"
+
+
+def test_seed_and_epoch_change_the_order():
+    first = PromptSampler(100, 100, seed=0)
+    assert first.next(0) != first.next(1) != PromptSampler(100, 100, seed=1).next(1)
+
+
+def test_the_order_is_the_documented_one():
+    import numpy as np
+
+    sampler = PromptSampler(10, 5, seed=3)
+    assert sampler.next(2) + sampler.next(3) == np.random.default_rng([3, 1]).permutation(10).tolist()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((100, 30, 0, 0, 8), "not divisible by 8 ranks; use 24 or 32"),
+        ((100, 3, 0, 0, 8), "use 8"),
+        ((20, 32, 0, 0, 8), "only 20 rows.*prompts_per_step=16 or less"),
+        ((5, 8, 0, 0, 8), "at most 5 ranks"),
+    ],
+)
+def test_sampler_names_legal_values(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        PromptSampler(*arguments)
