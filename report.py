@@ -13,12 +13,12 @@ import math
 import sys
 from pathlib import Path
 
-from runlog import phases, read_metrics
+from runlog import phases, read_metrics, readable_prompt
 
 # (title, what to look for, metric names; a trailing * takes all that begin so)
 PANELS = [
     ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
-    ("Held-out accuracy", "rows never trained on", ["eval/*"]),
+    ("Held-out rows", "never trained on", ["eval/accuracy", "eval/pass@*", "eval/mean@*"]),
     ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
     ("Completion length", "tokens", ["completions/mean_length", "completions/max_length"]),
     ("Cut off", "share of completions that hit the length limit", ["completions/clipped_ratio"]),
@@ -30,6 +30,7 @@ PANELS = [
     ("Advantages", "", ["advantages/*"]),
     ("Loss", "0 by construction with one update per step: watch the reward", ["loss"]),
     ("Learning rate", "", ["lr"]),
+    ("Held-out rows, other figures", "", ["eval/*"]),
 ]
 COLORS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af"]
 POINTS = 400  # a curve of more steps is drawn as means over bins
@@ -63,10 +64,13 @@ def split_lines(lines: list[dict]) -> tuple[list[dict], list[dict]]:
     return [steps[k] for k in sorted(steps)], [evals[k] for k in sorted(evals)]
 
 
+def is_number(value) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def series(lines: list[dict], key: str) -> tuple[list[float], list[float]]:
     """Steps and values of a metric where it is a number; longer than POINTS, means over equal bins."""
-    found = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), (int, float))]
-    found = [(step, value) for step, value in found if math.isfinite(value)]
+    found = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
     size = -(-len(found) // POINTS) or 1
     bins = [found[i : i + size] for i in range(0, len(found), size)]
     return tuple([sum(pair[k] for pair in b) / len(b) for b in bins] for k in (0, 1))
@@ -88,6 +92,8 @@ def new_figure(width: float, height: float):
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eef0f3")
+    axes.set_axisbelow(True)
+    axes.spines[["left", "bottom"]].set_color("#d1d5db")
     axes.tick_params(labelsize=9, color="#9ca3af", labelcolor="#6b7280")
     return figure, axes
 
@@ -103,9 +109,10 @@ def label_end(axes, x, y, text, color) -> None:
     axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", fontsize=9, color=color, va="center")
 
 
-def legend(axes, count: int) -> None:
-    if count > 1:
-        axes.legend(fontsize=8, frameon=False, loc="best", labelcolor="#374151")
+def legend(axes, columns: int) -> None:
+    """Above the axes, where it covers no curve."""
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    axes.legend(fontsize=8, frameon=False, ncols=columns, labelcolor="#374151", columnspacing=1.2, **place)
 
 
 def plot_reward(steps: list[dict], evals: list[dict]) -> str:
@@ -124,30 +131,33 @@ def plot_reward(steps: list[dict], evals: list[dict]) -> str:
         axes.plot(eval_x, accuracy, color=COLORS[1], lw=1.5, ls="--", marker="o", ms=7, label="held-out accuracy")
         label_end(axes, eval_x[-1], accuracy[-1], f"{accuracy[-1]:.2f}", COLORS[1])
     axes.set_xlabel("step", fontsize=9, color="#6b7280")
-    legend(axes, 2)
+    legend(axes, 3)
     return image(figure)
 
 
 def plot_panel(lines: list[dict], keys: list[str]) -> str:
     figure, axes = new_figure(4.6, 2.5)
-    for key, color in zip(keys, COLORS * len(keys), strict=False):
+    for key, color in zip(keys, COLORS, strict=False):
         x, y = series(lines, key)
-        few = len(x) < 12
-        axes.plot(x, y, color=color, lw=1.6, label=key, marker="o" if few else None, ms=4)
-    legend(axes, len(keys))
+        name = key.split("/", 1)[-1].removesuffix("/mean")
+        axes.plot(x, y, color=color, lw=1.6, label=name, marker="o" if len(x) < 12 else None, ms=4)
+    if len(keys) > 1:
+        legend(axes, 3)
     return image(figure)
 
 
 def plot_times(steps: list[dict]) -> str:
     """Seconds of each step, stacked by phase."""
     split = [{"step": line["step"], **phases(line)} for line in steps]
-    names = list(dict.fromkeys(name for line in split for name in line if name != "step"))
+    total = {name: sum(line.get(name, 0.0) for line in split) for line in split for name in line if name != "step"}
+    names = [name for name in total if total[name] > 0.005 * sum(total.values())]
     filled = [{name: line.get(name, 0.0) for name in ["step", *names]} for line in split]
     figure, axes = new_figure(11, 2.8)
     curves = [series(filled, name) for name in names]
     axes.stackplot(curves[0][0], [y for _, y in curves], labels=names, colors=COLORS, alpha=0.85, lw=0, step="mid")
     axes.set_ylabel("seconds per step", fontsize=9, color="#6b7280")
     axes.margins(x=0)
+    axes.set_xlabel("step", fontsize=9, color="#6b7280")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), labelcolor="#374151")
     return image(figure)
 
@@ -156,9 +166,7 @@ def plot_times(steps: list[dict]) -> str:
 
 
 def number(value) -> str:
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return "n/a"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if is_number(value) else "n/a"
 
 
 def tile(label: str, value: str, note: str = "", hero: bool = False) -> str:
@@ -200,7 +208,7 @@ def panels(steps: list[dict], evals: list[dict]) -> tuple[str, set[str]]:
     cards, used = [], set()
     for title, note, patterns in PANELS:
         lines = evals if patterns[0].startswith("eval/") else steps
-        if keys := matching(lines, patterns):
+        if keys := [key for key in matching(lines, patterns) if key not in used]:
             used |= set(keys)
             drawn = [key for key in keys if not key.endswith("/std")] or keys
             heading = f"<h3>{html.escape(title)}</h3><p>{html.escape(note)}&nbsp;</p>"
@@ -212,18 +220,9 @@ def table_of_metrics(lines: list[dict]) -> str:
     rows = []
     for key in sorted(matching(lines, ["*"])):
         _, y = series(lines, key)
-        cells = "".join(f'<td class="n">{number(float(v))}</td>' for v in (y[0], y[-1], min(y), max(y)))
+        cells = "".join(f'<td class="n">{number(v)}</td>' for v in (y[0], y[-1], min(y), max(y)))
         rows.append(f"<tr><td>{html.escape(key)}</td>{cells}</tr>")
     return f"<table><tr><th>metric</th><th>first</th><th>last</th><th>min</th><th>max</th></tr>{''.join(rows)}</table>"
-
-
-def readable_prompt(text: str) -> str:
-    """Chat messages, stored as JSON, as `role: text` paragraphs; anything else as it is."""
-    try:
-        messages = json.loads(text)
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    except (json.JSONDecodeError, TypeError, KeyError):
-        return str(text)
 
 
 def shorten(text: str, limit: int = 700) -> str:
@@ -232,42 +231,40 @@ def shorten(text: str, limit: int = 700) -> str:
 
 def pill(value, low: float, high: float) -> str:
     """A score on a background from red (lowest shown) to green (highest shown)."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not is_number(value):
         return number(None)
     share = (value - low) / (high - low) if high > low else 0.5
     return f'<span class="pill" style="background: hsl({120 * share:.0f} 70% 88%)">{value:.3g}</span>'
 
 
-def table_of_completions(path: Path, count: int = 8) -> str:
-    """The first rows of one completions file: whole groups of a prompt lie together there."""
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(path).slice(0, count).to_pylist()
-    scores = (
-        [name for name in rows[0] if name in ("reward", "advantage") or name.startswith("rewards/")] if rows else []
-    )
-    bounds = {}
-    for name in scores:
-        values = [row[name] for row in rows if isinstance(row[name], (int, float)) and math.isfinite(row[name])]
-        bounds[name] = (min(values, default=0.0), max(values, default=0.0))
-    header = "".join(f"<th>{html.escape(name)}</th>" for name in ["prompt", "completion", *scores, "ended by"])
+def table_of_completions(rows: list[dict], bounds: dict[str, tuple[float, float]]) -> str:
+    """Rows of a completions file; `bounds` are the lowest and highest of each score, for its colour."""
+    header = "".join(f"<th>{html.escape(name)}</th>" for name in ["prompt", "completion", *bounds, "ended by"])
     body, previous = [], None
     for row in rows:
         prompt = shorten(readable_prompt(row.get("prompt")))
         texts = ["″" if prompt == previous else prompt, shorten(str(row.get("completion")))]
         cells = "".join(f'<td class="t">{html.escape(text)}</td>' for text in texts)
-        cells += "".join(f'<td class="n">{pill(row[name], *bounds[name])}</td>' for name in scores)
+        cells += "".join(f'<td class="n">{pill(row.get(name), *bounds[name])}</td>' for name in bounds)
         body.append(f"<tr>{cells}<td>{html.escape(str(row.get('finish_reason') or ''))}</td></tr>")
         previous = prompt
     return f'<div class="card"><table><tr>{header}</tr>{"".join(body)}</table></div>'
 
 
-def completions(run_dir: Path) -> str:
+def completions(run_dir: Path, count: int = 8) -> str:
+    """The first rows of the first and of the last step: the completions of one prompt lie together there."""
+    import pyarrow.parquet
+
     files = sorted(run_dir.glob("completions/step_*.parquet"))
-    parts = []
-    for path in dict.fromkeys(files[:1] + files[-1:]):
-        parts.append(f"<h2>Completions of step {int(path.stem.removeprefix('step_'))}</h2>{table_of_completions(path)}")
-    return "".join(parts)
+    shown = {path: pyarrow.parquet.read_table(path).slice(0, count).to_pylist() for path in files[:1] + files[-1:]}
+    scores: dict[str, list[float]] = {}
+    for row in (row for rows in shown.values() for row in rows):
+        for name, value in row.items():
+            if name in ("reward", "advantage") or name.startswith("rewards/"):
+                scores.setdefault(name, []).extend([value] if is_number(value) else [])
+    bounds = {name: (min(values, default=0.0), max(values, default=0.0)) for name, values in scores.items()}
+    titles = {path: f"<h2>Completions of step {int(path.stem.removeprefix('step_'))}</h2>" for path in shown}
+    return "".join(titles[path] + table_of_completions(rows, bounds) for path, rows in shown.items())
 
 
 def folded(title: str, body: str) -> str:

@@ -10,12 +10,14 @@ Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 come
 derived from them, are under `time/`; everything else in metrics.jsonl is the same in a resumed run, bit for bit.
 """
 
+import atexit
 import dataclasses
 import importlib.metadata
 import json
 import math
 import numbers
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -92,7 +94,7 @@ class RunLog:
         self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
         self.console = Console(highlight=False, soft_wrap=True)
         self.progress, self.num_steps = None, num_steps or cfg.max_steps
-        self.start = time.perf_counter()
+        atexit.register(self.close)  # a run that dies leaves its report and a usable terminal, too
         if self.console.is_terminal:  # elsewhere, in a log file, the lines alone say it all
             self._start_bar(resume_step or 0)
 
@@ -172,22 +174,23 @@ class RunLog:
         os.replace(path.with_suffix(".partial"), path)
 
     def sample(self, step: int, row: dict) -> None:
-        """Print one row of `completions` every `cfg.print_samples_every` steps, the first included."""
+        """Print one row of `completions` at step 1 and every `cfg.print_samples_every` steps after it."""
         every = self.cfg.print_samples_every
-        if not every or (step % every and step != 1):
+        if not every or (step - 1) % every:
             return
         row = _flat(row)
         rewards = {k.removeprefix("rewards/"): v for k, v in row.items() if k.startswith("rewards/")}
         parts = ", ".join(f"{name} {_short(value)}" for name, value in rewards.items())
         scores = {"reward": row.get("reward"), "advantage": row.get("advantage")}
         summary = [f"{k} {_short(v)}" for k, v in scores.items() if v is not None]
-        lines = [f"--- a sample of step {step} ---", _block("prompt", row["prompt"])]
+        lines = [f"--- a sample of step {step} ---", _block("prompt", readable_prompt(row["prompt"]))]
         lines += [_block("completion", row["completion"])]
         lines += ["  ".join([*summary, f"({parts})" if parts else "", str(row.get("finish_reason") or "")])]
         self.console.print("\n".join(lines), style="dim", markup=False)
 
     def close(self) -> None:
         """Finish the trackers and write report.html. May be called twice, and after an error."""
+        atexit.unregister(self.close)
         if self.file.closed:
             return
         if self.progress:
@@ -241,7 +244,7 @@ def open_wandb(cfg, run_dir: Path, resume_step: int | None):
             f"keep the data in {run_dir}/wandb and upload it later with `wandb sync`."
         )
     id_file = run_dir / "wandb_id.txt"
-    run_id = id_file.read_text() if id_file.exists() else wandb.util.generate_id()
+    run_id = id_file.read_text() if id_file.exists() else secrets.token_hex(4)
     id_file.write_text(run_id)
     run = wandb.init(
         project=cfg.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir, config=public_config(cfg)
@@ -296,8 +299,16 @@ def _flat(row: dict) -> dict:
     return flat
 
 
+def readable_prompt(text: str) -> str:
+    """Chat messages, stored as JSON, as `role: text` lines; anything else as it is."""
+    try:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))
+    except (json.JSONDecodeError, TypeError, KeyError):
+        return str(text)
+
+
 def _short(value) -> str:
-    return f"{value:.4g}" if isinstance(value, numbers.Real) else "n/a" if value is None else str(value)
+    return f"{value:.4g}" if value is not None and math.isfinite(value) else "n/a"
 
 
 def _block(title: str, text: str, limit: int = 1500) -> str:

@@ -1,0 +1,196 @@
+"""The run folder: what is written, what a resumed run keeps, and the report on whatever there is."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from config import ConfigError, TrainConfig
+from report import write_report
+from runlog import RunLog, phases, progress_text, read_metrics
+
+
+@pytest.fixture
+def make_log(tmp_path):
+    """RunLog(...) in tmp_path/run; every log made is closed at the end."""
+    made = []
+
+    def make(resume_step=None, **settings):
+        cfg = TrainConfig(run_name="run", output_dir=str(tmp_path), max_steps=4, **settings)
+        made.append(RunLog(cfg, resume_step))
+        return made[-1]
+
+    yield make
+    for log in made:
+        log.close()
+
+
+def log_step(log, step):
+    metrics = {"reward": step / 4, "num_tokens": 100 * step, "time/step": 2.0, "time/update": 1.5}
+    log.step(step, metrics)
+    log.completions(step, [{"prompt": "p", "completion": "c", "reward": step / 4}])
+
+
+def without_times(lines):
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+def test_lines_are_plain_json(make_log):
+    log = make_log()
+    log.step(1, {"reward": torch.tensor(0.5), "kl": math.nan, "grad_norm": math.inf, "n": 3})
+    log.eval(1, {"eval/accuracy": 0.25})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = log.metrics_path.read_text().splitlines()
+    first, second = (json.loads(line, parse_constant=refuse) for line in text)
+    assert without_times([first]) == [{"step": 1, "reward": 0.5, "kl": None, "grad_norm": None, "n": 3}]
+    assert without_times([second]) == [{"step": 1, "eval/accuracy": 0.25}]
+
+
+def test_text_is_no_metric(make_log):
+    with pytest.raises(TypeError, match="'note'"):
+        make_log().step(1, {"note": "text"})
+
+
+def test_resuming_equals_never_stopping(make_log):
+    """Killed after step 3 in the middle of a line, resumed from the checkpoint of step 2."""
+    log = make_log()
+    log.eval(0, {"eval/accuracy": 0.0})
+    for step in (1, 2, 3):
+        log_step(log, step)
+    log.close()
+    complete = without_times(read_metrics(log.dir))
+    with open(log.metrics_path, "a") as file:
+        file.write('{"step": 4, "rew')
+
+    resumed = make_log(resume_step=2, resume=True)
+    assert without_times(read_metrics(log.dir)) == [line for line in complete if line["step"] <= 2]
+    assert [path.name for path in sorted(log.dir.glob("completions/*"))] == [
+        "step_000001.parquet",
+        "step_000002.parquet",
+    ]
+    log_step(resumed, 3)
+    assert without_times(read_metrics(log.dir)) == complete
+    assert read_metrics(log.dir)[-1]["time/tokens_per_second"] == 50  # 100 new tokens in 2 s, not 300
+    assert len((log.dir / "command.txt").read_text().splitlines()) == 2
+
+
+def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(tmp_path)
+
+
+def test_a_second_run_does_not_overwrite_the_first(make_log):
+    make_log().step(1, {"reward": 0.0})
+    with pytest.raises(ConfigError, match="--resume"):
+        make_log()
+
+
+def test_the_folder_describes_the_run_without_its_secret(make_log, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--server_token", "s3cret"])
+    log = make_log(server_token="s3cret", report_to=["tensorboard"])
+    log_step(log, 1)
+    log.close()
+    assert json.loads((log.dir / "config.json").read_text())["max_steps"] == 4
+    assert "--server_token ***" in (log.dir / "command.txt").read_text()
+    assert "torch" in (log.dir / "environment.txt").read_text()
+    assert list(log.dir.glob("tensorboard/events*"))
+    files = [path for path in log.dir.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]
+
+
+def test_completions_keep_every_row_and_reward(make_log):
+    log = make_log()
+    chat = [{"role": "user", "content": "2 + 2?"}]
+    rows = [
+        {"prompt": chat, "completion": "4", "rewards": {"exact": 1.0, "format": None}, "finish_reason": "stop"},
+        {"prompt": "plain", "completion": "é\n5", "rewards": {"exact": 0.0}, "finish_reason": "length"},
+    ]
+    log.completions(12, rows)
+    back = pyarrow.parquet.read_table(log.dir / "completions" / "step_000012.parquet").to_pylist()
+    assert json.loads(back[0]["prompt"]) == chat and back[1]["prompt"] == "plain"
+    assert [row["completion"] for row in back] == ["4", "é\n5"]
+    assert [row["rewards/exact"] for row in back] == [1.0, 0.0]
+    assert [row["rewards/format"] for row in back] == [None, None]
+
+
+def test_samples_are_printed_now_and_then(make_log, capsys):
+    log = make_log(print_samples_every=2)
+    row = {"prompt": [{"role": "user", "content": "2 + [b]2?"}], "completion": "x" * 5000, "rewards": {"exact": 1.0}}
+    for step in (1, 2, 3):
+        log.sample(step, row | {"reward": 1.0, "finish_reason": "length"})
+    printed = capsys.readouterr().out
+    assert printed.count("a sample of step") == 2 and "step 2 " not in printed
+    assert "user: 2 + [b]2?" in printed and "(3500 more characters)" in printed and "exact 1" in printed
+
+
+def test_phases_add_up_to_the_step():
+    line = {"step": 3, "time/update": 3.0, "time/generate": 5.0, "time/mine": 1.0, "time/step": 10.0, "time/unix": 1e9}
+    assert phases(line) == {"generate": 5.0, "update": 3.0, "mine": 1.0, "other": 1.0}
+    text = progress_text(line | {"reward": 0.25, "kl": None}, 30)
+    assert "step 3/30" in text and "reward 0.25" in text and "kl n/a" in text and "generate 50%" in text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"step": 0, "eval/accuracy": 0.5}],
+        [{"step": 1, "reward": None, "reward_std": None, "kl": None}],
+        [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75, "reward_std": 0.1, "odd/<key>": -1}],
+        [{"step": step, "reward": 0.5, "time/step": 1.0} for step in range(1, 5001)],
+    ],
+    ids=["only an evaluation", "no finite number", "ragged", "long"],
+)
+def test_a_report_of_whatever_is_there(tmp_path, lines):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(tmp_path).read_text()
+    assert page.startswith("<!doctype html>") and len(page) < 2_000_000
+    assert "http://" not in page and "https://" not in page and "<key>" not in page
+
+
+def test_the_report_shows_before_and_after(make_log):
+    log = make_log()
+    log.eval(0, {"eval/accuracy": 0.04})
+    for step in (1, 2):
+        log.step(step, {"reward": step / 4, "time/step": 1.0, "time/update": 0.5})
+        log.completions(step, [{"prompt": "<b>", "completion": f"answer {step}", "reward": 1.0}])
+    log.eval(2, {"eval/accuracy": 0.91})
+    log.close()
+    page = (log.dir / "report.html").read_text()
+    assert "0.04 → 0.91" in page and "answer 1" in page and "answer 2" in page
+    assert "&lt;b&gt;" in page and '<td class="t"><b>' not in page
+    done = subprocess.run([sys.executable, "runlog.py", str(log.dir)], capture_output=True, text=True)
+    assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
+
+
+def test_no_report_of_nothing(tmp_path):
+    assert write_report(tmp_path) is None
+
+
+def test_wandb_offline_keeps_the_run(make_log, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log = make_log(report_to=["wandb"])
+    log_step(log, 1)
+    log.close()
+    assert list(log.dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_wandb_without_login_is_an_early_error(tmp_path):
+    code = f"""
+from config import TrainConfig
+from runlog import RunLog
+RunLog(TrainConfig(run_name="run", output_dir={str(tmp_path)!r}, report_to=["wandb"]))
+"""
+    hidden = ("WANDB_API_KEY", "WANDB_MODE")
+    env = {key: value for key, value in os.environ.items() if key not in hidden} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "WANDB_MODE=offline" in done.stderr, done.stderr
