@@ -1,0 +1,427 @@
+"""Reward functions, and `score`, which runs them on a group of trajectories.
+
+A reward function keeps TRL's call, so that one written for TRL runs unchanged:
+
+    def my_reward(completions, answer, **columns):              # completions, prompts, completion_ids, every column
+        return [float(completion_text(c) == a) for c, a in zip(completions, answer)]
+
+* Every argument is passed by keyword and is a list with one element a completion. `completions` are strings, or
+  [{"role": "assistant", "content": ...}] where the prompt is chat messages; `completion_text` takes both. `prompts` are
+  the rows' prompts, `completion_ids` the token ids. A function without ** gets only what its signature names.
+* A function that names `trajectories` gets the Trajectory objects (rollouts.py), one that names `cfg` the config.
+* It returns one value a completion: a number, None (does not apply: this function is left out of the row's sum), or a
+  dict {component: number or None}. The components are logged by name and may differ by row; the row's reward is the
+  component "reward" if there is one, else the sum of all.
+* It may be `async def`. Plain functions run in a thread each, async ones on one event loop kept for them, so a client
+  they share stays usable; either may block without holding up sampling.
+* Longer than cfg.reward_timeout: every row of the call scores cfg.reward_on_timeout and counts in
+  info["reward_timeouts"]. Raising, or a wrong number or kind of values: RewardError, with the row and the completion.
+
+The reward of a completion is the sum of weight * value over cfg.reward_weights.
+"""
+
+import asyncio
+import concurrent.futures
+import inspect
+import json
+import logging
+import re
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Sized
+from decimal import Decimal
+from functools import cache
+from math import isfinite, nan
+
+from config import ConfigError, known_name
+from data import function_path, load_function, parse_gym, shorten
+from reward_workers import WorkerPool
+
+OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
+RETURN_RULE = "return a list with one number, None (does not apply) or {component: number} a completion"
+
+POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
+
+logger = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """A reward function raised or returned what cannot be used. The message holds its name, the row, the completion."""
+
+
+# ---- reward functions -----------------------------------------------------------------------------------------------
+
+
+def completion_text(completion) -> str:
+    """The text of a completion: a string itself, or the assistant's part of a list of chat messages."""
+    if isinstance(completion, str):
+        return completion
+    texts = []
+    for message in completion:
+        content = message.get("content") or ""
+        if message.get("role") == "assistant":
+            texts += [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return "\n".join(texts)
+
+
+def answer_part(text: str) -> str:
+    """What the model commits to: text after the last </think>, and within it the last <answer>...</answer>, if any."""
+    text = text.rpartition("</think>")[2]
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end].strip() if start >= 0 else text.strip()
+
+
+NUMBER = re.compile(
+    r"(?:(?<![\w)])[-\u2212])?"  # a minus, unless it subtracts: "5-3" is 5 and 3
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"  # 1,234 or 1234 or nothing before .5
+    r"(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
+)
+
+
+def numbers(text: str) -> list[Decimal]:
+    """All numbers in the text, exactly: "1,234.50 and -3" -> [1234.50, -3]."""
+    return [Decimal(found.replace(",", "").replace("\u2212", "-")) for found in NUMBER.findall(text)]
+
+
+def last_number(completions, answer, **columns) -> list[float | None]:
+    """1 if the last number in the completion equals the answer's; GSM8K's "... #### 72" may stay as it is."""
+    scores = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        target = numbers(str(wanted).rpartition("####")[2])
+        if wanted is not None and len(target) != 1:
+            raise ValueError(f"answer {wanted!r} is not one number; use --reward_funcs math or exact_match for it")
+        found = numbers(completion_text(completion))
+        scores.append(None if wanted is None else float(bool(found) and found[-1] == target[0]))
+    return scores
+
+
+def normalise(text) -> str:
+    """Unicode form, case, white space and punctuation at the ends do not count."""
+    text = " ".join(unicodedata.normalize("NFKC", str(text)).casefold().split())
+    return text.strip(" .,;:!?'\"`*")
+
+
+def exact_match(completions, answer, **columns) -> list[float | None]:
+    """1 if the completion's `answer_part` is the answer, or one of them where the answer is a list, both normalised."""
+    scores = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        given = normalise(answer_part(completion_text(completion)))
+        scores.append(None if wanted is None else float(given in [normalise(each) for each in allowed]))
+    return scores
+
+
+def format_tags(completions, **columns) -> list[float]:
+    """1 if the completion is <think>...</think> <answer>...</answer>, each tag once and nothing around them."""
+    pattern = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    texts = [completion_text(completion) for completion in completions]
+    return [float(all(text.count(tag) == 1 for tag in tags) and bool(pattern.fullmatch(text))) for text in texts]
+
+
+def overlong(completion_ids, cfg, **columns) -> list[float]:
+    """Soft over-long punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to L - buffer tokens, then linear to -1 at
+    L = max_completion_length; the buffer is OVERLONG_BUFFER of L."""
+    buffer = OVERLONG_BUFFER * cfg.max_completion_length
+    start = cfg.max_completion_length - buffer
+    return [-min(max((len(ids) - start) / buffer, 0.0), 1.0) for ids in completion_ids]
+
+
+def length(completion_ids, cfg, **columns) -> list[float]:
+    """-(tokens / max_completion_length), from 0 to -1: a small weight prefers short ones, a negative one long ones."""
+    return [-len(ids) / cfg.max_completion_length for ids in completion_ids]
+
+
+def math_equal(completions, answer, **columns) -> list[float | dict | None]:
+    """1 if math-verify finds the answer's value in the completion; None where it cannot read the answer itself.
+
+    The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". Every completion has a time limit of its own
+    (reward_workers.ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
+    """
+    requests: list = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        text = completion_text(completion)
+        gold = "" if wanted is None else str(wanted).rpartition("####")[2].strip()
+        requests.append((answer_part(text), "<answer>" in text, gold) if gold else None)
+    return POOLS["math"].map(requests)
+
+
+def reasoning_gym(completions, metadata, answer, **columns) -> list[float | dict | None]:
+    """The score, 0 to 1, that the row's reasoning-gym task gives to the completion's `answer_part`. Many tasks give
+    part of the points for an answer that stands in a sentence, so ask for <answer> tags or nothing but the answer.
+
+    Rows of load_rows name their task with its parameters (`reasoning_gym_task`); elsewhere metadata's source_dataset
+    does. Over the time limit: {"reward": 0, "timeout": 1}; a scorer that fails: {"reward": 0, "scorer_error": 1}.
+    """
+    empty = [None] * len(completions)
+    questions, tasks = columns.get("question", empty), columns.get("reasoning_gym_task", empty)
+    requests = []
+    for completion, meta, a, q, task in zip(completions, metadata, answer, questions, tasks, strict=True):
+        meta = json.loads(meta) if isinstance(meta, str) else meta
+        task = task or (meta or {}).get("source_dataset")
+        if task is not None:
+            check_gym_task(task)
+        entry = {"question": q, "answer": a, "metadata": meta}
+        requests.append(task and (answer_part(completion_text(completion)), task, entry))
+    return POOLS["reasoning_gym"].map(requests)
+
+
+@cache
+def check_gym_task(task: str) -> None:
+    parse_gym(task)
+
+
+REWARDS: dict[str, Callable] = {
+    "math": math_equal,
+    "last_number": last_number,
+    "exact_match": exact_match,
+    "format": format_tags,
+    "overlong": overlong,
+    "length": length,
+    "reasoning_gym": reasoning_gym,
+}
+
+
+def get_reward_function(name_or_path: str) -> Callable:
+    """A name in REWARDS, or `path/to/file.py:function`."""
+    if function_path(name_or_path):
+        return load_function(name_or_path)
+    known_name("--reward_funcs (names, or path/to/file.py:function)", name_or_path, REWARDS)
+    return REWARDS[name_or_path]
+
+
+def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str, Callable]:
+    """{name: function} of cfg.reward_funcs, checked; the name of `file.py:function` is `function`.
+
+    Given the data set's columns, a function that needs another one is a ConfigError here, before anything is sampled.
+    """
+    functions = {}
+    for given in cfg.reward_funcs:
+        name = given.rpartition(":")[2]
+        if name in functions:
+            raise ConfigError(f"--reward_funcs: two functions are named {name!r}; rename one.")
+        functions[name] = get_reward_function(given)
+    reward_weights(functions, cfg)
+    for name, function in functions.items() if columns is not None else ():
+        available = {*columns, "completions", "prompts", "completion_ids", "trajectories", "cfg"} - {"prompt"}
+        if fault := missing_arguments(function, available):
+            raise ConfigError(f"--reward_funcs {name}: {fault}")
+    return functions
+
+
+def reward_weights(functions: Iterable[str], cfg) -> list[float]:
+    names = list(functions)
+    weights = [1.0] * len(names) if cfg.reward_weights is None else list(cfg.reward_weights)
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"--reward_weights has {len(weights)} values for {len(names)} reward functions ({', '.join(names)}); "
+            "give one each, or none for all 1."
+        )
+    return weights
+
+
+# ---- scoring --------------------------------------------------------------------------------------------------------
+
+
+async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) -> None:
+    """Run all functions, at the same time, on one group of trajectories. Fills in each trajectory:
+
+    token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1)
+    info["rewards"]         {function: value, "function/component": value}, nan where a function does not apply
+    info["reward"]          the weighted sum; 0 where no function applies, and then
+    info["unrewarded"]      1, else 0
+    info["reward_timeouts"] functions that ran out of time on it
+    info["reward_without_token"]  1 if nothing was sampled, so that its reward stands nowhere, else 0
+    """
+    if not trajectories:
+        return
+    weights = reward_weights(reward_functions, cfg)
+    arguments = call_arguments(trajectories, cfg)
+    calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
+    results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time
+    for index, trajectory in enumerate(trajectories):
+        total, applies, logged = 0.0, False, {}
+        for (name, values), weight in zip(zip(reward_functions, results, strict=True), weights, strict=True):
+            value, components = (cfg.reward_on_timeout, {}) if values is None else values[index]
+            logged[name] = nan if value is None else value
+            logged |= {f"{name}/{component}": part for component, part in components.items()}
+            if value is not None:
+                total, applies = total + weight * value, True
+        sampled = [position for position, mask in enumerate(trajectory.loss_mask) if mask]
+        if sampled:
+            trajectory.token_rewards[sampled[-1]] += total
+        trajectory.info |= {
+            "rewards": logged,
+            "reward": total,
+            "unrewarded": int(not applies),
+            "reward_timeouts": sum(values is None for values in results),
+            "reward_without_token": int(not sampled),
+        }
+
+
+def call_arguments(trajectories: list, cfg) -> dict:
+    """What reward functions can ask for, by name. Rows may have different columns: None where one lacks it."""
+    rows = [trajectory.row for trajectory in trajectories]
+    columns = dict.fromkeys(column for row in rows for column in row if column != "prompt")
+    arguments = {column: [row.get(column) for row in rows] for column in columns}
+    completions, completion_ids = [], []
+    for trajectory in trajectories:
+        text, chat = trajectory.info["completion"], not isinstance(trajectory.row["prompt"], str)
+        completions.append([{"role": "assistant", "content": text}] if chat else text)
+        start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
+        completion_ids.append(list(trajectory.token_ids[start:]))
+    prompts = [row["prompt"] for row in rows]
+    own = dict(completions=completions, prompts=prompts, completion_ids=completion_ids, trajectories=trajectories)
+    return arguments | own | {"cfg": cfg}
+
+
+def missing_arguments(function: Callable, available: Iterable[str]) -> str | None:
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if missing := [name for name in needed if name not in available]:
+        return (
+            f"needs {', '.join(missing)}, but there are only {', '.join(sorted(available))}. Rename the parameter, "
+            "give it a default, or add the column to every row (None where it does not apply)."
+        )
+    return None
+
+
+async def call(name: str, function: Callable, arguments: dict, seconds: float) -> list[tuple] | None:
+    """One function on one group: [(value or None, components)] a completion, or None if it took over `seconds`."""
+    if fault := missing_arguments(function, arguments):
+        raise reward_error(name, fault, arguments)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    on_request = ("trajectories", "cfg")  # TRL functions with ** do not expect these
+    chosen = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
+    outcome = await run_limited(function, chosen, seconds)
+    if outcome is None:
+        message = (
+            "reward function %r took over --reward_timeout=%g s for %d completions; each scores --reward_on_timeout"
+        )
+        logger.warning(message, name, seconds, len(arguments["completions"]))
+        return None
+    values, error = outcome
+    if error is not None:
+        raise reward_error(name, f"raised {type(error).__name__}: {error}", arguments) from error
+    return checked_values(name, values, arguments)
+
+
+def checked_values(name: str, values, arguments: dict) -> list[tuple]:
+    count = len(arguments["completions"])
+    try:  # Sized, so no generator: it would run here, on the event loop, without a time limit
+        usable = isinstance(values, Sized) and not isinstance(values, (str, bytes, dict))
+        listed = list(values) if usable else None
+    except TypeError:  # a tensor without dimensions
+        listed = None
+    if listed is None:
+        raise reward_error(name, f"returned {shorten(values)}, a {type(values).__name__}; {RETURN_RULE}", arguments)
+    if len(listed) != count:
+        raise reward_error(name, f"returned {len(listed)} values for {count} completions; {RETURN_RULE}", arguments)
+    checked = []
+    for index, value in enumerate(listed):
+        try:
+            parts = (
+                {str(k): finite(v) for k, v in value.items()} if isinstance(value, dict) else {"reward": finite(value)}
+            )
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RuntimeError,
+        ) as error:  # RuntimeError: a tensor of several numbers
+            fault = f"returned {shorten(value)} for completion {index}: {error}; {RETURN_RULE}"
+            raise reward_error(name, fault, arguments, index) from error
+        known = {component: part for component, part in parts.items() if part is not None}
+        total = parts["reward"] if "reward" in parts else sum(known.values()) if known else None
+        checked.append((total, {component: part for component, part in known.items() if component != "reward"}))
+    return checked
+
+
+def finite(value) -> float | None:
+    """The value as a float; tensors and numpy scalars count, text and nan do not."""
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)):
+        raise TypeError("text is not a number")
+    number = float(value)
+    if not isfinite(number):
+        raise ValueError("a reward must be finite")
+    return number
+
+
+def reward_error(name: str, fault: str, arguments: dict, index: int | None = None) -> RewardError:
+    """`index`: the completion at fault; without it all of the group are shown, since any may be."""
+    shown = range(min(len(arguments["completions"]), 16)) if index is None else [index]
+    trajectories = arguments["trajectories"]
+    lines = [f"reward function {name!r} {fault}", f"  row: {shorten(trajectories[shown[0]].row, 1000)}"]
+    lines += [f"  completion {i}: {shorten(trajectories[i].info['completion'], 500)}" for i in shown]
+    return RewardError("\n".join(lines))
+
+
+# ---- time limits ----------------------------------------------------------------------------------------------------
+
+
+_loop_lock = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []  # none, or the one that async reward functions run on
+
+
+def reward_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of async reward functions, in a daemon thread: one that blocks it cannot hold up the sampling."""
+    with _loop_lock:
+        if not _loops:
+            _loops.append(asyncio.new_event_loop())
+            threading.Thread(target=_loops[0].run_forever, name="async rewards", daemon=True).start()
+        return _loops[0]
+
+
+async def run_limited(function: Callable, kwargs: dict, seconds: float) -> tuple | None:
+    """(result, None) or (None, what it raised); None if it did not end within `seconds`, and is abandoned."""
+    deadline = time.monotonic() + seconds
+    outcome = await result_within(start_thread(function, kwargs), seconds)
+    if outcome is None or not inspect.isawaitable(outcome[0]):
+        return outcome
+    loop = reward_loop()
+    future = asyncio.run_coroutine_threadsafe(settle(outcome[0]), loop)
+    outcome = await result_within(future, deadline - time.monotonic())
+    if outcome is None:
+        future.cancel()
+        # If the loop does not answer, the function blocks it: leave it to that one and give the others a new loop.
+        if await result_within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), loop), 1.0) is None:
+            with _loop_lock:
+                _loops[:] = [other for other in _loops if other is not loop]
+    return outcome
+
+
+def start_thread(function: Callable, kwargs: dict) -> concurrent.futures.Future:
+    """Call the function in a daemon thread, which an exit does not wait for (executors' threads would be joined)."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so the thread can always set it
+
+    def work():
+        try:
+            future.set_result((function(**kwargs), None))
+        except BaseException as error:  # sys.exit() in a reward function is an error of that function, too
+            future.set_result((None, error))
+
+    threading.Thread(target=work, name=f"reward {function!r:.60}", daemon=True).start()
+    return future
+
+
+async def settle(awaitable) -> tuple:
+    try:
+        return await awaitable, None
+    except BaseException as error:  # as in start_thread; and one it lets through would end the shared loop
+        return None, error
+
+
+async def result_within(future: concurrent.futures.Future, seconds: float):
+    """The future's result, or None after `seconds`. asyncio.wait_for would wait for a cancelled one to end."""
+    waiting = asyncio.wrap_future(future)
+    try:
+        done, _ = await asyncio.wait({waiting}, timeout=max(seconds, 0))
+        return waiting.result() if done else None
+    finally:
+        waiting.cancel()
