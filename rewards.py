@@ -296,6 +296,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     on_request = ("trajectories", "cfg")  # TRL functions with ** do not expect these
     chosen = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
+    chosen = {k: list(v) if isinstance(v, list) else v for k, v in chosen.items()}  # others run at the same time
     outcome = await run_limited(function, chosen, seconds)
     if outcome is None:
         message = (
@@ -322,16 +323,10 @@ def checked_values(name: str, values, arguments: dict) -> list[tuple]:
         raise reward_error(name, f"returned {len(listed)} values for {count} completions; {RETURN_RULE}", arguments)
     checked = []
     for index, value in enumerate(listed):
+        given = value if isinstance(value, dict) else {"reward": value}
         try:
-            parts = (
-                {str(k): finite(v) for k, v in value.items()} if isinstance(value, dict) else {"reward": finite(value)}
-            )
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RuntimeError,
-        ) as error:  # RuntimeError: a tensor of several numbers
+            parts = {str(component): finite(part) for component, part in given.items()}
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor of several numbers
             fault = f"returned {shorten(value)} for completion {index}: {error}; {RETURN_RULE}"
             raise reward_error(name, fault, arguments, index) from error
         known = {component: part for component, part in parts.items() if part is not None}
