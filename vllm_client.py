@@ -1,0 +1,494 @@
+"""The trainer's end of the wire: asks vLLM servers (vllm_server.py) for completions and pushes new weights to them.
+
+    client = VLLMClient(["http://127.0.0.1:8000"], token="...")
+    client.wait_ready(timeout=300)
+    completions = await client.generate(prompt_ids, n=8, max_tokens=64)       # every rank, for its own prompts
+    client.connect_weights(device)                                            # rank 0 only, once
+    client.begin_push(); client.send_bucket([(name, tensor), ...]); client.finish_push(version=1)
+
+Weights travel as bytes: the tensors of a bucket are packed into one flat uint8 buffer, their names, dtypes, shapes and
+checksums are announced over HTTP, and the buffer is broadcast in a torch process group of this process and the
+server's workers - one group a server, so that a dead server is known by its address. The whole bucket must be gathered
+before `send_bucket` is called: nothing here takes part in a collective of the trainer.
+
+Every wait has a limit (`timeout` for control and transfer, `request_timeout` for one generation) and its error says
+which server was waited for. No part of vLLM is imported. The first section is also what the server's end uses.
+"""
+
+import asyncio
+import base64
+import concurrent.futures
+import io
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import requests
+import torch
+import torch.distributed as dist
+
+# --------------------------------------------------------------------------------------------------------------------
+# The wire: layout, checksum, process group. Both ends import these, so they cannot disagree.
+# --------------------------------------------------------------------------------------------------------------------
+
+ALIGN = 16  # bytes; a tensor starts on a multiple of it, so that any dtype can be viewed in place
+CHUNK = 1 << 14  # words a checksum step takes: temporaries stay in the cache
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant (the golden ratio), as the signed number torch wants
+HELLO = 0x5EED  # first message in a new group: proves that bytes flow before any weights do
+
+
+def layout(dtypes: list[torch.dtype], shapes: list[list[int]]) -> tuple[list[int], list[int], int]:
+    """Where tensors lie in a bucket: (first byte of each, bytes of each, bytes of the bucket, padding included)."""
+    starts, sizes, end = [], [], 0
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        starts.append(end)
+        sizes.append(torch.Size(shape).numel() * dtype.itemsize)
+        end += -(-sizes[-1] // ALIGN) * ALIGN
+    return starts, sizes, end
+
+
+def checksum(data: torch.Tensor) -> int:
+    """64-bit sum of a uint8 tensor (length a multiple of 4), every word weighted by its position.
+
+    Word i counts (i + 1) * MIX times, modulo 2^64. Words differ by less than 2^32 and positions within a chunk by at
+    most 2^14, so a changed word and a swapped pair within a chunk can never cancel; across chunks it is a matter of
+    2^-64. Runs wherever the tensor lies.
+    """
+    words = data.view(torch.int32)
+    weights = torch.arange(1, min(CHUNK, len(words)) + 1, device=data.device) * MIX  # int64, wraps
+    sums = [(part * weights[: len(part)]).sum() for part in words.split(CHUNK) if len(part)]  # promoted to int64
+    return fold(torch.stack(sums).tolist()) if sums else 0
+
+
+def fold(values: list[int]) -> int:
+    """Checksums in order -> one checksum."""
+    total = 0
+    for value in values:
+        total = (total * MIX + value + 1) % (1 << 64)
+    return total
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this machine that faces `host`; nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def open_group(store, rank: int, world_size: int, backend: str, timeout: float, address: str):
+    """Process group of the trainer (rank 0) and a server's workers, outside torch's global one.
+
+    gloo is bound to `address`, so that a host name that does not resolve is no obstacle. NCCL's own watchdog ends the
+    whole process when it fires; it is put far off, and `wait_for` keeps the time instead.
+    """
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout)
+        group = dist.ProcessGroupGloo(store, rank, world_size, options)
+        hello = torch.tensor([HELLO if rank == 0 else 0])
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(hours=24)
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        hello = torch.tensor([HELLO if rank == 0 else 0], device=torch.cuda.current_device())
+    wait_for(broadcast(group, hello), timeout, "the first message through the new process group")
+    if hello.item() != HELLO:
+        raise RuntimeError(f"the {backend} group delivers garbage: {hello.item():#x} instead of {HELLO:#x}")
+    return group
+
+
+def broadcast(group, tensor):
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([tensor], options)
+
+
+def wait_for(work, timeout: float, what: str, poll: Callable[[], None] | None = None):
+    """Wait until `work` is done; TimeoutError after `timeout` seconds. `poll` is called meanwhile and may raise."""
+    deadline = time.monotonic() + timeout
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:g} s for {what}")
+        if poll is not None:
+            poll()
+        time.sleep(0.0005)
+    work.wait()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The client
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class ServerError(RuntimeError):
+    """A server is gone, refused, or gave a wrong answer. The message names it, the cause and what to do."""
+
+
+@dataclass
+class Completion:
+    """One sampled sequence. `len(token_ids) == len(logprobs)`; a sampled end-of-turn token is included."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # under the distribution the tokens were drawn from (temperature and truncation applied)
+    finish_reason: str  # "stop" | "length"
+    policy_version: int  # oldest weights that sampled any of its tokens
+    prompt_ids: list[int]  # as the server expanded them (images)
+
+
+@dataclass
+class Link:
+    """What is open to one server for pushing weights."""
+
+    url: str
+    session: str
+    store: dist.TCPStore
+    group: object = None
+
+
+def in_thread(function, *args) -> concurrent.futures.Future:
+    """Run in a daemon thread: unlike a pool's, it cannot keep the interpreter from ending while a server hangs."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def drop_group(link: Link, abort: bool):
+    if abort and link.group is not None:
+        link.group.abort()
+    link.group = link.store = None
+
+
+def encode_image(image) -> str:
+    """base64 of an image file given as bytes, or of a PIL image (as PNG: lossless). Text is taken to be base64."""
+    if isinstance(image, str):
+        return image
+    if not isinstance(image, bytes):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        image = buffer.getvalue()
+    return base64.b64encode(image).decode()
+
+
+class VLLMClient:
+    """Talks to one or several servers that serve the same model.
+
+    Args:
+        urls: of the servers; a request goes to the one with the fewest sequences under way.
+        token: bearer token; VLLM_SERVER_TOKEN from the environment when not given.
+        timeout: seconds for a control request, for a bucket and for setting up the transfer.
+        request_timeout: seconds for one `generate`. A server that dies is noticed long before.
+    """
+
+    def __init__(
+        self, urls: list[str], token: str | None = None, timeout: float = 60.0, request_timeout: float = 600.0
+    ):
+        if not urls:
+            raise ValueError("VLLMClient needs at least one server url, such as http://127.0.0.1:8000")
+        self.urls = [url.rstrip("/") for url in urls]
+        self.token = token or os.environ.get("VLLM_SERVER_TOKEN", "")
+        self.timeout, self.request_timeout = timeout, request_timeout
+        self.tokenizer = None
+        self._load = [0] * len(self.urls)  # sequences under way, by server
+        self._turn = os.getpid()  # ranks start at different servers
+        self._links: list[Link] = []
+        self._infos: list[dict] = []
+        self._device: torch.device | None = None
+        self._transport = torch.device("cpu")  # where the packed bucket lies
+        self._checksums: list[int] | None = None  # of what was sent in the push under way
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _call(self, url: str, method: str, path: str, body: dict | None = None, timeout: float | None = None) -> dict:
+        """One HTTP request; the JSON answer. Anything but a 2xx is a ServerError that carries the server's message."""
+        timeout = timeout or self.timeout
+        headers = {"Authorization": f"Bearer {self.token}"}
+        try:
+            with requests.Session() as session:
+                session.trust_env = False  # no proxies for loopback, no .netrc in place of the token
+                answer = session.request(method, url + path, json=body, headers=headers, timeout=(10, timeout))
+        except requests.Timeout as error:
+            raise ServerError(
+                f"{url} gave no answer to {method} {path} within {timeout:g} s; it hangs or is overloaded. "
+                "Look at its terminal, or raise the time limit."
+            ) from error
+        except requests.RequestException as error:
+            raise ServerError(self._diagnose(url, f"{method} {path}", error)) from error
+        if answer.status_code == 401:
+            raise ServerError(
+                f"{url} refuses the token. Give the one the server was started with (its --token, or the one it "
+                "printed), here or in VLLM_SERVER_TOKEN."
+            )
+        try:
+            content = answer.json() if answer.content else {}
+        except ValueError:
+            content = {"error": {"message": answer.text[:2000]}}
+        if not answer.ok:
+            error = content.get("error", content)
+            message = error.get("message", error) if isinstance(error, dict) else error
+            raise ServerError(f"{url} answered {method} {path} with {answer.status_code}: {message}")
+        return content
+
+    def _diagnose(self, url: str, what: str, error: Exception) -> str:
+        """The connection broke: is the server gone?"""
+        address = urlsplit(url)
+        try:
+            with socket.create_connection((address.hostname, address.port or 80), timeout=5):
+                pass
+        except OSError as gone:
+            return (
+                f"{url} is gone: no connection ({gone.strerror or gone}) after {what} failed. Its terminal says why; "
+                f"start it again (python vllm_server.py --model ... --port {address.port}) and resume the run."
+            )
+        return f"{url} cut the connection during {what} ({error}) but still listens; look at its terminal and resume."
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        n: int = 1,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        min_tokens: int = 0,
+        stop_token_ids: list[int] | None = None,
+        seed: int | None = None,
+        images: list | None = None,
+    ) -> list[Completion]:
+        """`n` completions of one prompt, from the least loaded server.
+
+        With images, `prompt_ids` has one placeholder token an image, as the chat template writes it; the server
+        expands it and the completion's `prompt_ids` says to what. Raises ServerError, never returns part of them.
+        """
+        body = {"prompt_ids": list(prompt_ids), "n": n, "max_tokens": max_tokens, "temperature": temperature}
+        body |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "min_tokens": min_tokens}
+        body |= {"stop_token_ids": stop_token_ids, "seed": seed}
+        if images:
+            body["images"] = [encode_image(image) for image in images]
+        count = len(self.urls)
+        index = min(range(count), key=lambda i: (self._load[i], (i - self._turn) % count))
+        self._turn, self._load[index] = index + 1, self._load[index] + n
+        try:
+            answer = await self._wait_alive(index, body)
+        finally:
+            self._load[index] -= n
+        return [self._completion(self.urls[index], sample, answer, n) for sample in answer["samples"]]
+
+    async def _wait_alive(self, index: int, body: dict) -> dict:
+        """POST /generate, looking now and then whether the server still lives: a frozen machine sends no reset."""
+        url = self.urls[index]
+        request = asyncio.wrap_future(in_thread(self._call, url, "POST", "/generate", body, self.request_timeout))
+        while True:
+            done, _ = await asyncio.wait({request}, timeout=10)
+            if done:
+                return request.result()
+            await asyncio.wrap_future(in_thread(self._call, url, "GET", "/health", None, min(self.timeout, 30)))
+
+    def _completion(self, url: str, sample: dict, answer: dict, n: int) -> Completion:
+        tokens, logprobs, reason = sample["token_ids"], sample["logprobs"], sample["finish_reason"]
+        if reason not in ("stop", "length") or len(tokens) != len(logprobs) or len(answer["samples"]) != n:
+            raise ServerError(
+                f"{url} gave {len(answer['samples'])} of {n} samples, one of {len(tokens)} tokens and {len(logprobs)} "
+                f"log-probs that ended by {reason!r} (allowed: stop, length); look at the server's terminal."
+            )
+        return Completion(tokens, logprobs, reason, answer["policy_version"], answer["prompt_ids"])
+
+    def wait_ready(self, timeout: float = 300.0):
+        """Return when every server answers, and all serve the same model; ServerError naming the one that does not."""
+        deadline = time.monotonic() + timeout
+        for url in self.urls:
+            while True:
+                try:
+                    self._call(url, "GET", "/health", timeout=5)
+                    break
+                except ServerError as error:
+                    if "refuses the token" in str(error):
+                        raise
+                    if time.monotonic() > deadline:
+                        message = f"{url} was not ready within {timeout:g} s. Is it started, at this address? Last: "
+                        raise ServerError(message + str(error)) from error
+                time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+        keys = ("model", "vocab_size", "hidden_size", "num_layers", "dtype")
+        first, *others = self.server_info()
+        for url, other in zip(self.urls[1:], others, strict=True):
+            if any(first[key] != other[key] for key in keys):
+                raise ServerError(
+                    f"servers differ: {self.urls[0]} serves { {key: first[key] for key in keys} }, {url} "
+                    f"{ {key: other[key] for key in keys} }. Start them with the same --model and --dtype."
+                )
+
+    def server_info(self) -> list[dict]:
+        """What each server serves: model, architectures, vocab_size, hidden_size, num_layers, max_model_len, dtype,
+        policy_version, weights_error, vllm_version, world_size, device, devices, never_sampled."""
+        return self._on_all([(url, "GET", "/server_info", None) for url in self.urls])
+
+    def _on_all(self, calls: list[tuple]) -> list[dict]:
+        """Calls to several servers at once; the first error is raised."""
+        return self._gather([in_thread(self._call, *call) for call in calls], "answers from " + ", ".join(self.urls))
+
+    def _gather(self, futures: list, what: str) -> list:
+        done, _ = concurrent.futures.wait(futures, self.timeout + 15, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if len(done) < len(futures):
+            raise ServerError(f"waited {self.timeout + 15:g} s for {what}; look at the servers' terminals")
+        return [future.result() for future in futures]
+
+    # -- pushing weights ---------------------------------------------------------------------------------------------
+
+    def connect_weights(self, device: torch.device | str = "cpu"):
+        """Open a process group with every server; drops older ones, also those of another trainer.
+
+        NCCL where this process and the server have different GPUs; gloo on CPUs, and where both sit on one GPU, which
+        NCCL refuses (the bucket then goes through host memory).
+        """
+        self.close()
+        self._device, self._infos = torch.device(device), self.server_info()
+        backend = self._pick_backend()
+        self._transport = self._device if backend == "nccl" else torch.device("cpu")
+        futures = []
+        for url, info in zip(self.urls, self._infos, strict=True):
+            address = local_address(urlsplit(url).hostname, urlsplit(url).port or 80)
+            listener = socket.create_server((address, 0))  # given to the store, which else listens on every interface
+            port, limit = listener.getsockname()[1], timedelta(seconds=self.timeout)
+            store = dist.TCPStore(address, port, None, True, limit, False, master_listen_fd=listener.detach())
+            link = Link(url, uuid.uuid4().hex, store)
+            self._links.append(link)
+            init = {"session": link.session, "address": address, "port": port, "backend": backend}
+            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"]}
+            body = {"session": link.session, "init_info": init}
+            futures.append(in_thread(self._call, url, "POST", "/init_weight_transfer_engine", body, self.timeout + 10))
+            futures.append(in_thread(self._open, link, init))
+        try:
+            self._gather(futures, "the transfer groups")
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, link: Link, init: dict):
+        if init["backend"] == "nccl":
+            torch.cuda.set_device(self._device)  # the thread's own setting
+        store = dist.PrefixStore(link.session, link.store)
+        try:
+            link.group = open_group(store, 0, init["world_size"], init["backend"], init["timeout"], init["address"])
+        except (RuntimeError, TimeoutError) as error:
+            raise ServerError(f"{link.url} did not join the transfer group ({init['backend']}): {error}") from error
+
+    def _pick_backend(self) -> str:
+        if self._device.type != "cuda" or any(info["device"] != "cuda" for info in self._infos):
+            return "gloo"
+        mine = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self._device).uuid}"
+        return "gloo" if any(mine in info["devices"] for info in self._infos) else "nccl"
+
+    def begin_push(self):
+        """Pause the servers (sequences under way are kept) and open an update. Connects again after a failure."""
+        if not self._links:
+            if self._device is None:
+                raise ServerError("begin_push before connect_weights: call connect_weights(device) once, on rank 0")
+            self.connect_weights(self._device)
+        self._step("/start_weight_update", [{} for _ in self._links])
+        self._checksums = []
+
+    def send_bucket(self, named: list[tuple[str, torch.Tensor]]):
+        """Send whole tensors, on any device, to every server. Blocks until they have arrived and their checksums agree.
+
+        Matrices wider than the server's dtype are rounded to it on the way, as the server would; vectors travel as
+        they are, since some (norms, biases, router corrections) are kept wider. Peak extra memory: the bucket.
+        """
+        if self._checksums is None:
+            raise ServerError("send_bucket outside a push: call begin_push first")
+        narrow = getattr(torch, self._infos[0]["dtype"])
+        dtypes = [
+            narrow if t.is_floating_point() and t.ndim > 1 and t.dtype.itemsize > narrow.itemsize else t.dtype
+            for _, t in named
+        ]
+        shapes = [list(tensor.shape) for _, tensor in named]
+        starts, sizes, total = layout(dtypes, shapes)
+        bucket = torch.empty(total, dtype=torch.uint8, device=self._transport)
+        sums = []
+        for (_, tensor), dtype, start, size in zip(named, dtypes, starts, sizes, strict=True):
+            end = start + -(-size // ALIGN) * ALIGN
+            bucket[start + size : end] = 0
+            bucket[start : start + size].view(dtype).view(tensor.shape).copy_(tensor.detach())
+            sums.append(checksum(bucket[start:end]))
+        update = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
+        update |= {"shapes": shapes, "checksums": sums}
+        self._step("/update_weights", [{"update_info": update} for _ in self._links], bucket)
+        self._checksums += sums
+
+    def _step(self, path: str, bodies: list[dict], bucket: torch.Tensor | None = None) -> list[dict]:
+        """One step of a push on all servers. Whatever goes wrong ends the push: the groups may be out of step."""
+        try:
+            bodies = [body | {"session": link.session} for link, body in zip(self._links, bodies, strict=True)]
+            futures = [
+                in_thread(self._call, link.url, "POST", path, body, self.timeout + 10)
+                for link, body in zip(self._links, bodies, strict=True)
+            ]
+            if bucket is not None:
+                self._broadcast(bucket, futures)
+            return self._gather(futures, f"{path} on " + ", ".join(link.url for link in self._links))
+        except BaseException as error:
+            self.abort_push(reason=str(error))
+            raise
+
+    def _broadcast(self, bucket: torch.Tensor, announcements: list):
+        def refused():  # a server that turned the announcement down will never receive: say its reason at once
+            for future in announcements:
+                if future.done():
+                    future.result()
+
+        works = [broadcast(link.group, bucket) for link in self._links]
+        for link, work in zip(self._links, works, strict=True):
+            try:
+                wait_for(work, self.timeout, f"{link.url} to receive {len(bucket) / 1e6:.1f} MB", refused)
+            except (RuntimeError, TimeoutError) as error:
+                if isinstance(error, ServerError):
+                    raise
+                concurrent.futures.wait(announcements, timeout=5)  # its own account of the matter, if it has one
+                refused()
+                raise ServerError(self._diagnose(link.url, "a weight bucket", error)) from error
+
+    def finish_push(self, version: int):
+        """Close the update: every server checks that each of its parameters came exactly once, empties its caches,
+        takes `version` and goes on sampling. ServerError names parameters that are missing, unknown or misshapen."""
+        if self._checksums is None:
+            raise ServerError("finish_push outside a push: call begin_push first")
+        sums, self._checksums = self._checksums, None
+        answers = self._step("/finish_weight_update", [{"weight_version": version} for _ in self._links])
+        for link, answer in zip(self._links, answers, strict=True):
+            if answer["checksum"] != fold(sums) or answer["policy_version"] != version:
+                raise ServerError(
+                    f"{link.url} has version {answer['policy_version']}, checksum {answer['checksum']:016x} after the "
+                    f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
+                )
+
+    def abort_push(self, reason: str = "the trainer gave up"):
+        """Tell the servers, as far as they can still be told, that the push will not be completed. They answer 503 to
+        requests until a complete one arrives. Never raises."""
+        links, self._checksums = self._links, None
+        self.close()
+        body = {"reason": reason[:2000]}
+        calls = [(link.url, "POST", "/abort_weight_update", body | {"session": link.session}, 5) for link in links]
+        concurrent.futures.wait([in_thread(self._call, *call) for call in calls], timeout=10)
+
+    def close(self):
+        """Drop the transfer groups."""
+        links, self._links = self._links, []
+        for link in links:  # in a thread of its own: a gloo group waits for its pending sends before it goes
+            in_thread(drop_group, link, self._transport.type == "cuda")

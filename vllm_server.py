@@ -1,0 +1,599 @@
+"""vLLM's own OpenAI server, plus what a trainer needs.
+
+    python vllm_server.py --model Qwen/Qwen2.5-0.5B-Instruct [--port 8000] [--host 127.0.0.1] [--token T]
+                          [any argument of `vllm serve`, passed through]
+
+On top of vLLM's routes:
+
+* A bearer token on every route, /health and /docs included: `Authorization: Bearer T`, from --token or
+  VLLM_SERVER_TOKEN. Without one, a token is made up and printed - on loopback only; any other --host wants its own.
+* `POST /generate`: token ids (and base64 images) in; token ids, log-probs, finish reason and policy version out.
+* `GET /server_info`: what is served, and which version of the weights.
+* Weight pushes (`VLLMClient.begin_push / send_bucket / finish_push`) on vLLM's life cycle and route names:
+  /init_weight_transfer_engine, /start_weight_update (pauses; sequences under way are kept), /update_weights once a
+  bucket, /finish_weight_update (checks coverage, takes the version, resumes), /abort_weight_update.
+
+Which weights sampled what. Requests that arrive during a push wait for its end. A sequence under way is frozen; after
+the push its prefix is computed anew and it goes on under the new weights. `policy_version` is the version when it began
+(the oldest that sampled any of its tokens), `policy_version_last` the one when it ended. A push empties vLLM's prefix
+and encoder caches. A push that breaks off (trainer dead or silent, a damaged bucket, a missing parameter) leaves the
+server answering 503 with the reason on everything that generates, until a complete push has arrived: never half-new
+weights, never silently old ones.
+
+The process ends with an error code when the engine dies, and takes its children along when it ends.
+"""
+
+import argparse
+import asyncio
+import base64
+import hashlib
+import hmac
+import io
+import ipaddress
+import json
+import math
+import os
+import re
+import secrets
+import socket
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import JSONResponse
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
+
+# vLLM and torch are imported inside functions: a taken port or a missing token must not wait for them.
+
+MAX_N = 1024  # samples a request
+MAX_BODY = 256 << 20  # bytes a request
+MAX_IMAGES = 64  # images a request
+MAX_PIXELS = 20_000_000  # an image; read from its header before it is decoded
+PUSH_ROUTES = {f"/{step}_weight_update" for step in ("start", "finish", "abort")} | {
+    "/init_weight_transfer_engine",
+    "/update_weights",
+}
+ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Command line: everything that can be refused is refused before the model is loaded
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="hub id or folder")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; other than loopback wants a token")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--token", help="bearer token; default: VLLM_SERVER_TOKEN, else made up and printed")
+    args, rest = parser.parse_known_args(argv)
+    given = {word.split("=")[0].replace("_", "-") for word in rest if word.startswith("--")}
+    for flag, remedy in REFUSED.items():
+        if flag in given:
+            parser.error(f"{flag} cannot be used here: {remedy}")
+    if not 0 < args.port < 65536:
+        parser.error(f"--port {args.port}: give a number from 1 to 65535")
+    args.token_was_given = args.token is not None or "VLLM_SERVER_TOKEN" in os.environ
+    args.token = args.token if args.token is not None else os.environ.get("VLLM_SERVER_TOKEN")
+    if args.token_was_given and not args.token.strip():
+        parser.error("the token is empty; leave --token and VLLM_SERVER_TOKEN out to have one made up")
+    if not args.token_was_given and not is_loopback(args.host):
+        parser.error(
+            f"--host {args.host} can be reached from other machines, so it wants a token of your choice: "
+            "--token T or VLLM_SERVER_TOKEN=T (or leave --host out to serve this machine only)"
+        )
+    args.token = args.token or secrets.token_urlsafe(24)
+    return args, rest
+
+
+REFUSED = {
+    "--api-key": "use --token, which guards every route",
+    "--weight-transfer-config": "the server brings its own transfer engine",
+    "--worker-extension-cls": "the server brings its own",
+    "--api-server-count": "weight pushes need one HTTP process a server; start more servers instead",
+    "--uds": "clients reach the server by host and port",
+    "--headless": "start one server a node instead",
+}
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. Taken now, and listening, so that two servers starting at once cannot both have it."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise SystemExit(
+            f"vllm_server: cannot listen on {host}:{port} ({error.strerror}). If another server holds the port, stop "
+            f"it or pass another --port."
+        ) from error
+
+
+def set_environment():
+    """Before vLLM is imported. What the user set is kept."""
+    defaults = {
+        "VLLM_SERVER_DEV_MODE": "1",  # vLLM's routes for pausing and weights
+        "VLLM_LOGGING_LEVEL": "ERROR",  # INFO brings vLLM's usual hundreds of lines
+        "PYTHONWARNINGS": "ignore",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_MAX_N_SEQUENCES": str(MAX_N),  # for vLLM's own routes
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TQDM_DISABLE": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ["RL_SERVER_ERROR_FILE"] = str(Path(tempfile.mkdtemp(prefix="vllm_server_")) / "error.log")
+    os.environ.pop("VLLM_API_KEY", None)
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow refuses at twice this: guards vLLM's own image routes
+
+
+def engine_arguments(args: argparse.Namespace, rest: list[str]) -> argparse.Namespace:
+    """The arguments of `vllm serve`, parsed by vLLM, with our defaults where the user gave none."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if current_platform.is_cpu():  # compiling costs minutes and gains little there
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        rest = ["--enforce-eager", *rest]
+    ours = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
+    ours += ["--logprobs-mode", "processed_logprobs"]  # of the distribution the tokens are drawn from
+    ours += ["--worker-extension-cls", "vllm_transfer.TransferWorker"]
+    ours += ["--weight-transfer-config", json.dumps({"backend": "torch"})]
+    ours += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--disable-log-stats"]
+    ours += ["--no-use-tqdm-on-load"]
+    parsed = make_arg_parser(FlexibleArgumentParser(prog="vllm_server.py")).parse_args(ours + rest)
+    validate_parsed_serve_args(parsed)
+    parsed.api_key, parsed.log_error_stack = None, False
+    return parsed
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The gate: token, size, and no generation from weights of no policy
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Pushes:
+    """Where weight pushes stand. One trainer at a time: the last that connected."""
+
+    def __init__(self):
+        self.version = 0
+        self.session: str | None = None  # of the trainer that connected last
+        self.timeout = 60.0
+        self.active = False  # between start and finish
+        self.broken: str | None = None  # why the weights are of no policy; None when they are sound
+        self.settled = asyncio.Event()  # set unless a push is under way
+        self.settled.set()
+        self.lock = asyncio.Lock()  # one step at a time
+        self.alarm: asyncio.TimerHandle | None = None
+
+    def check(self, session: str):
+        if self.session != session:
+            raise HTTPException(409, "another trainer has connected to this server since; only the last may push")
+
+
+class Gate:
+    """Outermost layer of the app (plain ASGI, so that no route and no websocket can be added past it)."""
+
+    def __init__(self, app, token: str, pushes: Pushes):
+        self.app, self.pushes = app, pushes
+        self.digest = hashlib.sha256(token.encode()).digest()
+
+    def refusal(self, scope) -> tuple[int, str] | None:
+        headers = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        known = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self.digest)  # takes the same time always
+        if not known or scheme.lower() != b"bearer":
+            return 401, "this server wants the header 'Authorization: Bearer TOKEN' with the token it was started with"
+        length = headers.get(b"content-length", b"0")
+        if b"transfer-encoding" in headers:
+            return 411, "send the request with Content-Length instead of in chunks"
+        if not length.isdigit() or int(length) > MAX_BODY:
+            return 413, f"the request has {length.decode('latin-1')[:20]} bytes, at most {MAX_BODY} are taken"
+        if self.pushes.broken and scope.get("method") != "GET" and scope["path"] not in PUSH_ROUTES:
+            return 503, self.pushes.broken
+        return None
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        refusal = self.refusal(scope)
+        if refusal is None:
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            await receive()
+            return await send({"type": "websocket.close", "code": 1008, "reason": refusal[1][:120]})
+        return await failure(*refusal)(scope, receive, send)
+
+
+def failure(status: int, message: str) -> JSONResponse:
+    """An error in the form of the OpenAI API, not passed through vLLM's handlers, which blot out tracebacks."""
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse({"error": {"message": message, "code": status}}, status_code=status, headers=headers)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# POST /generate
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class GenerateRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    prompt_ids: list[int] = Field(min_length=1)  # one placeholder token an image, not expanded
+    images: list[str] | None = Field(None, max_length=MAX_IMAGES)  # base64 of image files
+    n: int = Field(1, ge=1, le=MAX_N)
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[int] | None = Field(None, max_length=1024)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+
+
+def placeholder_tokens(config) -> list[int]:
+    """Token ids that stand for an image, a video or a sound in a prompt, as the model's config announces them."""
+    found = {value for key, value in config.to_dict().items() if ANNOUNCED.match(key) and isinstance(value, int)}
+    return sorted(token for token in found if token >= 0)
+
+
+def check_request(body: GenerateRequest, model_config, placeholders: list[int]):
+    """400 for what the model cannot take."""
+    vocab, window = model_config.get_vocab_size(), model_config.max_model_len
+    length, images = len(body.prompt_ids), len(body.images or [])
+    marks = sum(token in placeholders for token in body.prompt_ids)
+    problem = None
+    if length >= window:
+        problem = f"the prompt has {length} tokens, the server's window {window}: shorten it, or raise --max-model-len"
+    elif length + body.max_tokens > window:
+        problem = (
+            f"prompt {length} + max_tokens {body.max_tokens} exceed the server's window of {window} tokens: "
+            f"at most max_tokens={window - length} fits, or raise --max-model-len"
+        )
+    elif body.min_tokens > body.max_tokens:
+        problem = f"min_tokens={body.min_tokens} is more than max_tokens={body.max_tokens}"
+    elif bad := [t for t in [*body.prompt_ids, *(body.stop_token_ids or [])] if not 0 <= t < vocab]:
+        problem = f"token id {bad[0]} is outside the vocabulary of {vocab} tokens"
+    elif images and not model_config.is_multimodal_model:
+        problem = f"{model_config.model} takes no images"
+    elif marks > images:
+        problem = f"{marks} placeholder tokens for {images} images: send one an image, the server expands it"
+    if problem:
+        raise HTTPException(400, problem)
+
+
+def decode_image(text: str) -> Image.Image:
+    """base64 of an image file -> RGB image; 400 for anything else."""
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(text.rpartition("base64,")[2], validate=True)))
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise HTTPException(400, f"an image of {width} x {height} pixels; at most {MAX_PIXELS:,} are taken")
+        return image.convert("RGB")
+    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises on garbage
+        raise HTTPException(400, f"an image that cannot be read: {error}") from error
+
+
+def sampling_parameters(body: GenerateRequest, placeholders: list[int]):
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    chosen = body.model_dump(exclude={"prompt_ids", "images"})
+    return SamplingParams(
+        **chosen,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # A sampled placeholder would be taken for an image by the trainer's forward pass.
+        logit_bias={token: -math.inf for token in placeholders} or None,
+    )
+
+
+def describe_sample(output) -> dict:
+    logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
+    if not all(map(math.isfinite, logprobs)):
+        raise HTTPException(500, "log-probs are not finite: the weights or the logits hold nan or inf")
+    reason = "stop" if output.finish_reason == "stop" else output.finish_reason
+    return {"token_ids": list(output.token_ids), "logprobs": logprobs, "finish_reason": reason}
+
+
+async def run_generation(engine, body: GenerateRequest, placeholders: list[int]):
+    """The engine's final RequestOutput."""
+    prompt = {"prompt_token_ids": body.prompt_ids}
+    if body.images:
+        images = [await asyncio.to_thread(decode_image, text) for text in body.images]
+        prompt["multi_modal_data"] = {"image": images}
+    final = None
+    async for output in engine.generate(prompt, sampling_parameters(body, placeholders), uuid.uuid4().hex):
+        final = output
+    return final
+
+
+def generate_route(engine, pushes: Pushes, placeholders: list[int]):
+    from vllm.entrypoints.launchers.launcher import terminate_if_errored
+    from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    @with_cancellation  # a client that goes away frees the engine
+    async def generate(body: GenerateRequest, raw_request: Request):
+        check_request(body, engine.model_config, placeholders)
+        await pushes.settled.wait()
+        if pushes.broken:
+            return failure(503, pushes.broken)
+        version = pushes.version
+        try:
+            final = await run_generation(engine, body, placeholders)
+        except EngineGenerateError as error:
+            cause = error.__cause__ or error
+            return failure(400 if isinstance(cause, ValueError) else 500, f"{type(cause).__name__}: {cause}")
+        except EngineDeadError:
+            terminate_if_errored(raw_request.app.state.server, engine)
+            return failure(500, f"the engine died; this server ends now. {last_error()}")
+        if pushes.broken:
+            return failure(503, pushes.broken)
+        samples = [describe_sample(output) for output in sorted(final.outputs, key=lambda output: output.index)]
+        versions = {"policy_version": version, "policy_version_last": pushes.version}
+        return JSONResponse({"samples": samples, "prompt_ids": list(final.prompt_token_ids), **versions})
+
+    return generate
+
+
+def last_error() -> str:
+    """What the engine process logged before it died."""
+    path = Path(os.environ["RL_SERVER_ERROR_FILE"])
+    return "Its last words:\n" + path.read_text(errors="replace")[-8000:] if path.exists() else "See its terminal."
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weight pushes. The routes replace vLLM's of the same name, so that no push can pass them by.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+async def break_off(engine, pushes: Pushes, reason: str):
+    """The weights are of no policy now. Sequences under way are ended; their requests get the reason."""
+    pushes.active = False
+    pushes.broken = f"a weight push did not complete ({reason}); push all weights again to go on"
+    pushes.session = None
+    print(f"vllm_server: {pushes.broken}", file=sys.stderr, flush=True)
+    await engine.pause_generation(mode="abort", clear_cache=False)
+    pushes.settled.set()
+
+
+def set_alarm(engine, pushes: Pushes):
+    """A trainer that goes silent in mid-push is given up after its own time limit."""
+
+    def ring():
+        reason = f"the trainer was silent for {pushes.timeout:g} s"
+        pushes.rings = asyncio.ensure_future(break_off(engine, pushes, reason))  # kept, or it may be collected
+
+    pushes.alarm = asyncio.get_running_loop().call_later(pushes.timeout, ring)
+
+
+class PushStep:
+    """`async with`: one step at a time, by the trainer that connected last; an error breaks the push off."""
+
+    def __init__(self, engine, pushes: Pushes, session: str, during_push: bool):
+        self.engine, self.pushes, self.session, self.during_push = engine, pushes, session, during_push
+
+    async def __aenter__(self):
+        await self.pushes.lock.acquire()
+        try:
+            self.pushes.check(self.session)
+            if self.pushes.active != self.during_push:
+                raise HTTPException(409, f"a push is {'' if self.pushes.active else 'not '}under way")
+        except HTTPException:
+            self.pushes.lock.release()
+            raise
+        if self.pushes.alarm:
+            self.pushes.alarm.cancel()
+
+    async def __aexit__(self, kind, error, trace):
+        try:
+            if error is not None:
+                reason = bare_reason(error)
+                await break_off(self.engine, self.pushes, reason)
+                if not isinstance(error, asyncio.CancelledError):
+                    raise HTTPException(422, reason) from error
+            elif self.pushes.active:
+                set_alarm(self.engine, self.pushes)
+        finally:
+            self.pushes.lock.release()
+
+
+def bare_reason(error: BaseException) -> str:
+    """What a worker said, without what vLLM wraps around it on the way."""
+    text = str(error) or type(error).__name__
+    found = re.search(r"Worker failed with error [\"'](.*)[\"'], please check", text, re.DOTALL)
+    return found.group(1) if found else text.removeprefix("Call to collective_rpc method failed: ")
+
+
+def check_coverage(reports: list[dict]):
+    """ValueError naming what a push lacked or had too much of; `reports` of all workers, which may share parameters."""
+    sent = reports[0]["sent"]
+    taken = {name: sum(report["taken"].get(name, 0) for report in reports) for name in sent}
+    missing = sorted({name for report in reports for name in report["missing"]})
+    problems = {
+        "missing": missing,
+        "unknown to the server's model": [name for name in sent if taken[name] == 0 and sent[name]],
+        "larger than the server's": [name for name in sent if 0 < taken[name] < sent[name]],
+    }
+    found = [f"{what}: {', '.join(names[:8])}" + " ..." * (len(names) > 8) for what, names in problems.items() if names]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+class SessionBody(BaseModel):
+    session: str
+
+
+class InitBody(SessionBody):
+    init_info: dict
+
+
+class UpdateBody(SessionBody):
+    update_info: dict
+
+
+class FinishBody(SessionBody):
+    weight_version: int
+
+
+class AbortBody(SessionBody):
+    reason: str = "the trainer gave up"
+
+
+def push_routes(engine, pushes: Pushes) -> APIRouter:
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+    router = APIRouter()
+
+    @router.post("/init_weight_transfer_engine")
+    async def init(body: InitBody):
+        async with pushes.lock:
+            if pushes.active:
+                await break_off(engine, pushes, "another trainer connected")
+            if pushes.alarm:
+                pushes.alarm.cancel()
+            pushes.session, pushes.timeout = body.session, float(body.init_info.get("timeout", 60))
+            await engine.collective_rpc("abort_weight_update")  # whatever an earlier trainer left unfinished
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=body.init_info))
+        return {"policy_version": pushes.version}
+
+    @router.post("/start_weight_update")
+    async def start(body: SessionBody):
+        async with PushStep(engine, pushes, body.session, during_push=False):
+            pushes.active = True
+            pushes.settled.clear()
+            # Keeps sequences under way, and empties the caches: nothing is computed until the push is finished.
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.start_weight_update()
+        return {}
+
+    @router.post("/update_weights")
+    async def update(body: UpdateBody):
+        async with PushStep(engine, pushes, body.session, during_push=True):
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=body.update_info))
+        return {}
+
+    @router.post("/finish_weight_update")
+    async def finish(body: FinishBody):
+        async with PushStep(engine, pushes, body.session, during_push=True):
+            reports = await engine.collective_rpc("report_weight_update")
+            check_coverage(reports)
+            await engine.finish_weight_update(str(body.weight_version))
+            pushes.version, pushes.broken, pushes.active = body.weight_version, None, False
+            await engine.resume_generation()
+            pushes.settled.set()
+        return {"policy_version": pushes.version, "checksum": reports[0]["checksum"]}
+
+    @router.post("/abort_weight_update")
+    async def abort(body: AbortBody):
+        async with pushes.lock:
+            if pushes.session == body.session and pushes.active:
+                pushes.alarm.cancel()
+                await break_off(engine, pushes, body.reason)
+        return {}
+
+    return router
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Putting it together
+# --------------------------------------------------------------------------------------------------------------------
+
+
+async def describe_server(engine, pushes: Pushes, placeholders: list[int]) -> dict:
+    """What /server_info answers, but for the state of the weights."""
+    import vllm
+
+    config, parallel = engine.model_config, engine.vllm_config.parallel_config
+    return {
+        "model": config.model,
+        "architectures": list(config.architectures),
+        "vocab_size": config.get_vocab_size(),
+        "hidden_size": config.get_hidden_size(),
+        "num_layers": config.hf_text_config.num_hidden_layers,
+        "max_model_len": config.max_model_len,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "vllm_version": vllm.__version__,
+        "world_size": parallel.world_size_across_dp,
+        "device": "cpu" if engine.vllm_config.device_config.device_type == "cpu" else "cuda",
+        "devices": await engine.collective_rpc("name_device"),
+        "never_sampled": placeholders,
+        "max_n": MAX_N,
+    }
+
+
+async def build_app(engine, args: argparse.Namespace, token: str):
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app as build_vllm_app
+
+    tasks = await engine.get_supported_tasks()
+    app = build_vllm_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    pushes, placeholders = Pushes(), placeholder_tokens(engine.model_config.hf_config)
+    description = await describe_server(engine, pushes, placeholders)
+    router = push_routes(engine, pushes)
+    router.post("/generate")(generate_route(engine, pushes, placeholders))
+
+    @router.get("/server_info")
+    async def server_info():
+        return description | {"policy_version": pushes.version, "weights_error": pushes.broken}
+
+    app.router.routes[:0] = router.routes  # before vLLM's of the same path
+    app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token, pushes)  # outermost
+    return app
+
+
+async def serve(args: argparse.Namespace, sock: socket.socket, token: str) -> bool:
+    """Serve until a signal comes or the engine dies; True in the first case."""
+    from vllm import envs
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.launcher import serve_http
+
+    async with build_async_engine_client(args) as engine:
+        app = await build_app(engine, args, token)
+        print(f"vllm_server: ready, {args.model} on http://{args.host}:{args.port}", flush=True)
+        shutdown = await serve_http(
+            app,
+            sock=sock,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=False,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        )
+        sound = not engine.errored or app.state.server.should_exit is False
+    await shutdown
+    return sound
+
+
+def main():
+    args, rest = parse_command_line(sys.argv[1:])
+    sock = bind(args.host, args.port)
+    if not args.token_was_given:
+        print(f"vllm_server: token {args.token} (export VLLM_SERVER_TOKEN={args.token})", flush=True)
+    print(f"vllm_server: loading {args.model}", flush=True)
+    set_environment()
+    import uvloop
+
+    sound = uvloop.run(serve(engine_arguments(args, rest), sock, args.token))
+    if not sound:
+        raise SystemExit(f"vllm_server: the engine died. {last_error()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""What vllm_server.py adds inside vLLM's worker processes: a weight-transfer engine on torch process groups alone.
+
+vLLM imports this module in every worker (`--worker-extension-cls vllm_transfer.TransferWorker`), which registers the
+engine under the name "torch". A push is start -> one update a bucket -> report -> finish; vLLM's layerwise reload puts
+the tensors in place. The same code runs on GPUs (NCCL) and CPUs (gloo); the trainer says which.
+
+The report answers "was every parameter covered exactly once?". It is counted where vLLM's own weight loaders copy:
+each loader call is traced back to the name that was sent by the place of its tensor in the bucket, so it holds for
+merged (qkv, gate/up), renamed, sharded and expert parameters alike. A name that no loader took is unknown; a tensor
+of which only a part was taken is misshapen; a parameter that got less than its size is missing.
+"""
+
+import bisect
+import collections
+import functools
+import logging
+import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from vllm_client import ALIGN, broadcast, checksum, fold, layout, local_address, open_group, wait_for
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    session: str
+    address: str  # of the trainer's store
+    port: int
+    backend: str  # "gloo" | "nccl"
+    world_size: int  # trainer (rank 0) + all workers of this server
+    timeout: float  # seconds for joining, and for one bucket
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    checksums: list[int]
+
+
+@dataclass
+class Push:
+    """What has arrived so far. Parameters of the server are keyed by (module, name)."""
+
+    sent: dict[str, int] = field(default_factory=dict)  # elements sent, by name
+    taken: dict[str, int] = field(default_factory=dict)  # elements that loaders of this worker copied
+    filled: dict[tuple, int] = field(default_factory=dict)
+    sources: dict[tuple, set[str]] = field(default_factory=dict)  # the names each parameter was filled from
+    storages: dict[int, tuple] = field(default_factory=dict)  # address -> parameter filled there (tied ones share it)
+    checksums: list[int] = field(default_factory=list)
+    bucket: torch.Tensor | None = None
+    names: list[str] = field(default_factory=list)  # of the bucket, with the first byte of each
+    starts: list[int] = field(default_factory=list)
+    current: str = ""
+    target: str = ""  # the server's parameter that was written last, for messages
+
+    def source_of(self, tensor: torch.Tensor) -> str:
+        """The sent name that `tensor`, a view into the bucket, belongs to."""
+        if tensor.untyped_storage().data_ptr() != self.bucket.untyped_storage().data_ptr():
+            return self.current  # the model code made a copy on the way (a transposition, a sum)
+        return self.names[bisect.bisect_right(self.starts, tensor.storage_offset() * tensor.element_size()) - 1]
+
+
+def address(info, name: str) -> int:
+    """Where the storage behind a layer's parameter lies; 0 for none (kernels with a packed copy of their own)."""
+    kernel = info.kernel_tensors[0].get(name) if info.kernel_tensors is not None else None
+    return 0 if kernel is None else kernel.data_ptr()
+
+
+class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config, vllm_config, device, model):
+        super().__init__(config, vllm_config, device, model)
+        self.group = self.store = self.info = None
+        self.push: Push | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the trainer's group; whatever an earlier trainer left is dropped."""
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        limit = timedelta(seconds=init_info.timeout)
+        self.store = dist.TCPStore(init_info.address, init_info.port, None, False, limit, False)
+        store, mine = (
+            dist.PrefixStore(init_info.session, self.store),
+            local_address(init_info.address, init_info.port),
+        )
+        self.group = open_group(store, rank, init_info.world_size, init_info.backend, init_info.timeout, mine)
+        self.info = init_info
+
+    def start_weight_update(self) -> None:
+        self.push = Push()
+        initialize_layerwise_reload(self.model)
+        for module_name, layer in self.model.named_modules():
+            for name, parameter in layer.named_parameters(recurse=False):
+                loader = getattr(parameter, "weight_loader", None)  # some parameters never come from a checkpoint
+                if loader is not None and "counts_pushes" not in vars(loader):  # the reload keeps wrappers it made
+                    parameter.weight_loader = self._counting(loader, layer, (module_name, name))
+
+    def _counting(self, loader, layer, key):
+        """Wrap a loader of the layerwise reload so that it writes down what it copied, from where to where."""
+        info = get_layerwise_info(layer)
+
+        @functools.wraps(loader)  # also its name, by which the reload knows its own wrappers
+        def counted(*args, **kwargs):
+            push = self.push
+            source = push.source_of(args[1] if len(args) > 1 else kwargs["loaded_weight"])
+            push.target = ".".join(part for part in key if part)
+            if not info.can_load():
+                raise ValueError(f"{source} arrived although {push.target} was complete: sent twice?")
+            place = address(info, key[1])
+            if place and push.storages.setdefault(place, key) != key:
+                first = ", ".join(push.sources[push.storages[place]])
+                raise ValueError(f"{source} and {first} are one (tied) parameter of the server's; send it once")
+            before, total = info.load_numel, info.load_numel_total
+            result = loader(*args, **kwargs)
+            count = (info.load_numel if info.can_load() else total) - before  # a complete layer is reset
+            push.taken[source] = push.taken.get(source, 0) + count
+            push.filled[key] = push.filled.get(key, 0) + count
+            push.sources.setdefault(key, set()).add(source)
+            return result
+
+        counted.counts_pushes = True
+        return counted
+
+    def update_weights(self, update_info: dict) -> None:
+        """The base class synchronises an accelerator, which CPUs lack."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive one bucket, compare its checksums and hand its tensors to the model."""
+        push, names = self.push, update_info.names
+        dtypes = [getattr(torch, dtype) for dtype in update_info.dtypes]
+        starts, sizes, total = layout(dtypes, update_info.shapes)
+        over = self.device if self.info.backend == "nccl" else torch.device("cpu")
+        bucket = torch.empty(total, dtype=torch.uint8, device=over)
+        wait_for(broadcast(self.group, bucket), self.info.timeout, f"the trainer to send {total / 1e6:.1f} MB")
+        counts = collections.Counter([*push.sent, *names])
+        if repeated := sorted(name for name, count in counts.items() if count > 1):
+            raise ValueError(f"sent twice in one push: {', '.join(repeated[:8])}; send every parameter once")
+        for name, start, size, expected in zip(names, starts, sizes, update_info.checksums, strict=True):
+            got = checksum(bucket[start : start + -(-size // ALIGN) * ALIGN])
+            if got != expected:
+                raise ValueError(f"{name} arrived damaged: checksum {got:016x}, the trainer's is {expected:016x}")
+        push.checksums += update_info.checksums
+        push.bucket, push.names, push.starts = bucket.to(self.device), names, starts
+
+        def tensors():
+            for name, dtype, shape, start, size in zip(names, dtypes, update_info.shapes, starts, sizes, strict=True):
+                tensor = push.bucket[start : start + size].view(dtype).view(shape)
+                push.current, push.target, push.sent[name] = name, "", tensor.numel()
+                yield name, tensor
+
+        try:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(tensors())
+        except Exception as error:
+            shape = update_info.shapes[names.index(push.current)] if push.current in names else []
+            where = f"does not fit the server's {push.target}" if push.target else "has no place in the server's model"
+            raise ValueError(
+                f"{push.current} of shape {shape} {where}: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
+        push.bucket = None  # layers that are still waiting for their other tensors hold on to it
+
+    def report(self) -> dict:
+        """{"sent", "taken": elements by name; "missing": parameters that got less than their size; "checksum"}."""
+        seen: set[int] = set()  # of a tied pair only the first is named
+        layers = self.model.named_modules()
+        return {
+            "sent": self.push.sent,
+            "taken": self.push.taken,
+            "missing": [text for name, layer in layers for text in self._missing(name, layer, seen)],
+            "checksum": fold(self.push.checksums),
+        }
+
+    def _missing(self, module_name: str, layer: torch.nn.Module, seen: set[int]) -> list[str]:
+        info, push, texts = get_layerwise_info(layer), self.push, []
+        if not info.can_load() or is_deferred_attention_layer(layer):  # complete; or has only scales of its own
+            return texts
+        for name, parameter in layer.named_parameters(recurse=False):
+            filled, size = push.filled.get((module_name, name), 0), get_tensor_load_numel(parameter)
+            place = address(info, name)
+            if filled >= size or self._tied(info, name) or place in seen:
+                continue
+            seen.update({place} - {0})
+            if filled and isinstance(layer, VocabParallelEmbedding):
+                continue  # padded to a round number of rows; its loader checks the true number
+            prefix, _, leaf = module_name.rpartition(".")
+            pieces = getattr(self.model, "packed_modules_mapping", {}).get(leaf, [])
+            sources = push.sources.get((module_name, name), set())
+            absent = [piece for piece in pieces if not any(f".{piece}." in f".{source}" for source in sources)]
+            if absent and len(pieces) > 1:
+                texts += [f"{prefix}.{piece}.{name}" for piece in absent]
+            else:
+                texts.append(f"{module_name}.{name}" + (f" ({filled} of {size} elements)" if filled else ""))
+        return texts
+
+    def _tied(self, info, name: str) -> bool:
+        """Whether a parameter was filled under another name: an output layer tied to the embedding, usually."""
+        return info.load_numel == 0 and address(info, name) in self.push.storages
+
+    def finish_weight_update(self) -> None:
+        tied = [
+            layer
+            for layer in self.model.modules()
+            if isinstance(layer, VocabParallelEmbedding) and self._tied(get_layerwise_info(layer), "weight")
+        ]
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in tied:  # on CPUs it computes with a packed copy of the shared weight, which the reload leaves as is
+            layer.quant_method.process_weights_after_loading(layer)
+        self.push = None
+
+    def abort(self) -> None:
+        """Forget a push that will not be completed. Layers that were complete keep the new weights, the others get
+        their old ones back: the model is sound, but of no policy that ever was."""
+        if self.push is None:
+            return
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel = info.load_numel_total = 0  # "nothing came": finalize then restores what was there
+                info.loaded_weights.clear()
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.push = None
+
+    def shutdown(self) -> None:
+        if self.group is not None and self.info.backend == "nccl":
+            self.group.abort()
+        self.group = self.store = self.info = None
+
+
+class TransferWorker:
+    """Methods that vLLM mixes into its worker; vllm_server.py calls them by name in all workers at once."""
+
+    def report_weight_update(self) -> dict:
+        return self.weight_transfer_engine.report()
+
+    def abort_weight_update(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.abort()
+        self._weight_update_active = False
+
+    def name_device(self) -> str:
+        """Host and GPU, the same wherever it is seen from; "cpu" for a worker without."""
+        if self.device.type != "cuda":
+            return "cpu"
+        return f"{socket.gethostname()}/{torch.cuda.get_device_properties(self.device).uuid}"
+
+
+def keep_last_error(path: str):
+    """Copy this process's error log to `path`, from where the HTTP process tells clients why the engine died."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setLevel(logging.ERROR)
+    logging.getLogger("vllm").addHandler(handler)
+
+
+# Rounding a tensor to the parameter's dtype is what a push means to do; vLLM would warn at each.
+logging.getLogger("vllm.model_executor.models.utils").setLevel(logging.ERROR)
+WeightTransferEngineFactory.register_engine("torch", TorchTransferEngine)
+if "RL_SERVER_ERROR_FILE" in os.environ:
+    keep_last_error(os.environ["RL_SERVER_ERROR_FILE"])
