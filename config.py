@@ -68,7 +68,6 @@ class TrainConfig:
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     push_bucket_mb: int = 256  # weights travel in buckets of this size; also the extra memory of a push
-    push_backend: Literal["auto", "nccl", "gloo"] = "auto"  # gloo when trainer and server share one GPU
 
     # --- batch ---
     prompts_per_step: int = 32  # distinct prompts per step, over all ranks

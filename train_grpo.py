@@ -26,7 +26,7 @@ N sampled tokens, V vocabulary; R packed rows of a micro-batch, L their length.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 
-from config import TrainConfig, known_name, parse_args
+from config import ConfigError, TrainConfig, known_name, parse_args
 
 # A knob of your own:  class TrainConfig(TrainConfig): my_coef: float = 0.1  # what it does
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 
 import data
 import utils
-from rewards import get_reward_function, score
+from rewards import get_reward_functions, score
 from rollouts import ROLLOUTS, Trajectory
 from runlog import RunLog, name_run
 
@@ -421,8 +421,8 @@ async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: Trai
     return [trajectory for group in groups for trajectory in group], seconds
 
 
-def make_generator(cfg: TrainConfig, tokenizer, device: torch.device):
-    """The sampler of --generator; a server is checked to serve this model before anything is trained."""
+def make_generator(cfg: TrainConfig, hf_model: nn.Module, tokenizer, device: torch.device):
+    """The sampler of --generator; servers are checked to serve this model before anything is trained."""
     if cfg.generator == "hf":
         from hf_generator import HFGenerator
 
@@ -431,11 +431,12 @@ def make_generator(cfg: TrainConfig, tokenizer, device: torch.device):
 
     token = cfg.server_token or os.environ.get("VLLM_SERVER_TOKEN")
     client = VLLMClient(cfg.server_urls, token, timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
-    client.tokenizer, client.receives_weights = tokenizer, utils.is_main()
     client.wait_ready(cfg.server_timeout)
-    client.check_model(cfg.model_id, min_window=cfg.max_prompt_length + cfg.max_completion_length)
+    utils.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
+    client.tokenizer, client.receives_weights = tokenizer, utils.is_main()
+    client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:
-        client.connect_weights(device, cfg.push_backend)
+        client.connect_weights(device)
     return client
 
 
@@ -451,7 +452,6 @@ def rollout_metrics(trajectories: list[Trajectory], batch: Batch) -> dict:
         "frac_singleton_groups": (size == 1).float(),
         "completions/mean_length": lengths,
         "completions/clipped_ratio": torch.tensor([float(t.finish_reason == "length") for t in trajectories]),
-        "reward_timeouts": torch.tensor([float(t.info.get("reward_timeouts", 0)) for t in trajectories]),
     }
     mine = {key for t in trajectories for key in t.info["rewards"]}  # components of dict rewards may differ by row
     for key in sorted(set().union(*utils.gather_objects(mine))):
@@ -460,6 +460,8 @@ def rollout_metrics(trajectories: list[Trajectory], batch: Batch) -> dict:
     for name, values in metrics.items():
         _, mean, _ = utils.global_moments(values.cpu().nan_to_num(), ~values.cpu().isnan())
         out[name] = float(mean)
+    for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
+        out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
     out["completions/max_length"] = utils.all_max(int(lengths.max()))
     out["completions/min_length"] = -utils.all_max(-int(lengths.min()))
     out["num_tokens"] = int(utils.all_sum(batch.attention_mask.sum()))
@@ -727,9 +729,11 @@ def load_data(cfg: TrainConfig, tokenizer) -> tuple[list[dict], list[dict]]:
     options = dict(apply_chat_template=not cfg.no_apply_chat_template, system_prompt=cfg.system_prompt)
     sources = [] if cfg.eval_only else [(rows, cfg.dataset_id, cfg.dataset_split)]
     if cfg.eval_only or cfg.eval_steps:
+        if not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in data.FILE_TYPES:
+            raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
         sources.append((held_out, cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split))
     for target, dataset_id, split in sources:
-        loaded = [format_row(row) for row in data.load_rows(dataset_id, cfg.dataset_config, split, cfg.seed)]
+        loaded = data.load_rows(dataset_id, cfg.dataset_config, split, cfg.seed, format_row)
         kept, dropped = data.filter_overlong(loaded, tokenizer, cfg.max_prompt_length, **options)
         target += kept
         if utils.is_main():
@@ -772,12 +776,12 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
         ("rollout", ROLLOUTS),
     ):
         known_name(f"--{name}", getattr(cfg, name), known)
-    reward_functions = {name: get_reward_function(name) for name in cfg.reward_funcs}
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     except OSError as error:
         raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
     rows, held_out = load_data(cfg, tokenizer)
+    reward_functions = get_reward_functions(cfg, columns=(rows or held_out)[0])
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
     return cfg, reward_functions, tokenizer, rows, held_out
@@ -800,7 +804,7 @@ def train(cfg: TrainConfig) -> dict:
     trained = [p for p in policy.parameters() if p.requires_grad]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
     optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay)
-    generator = make_generator(cfg, tokenizer, device)
+    generator = make_generator(cfg, inner.hf_model, tokenizer, device)
 
     if cfg.resume:
         tokens_seen = utils.load_checkpoint(run_dir, start, policy, optimizer)["num_tokens"]
@@ -808,8 +812,12 @@ def train(cfg: TrainConfig) -> dict:
         describe(cfg, policy, len(rows), world)
     utils.push_weights(policy, generator, start, cfg.push_bucket_mb)
 
+    def seed_generator(step: int, stream: int) -> None:
+        if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did
+            generator.seed(cfg.seed + 1_000_003 * (2 * step + stream + 1) + rank)
+
     def evaluation(step: int) -> dict:
-        generator.seed(cfg.seed + 7919 * (step + 1) + rank)
+        seed_generator(step, 1)
         metrics = evaluate(held_out, generator, reward_functions, cfg)
         if log:
             log.eval(step, metrics)
@@ -828,7 +836,7 @@ def train(cfg: TrainConfig) -> dict:
     for step in range(start, cfg.max_steps):
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
-            generator.seed(cfg.seed + 1_000_003 * (step + 1) + rank)
+            seed_generator(step, 0)
             prompts = [rows[i] for i in sampler.next(step)]
             trajectories, seconds = asyncio.run(rollout(prompts, generator, reward_functions, cfg))
             check_fresh(trajectories, step)
@@ -852,10 +860,10 @@ def train(cfg: TrainConfig) -> dict:
             log.step(step + 1, metrics)
             log_completions(log, trajectories, batch, step + 1, cfg)
         done = step + 1 == cfg.max_steps
+        if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or done):  # before saving, so that a resume has it
+            last_eval = evaluation(step + 1)
         if cfg.save_steps and (step + 1) % cfg.save_steps == 0 or done:
             save(step + 1)
-        if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or done):
-            last_eval = evaluation(step + 1)
 
     generator.close()
     if log:

@@ -161,12 +161,13 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
     gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
-    LoRA is folded in. Tensors are copies. With keep=False a rank takes part in the gathering and gets empty lists.
+    LoRA is folded in. Tensors are copies; vectors keep their dtype, as some servers keep norms and biases wider. With
+    keep=False a rank takes part in the gathering and gets empty lists.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP)]
-    units = wrapped[::-1] if wrapped else list(_walk("", model, ()))
+    units = wrapped or list(_walk("", model, ()))  # the root comes first: FSDP1 learns from it which unit is the root
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     bucket, size = [], 0
     for name, unit in units:
@@ -179,12 +180,29 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
                 for key, tensor in _own_weights(member_name, member):
                     size += tensor.numel() * dtype.itemsize * (key in names)
                     if keep and key in names:
-                        bucket.append((key, tensor.to(dtype, copy=True)))
+                        bucket.append((key, tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=True)))
         if size >= max_bytes:
             yield bucket
             bucket, size = [], 0
     if size:
         yield bucket
+
+
+def check_servers(client, config, window: int) -> None:
+    """Do the servers serve the model that is trained, with room for prompt and completion? Raises ValueError."""
+    ours = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
+    for url, info in zip(client.urls, client.server_info(), strict=True):
+        theirs = {key: info[key] for key in ours}
+        if theirs != ours:
+            raise ValueError(
+                f"{url} serves {info['model']} with {theirs}; the trainer trains {config._name_or_path} with {ours}. "
+                "Start the server with the trainer's --model_id as its --model."
+            )
+        if info["max_model_len"] < window:
+            raise ValueError(
+                f"{url} has a window of {info['max_model_len']} tokens; prompts and completions need up to {window} "
+                f"(--max_prompt_length + --max_completion_length). Lower those, or serve with --max-model-len {window}."
+            )
 
 
 def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:

@@ -1,0 +1,113 @@
+"""Gradients of every loss x aggregation under one sharding, written by rank 0. Run by test_gradient.py and torchrun.
+
+usage: gradient_worker.py STRATEGY OUT.pt [--use_peft]
+"""
+
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import train_grpo as script  # noqa: E402
+import utils  # noqa: E402
+from config import TrainConfig  # noqa: E402
+from rollouts import Trajectory  # noqa: E402
+
+MODES = ("token_mean", "seq_mean", "seq_sum", "constant")
+
+
+def trajectories() -> list[Trajectory]:
+    """5 groups of ragged rows: different prompts, lengths, an observation hole, a row without any loss token."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(n):
+        return torch.randint(10, 1000, (n,), generator=generator).tolist()
+
+    out = []
+    for group in range(5):
+        prompt = ids(3 + 4 * group)
+        for member in range(3):
+            n = int(torch.randint(1, 12, (1,), generator=generator))
+            mask = [0 if group == 1 and 1 <= t < 3 or group == 2 and member == 0 else 1 for t in range(n)]
+            rewards = [0.0] * (n - 1) + [float((group + member) % 3)]
+            out.append(Trajectory({}, group, prompt, ids(n), mask, [-m * 2.0 for m in mask], rewards))
+    return out
+
+
+def local_batch(rank: int, world: int) -> script.Batch:
+    """Whole groups per rank, unevenly: of two ranks the first has groups 0, 1, 2, the second 3, 4."""
+    mine = [t for t in trajectories() if world == 1 or (t.group >= 3) == (rank == 1)]
+    batch = script.collate(mine, 0, torch.device("cpu"))
+    batch.advantages = script.dr_grpo(batch, TrainConfig())
+    return batch
+
+
+def full_gradients(policy) -> dict[str, torch.Tensor]:
+    """Checkpoint name -> whole gradient of each trained parameter, on every rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    if isinstance(policy, FSDP):
+        with FSDP.summon_full_params(policy, with_grads=True):
+            named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad]
+            return {utils.clean_name(n): g.clone() for n, g in named}
+    return {utils.clean_name(n): utils._full(p.grad).clone() for n, p in policy.named_parameters() if p.requires_grad}
+
+
+def gradients(policy, inner, batch, cfg) -> dict[str, torch.Tensor]:
+    inner.chunk = cfg.logprob_chunk
+    policy.zero_grad()
+    script.accumulate_gradients(policy, replace(batch), cfg)
+    return full_gradients(policy)
+
+
+def small_llama(cfg, dtype) -> torch.nn.Module:
+    """Grouped-query attention, untied output layer, 1,000 words."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=1000, num_hidden_layers=2, **shape)).to(dtype)
+
+
+def wake_adapters(inner) -> None:
+    """B starts at zero, which would leave A without gradient."""
+    torch.manual_seed(1)
+    for name, parameter in inner.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+
+
+def main(strategy: str, out: str, *flags: str) -> None:
+    rank, world, device = utils.init_distributed(60)
+    base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft="--use_peft" in flags, beta=0.05)
+    original, script.load_hf_model = script.shard, small_llama
+    # Adapters must be set before sharding, alike on every rank.
+    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    policy, inner = script.load_policy(base, device)
+    batch = local_batch(rank, world)
+    logprobs = script.all_logprobs(policy, batch, base)
+    wave = torch.sin(batch.input_ids.float())
+    batch.old_logprobs = (logprobs + 0.2 * wave) * batch.loss_mask
+    batch.ref_logprobs = (logprobs - 0.3 * wave) * batch.loss_mask
+    result = {}
+    for loss, mode in product(sorted(script.POLICY_LOSSES), MODES):
+        cfg = replace(base, policy_loss=loss, loss_agg=mode)
+        result[loss, mode, "one"] = gradients(policy, inner, batch, cfg)
+        if world == 1:
+            plain = replace(cfg, shared_prefix=False)
+            result[loss, mode, "plain rows"] = gradients(policy, inner, batch, plain)
+            result[loss, mode, "plain rows, many"] = gradients(
+                policy, inner, batch, replace(plain, tokens_per_microbatch=40)
+            )
+        many = replace(cfg, tokens_per_microbatch=30, logprob_chunk=4)
+        result[loss, mode, "many"] = gradients(policy, inner, batch, many)
+    if rank == 0:
+        torch.save(result, out)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
