@@ -39,6 +39,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -348,6 +349,8 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+        # Adapters and frozen weights share a flat parameter; torch warns of that with a page of names per layer.
+        warnings.filterwarnings("ignore", message="(?s).*requires_grad=", module="torch.distributed.fsdp")
         return FullyShardedDataParallel(
             policy,
             auto_wrap_policy=ModuleWrapPolicy({type(m) for m in layers}),

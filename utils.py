@@ -161,8 +161,8 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
     gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
-    LoRA is folded in. Tensors are copies; vectors keep their dtype, as some servers keep norms and biases wider. With
-    keep=False a rank takes part in the gathering and gets empty lists.
+    LoRA is folded in. Read the tensors before the next step: some are the live weights. Vectors keep their dtype, as
+    some servers keep norms and biases wider. With keep=False a rank takes part in the gathering, its lists are empty.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -180,7 +180,7 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
                 for key, tensor in _own_weights(member_name, member):
                     size += tensor.numel() * dtype.itemsize * (key in names)
                     if keep and key in names:
-                        bucket.append((key, tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=True)))
+                        bucket.append((key, tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=bool(wrapped))))
         if size >= max_bytes:
             yield bucket
             bucket, size = [], 0

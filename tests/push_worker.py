@@ -1,0 +1,108 @@
+"""Pushes edited weights from ddp, fsdp and fsdp2, with and without LoRA, to a live server. Run by test_push.py.
+
+usage: push_worker.py MODEL_DIR URL COMPUTE_DTYPE OUT.json        (VLLM_SERVER_TOKEN in the environment)
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import train_grpo as script  # noqa: E402
+import utils  # noqa: E402
+from config import TrainConfig  # noqa: E402
+from rollouts import single_turn  # noqa: E402
+
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} + 7?"}]} for n in range(4)]
+
+
+def edit(policy: torch.nn.Module, seed: int) -> None:
+    """Change every trained weight by about a third: a push that does not arrive cannot go unnoticed."""
+    torch.manual_seed(seed)  # alike on every rank, as ddp needs it
+    for parameter in policy.parameters():
+        if parameter.requires_grad and parameter.numel():
+            local = parameter.data.to_local() if isinstance(parameter, utils._dtensor()) else parameter.data
+            local.add_(torch.randn_like(local) * (local.std(correction=0) / 3 + 0.02))
+
+
+def peak_memory() -> float:
+    """Highest resident memory in MiB since the last call to `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def snapshot(policy) -> list[torch.Tensor]:
+    return [utils._full(p.detach()).clone() for p in policy.parameters()]
+
+
+def difference(policy, cfg, generator) -> tuple[float, set[int]]:
+    """Mean |trainer - server| log-prob over sampled tokens, and the versions the server says it sampled from."""
+    trajectories = asyncio.run(single_turn(ROWS, generator, cfg))
+    batch = script.collate(trajectories, 0, torch.device("cpu"))
+    logprobs = script.all_logprobs(policy, batch, cfg)
+    total = ((logprobs - batch.sampling_logprobs).abs() * batch.loss_mask).sum() / batch.loss_mask.sum()
+    return float(total), {t.policy_version for t in trajectories}
+
+
+def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_peft: bool, version: int) -> dict:
+    cfg = TrainConfig(
+        model_id=model_dir,
+        strategy=strategy,
+        use_peft=use_peft,
+        compute_dtype=compute_dtype,
+        server_urls=[url],
+        num_generations=4,
+        max_completion_length=24,
+        max_prompt_length=64,
+        push_bucket_mb=4,
+    )
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    tokenizer = script_tokenizer(model_dir)
+    generator = script.make_generator(cfg, inner.hf_model, tokenizer, torch.device("cpu"))
+    edit(policy, version)
+    before, _ = difference(policy, cfg, generator)  # the server still has other weights
+    original = snapshot(policy)
+    reset_peak()
+    memory = peak_memory()
+    utils.push_weights(policy, generator, version, cfg.push_bucket_mb)
+    memory = peak_memory() - memory
+    after, versions = difference(policy, cfg, generator)
+    untouched = all(torch.equal(a, b) for a, b in zip(original, snapshot(policy), strict=True))
+    generator.close()
+    return {
+        "case": f"{strategy}{' lora' if use_peft else ''}",
+        "before": before,
+        "after": after,
+        "version": versions == {version},
+        "untouched": untouched,
+        "extra_mb": memory,
+        "largest_mb": max(p.numel() for p in original) * 4 / 2**20,
+    }
+
+
+def script_tokenizer(model_dir: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
+    rank, _, _ = utils.init_distributed(60)
+    results = []
+    for strategy in ("ddp", "fsdp", "fsdp2"):
+        for use_peft in (False, True):
+            results.append(one_case(model_dir, url, compute_dtype, strategy, use_peft, 100 + len(results)))
+    if rank == 0:
+        Path(out).write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
