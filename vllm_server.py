@@ -35,12 +35,16 @@ import math
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from pathlib import Path
 
+import psutil
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse
 from PIL import Image
@@ -115,7 +119,7 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise SystemExit(
-            f"vllm_server: cannot listen on {host}:{port} ({error.strerror}). If another server holds the port, stop "
+            f"vllm_server: cannot listen on {host}:{port} ({os.strerror(error.errno)}). If another server holds the port, stop "
             f"it or pass another --port."
         ) from error
 
@@ -576,12 +580,42 @@ async def serve(args: argparse.Namespace, sock: socket.socket, token: str) -> bo
             access_log=False,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         )
-        sound = not engine.errored or app.state.server.should_exit is False
+    signalled = shutdown.__name__ != "dummy_shutdown"  # what serve_http returns when the server ended by itself
     await shutdown
-    return sound
+    return signalled
+
+
+def end_children():
+    """Kill what this process started. multiprocessing's resource tracker ends by itself, after tidying up."""
+    children = [child for child in psutil.Process().children(recursive=True) if child.name() != "python"]
+    for child in children:
+        child.kill()
+    psutil.wait_procs(children, timeout=5)
+
+
+def interrupt(signum, frame):
+    """While loading: vLLM would wait for its engine, which is busy, to end by itself."""
+    print("vllm_server: stopped while loading", file=sys.stderr, flush=True)
+    end_children()
+    os._exit(1)
+
+
+def die_with_parent():
+    """In vLLM's own processes, which import this file when they start: they outlive a server killed with -9 else."""
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def main():
+    # Set by hand: a shell starts background processes with SIGINT ignored. vLLM takes over when it serves.
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     args, rest = parse_command_line(sys.argv[1:])
     sock = bind(args.host, args.port)
     if not args.token_was_given:
@@ -590,10 +624,18 @@ def main():
     set_environment()
     import uvloop
 
-    sound = uvloop.run(serve(engine_arguments(args, rest), sock, args.token))
+    try:
+        sound = uvloop.run(serve(engine_arguments(args, rest), sock, args.token))
+    finally:
+        end_children()
     if not sound:
-        raise SystemExit(f"vllm_server: the engine died. {last_error()}")
+        print(f"vllm_server: the engine died. {last_error()}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if sound else 1)  # past the complaints of compiled libraries that are unloaded in the wrong order
 
 
+if __name__ == "__mp_main__":
+    die_with_parent()
 if __name__ == "__main__":
     main()
