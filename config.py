@@ -11,12 +11,16 @@ touching a GPU, a process group or a server.
 """
 
 import argparse
+import ast
 import dataclasses
 import difflib
 import inspect
+import io
 import os
 import re
 import sys
+import textwrap
+import tokenize
 import types
 import typing
 from dataclasses import dataclass, field
@@ -158,23 +162,46 @@ PRESETS: dict[str, dict] = {
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
+def nearest(name: str, known) -> str | None:
+    """The known name that `name` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
+
+
 def known_name(kind: str, name: str, known) -> None:
     """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess."""
     if name not in known:
-        guess = difflib.get_close_matches(name, list(known), n=1)
-        hint = f" Did you mean {guess[0]!r}?" if guess else ""
+        guess = nearest(name, known)
+        hint = f" Did you mean {guess!r}?" if guess else ""
         raise ConfigError(f"{kind}: unknown name {name!r}; known are {', '.join(sorted(known))}.{hint}")
 
 
-def check(cfg: TrainConfig, world_size: int | None = None) -> None:
-    """Cross-field checks that need nothing but the config and the number of ranks (torchrun's WORLD_SIZE)."""
-    world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+def check_ranges(cfg: TrainConfig) -> None:
+    """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
     positive += "tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
-    positive += "server_timeout request_timeout dist_timeout lora_r save_total_limit log_steps max_grad_norm"
+    positive += "server_timeout request_timeout dist_timeout lora_r save_total_limit log_steps max_grad_norm num_epochs"
     for name in positive.split():
-        if getattr(cfg, name) <= 0:
+        if not getattr(cfg, name) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
+    for name in "min_completion_length beta weight_decay eval_temperature print_samples_every epsilon_high".split():
+        if not getattr(cfg, name) >= 0:
+            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
+    for name in "max_steps eval_steps save_steps top_k".split():
+        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
+            raise ConfigError(
+                f"--{name}={getattr(cfg, name)}: at least 1; leave it out, or give none, to switch it off."
+            )
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"--seed={cfg.seed}: must be between 0 and 2^32 - 1.")
+    for name in "epsilon warmup_ratio adam_beta1 adam_beta2 top_p min_p".split():
+        if getattr(cfg, name) is not None and not 0 <= getattr(cfg, name) <= 1:
+            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be between 0 and 1.")
+
+
+def check(cfg: TrainConfig, world_size: int | None = None) -> None:
+    """Checks that need nothing but the config and the number of ranks (torchrun's WORLD_SIZE)."""
+    world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    check_ranges(cfg)
     if cfg.num_generations < 1 or (cfg.num_generations == 1 and cfg.advantage in ("grpo", "dr_grpo", "rloo")):
         raise ConfigError(
             f"--num_generations={cfg.num_generations}: {cfg.advantage} compares the completions of one prompt, so it "
@@ -188,24 +215,29 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
             f"minibatches; use {f'{low} or ' if low else ''}{high}."
         )
     if cfg.offload and cfg.strategy == "ddp":
-        raise ConfigError("--offload moves shards to the CPU, and ddp has none; add --strategy fsdp2 or fsdp.")
-    if cfg.dual_clip is not None and cfg.dual_clip <= 1:
+        raise ConfigError(
+            "--offload moves shards to the CPU, and --strategy ddp has none; add --strategy fsdp2 or fsdp."
+        )
+    if cfg.dual_clip is not None and not cfg.dual_clip > 1:
         raise ConfigError(f"--dual_clip={cfg.dual_clip}: must be above 1 (DAPO uses 10), or leave it unset.")
-    if not 0 <= cfg.warmup_ratio <= 1:
-        raise ConfigError(f"--warmup_ratio={cfg.warmup_ratio}: a fraction of all updates, between 0 and 1.")
-    if cfg.max_steps is not None and cfg.max_steps < 1:
-        raise ConfigError(f"--max_steps={cfg.max_steps}: at least 1, or unset to run --num_epochs.")
     if cfg.min_completion_length > cfg.max_completion_length:
-        raise ConfigError("--min_completion_length is larger than --max_completion_length; lower it.")
+        raise ConfigError(
+            f"--min_completion_length={cfg.min_completion_length} is more than --max_completion_length="
+            f"{cfg.max_completion_length}; lower the first or raise the second."
+        )
+    if not cfg.reward_funcs:
+        raise ConfigError("--reward_funcs is empty: give at least one, a name in REWARDS or path/to/file.py:function.")
     if cfg.reward_weights is not None and len(cfg.reward_weights) != len(cfg.reward_funcs):
         raise ConfigError(
             f"--reward_weights has {len(cfg.reward_weights)} values for {len(cfg.reward_funcs)} --reward_funcs "
             f"({', '.join(cfg.reward_funcs)}); give one each."
         )
+    if cfg.generator == "vllm" and not cfg.server_urls:
+        raise ConfigError("--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none.")
     for tracker in cfg.report_to:
         known_name("--report_to", tracker, ("wandb", "tensorboard"))
     if cfg.push_to_hub and not cfg.hub_repo_id:
-        raise ConfigError("--push_to_hub needs --hub_repo_id NAME/REPO.")
+        raise ConfigError("--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO.")
     if cfg.resume and not cfg.run_name:
         raise ConfigError("--resume needs --run_name, the folder under --output_dir to continue.")
 
@@ -214,15 +246,22 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
 
 
 def field_help(cls: type) -> dict[str, tuple[str, str]]:
-    """Field name -> (group, help), read from the `name: type = default  # help` lines of the class and its bases."""
+    """Field name -> (group, help): the comment behind the field, under its `# --- group ---`, bases first."""
     found: dict[str, tuple[str, str]] = {}
-    for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c) or c is cls]):
-        group = base.__name__ if base is not TrainConfig else "options"
-        for line in inspect.getsource(base).splitlines():
-            if ruler := re.match(r"\s*# --- (.+) ---\s*$", line):
-                group = ruler[1]
-            elif knob := re.match(r"    (\w+)\s*:[^#]*?(?:#\s*(.*))?$", line):
-                found[knob[1]] = (group, (knob[2] or "").strip())
+    for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+        except (OSError, TypeError):  # typed into an interpreter: works, without help texts
+            continue
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+        rulers = {line: text.strip("- ") for line, text in comments.items() if re.fullmatch("--- .+ ---", text)}
+        for node in ast.parse(source).body[0].body:
+            if isinstance(node, ast.AnnAssign):
+                above = [name for line, name in rulers.items() if line < node.lineno]
+                inherited = found.get(node.target.id, ("of this script", ""))
+                text = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
+                found[node.target.id] = (above[-1] if above else inherited[0], " ".join(text) or inherited[1])
     return found
 
 
@@ -234,38 +273,48 @@ def _split(annotation) -> tuple[object, bool]:
     return annotation, False
 
 
+def _is_none(value) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+
+
+KIND_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
 def convert(name: str, annotation, value):
     """A string (command line) or YAML value as the field's type; ConfigError naming the flag otherwise."""
     kind, optional = _split(annotation)
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):  # one choice may be called none
+        return value
+    if typing.get_origin(kind) is list:
+        items = value if isinstance(value, list) else [value]
+        if len(items) == 1 and _is_none(items[0]):
+            return None if optional else []
+        return [convert(name, typing.get_args(kind)[0], item) for item in items]
+    if _is_none(value):
         if optional:
             return None
         raise ConfigError(f"--{name}: cannot be unset; give a value.")
-    if typing.get_origin(kind) is list:
-        items = value if isinstance(value, list) else [value]
-        return [convert(name, typing.get_args(kind)[0], item) for item in items]
     if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        known_name(f"--{name}", value, choices)
-        return value
-    if kind is bool:
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-        raise ConfigError(f"--{name}={value}: true or false.")
+        known_name(f"--{name}", value, typing.get_args(kind))
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
     try:
+        # YAML knows true, lists and maps: str() would take them all, and int(True) is 1.
+        if kind is bool or not isinstance(value, (str, int, float)) or (isinstance(value, bool) and kind is not str):
+            raise ValueError
         # int("1e3") fails and int(1.5) truncates: go through float and insist that nothing is lost.
-        if kind is int and not isinstance(value, int):
+        if kind is int and not isinstance(value, int) and not re.fullmatch(r"[+-]?\d+", str(value)):
             if float(value) != int(float(value)):
                 raise ValueError
             return int(float(value))
         return kind(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"--{name}={value}: expected {kind.__name__}.") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"--{name}={value}: expected {KIND_NAMES.get(kind, kind)}.") from None
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise ConfigError(message)
+        raise ConfigError(f"{message}. See --help.")
 
 
 def build_parser(cls: type, description: str | None = None) -> argparse.ArgumentParser:
@@ -295,9 +344,41 @@ def build_parser(cls: type, description: str | None = None) -> argparse.Argument
             options["metavar"] = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
         else:
             options["metavar"] = kind.__name__.upper()
-        names = [f"--{f.name}"] + ([f"--{f.name.replace('_', '-')}"] if "_" in f.name and kind is not bool else [])
-        groups[group].add_argument(names[0], **options)
+        groups[group].add_argument(f"--{f.name}", **options)
     return parser
+
+
+def unknown_argument(given: str, hints: dict) -> ConfigError:
+    """What was meant by an argument that the parser does not know."""
+    if not given.startswith("--"):
+        return ConfigError(
+            f"unexpected {given!r}. Switches take no value: --flag turns one on, --no-flag off. See --help."
+        )
+    flags = {f"--{name}": name for name in hints} | {
+        f"--no-{n}": f"no_{n}" for n, kind in hints.items() if kind is bool
+    }
+    word = given.split("=")[0].lstrip("-").replace("-", "_").lower()
+    guess = nearest(word, flags.values())
+    meant = next((flag for flag, name in flags.items() if name == guess), None)
+    return ConfigError(f"unknown argument {given!r}. " + (f"Did you mean {meant}?" if meant else "See --help."))
+
+
+def read_yaml(path: str, known: list[str]) -> dict:
+    """`flag: value` lines of a --config file, the names checked."""
+    try:
+        with open(path) as file:
+            values = yaml.safe_load(file) or {}
+    except OSError as error:
+        raise ConfigError(f"--config={path}: cannot be read ({error.strerror}); give a YAML file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--config={path}: not YAML ({' '.join(str(error).split())}); write `flag: value` lines."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config={path}: expected `flag: value` lines, found a {type(values).__name__}.")
+    for name in values:
+        known_name(f"--config={path}", name, known)
+    return values
 
 
 def load_config(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
@@ -309,25 +390,12 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     given, unknown = parser.parse_known_args(argv)
     given = vars(given)
     if unknown:
-        flag = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        guess = difflib.get_close_matches(flag, known, n=1)
-        raise ConfigError(
-            f"unknown argument {unknown[0]!r}." + (f" Did you mean --{guess[0]}?" if guess else " See --help.")
-        )
-    from_file = {}
-    if path := given.pop("config", None):
-        if not os.path.exists(path):
-            raise ConfigError(f"--config={path}: no such file.")
-        with open(path) as file:
-            from_file = yaml.safe_load(file) or {}
-        if not isinstance(from_file, dict):
-            raise ConfigError(f"--config={path}: expected `flag: value` lines.")
-        for name in from_file:
-            known_name(f"--config={path}", name, known)
-    values = from_file | given
-    if values.get("preset") is not None:
-        known_name("--preset", values["preset"], PRESETS)
-        values = PRESETS[values["preset"]] | values
+        raise unknown_argument(unknown[0], {name: hints[name] for name in known})
+    path = given.pop("config", None)
+    values = (read_yaml(path, known) if path else {}) | given
+    if not _is_none(preset := values.get("preset")):
+        known_name("--preset", preset, PRESETS)
+        values = PRESETS[preset] | values
     cfg = cls(**{name: convert(name, hints[name], value) for name, value in values.items()})
     check(cfg)
     return cfg

@@ -1,0 +1,327 @@
+"""Settings: what the parser makes of them, which one wins, and that every mistake is answered at once and in full."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import config
+from config import PRESETS, ConfigError, TrainConfig, check, convert, field_help, load_config
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parse(line: str = "", cls=TrainConfig):
+    return load_config(cls, line.split())
+
+
+def error(line: str, cls=TrainConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(line, cls)
+    return str(caught.value)
+
+
+# ---- types ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--model_id a/b", "model_id", "a/b"),
+        ("--model_id=a=b", "model_id", "a=b"),
+        ("--max_steps 7", "max_steps", 7),
+        ("--max_steps 1e3", "max_steps", 1000),
+        ("--max_steps none", "max_steps", None),
+        ("--max_steps None", "max_steps", None),
+        ("--learning_rate 3e-6", "learning_rate", 3e-6),
+        ("--learning_rate 1", "learning_rate", 1.0),
+        ("--reward_on_timeout -1", "reward_on_timeout", -1.0),
+        ("--reward_on_timeout -0.5", "reward_on_timeout", -0.5),
+        ("--top_p 0.9", "top_p", 0.9),
+        ("--system_prompt none", "system_prompt", None),
+        ("--use_peft", "use_peft", True),
+        ("--no-use_peft", "use_peft", False),
+        ("--use_peft --no-use_peft", "use_peft", False),
+        ("--no-hub_private", "hub_private", False),
+        ("--no_apply_chat_template", "no_apply_chat_template", True),
+        ("--no-no_apply_chat_template", "no_apply_chat_template", False),
+        ("--strategy fsdp2", "strategy", "fsdp2"),
+        ("--scale_rewards none", "scale_rewards", "none"),  # a choice of that name, not "unset"
+        ("--lora_targets q_proj v_proj", "lora_targets", ["q_proj", "v_proj"]),
+        ("--report_to none", "report_to", []),
+        ("--report_to", "report_to", []),
+        ("--reward_weights 2", "reward_weights", [2.0]),
+        ("--reward_weights -2", "reward_weights", [-2.0]),
+        ("--reward_weights none", "reward_weights", None),
+        ("--preset none", "preset", None),
+    ],
+)
+def test_values_of_every_type(line, name, value):
+    found = getattr(parse(line), name)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--max_steps 1.5", "--max_steps=1.5: expected a whole number"),
+        ("--max_steps inf", "--max_steps=inf: expected a whole number"),
+        ("--seed abc", "--seed=abc: expected a whole number"),
+        ("--seed none", "--seed: cannot be unset"),
+        ("--model_id none", "--model_id: cannot be unset"),
+        ("--learning_rate fast", "--learning_rate=fast: expected a number"),
+        ("--learning_rate nan", "must be above 0"),
+        ("--reward_weights 1 x", "--reward_weights=x: expected a number"),
+        ("--strategy fsdp3", "'fsdp3'; known are ddp, fsdp, fsdp2. Did you mean 'fsdp'?"),
+        ("--strategy 7", "known are ddp, fsdp, fsdp2"),
+        ("--learnig_rate 1", "'--learnig_rate'. Did you mean --learning_rate?"),
+        ("--learning-rate=1", "Did you mean --learning_rate?"),
+        ("--Seed 1", "Did you mean --seed?"),
+        ("--no_use_peft", "Did you mean --no-use_peft?"),
+        ("--xyzzyx 1", "unknown argument '--xyzzyx'. See --help"),
+        ("--model 1", "Did you mean --model_id?"),  # no silent abbreviations
+        ("--use_peft true", "Switches take no value"),
+        ("--seed", "--seed: expected one argument. See --help"),
+    ],
+)
+def test_mistakes_on_the_command_line(line, says):
+    assert says in error(line)
+
+
+def test_yaml_values_are_as_strict_as_the_command_line():
+    assert convert("x", int, 3) == 3 and convert("x", float, 3) == 3.0 and convert("x", float, "1e-6") == 1e-6
+    assert convert("x", bool, True) is True and convert("x", str, 5) == "5"
+    assert convert("x", list[str], "one") == ["one"] and convert("x", list[float] | None, None) is None
+    assert convert("x", Literal["none", "all"], "none") == "none"
+    wrong = [(int, True), (int, 1.5), (float, True), (float, [1]), (str, ["a"]), (str, {"a": 1}), (bool, 1)]
+    for kind, value in [*wrong, (bool, "yes"), (list[int], [1, None]), (Literal["a"], 3), (int, None)]:
+        with pytest.raises(ConfigError, match="--x"):
+            convert("x", kind, value)
+
+
+# ---- which value wins ------------------------------------------------------------------------------------------------
+
+
+def test_defaults_then_preset_then_file_then_command_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: grpo\nepsilon: 0.3\nlearning_rate: 1e-5\nlora_targets: [q_proj]\nuse_peft: yes\n")
+    cfg = parse(f"--config {file} --learning_rate 2e-5")
+    assert cfg.beta == PRESETS["grpo"]["beta"] != TrainConfig().beta  # the preset
+    assert cfg.epsilon == 0.3 and cfg.use_peft and cfg.lora_targets == ["q_proj"]  # the file, over the preset
+    assert cfg.learning_rate == 2e-5  # the command line, over the file
+    assert cfg.temperature == TrainConfig().temperature
+    assert parse(f"--config {file} --preset none").beta == TrainConfig().beta
+    assert parse(f"--config {file} --preset dr_grpo").advantage == "dr_grpo"
+
+
+def test_a_flag_given_its_default_wins_over_the_preset():
+    assert parse("--preset grpo --beta 0").beta == 0
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_are_valid(name):
+    cfg = parse(f"--preset {name}")
+    assert all(getattr(cfg, key) == value for key, value in PRESETS[name].items())
+
+
+def test_an_unknown_preset_is_answered_with_the_known():
+    assert "known are dr_grpo, grpo, gspo. Did you mean 'dr_grpo'" in error("--preset dr-grpo")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("learnig_rate: 1", "unknown name 'learnig_rate'"),
+        ("learnig_rate: 1", "Did you mean 'learning_rate'?"),
+        ("1: 2", "unknown name 1"),
+        ("- a\n- b", "expected `flag: value` lines, found a list"),
+        ("a: [1", "not YAML"),
+        ("epsilon: [1, 2]", "--epsilon=[1, 2]: expected a number"),
+        ("config: other.yaml", "unknown name 'config'"),
+    ],
+)
+def test_mistakes_in_a_config_file_name_file_and_flag(tmp_path, content, says):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    message = error(f"--config {file}")
+    assert says in message and (str(file) in message or "--epsilon" in message)
+
+
+def test_config_files_that_cannot_be_read(tmp_path):
+    assert "No such file" in error(f"--config {tmp_path}/none.yaml")
+    assert "Is a directory" in error(f"--config {tmp_path}")
+    (tmp_path / "empty.yaml").write_text("")
+    assert parse(f"--config {tmp_path}/empty.yaml") == TrainConfig()
+
+
+# ---- checks across fields -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "allowed_or_remedy"),
+    [
+        ("--prompts_per_step 0", "--prompts_per_step=0", "above 0"),
+        ("--temperature 0", "--temperature=0.0", "above 0"),
+        ("--num_generations 1", "--num_generations=1", "at least 2; 8 is usual"),
+        ("--num_generations 0 --advantage mine", "--num_generations=0", "at least"),
+        ("--num_minibatches 3", "--prompts_per_step=32 is not divisible by 1 ranks x 3", "use 30 or 33"),
+        ("--prompts_per_step 2 --num_minibatches 4", "--prompts_per_step=2", "use 4"),
+        ("--offload", "--offload", "add --strategy fsdp2 or fsdp"),
+        ("--dual_clip 1", "--dual_clip=1.0", "above 1 (DAPO uses 10)"),
+        ("--warmup_ratio 2", "--warmup_ratio=2.0", "between 0 and 1"),
+        ("--top_p 1.5", "--top_p=1.5", "between 0 and 1"),
+        ("--max_steps 0", "--max_steps=0", "at least 1"),
+        ("--save_steps 0", "--save_steps=0", "leave it out, or give none"),
+        ("--eval_steps -1", "--eval_steps=-1", "at least 1"),
+        ("--seed -1", "--seed=-1", "between 0 and"),
+        ("--beta -0.1", "--beta=-0.1", "0 or more"),
+        (
+            "--min_completion_length 9 --max_completion_length 8",
+            "--min_completion_length=9",
+            "lower the first or raise",
+        ),
+        ("--reward_funcs a b --reward_weights 1", "1 values for 2 --reward_funcs (a, b)", "give one each"),
+        ("--reward_funcs none", "--reward_funcs is empty", "give at least one"),
+        ("--server_urls none", "--server_urls is empty", "--generator hf"),
+        ("--report_to wandbb", "'wandbb'", "known are tensorboard, wandb. Did you mean 'wandb'?"),
+        ("--push_to_hub", "--push_to_hub", "add --hub_repo_id"),
+        ("--resume", "--resume", "needs --run_name"),
+    ],
+)
+def test_what_cannot_work_says_what_was_given_and_what_to_do(line, given, allowed_or_remedy):
+    message = error(line)
+    assert given in message and allowed_or_remedy in message
+
+
+def test_the_number_of_ranks_counts(monkeypatch):
+    check(TrainConfig(prompts_per_step=32), world_size=8)
+    with pytest.raises(ConfigError, match="32 is not divisible by 5 ranks x 1 minibatches; use 30 or 35"):
+        check(TrainConfig(prompts_per_step=32), world_size=5)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "divisible by 3 ranks x 2 minibatches; use 30 or 36" in error("--num_minibatches 2")
+    assert "4 is not divisible by 3 ranks x 2 minibatches; use 6." in error("--num_minibatches 2 --prompts_per_step 4")
+
+
+def test_one_generation_is_fine_where_nothing_is_compared():
+    assert parse("--num_generations 1 --advantage my_own").num_generations == 1
+
+
+# ---- help -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_has_a_help_text_and_a_group():
+    helps = field_help(TrainConfig)
+    for field in dataclasses.fields(TrainConfig):
+        group, text = helps[field.name]
+        assert len(text) > 3 and group != "of this script", field.name
+
+
+def test_help_shows_every_flag_with_its_default_and_choices():
+    text = config.build_parser(TrainConfig).format_help()
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name}" in text
+    assert "--strategy {ddp,fsdp,fsdp2}" in text and "--no-use_peft" in text
+    assert "[1e-06]" in text and "[reasoning_gym]" in text and "[['" not in text
+
+
+@dataclasses.dataclass
+class Extended(TrainConfig):
+    """A docstring with a line that looks like a field:
+    fake: int = 3  # not one
+    """
+
+    # --- my idea ---
+    learning_rate: float = 5e-6
+    my_coef: float = 0.1  # weight of my idea, 100 % mine
+    my_words: list[str] = dataclasses.field(
+        default_factory=lambda: ["#1"],  # words with a # in them
+    )
+
+
+def test_a_subclass_adds_fields_and_changes_defaults():
+    cfg = parse("--my_coef 0.5", Extended)
+    assert cfg.my_coef == 0.5 and cfg.learning_rate == 5e-6 and cfg.my_words == ["#1"]
+    helps = field_help(Extended)
+    assert helps["my_coef"] == ("my idea", "weight of my idea, 100 % mine")
+    assert helps["my_words"] == ("my idea", "words with a # in them") and "fake" not in helps
+    assert helps["learning_rate"][1] == field_help(TrainConfig)["learning_rate"][1]  # inherited
+    assert "100 % mine [0.1]" in config.build_parser(Extended).format_help()
+    assert "Did you mean --my_coef?" in error("--my_coeff 1", Extended)
+
+
+def test_the_config_file_imports_neither_torch_nor_anything_of_ours():
+    tree = ast.parse((ROOT / "config.py").read_text())
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert imported - set(sys.stdlib_module_names) == {"yaml"}
+
+
+# ---- the script as it is started -------------------------------------------------------------------------------------
+
+
+def run(script: Path, *arguments: str, **env) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(script), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--learnig_rate", "1"], ["--prompts_per_step", "0"]])
+def test_help_and_mistakes_answer_at_once(arguments):
+    """Best of two, as the machine may be busy; the limit is a second above what is promised for the same reason."""
+    seconds = []
+    for _ in range(2):
+        start = time.monotonic()
+        done = run(ROOT / "train_grpo.py", *arguments)
+        seconds.append(time.monotonic() - start)
+    assert done.returncode == (0 if arguments == ["--help"] else 2)
+    assert min(seconds) < 3
+    if arguments != ["--help"]:
+        assert done.stdout == "" and re.fullmatch(r"train_grpo\.py: error: .+\n", done.stderr)
+
+
+def test_help_and_mistakes_import_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    path = f"{tmp_path}:{ROOT}"
+    for arguments, status in ((["--help"], 0), (["--nonsense"], 2), (["--offload"], 2)):
+        done = run(ROOT / "train_grpo.py", *arguments, PYTHONPATH=path)
+        assert done.returncode == status and "torch was imported" not in done.stderr
+    assert "torch was imported" in run(ROOT / "train_grpo.py", PYTHONPATH=path).stderr  # the trap works
+
+
+def test_only_rank_0_speaks():
+    for rank in "01":
+        done = run(ROOT / "train_grpo.py", "--prompts_per_step", "3", WORLD_SIZE="2", RANK=rank)
+        assert done.returncode == 2 and done.stdout == ""
+        assert ("3 is not divisible by 2 ranks" in done.stderr) == (rank == "0")
+
+
+@pytest.mark.parametrize("decorator", ["", "@dataclass\n"])
+def test_a_copied_script_with_its_own_knob(tmp_path, decorator):
+    """The line that the script itself suggests, with and without the decorator."""
+    script, source = tmp_path / "my_grpo.py", (ROOT / "train_grpo.py").read_text()
+    knob = f"from dataclasses import dataclass\n{decorator}class TrainConfig(TrainConfig):\n"
+    knob += "    my_coef: float = 0.1  # weight of my idea\n    my_mode: str | None = None\n"
+    where = source.index("CONFIG = parse_args(")
+    end = source.index("\n\n", where)
+    show = "\nif CONFIG is not None:\n    import json\n    print(json.dumps(vars(CONFIG)))\n    raise SystemExit\n"
+    script.write_text(source[:where] + knob + source[where:end] + show + source[end:])
+    text = run(script, "--help").stdout
+    assert re.search(r"--my_coef FLOAT +weight of my idea \[0\.1\]", text) and "my_grpo.py" in text
+    assert "distinct prompts per step" in text  # the inherited ones are still there
+    shown = json.loads(run(script, "--my_coef", "0.5", "--my_mode", "x", "--preset", "grpo").stdout)
+    assert (shown["my_coef"], shown["my_mode"], shown["beta"]) == (0.5, "x", PRESETS["grpo"]["beta"])
+    assert "Did you mean --my_coef?" in run(script, "--my_coeff", "1").stderr
