@@ -1,0 +1,84 @@
+"""A run that is killed and resumed equals one that never stopped: metrics and weights, bit for bit."""
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from live import EVEN, SMALL, running, trainer
+
+import utils
+
+SEED = 20  # of the steps at which runs are killed
+STEPS = 8
+FLAGS = f"{SMALL} --max_steps {STEPS} --save_steps 2 --eval_steps 3 --eval_generations 1 --beta 0.04 "
+FLAGS += "--num_iterations 2 --num_minibatches 2 --lr_schedule cosine --warmup_ratio 0.2 --weight_decay 0.1"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    reward = tmp_path_factory.mktemp("reward") / "even.py"
+    reward.write_text(EVEN)
+    return [*FLAGS.split(), "--reward_funcs", f"{reward}:even", "length"]
+
+
+def timeless(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+def steps_done(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"grad_norm"') if path.exists() else 0
+
+
+def half_written(run: Path) -> list[Path]:
+    return list(run.glob("checkpoints/incomplete_step_*"))
+
+
+def assert_same_run(run: Path, reference: Path):
+    assert timeless(run) == timeless(reference)
+    last = f"checkpoints/step_{STEPS}"
+    assert (run / last / "model.safetensors").read_bytes() == (reference / last / "model.safetensors").read_bytes()
+    for path in sorted((reference / last / "trainer" / "state").glob("*.distcp")):  # trained weights and Adam's state
+        assert (run / last / "trainer" / "state" / path.name).read_bytes() == path.read_bytes()
+    for path in sorted(reference.glob("completions/*.parquet")):
+        assert pyarrow.parquet.read_table(run / "completions" / path.name).equals(pyarrow.parquet.read_table(path))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(1, ""), (2, "--use_peft"), (2, "--strategy fsdp2")],
+    ids=["1 rank", "2 ranks, LoRA", "2 ranks, fsdp2"],
+)
+def test_killed_and_resumed_equals_uninterrupted(flags, tmp_path, ranks, more):
+    step = random.Random(f"{SEED} {ranks} {more}").randrange(3, STEPS)  # after the first checkpoint
+    args = [*flags, *more.split(), "--output_dir", str(tmp_path)]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    with running(trainer(tmp_path / "whole.log", *args, "--run_name", "whole", ranks=ranks)) as one:
+        with running(trainer(tmp_path / "broken.log", *args, "--run_name", "broken", ranks=ranks)) as two:
+            two.until(lambda: steps_done(broken) >= step)
+            two.kill()
+        assert one.end() == 0, one.text
+    assert len({line["grad_norm"] for line in timeless(whole) if "grad_norm" in line}) == STEPS  # it moves
+
+    if ranks == 1:  # and once more, while a checkpoint is being written
+        with running(trainer(tmp_path / "save.log", *args, "--run_name", "broken", "--resume")) as run:
+            run.until(lambda: half_written(broken))
+            run.kill()
+        assert half_written(broken)
+        newest = max(int(path.name.split("_")[2]) for path in half_written(broken))
+        assert utils.last_step(broken) < newest
+    with running(trainer(tmp_path / "resumed.log", *args, "--run_name", "broken", "--resume", ranks=ranks)) as run:
+        assert run.end() == 0, run.text
+    assert_same_run(broken, whole)
+
+
+def test_only_complete_checkpoints_are_seen(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        utils.last_step(tmp_path)
+    for name in ("step_2", "step_10", "incomplete_step_12", "step_14.old", "step_x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert utils.last_step(tmp_path) == 10
