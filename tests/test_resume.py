@@ -11,16 +11,18 @@ from live import EVEN, SMALL, running, trainer
 import utils
 
 SEED = 20  # of the steps at which runs are killed
-STEPS = 8
+STEPS = 6
 FLAGS = f"{SMALL} --max_steps {STEPS} --save_steps 2 --eval_steps 3 --eval_generations 1 --beta 0.04 "
 FLAGS += "--num_iterations 2 --num_minibatches 2 --lr_schedule cosine --warmup_ratio 0.2 --weight_decay 0.1"
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
-    reward = tmp_path_factory.mktemp("reward") / "even.py"
-    reward.write_text(EVEN)
-    return [*FLAGS.split(), "--reward_funcs", f"{reward}:even", "length"]
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "even.py").write_text(EVEN)
+    (folder / "held_out.jsonl").write_text('{"prompt": "1 + 1 ="}\n{"prompt": "Count to three:"}\n')
+    rewards = ["--reward_funcs", f"{folder}/even.py:even", "length"]
+    return [*FLAGS.split(), *rewards, "--eval_dataset_id", str(folder / "held_out.jsonl"), "--eval_split", "train"]
 
 
 def timeless(run: Path) -> list[dict]:
