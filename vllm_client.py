@@ -91,7 +91,7 @@ def open_group(store, rank: int, world_size: int, backend: str, timeout: float, 
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout)
+        options._timeout = timedelta(seconds=timeout + 2)  # `wait_for` speaks first
         group = dist.ProcessGroupGloo(store, rank, world_size, options)
         hello = torch.tensor([HELLO if rank == 0 else 0])
     else:
@@ -413,6 +413,8 @@ class VLLMClient:
         """
         if self._checksums is None:
             raise ServerError("send_bucket outside a push: call begin_push first")
+        if not named:
+            return
         narrow = getattr(torch, self._infos[0]["dtype"])
         dtypes = [
             narrow if t.is_floating_point() and t.ndim > 1 and t.dtype.itemsize > narrow.itemsize else t.dtype
@@ -490,5 +492,7 @@ class VLLMClient:
     def close(self):
         """Drop the transfer groups."""
         links, self._links = self._links, []
-        for link in links:  # in a thread of its own: a gloo group waits for its pending sends before it goes
-            in_thread(drop_group, link, self._transport.type == "cuda")
+        # In threads: a gloo group waits for its pending sends before it goes. Waited for, but not for long: a process
+        # that ends while a thread takes a group down is aborted.
+        abort = self._transport.type == "cuda"
+        concurrent.futures.wait([in_thread(drop_group, link, abort) for link in links], timeout=5)

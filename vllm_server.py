@@ -119,9 +119,13 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise SystemExit(
-            f"vllm_server: cannot listen on {host}:{port} ({os.strerror(error.errno)}). If another server holds the port, stop "
-            f"it or pass another --port."
+            f"vllm_server: cannot listen on {host}:{port} ({os.strerror(error.errno)}). If another server holds the "
+            "port, stop it or pass another --port."
         ) from error
+
+
+class TooManyPixels(Image.DecompressionBombError, ValueError):
+    """In place of Pillow's own error: vLLM answers a ValueError with 400, others with 500."""
 
 
 def set_environment():
@@ -139,7 +143,8 @@ def set_environment():
         os.environ.setdefault(name, value)
     os.environ["RL_SERVER_ERROR_FILE"] = str(Path(tempfile.mkdtemp(prefix="vllm_server_")) / "error.log")
     os.environ.pop("VLLM_API_KEY", None)
-    Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow refuses at twice this: guards vLLM's own image routes
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow refuses at twice this, for vLLM's own routes too
+    Image.DecompressionBombError = TooManyPixels
 
 
 def engine_arguments(args: argparse.Namespace, rest: list[str]) -> argparse.Namespace:
@@ -287,7 +292,7 @@ def decode_image(text: str) -> Image.Image:
         if width * height > MAX_PIXELS:
             raise HTTPException(400, f"an image of {width} x {height} pixels; at most {MAX_PIXELS:,} are taken")
         return image.convert("RGB")
-    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises on garbage
+    except (ValueError, OSError, SyntaxError) as error:  # what Pillow raises on garbage
         raise HTTPException(400, f"an image that cannot be read: {error}") from error
 
 
@@ -342,7 +347,9 @@ def generate_route(engine, pushes: Pushes, placeholders: list[int]):
             final = await run_generation(engine, body, placeholders)
         except EngineGenerateError as error:
             cause = error.__cause__ or error
-            return failure(400 if isinstance(cause, ValueError) else 500, f"{type(cause).__name__}: {cause}")
+            # vLLM asserts that images and placeholders can be matched
+            bad_input = isinstance(cause, ValueError) or (body.images and isinstance(cause, AssertionError))
+            return failure(400 if bad_input else 500, f"{type(cause).__name__}: {cause}")
         except EngineDeadError:
             terminate_if_errored(raw_request.app.state.server, engine)
             return failure(500, f"the engine died; this server ends now. {last_error()}")

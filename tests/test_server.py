@@ -1,0 +1,606 @@
+"""vllm_server.py and vllm_client.py against live servers: access, generation, weight pushes, and what may go wrong."""
+
+import asyncio
+import base64
+import io
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import requests
+import torch
+from PIL import Image
+from server_fixture import ROOT, free_port, make_tiny_vlm, start_server
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+
+import vllm_client
+from vllm_client import ServerError, VLLMClient, checksum
+
+PROMPT = list(range(100, 140))
+NORM, K_PROJ, UP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vision(tmp_path_factory):
+    """A second server, of a tiny vision model. Loads while the tests of the first run; the last test here kills it."""
+    live = start_server(make_tiny_vlm(tmp_path_factory.mktemp("vlm")), "--dtype", "float32", "--max-model-len", "512")
+    yield live
+    live.stop()
+
+
+def load(model_dir):
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    client = VLLMClient([server.url], server.token, timeout=30, request_timeout=120)
+    client.wait_ready(10)
+    client.connect_weights("cpu")
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def model(server, client):
+    """The model as it is on disk, here and on the server."""
+    model = load(server.model_dir)
+    push(client, model, 0)
+    return model
+
+
+def edit(model, seed=0):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def push(client, model, version, named=None):
+    """In two buckets, as named_parameters gives them (tied weights once)."""
+    named = list(model.named_parameters()) if named is None else named
+    client.begin_push()
+    client.send_bucket(named[:5])
+    client.send_bucket(named[5:])
+    client.finish_push(version)
+
+
+def generate(client, prompt=PROMPT, **options):
+    return asyncio.run(client.generate(prompt, **({"max_tokens": 12} | options)))
+
+
+def model_logprobs(model, completion, temperature=1.0):
+    """Log-probs of the completion's tokens under `model`.  [tokens]"""
+    ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+    with torch.no_grad():
+        logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
+    first = len(completion.prompt_ids)
+    return logprobs[first - 1 : -1].gather(-1, ids[0, first:, None])[:, 0]
+
+
+def difference(model, completions, temperature=1.0):
+    """Largest |model - server| over the completions' tokens."""
+    return max(
+        float((model_logprobs(model, one, temperature) - torch.tensor(one.logprobs)).abs().max()) for one in completions
+    )
+
+
+# ---- access ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_route_wants_the_token(server):
+    paths = server.request("GET", "/openapi.json").json()["paths"]
+    assert {"/generate", "/server_info", "/health", "/metrics", "/pause", "/v1/chat/completions"} <= paths.keys()
+    routes = [(method, path) for path, methods in paths.items() for method in methods]
+    routes += [("GET", "/docs"), ("GET", "/redoc"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("OPTIONS", "/v1")]
+    for method, path in routes:
+        assert requests.request(method, server.url + path, timeout=10).status_code == 401, (method, path)
+    for header in ("Bearer wrong", f"Basic {server.token}", "Bearer", f"Bearer {server.token}x"):
+        answer = requests.get(server.url + "/health", headers={"Authorization": header}, timeout=10)
+        assert answer.status_code == 401, header
+    assert server.request("GET", "/health").status_code == 200
+
+
+BAD_REQUESTS = {
+    "no samples": {"n": 0},
+    "absurd n": {"n": 10**9},
+    "absurd max_tokens": {"max_tokens": 10**9},
+    "no tokens asked for": {"max_tokens": 0},
+    "empty prompt": {"prompt_ids": []},
+    "text prompt": {"prompt_ids": "hello"},
+    "token outside the vocabulary": {"prompt_ids": [1, 10**6]},
+    "negative token": {"prompt_ids": [-1]},
+    "stop token outside the vocabulary": {"stop_token_ids": [10**6]},
+    "negative temperature": {"temperature": -1},
+    "top_p of 0": {"top_p": 0},
+    "top_p above 1": {"top_p": 1.5},
+    "min_tokens above max_tokens": {"min_tokens": 5},
+    "misspelt option": {"temprature": 1.0},
+    "number as text": {"n": "2"},
+    "image for a text model": {"images": ["aGVsbG8="]},
+}
+
+
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+def test_bad_generate_requests_are_refused(server, what):
+    body = {"prompt_ids": PROMPT, "max_tokens": 4} | BAD_REQUESTS[what]
+    answer = server.request("POST", "/generate", json=body)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_other_bad_requests_are_refused_and_the_server_lives(server, client):
+    json_type = {"Content-Type": "application/json"}
+    for path in ("/generate", "/v1/chat/completions", "/v1/completions", "/update_weights"):
+        for text in ('{"prompt_ids": [1, 2', "[]", '{"prompt_ids": [1], "max_tokens": NaN}', "\x00\xff"):
+            answer = server.request("POST", path, data=text.encode("latin-1"), headers=json_type)
+            assert 400 <= answer.status_code < 500, (path, text, answer.text)
+    chat = {"model": str(server.model_dir), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for wrong in ({"n": 10**6}, {"max_tokens": 10**9}, {"messages": "hi"}):
+        answer = server.request("POST", "/v1/chat/completions", json=chat | wrong)
+        assert 400 <= answer.status_code < 500, (wrong, answer.text)
+    assert server.request("POST", "/generate", headers={"Content-Length": str(10**12)}).status_code == 413
+    assert server.request("POST", "/generate", data=iter([b"{", b"}"])).status_code == 411
+    assert len(generate(client, max_tokens=2)) == 1
+
+
+def test_refusals_before_the_model_is_loaded(server, monkeypatch):
+    """A taken port, an open address without a token, arguments that would undo the server's own."""
+    monkeypatch.delenv("VLLM_SERVER_TOKEN", raising=False)
+    port = server.url.rpartition(":")[2]
+    cases = [
+        (["--port", port], [port, "another --port"]),
+        (["--host", "0.0.0.0", "--port", str(free_port())], ["0.0.0.0", "--token"]),
+        (["--token", " "], ["empty"]),
+        (["--api-key", "x"], ["--api-key", "--token"]),
+        (["--port", "99999"], ["99999", "65535"]),
+    ]
+    for arguments, words in cases:
+        start = time.monotonic()
+        command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", "models/tiny", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        seconds = time.monotonic() - start
+        assert done.returncode != 0 and all(word in done.stderr for word in words), done.stderr
+        assert "Traceback" not in done.stderr
+        assert seconds < 10, seconds  # about 1 on an idle machine
+
+
+# ---- generation -----------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_the_model(client, model):
+    assert difference(model, generate(client, n=4)) < 1e-4
+    assert difference(model, generate(client, n=4, temperature=0.6), temperature=0.6) < 1e-4
+    (greedy,) = generate(client, temperature=0.0)
+    ids = torch.tensor([greedy.prompt_ids + greedy.token_ids])
+    with torch.no_grad():
+        best = model(ids).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
+    assert best.tolist() == greedy.token_ids
+
+
+def test_logprobs_are_of_the_truncated_distribution(client, model):
+    """With top_k the sampler draws from k renormalised tokens; its log-probs say so."""
+    for completion in generate(client, n=4, top_k=5):
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(PROMPT) - 1 : -1]
+        values, tokens = logits.topk(5)
+        place = (tokens == torch.tensor(completion.token_ids)[:, None]).float()
+        assert place.sum(-1).eq(1).all()
+        expected = (values.log_softmax(-1) * place).sum(-1)
+        assert torch.allclose(expected, torch.tensor(completion.logprobs), atol=1e-4)
+
+
+def test_samples_seeds_and_finish_reasons(client, model):
+    samples = generate(client, n=3, max_tokens=6, seed=5)
+    assert len({tuple(one.token_ids) for one in samples}) == 3
+    assert all(one.prompt_ids == PROMPT and one.finish_reason == "length" for one in samples)
+    assert all(len(one.token_ids) == len(one.logprobs) == 6 for one in samples)
+    assert [one.token_ids for one in generate(client, n=3, max_tokens=6, seed=5)] == [o.token_ids for o in samples]
+    assert [one.token_ids for one in generate(client, n=3, max_tokens=6, seed=6)] != [o.token_ids for o in samples]
+    third = samples[0].token_ids[2]
+    stopped = generate(client, n=3, max_tokens=6, seed=5, stop_token_ids=[third])[0]
+    assert stopped.token_ids == samples[0].token_ids[:3] and stopped.finish_reason == "stop"  # the token is part of it
+    everything = list(range(0, 49152, 49))
+    reasons = generate(client, n=16, max_tokens=450, seed=1, stop_token_ids=everything)
+    assert {one.finish_reason for one in reasons} == {"stop"}
+    assert all(one.token_ids[-1] in everything for one in reasons)
+    late = generate(client, n=16, max_tokens=200, min_tokens=20, stop_token_ids=everything)
+    assert min(len(one.token_ids) for one in late) >= 20
+
+
+def test_prompt_longer_than_the_window(client):
+    with pytest.raises(ServerError, match=r"600 tokens.*512.*--max-model-len"):
+        generate(client, prompt=[5] * 600)
+    with pytest.raises(ServerError, match=r"prompt 500 \+ max_tokens 40 .*512.*max_tokens=12"):
+        generate(client, prompt=[5] * 500, max_tokens=40)
+
+
+def test_openai_chat_route(server, model):
+    body = {
+        "model": str(server.model_dir),
+        "messages": [{"role": "user", "content": "Say something."}],
+        "max_completion_tokens": 6,
+        "n": 2,
+        "logprobs": True,
+        "return_token_ids": True,
+        "temperature": 0.8,
+    }
+    answer = server.request("POST", "/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    content = answer.json()
+    assert len(content["choices"]) == 2
+    for choice in content["choices"]:
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        one = vllm_client.Completion(choice["token_ids"], logprobs, "length", 0, content["prompt_token_ids"])
+        assert difference(model, [one], temperature=0.8) < 1e-4
+
+
+def test_requests_go_to_the_least_loaded_server(server, monkeypatch):
+    """The same server under two names; each gets half of the sequences, not half of the requests."""
+    client = VLLMClient([server.url, server.url.replace("127.0.0.1", "localhost")], server.token)
+    sent, call = [], client._call
+
+    def record(url, method, path, body=None, timeout=None):
+        sent.append((url, body["n"]))
+        return call(url, method, path, body, timeout)
+
+    monkeypatch.setattr(client, "_call", record)
+
+    async def many():
+        await asyncio.gather(*(client.generate(PROMPT, n=n, max_tokens=8) for n in (6, 2, 2, 2)))
+
+    asyncio.run(many())
+    by_server = {url: sorted(n for u, n in sent if u == url) for url in client.urls}
+    assert sorted(by_server.values()) == [[2, 2, 2], [6]]
+    assert client._load == [0, 0]
+
+
+# ---- weight pushes --------------------------------------------------------------------------------------------------
+
+
+def test_checksum_sees_every_change():
+    torch.manual_seed(0)
+    for size in (4, 16, 4 * vllm_client.CHUNK, 4 * vllm_client.CHUNK * 3 + 16):
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        before = checksum(data)
+        flipped, swapped = data.clone(), data.clone()
+        flipped[size // 2] ^= 128
+        swapped[0], swapped[-1] = data[-1], data[0]
+        assert checksum(flipped) != before
+        assert checksum(data.clone()) == before
+        assert checksum(swapped) != before or data[0] == data[-1]
+    # Sign flips that cancel in a plain weighted sum: +a and -a in exchanged places.
+    signs = torch.tensor([1.0, -1.0, 1.0, 1.0])
+    assert checksum(signs.view(torch.uint8)) != checksum(signs[[1, 0, 2, 3]].view(torch.uint8))
+    assert checksum(torch.zeros(8, dtype=torch.uint8)) == checksum(torch.zeros(8, dtype=torch.uint8))
+
+
+def test_weights_really_arrive(server, client, model):
+    before = generate(client, n=4)
+    edit(model)
+    assert difference(model, before) > 0.5  # the edit is large: weights that stayed behind could not go unnoticed
+    push(client, model, 7)
+    after = generate(client, n=4, max_tokens=40)
+    assert difference(model, after) < 1e-4
+    assert {one.policy_version for one in after} == {7}
+    (info,) = client.server_info()
+    assert info["policy_version"] == 7 and info["weights_error"] is None
+    assert server.request("GET", "/weight_info").json()["weight_version"] == "7"  # vLLM's own route agrees
+
+
+def test_a_push_empties_the_prefix_cache(client, model):
+    prompt = [i % 1000 + 50 for i in range(400)]  # several blocks of the cache
+    generate(client, prompt=prompt)
+    assert difference(model, generate(client, prompt=prompt)) < 1e-4
+    edit(model)
+    push(client, model, 8)
+    assert difference(model, generate(client, prompt=prompt)) < 1e-4
+
+
+def test_sequences_under_way_go_on_with_the_new_weights(client, model):
+    old = load(model.config._name_or_path)
+    edit(model)
+
+    async def push_meanwhile():
+        running = asyncio.create_task(client.generate(PROMPT, n=4, max_tokens=400))
+        await asyncio.sleep(0.7)
+        assert not running.done()
+        await asyncio.to_thread(push, client, model, 9)
+        return await running
+
+    completions = asyncio.run(push_meanwhile())
+    assert {one.policy_version for one in completions} == {0}  # the oldest weights that sampled any of the tokens
+    for one in completions:
+        reported = torch.tensor(one.logprobs)
+        by_old, by_new = (model_logprobs(m, one) - reported for m in (old, model))
+        switch = int((by_old.abs() > 1e-3).float().argmax())  # first token that is not the old model's
+        assert 0 < switch < 400
+        assert by_old[:switch].abs().max() < 1e-4 and by_new[switch:].abs().max() < 1e-4
+
+
+def named_with(model, **changes):
+    """named_parameters with replacements; None leaves a name out, a new name is added at the end."""
+    named = dict(model.named_parameters())
+    named |= {name.replace("/", "."): value for name, value in changes.items()}
+    return [(name, value) for name, value in named.items() if value is not None]
+
+
+def broken_pushes(model):
+    named = dict(model.named_parameters())
+    return {
+        "missing": (named_with(model, **{K_PROJ: None}), rf"missing: {K_PROJ}"),
+        "missing vector": (named_with(model, **{NORM: None}), rf"missing: {NORM}"),
+        "missing embedding": (named_with(model, **{"model.embed_tokens.weight": None}), "missing: model.embed_tokens"),
+        "short": (named_with(model, **{UP: named[UP][:-1]}), UP),
+        "long": (named_with(model, **{UP: torch.cat([named[UP]] * 2)}), UP),
+        "transposed": (named_with(model, **{UP: named[UP].T}), UP),
+        "unknown": (named_with(model, **{"model.layers.0.foo.weight": torch.zeros(8)}), r"model.layers.0.foo.weight"),
+        "unknown bias": (named_with(model, **{K_PROJ[:-6] + "bias": torch.zeros(64)}), rf"unknown.*{K_PROJ[:-6]}bias"),
+        "layer too many": (named_with(model, **{K_PROJ.replace("1", "2"): named[K_PROJ]}), K_PROJ.replace("1", "2")),
+        "twice": ([*named.items(), (K_PROJ, named[K_PROJ])], rf"twice.*{K_PROJ}"),
+        "tied": (named_with(model, **{"lm_head.weight": named["model.embed_tokens.weight"]}), "lm_head.weight"),
+    }
+
+
+def test_broken_pushes_name_the_culprit_and_a_good_one_recovers(server, client, model):
+    edit(model)
+    chat = {"model": str(server.model_dir), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for what, (named, message) in broken_pushes(model).items():
+        start = time.monotonic()
+        with pytest.raises(ServerError, match=message):
+            push(client, model, 10, named)
+        assert time.monotonic() - start < 20, what
+        with pytest.raises(ServerError, match=rf"503.*did not complete.*{message}"):
+            generate(client)
+        assert server.request("POST", "/v1/chat/completions", json=chat).status_code == 503
+        assert server.request("GET", "/health").status_code == 200
+        assert client.server_info()[0]["policy_version"] == 0
+    push(client, model, 11)
+    assert difference(model, generate(client, n=2)) < 1e-4
+    assert server.request("POST", "/v1/chat/completions", json=chat).status_code == 200
+
+
+def test_a_flipped_byte_is_seen(client, model, monkeypatch):
+    named = list(model.named_parameters())
+    starts, _, _ = vllm_client.layout([p.dtype for _, p in named[5:]], [list(p.shape) for _, p in named[5:]])
+    victim = [name for name, _ in named[5:]].index(K_PROJ)
+
+    def damage(group, tensor):
+        if len(tensor) > starts[victim] and tensor.dtype == torch.uint8 and len(named[5:]) == len(starts):
+            tensor[starts[victim] + 1] ^= 1
+        return broadcast(group, tensor)
+
+    broadcast = vllm_client.broadcast
+    client.begin_push()
+    client.send_bucket(named[:5])
+    monkeypatch.setattr(vllm_client, "broadcast", damage)
+    with pytest.raises(ServerError, match=rf"{K_PROJ} arrived damaged"):
+        client.send_bucket(named[5:])
+    monkeypatch.undo()
+    with pytest.raises(ServerError, match="503.*arrived damaged"):
+        generate(client)
+    push(client, model, 12)
+    assert difference(model, generate(client, n=2)) < 1e-4
+
+
+def resident(processes):
+    """MiB held by them."""
+    return sum(process.memory_info().rss for process in processes) / 2**20
+
+
+def test_fifty_pushes_do_not_grow_memory(server, client, model):
+    """Freed buckets stay with the allocator for a while, so the smallest of several readings counts."""
+    bucket = sum(p.numel() * 4 for p in model.parameters()) / 2**20
+    there = psutil.Process(server.process.pid)
+    groups = [[psutil.Process()], [there, *there.children(recursive=True)]]
+    readings = []
+    for version in range(60):
+        push(client, model, version)
+        readings.append([resident(group) for group in groups])
+    for who, values in zip(("trainer", "server"), zip(*readings, strict=True), strict=True):
+        first, last = min(values[5:15]), min(values[-10:])
+        assert last - first < 1.5 * bucket, f"{who}: {first:.0f} -> {last:.0f} MiB in 50 pushes of {bucket:.0f} MiB"
+
+
+def test_the_last_trainer_that_connects_may_push(server, client, model):
+    second = VLLMClient([server.url], server.token, timeout=30)
+    second.connect_weights("cpu")
+    edit(model)
+    push(second, model, 13)
+    assert difference(model, generate(client)) < 1e-4
+    with pytest.raises(ServerError, match="another trainer"):
+        client.begin_push()
+    push(client, model, 14)  # it connects again; now the second is the one that is turned away
+    with pytest.raises(ServerError, match="another trainer"):
+        second.begin_push()
+    assert difference(model, generate(client)) < 1e-4
+    second.close()
+
+
+DYING_TRAINER = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import torch
+from vllm_client import VLLMClient
+client = VLLMClient([{url!r}], {token!r}, timeout=4)
+client.connect_weights("cpu")
+client.begin_push()
+client.send_bucket([("model.norm.weight", torch.ones(128))])
+print("half", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_trainer_that_dies_in_mid_push(server, client, model):
+    script = DYING_TRAINER.format(root=str(ROOT), url=server.url, token=server.token)
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "half\n"
+    trainer.kill()
+    trainer.wait()
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"503.*did not complete.*silent for 4 s"):  # the request waits for the end
+        generate(client)
+    assert time.monotonic() - start < 15
+    edit(model)
+    client.close()
+    push(client, model, 15)  # the resumed trainer
+    assert difference(model, generate(client)) < 1e-4
+
+
+def test_a_bucket_that_never_comes(server, client, model, monkeypatch):
+    hurried = VLLMClient([server.url], server.token, timeout=3)
+    hurried.connect_weights("cpu")
+    hurried.begin_push()
+    update = {"names": [NORM], "dtypes": ["float32"], "shapes": [[128]], "checksums": [0]}
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="422.*waited 3 s for the trainer"):
+        body = {"session": hurried._links[0].session, "update_info": update}
+        hurried._call(server.url, "POST", "/update_weights", body, timeout=30)
+    assert time.monotonic() - start < 20
+    with pytest.raises(ServerError, match="503"):
+        generate(client)
+    client.close()
+    push(client, model, 16)
+    assert difference(model, generate(client)) < 1e-4
+    hurried.close()
+
+
+# ---- servers that are not there -------------------------------------------------------------------------------------
+
+
+def test_no_server_at_the_address(server):
+    nobody = VLLMClient([server.url, f"http://127.0.0.1:{free_port()}"], server.token)
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=rf"{nobody.urls[1]} was not ready within 1 s"):
+        nobody.wait_ready(1)
+    with pytest.raises(ServerError, match=rf"{nobody.urls[1]} is gone.*resume"):
+        nobody.server_info()
+    assert time.monotonic() - start < 10
+    with pytest.raises(ServerError, match="refuses the token"):
+        VLLMClient([server.url], "wrong").wait_ready(30)
+
+
+def test_a_server_that_accepts_but_never_answers(server):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        client = VLLMClient([f"http://127.0.0.1:{mute.getsockname()[1]}"], "t", timeout=2)
+        with pytest.raises(ServerError, match="no answer to GET /server_info within 2 s"):
+            client.server_info()
+
+
+def test_a_server_that_drops_the_connection():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = VLLMClient([f"http://127.0.0.1:{listener.getsockname()[1]}"], "t")
+
+        def drop():
+            connection, _ = listener.accept()
+            listener.close()
+            connection.recv(100)
+            connection.close()
+
+        dropping = vllm_client.in_thread(drop)
+        start = time.monotonic()
+        with pytest.raises(ServerError, match="is gone"):
+            generate(client)
+        assert time.monotonic() - start < 10
+        dropping.result(5)
+
+
+# ---- images, and the death of a server; on the second server --------------------------------------------------------
+
+
+def picture(seed):
+    torch.manual_seed(seed)
+    return Image.fromarray(torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8).numpy())
+
+
+def png(width, height):
+    buffer = io.BytesIO()
+    Image.new("L", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def eyes(vision):
+    """(client, processor, model) for the second server."""
+    vision.wait()
+    client = VLLMClient([vision.url], vision.token, timeout=30, request_timeout=120)
+    model = AutoModelForImageTextToText.from_pretrained(vision.model_dir, dtype=torch.float32)
+    return client, AutoProcessor.from_pretrained(vision.model_dir), model
+
+
+def test_token_ids_and_images_together(eyes):
+    """Before and after a push: prompt ids as the HF processor expands them, log-probs as the HF model's."""
+    client, processor, model = eyes
+    prompt = processor.tokenizer("<image>What is it?")["input_ids"]
+    (info,) = client.server_info()
+    assert info["never_sampled"] == [model.config.image_token_id]
+    client.connect_weights("cpu")
+    for version in (0, 1):
+        if version:
+            edit(model)
+            push(client, model, version)
+        for seed in (1, 2):
+            features = processor(text="<image>What is it?", images=[picture(seed)], return_tensors="pt")
+            for one in generate(client, prompt, n=2, images=[picture(seed)]):
+                assert one.prompt_ids == features["input_ids"][0].tolist()
+                ids = torch.tensor([one.prompt_ids + one.token_ids])
+                with torch.no_grad():
+                    logits = model(input_ids=ids, pixel_values=features["pixel_values"]).logits[0]
+                logits[:, info["never_sampled"]] = -torch.inf  # as the server does
+                logprobs = logits.log_softmax(-1)[len(one.prompt_ids) - 1 : -1]
+                expected = logprobs.gather(-1, ids[0, len(one.prompt_ids) :, None])[:, 0]
+                assert torch.allclose(expected, torch.tensor(one.logprobs), atol=1e-4), (version, seed)
+    client.close()
+
+
+def test_bad_images_are_refused(vision, eyes):
+    client, processor, _ = eyes
+    prompt = processor.tokenizer("<image>What is it?")["input_ids"]
+    expanded = processor(text="<image>What is it?", images=[picture(1)])["input_ids"][0]
+    huge = png(8000, 6250)
+    cases = [
+        (prompt, [huge], "50000000 pixels"),
+        (prompt, [png(5000, 4001)], "20005000 pixels|5000 x 4001"),
+        (prompt, ["???"], "cannot be read"),
+        (prompt, [b"no image"], "cannot be read"),
+        (prompt, [huge[:200]], "pixels|cannot be read"),
+        (prompt, None, "1 placeholder tokens for 0 images"),
+        (prompt, [picture(1), picture(2)], "image"),
+        (list(expanded), [picture(1)], "4 placeholder tokens for 1 images"),
+    ]
+    for ids, images, message in cases:
+        with pytest.raises(ServerError, match=f"with 4[0-9][0-9].*({message})"):
+            generate(client, ids, images=images, max_tokens=2)
+    for data in (base64.b64encode(huge).decode(), "???", "aGVsbG8="):
+        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
+        body = {"model": str(vision.model_dir), "messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
+        answer = vision.request("POST", "/v1/chat/completions", json=body)
+        assert 400 <= answer.status_code < 500, answer.text[:500]
+    assert len(generate(client, prompt, images=[picture(1)])) == 1
+
+
+def test_engine_death_is_an_error_in_seconds_with_its_traceback(vision, eyes):
+    """Its weights taken away behind the server's back, the model raises in the middle of a generation."""
+    client, _, _ = eyes
+    children = psutil.Process(vision.process.pid).children(recursive=True)
+
+    async def break_meanwhile():
+        running = asyncio.create_task(client.generate([5, 6, 7], n=4, max_tokens=500, min_tokens=500))
+        await asyncio.sleep(0.5)
+        body = {"method": "start_weight_update"}
+        await asyncio.to_thread(vision.request, "POST", "/collective_rpc", json=body)
+        start = time.monotonic()
+        with pytest.raises(ServerError, match=r"(?s)the engine died.*Traceback.*meta"):
+            await running
+        return time.monotonic() - start
+
+    assert asyncio.run(break_meanwhile()) < 20
+    assert vision.process.wait(30) not in (0, None)
+    with pytest.raises(ServerError, match="is gone.*start it again"):
+        client.server_info()
+    psutil.wait_procs(children, timeout=10)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
