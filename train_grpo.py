@@ -46,7 +46,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -288,12 +287,12 @@ class Policy(nn.Module):
         logits = self.hf_model.get_output_embeddings()(hidden).float()  # [n, V]
         if cap := getattr(self.hf_model.config.get_text_config(), "final_logit_softcapping", None):  # Gemma
             logits = cap * torch.tanh(logits / cap)
-        logits = logits / self.temperature  # the sampler did the same
-        logprobs = -F.cross_entropy(logits, targets, reduction="none")  # [n]
+        if self.temperature != 1:  # the sampler did the same
+            logits = logits / self.temperature
+        log_p = logits.log_softmax(-1)  # [n, V]
         with torch.no_grad():
-            log_p = logits.log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)  # [n]
-        return logprobs, entropy
+            entropy = -torch.linalg.vecdot(log_p.exp(), log_p)  # [n]
+        return log_p.gather(1, targets[:, None])[:, 0], entropy
 
 
 def _peft_model() -> type:
