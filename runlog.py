@@ -10,7 +10,6 @@ Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 come
 derived from them, are under `time/`; everything else in metrics.jsonl is the same in a resumed run, bit for bit.
 """
 
-import atexit
 import dataclasses
 import importlib.metadata
 import json
@@ -69,6 +68,15 @@ def phases(metrics: dict) -> dict[str, float]:
     return seconds
 
 
+OPEN: list["RunLog"] = []
+
+
+def close_all() -> None:
+    """Close what is open: a run that fails leaves its report and a usable terminal, too."""
+    for log in list(OPEN):
+        log.close()
+
+
 class RunLog:
     """Writes the run folder and the progress lines. `dir` is the folder.
 
@@ -94,7 +102,7 @@ class RunLog:
         self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
         self.console = Console(highlight=False, soft_wrap=True)
         self.progress, self.num_steps = None, num_steps or cfg.max_steps
-        atexit.register(self.close)  # a run that dies leaves its report and a usable terminal, too
+        OPEN.append(self)
         if self.console.is_terminal:  # elsewhere, in a log file, the lines alone say it all
             self._start_bar(resume_step or 0)
 
@@ -190,9 +198,9 @@ class RunLog:
 
     def close(self) -> None:
         """Finish the trackers and write report.html. May be called twice, and after an error."""
-        atexit.unregister(self.close)
         if self.file.closed:
             return
+        OPEN.remove(self)
         if self.progress:
             self.progress.stop()
         self.file.close()

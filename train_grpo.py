@@ -36,9 +36,7 @@ import contextlib
 import dataclasses
 import math
 import os
-import sys
 import time
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -53,7 +51,7 @@ import data
 import utils
 from rewards import get_reward_functions, score
 from rollouts import ROLLOUTS, Trajectory
-from runlog import RunLog, name_run
+from runlog import RunLog, close_all, name_run
 
 # ==== 1 batch ========================================================================================================
 
@@ -778,6 +776,7 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
         ("rollout", ROLLOUTS),
     ):
         known_name(f"--{name}", getattr(cfg, name), known)
+    utils.check_model_id(cfg.model_id)
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     except OSError as error:
@@ -921,21 +920,17 @@ def log_completions(log: RunLog, trajectories: list[Trajectory], batch: Batch, s
 
 def main(cfg: TrainConfig) -> None:
     """Train, and end the process for good: no rank, thread or process group keeps a failed run alive."""
+    utils.explain_sigterm()
+    status = 1
     try:
         train(cfg)
         status = 0
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        traceback.print_exc()
-        print(f"\n{where}{type(error).__name__}: {error}", file=sys.stderr)
-        status = 1
-    if status == 0 and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        utils.print_failure(error, cfg)
+    finally:
+        utils.end_process(status, close_all)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What nobody edits to try an idea: process groups, gathering sharded weights, checkpoints.
 
-Three sections: 1 ranks, 2 weights, 3 checkpoints. Heavy imports (FSDP, PEFT, distributed checkpoint) happen where they
-are used, so that a mistake on the command line is answered before they load.
+Four sections: 1 ranks, 2 weights, 3 checkpoints, 4 failures. Heavy imports (FSDP, PEFT, distributed checkpoint) happen
+where they are used, so that a mistake on the command line is answered before they load.
 """
 
 import contextlib
@@ -11,12 +11,19 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from config import ConfigError, TrainConfig
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -235,7 +242,10 @@ def last_step(run_dir: Path) -> int:
     """Step of the newest complete checkpoint. A half-written one still has its other name and is not seen."""
     steps = [int(m[1]) for path in run_dir.glob("checkpoints/*") if (m := re.fullmatch(r"step_(\d+)", path.name))]
     if not steps:
-        raise FileNotFoundError(f"--resume: no complete checkpoint in {run_dir}/checkpoints; run without --resume.")
+        raise ConfigError(
+            f"--resume: no complete checkpoint in {run_dir}/checkpoints. Is it the right --output_dir and --run_name? "
+            "A run that ended before its first checkpoint starts anew without --resume, under another name."
+        )
     return max(steps)
 
 
@@ -331,3 +341,91 @@ def push_to_hub(run_dir: Path, step: int, repo_id: str, private: bool) -> None:
     api.create_repo(repo_id, private=private, exist_ok=True)
     folder = run_dir / "checkpoints" / f"step_{step}"
     api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns="trainer/*")
+
+
+# ---- 4 failures -----------------------------------------------------------------------------------------------------
+
+
+def check_model_id(model_id: str) -> None:
+    """ConfigError if it can be neither a folder nor found on the hub; transformers retries for a minute in silence."""
+    import requests
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if os.path.isdir(model_id):
+        if not os.path.exists(os.path.join(model_id, "config.json")):
+            raise ConfigError(f"--model_id={model_id}: the folder holds no config.json; give one a model was saved to.")
+        return
+    missing = f"--model_id={model_id}: no such folder (looked in {os.getcwd()})"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id):
+        raise ConfigError(f"{missing}, and not the form of a hub id, NAME or OWNER/NAME.")
+    if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
+        return
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise requests.ConnectionError("HF_HUB_OFFLINE is set")
+        requests.head(f"{constants.ENDPOINT}/{model_id}/resolve/main/config.json", timeout=10)
+    except requests.RequestException as error:
+        raise ConfigError(
+            f"{missing}, not in the hub's cache, and {constants.ENDPOINT} cannot be asked ({type(error).__name__}). "
+            "Give the folder of a model, or mend the connection."
+        ) from error
+
+
+def print_failure(error: Exception, cfg: TrainConfig) -> None:
+    """Traceback, cause and what to do, on stderr. A setting that cannot work needs no traceback."""
+    if not isinstance(error, ConfigError):
+        traceback.print_exception(error)
+    where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"\n{where}{type(error).__name__}: {error}", file=sys.stderr)
+    if isinstance(error, dist.DistError) or re.search("gloo|NCCL", str(error)):
+        print(
+            f"{where}The ranks lost each other: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
+            f"The first that failed says why. {RANK_KILLED}",
+            file=sys.stderr,
+        )
+
+
+RANK_KILLED = (
+    "One that was killed (signal 9) says nothing: usually memory ran out, so lower --tokens_per_microbatch. Continue "
+    "with --resume --run_name NAME from the last checkpoint."
+)
+
+
+def explain_sigterm() -> None:
+    """Print why before a SIGTERM ends this process: torchrun sends one to all ranks when one has ended.
+
+    The signal's number goes through a pipe, written by C code, to a thread: a Python signal handler would wait for the
+    main thread, which may wait in a collective. Forked children are left out: they share the pipe.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(
+        after_in_child=lambda: (signal.set_wakeup_fd(-1), signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    )
+
+    def wait():
+        while signal.SIGTERM not in os.read(reader, 64):
+            pass
+        rank = os.environ.get("RANK")
+        why = f"torchrun does so when another rank has ended; its report says which. {RANK_KILLED}" if rank else ""
+        print(f"\n{f'[rank {rank}] ' if rank else ''}stopped by SIGTERM. {why}", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="SIGTERM", daemon=True).start()
+
+
+def end_process(status: int, clean_up: Callable[[], None]) -> NoReturn:
+    """Clean up as far as that goes, and end with `status` at once: threads and process groups would hold up an exit."""
+    try:
+        clean_up()
+        if status == 0 and dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:  # a report that cannot be written must not hide why the run failed, nor keep it alive
+        traceback.print_exc()
+        status = status or 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -9,6 +9,7 @@ import pytest
 from live import EVEN, SMALL, running, trainer
 
 import utils
+from config import ConfigError
 
 SEED = 20  # of the steps at which runs are killed
 STEPS = 6
@@ -79,7 +80,7 @@ def test_killed_and_resumed_equals_uninterrupted(flags, tmp_path, ranks, more):
 
 
 def test_only_complete_checkpoints_are_seen(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
         utils.last_step(tmp_path)
     for name in ("step_2", "step_10", "incomplete_step_12", "step_14.old", "step_x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
