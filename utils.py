@@ -377,7 +377,10 @@ def print_failure(error: Exception, cfg: TrainConfig) -> None:
         traceback.print_exception(error)
     where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     print(f"\n{where}{type(error).__name__}: {error}", file=sys.stderr)
-    if isinstance(error, dist.DistError) or re.search("gloo|NCCL", str(error)):
+    if "EADDRINUSE" in str(error):
+        hint = "Another run holds the port: torchrun --standalone or --master_port takes another."
+        print(f"{where}{hint}", file=sys.stderr)
+    elif isinstance(error, dist.DistError) or re.search("gloo|NCCL", str(error)):
         print(
             f"{where}The ranks lost each other: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
             f"The first that failed says why. {RANK_KILLED}",
