@@ -45,7 +45,7 @@ import uuid
 from pathlib import Path
 
 import psutil
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
@@ -173,29 +173,10 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> argparse.Name
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class Pushes:
-    """Where weight pushes stand. One trainer at a time: the last that connected."""
-
-    def __init__(self):
-        self.version = 0
-        self.session: str | None = None  # of the trainer that connected last
-        self.timeout = 60.0
-        self.active = False  # between start and finish
-        self.broken: str | None = None  # why the weights are of no policy; None when they are sound
-        self.settled = asyncio.Event()  # set unless a push is under way
-        self.settled.set()
-        self.lock = asyncio.Lock()  # one step at a time
-        self.alarm: asyncio.TimerHandle | None = None
-
-    def check(self, session: str):
-        if self.session != session:
-            raise HTTPException(409, "another trainer has connected to this server since; only the last may push")
-
-
 class Gate:
     """Outermost layer of the app (plain ASGI, so that no route and no websocket can be added past it)."""
 
-    def __init__(self, app, token: str, pushes: Pushes):
+    def __init__(self, app, token: str, pushes):
         self.app, self.pushes = app, pushes
         self.digest = hashlib.sha256(token.encode()).digest()
 
@@ -315,8 +296,7 @@ def describe_sample(output) -> dict:
     logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
     if not all(map(math.isfinite, logprobs)):
         raise HTTPException(500, "log-probs are not finite: the weights or the logits hold nan or inf")
-    reason = "stop" if output.finish_reason == "stop" else output.finish_reason
-    return {"token_ids": list(output.token_ids), "logprobs": logprobs, "finish_reason": reason}
+    return {"token_ids": list(output.token_ids), "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
 async def run_generation(engine, body: GenerateRequest, placeholders: list[int]):
@@ -331,7 +311,7 @@ async def run_generation(engine, body: GenerateRequest, placeholders: list[int])
     return final
 
 
-def generate_route(engine, pushes: Pushes, placeholders: list[int]):
+def generate_route(engine, pushes, placeholders: list[int]):
     from vllm.entrypoints.launchers.launcher import terminate_if_errored
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -369,164 +349,11 @@ def last_error() -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Weight pushes. The routes replace vLLM's of the same name, so that no push can pass them by.
-# --------------------------------------------------------------------------------------------------------------------
-
-
-async def break_off(engine, pushes: Pushes, reason: str):
-    """The weights are of no policy now. Sequences under way are ended; their requests get the reason."""
-    pushes.active = False
-    pushes.broken = f"a weight push did not complete ({reason}); push all weights again to go on"
-    pushes.session = None
-    print(f"vllm_server: {pushes.broken}", file=sys.stderr, flush=True)
-    await engine.pause_generation(mode="abort", clear_cache=False)
-    pushes.settled.set()
-
-
-def set_alarm(engine, pushes: Pushes):
-    """A trainer that goes silent in mid-push is given up after its own time limit."""
-
-    def ring():
-        reason = f"the trainer was silent for {pushes.timeout:g} s"
-        pushes.rings = asyncio.ensure_future(break_off(engine, pushes, reason))  # kept, or it may be collected
-
-    pushes.alarm = asyncio.get_running_loop().call_later(pushes.timeout, ring)
-
-
-class PushStep:
-    """`async with`: one step at a time, by the trainer that connected last; an error breaks the push off."""
-
-    def __init__(self, engine, pushes: Pushes, session: str, during_push: bool):
-        self.engine, self.pushes, self.session, self.during_push = engine, pushes, session, during_push
-
-    async def __aenter__(self):
-        await self.pushes.lock.acquire()
-        try:
-            self.pushes.check(self.session)
-            if self.pushes.active != self.during_push:
-                raise HTTPException(409, f"a push is {'' if self.pushes.active else 'not '}under way")
-        except HTTPException:
-            self.pushes.lock.release()
-            raise
-        if self.pushes.alarm:
-            self.pushes.alarm.cancel()
-
-    async def __aexit__(self, kind, error, trace):
-        try:
-            if error is not None:
-                reason = bare_reason(error)
-                await break_off(self.engine, self.pushes, reason)
-                if not isinstance(error, asyncio.CancelledError):
-                    raise HTTPException(422, reason) from error
-            elif self.pushes.active:
-                set_alarm(self.engine, self.pushes)
-        finally:
-            self.pushes.lock.release()
-
-
-def bare_reason(error: BaseException) -> str:
-    """What a worker said, without what vLLM wraps around it on the way."""
-    text = str(error) or type(error).__name__
-    found = re.search(r"Worker failed with error [\"'](.*)[\"'], please check", text, re.DOTALL)
-    return found.group(1) if found else text.removeprefix("Call to collective_rpc method failed: ")
-
-
-def check_coverage(reports: list[dict]):
-    """ValueError naming what a push lacked or had too much of; `reports` of all workers, which may share parameters."""
-    sent = reports[0]["sent"]
-    taken = {name: sum(report["taken"].get(name, 0) for report in reports) for name in sent}
-    missing = sorted({name for report in reports for name in report["missing"]})
-    problems = {
-        "missing": missing,
-        "unknown to the server's model": [name for name in sent if taken[name] == 0 and sent[name]],
-        "larger than the server's": [name for name in sent if 0 < taken[name] < sent[name]],
-    }
-    found = [f"{what}: {', '.join(names[:8])}" + " ..." * (len(names) > 8) for what, names in problems.items() if names]
-    if found:
-        raise ValueError("; ".join(found))
-
-
-class SessionBody(BaseModel):
-    session: str
-
-
-class InitBody(SessionBody):
-    init_info: dict
-
-
-class UpdateBody(SessionBody):
-    update_info: dict
-
-
-class FinishBody(SessionBody):
-    weight_version: int
-
-
-class AbortBody(SessionBody):
-    reason: str = "the trainer gave up"
-
-
-def push_routes(engine, pushes: Pushes) -> APIRouter:
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
-    router = APIRouter()
-
-    @router.post("/init_weight_transfer_engine")
-    async def init(body: InitBody):
-        async with pushes.lock:
-            if pushes.active:
-                await break_off(engine, pushes, "another trainer connected")
-            if pushes.alarm:
-                pushes.alarm.cancel()
-            pushes.session, pushes.timeout = body.session, float(body.init_info.get("timeout", 60))
-            await engine.collective_rpc("abort_weight_update")  # whatever an earlier trainer left unfinished
-            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=body.init_info))
-        return {"policy_version": pushes.version}
-
-    @router.post("/start_weight_update")
-    async def start(body: SessionBody):
-        async with PushStep(engine, pushes, body.session, during_push=False):
-            pushes.active = True
-            pushes.settled.clear()
-            # Keeps sequences under way, and empties the caches: nothing is computed until the push is finished.
-            await engine.pause_generation(mode="keep", clear_cache=True)
-            await engine.start_weight_update()
-        return {}
-
-    @router.post("/update_weights")
-    async def update(body: UpdateBody):
-        async with PushStep(engine, pushes, body.session, during_push=True):
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=body.update_info))
-        return {}
-
-    @router.post("/finish_weight_update")
-    async def finish(body: FinishBody):
-        async with PushStep(engine, pushes, body.session, during_push=True):
-            reports = await engine.collective_rpc("report_weight_update")
-            check_coverage(reports)
-            await engine.finish_weight_update(str(body.weight_version))
-            pushes.version, pushes.broken, pushes.active = body.weight_version, None, False
-            await engine.resume_generation()
-            pushes.settled.set()
-        return {"policy_version": pushes.version, "checksum": reports[0]["checksum"]}
-
-    @router.post("/abort_weight_update")
-    async def abort(body: AbortBody):
-        async with pushes.lock:
-            if pushes.session == body.session and pushes.active:
-                pushes.alarm.cancel()
-                await break_off(engine, pushes, body.reason)
-        return {}
-
-    return router
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Putting it together
 # --------------------------------------------------------------------------------------------------------------------
 
 
-async def describe_server(engine, pushes: Pushes, placeholders: list[int]) -> dict:
+async def describe_server(engine, placeholders: list[int]) -> dict:
     """What /server_info answers, but for the state of the weights."""
     import vllm
 
@@ -552,11 +379,13 @@ async def build_app(engine, args: argparse.Namespace, token: str):
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
+    from vllm_transfer import Pushes, push_routes
+
     tasks = await engine.get_supported_tasks()
     app = build_vllm_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
     pushes, placeholders = Pushes(), placeholder_tokens(engine.model_config.hf_config)
-    description = await describe_server(engine, pushes, placeholders)
+    description = await describe_server(engine, placeholders)
     router = push_routes(engine, pushes)
     router.post("/generate")(generate_route(engine, pushes, placeholders))
 

@@ -1,8 +1,9 @@
-"""What vllm_server.py adds inside vLLM's worker processes: a weight-transfer engine on torch process groups alone.
+"""The server's end of a weight push: a vLLM weight-transfer engine on torch process groups alone, and its routes.
 
 vLLM imports this module in every worker (`--worker-extension-cls vllm_transfer.TransferWorker`), which registers the
-engine under the name "torch". A push is start -> one update a bucket -> report -> finish; vLLM's layerwise reload puts
-the tensors in place. The same code runs on GPUs (NCCL) and CPUs (gloo); the trainer says which.
+engine under the name "torch"; vllm_server.py imports it for the routes. A push is start -> one update a bucket ->
+report -> finish; vLLM's layerwise reload puts the tensors in place. The same code runs on GPUs (NCCL) and CPUs (gloo);
+the trainer says which.
 
 The report answers "was every parameter covered exactly once?". It is counted where vLLM's own weight loaders copy:
 each loader call is traced back to the name that was sent by the place of its tensor in the bucket, so it holds for
@@ -10,22 +11,30 @@ merged (qkv, gate/up), renamed, sharded and expert parameters alike. A name that
 of which only a part was taken is misshapen; a parameter that got less than its size is missing.
 """
 
+import asyncio
 import bisect
 import collections
 import functools
 import logging
+import multiprocessing
 import os
+import re
 import socket
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from fastapi import APIRouter, HTTPException
+from pydantic import BaseModel
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
+    WeightTransferInitRequest,
     WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -36,6 +45,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from vllm_client import ALIGN, broadcast, checksum, fold, layout, local_address, open_group, wait_for
+
+# ---- in the workers: receiving and putting in place ------------------------------------------------------------------
 
 
 @dataclass
@@ -277,8 +288,178 @@ def keep_last_error(path: str):
     logging.getLogger("vllm").addHandler(handler)
 
 
+# ---- in the HTTP process: the routes of a push -----------------------------------------------------------------------
+# They replace vLLM's of the same name, so that no push can pass them by.
+
+
+class Pushes:
+    """Where weight pushes stand. One trainer at a time: the last that connected."""
+
+    def __init__(self):
+        self.version = 0
+        self.session: str | None = None  # of the trainer that connected last
+        self.timeout = 60.0
+        self.active = False  # between start and finish
+        self.broken: str | None = None  # why the weights are of no policy; None when they are sound
+        self.settled = asyncio.Event()  # set unless a push is under way
+        self.settled.set()
+        self.lock = asyncio.Lock()  # one step at a time
+        self.alarm: asyncio.TimerHandle | None = None
+        self.ringing: asyncio.Task | None = None  # kept, or it may be collected
+
+    def check(self, session: str):
+        if self.session != session:
+            raise HTTPException(409, "another trainer has connected to this server since; only the last may push")
+
+
+async def break_off(engine, pushes: Pushes, reason: str):
+    """The weights are of no policy now. Sequences under way are ended; their requests get the reason."""
+    pushes.active = False
+    pushes.broken = f"a weight push did not complete ({reason}); push all weights again to go on"
+    pushes.session = None
+    print(f"vllm_server: {pushes.broken}", file=sys.stderr, flush=True)
+    await engine.pause_generation(mode="abort", clear_cache=False)
+    pushes.settled.set()
+
+
+def set_alarm(engine, pushes: Pushes):
+    """A trainer that goes silent in mid-push is given up after its own time limit."""
+
+    def ring():
+        reason = f"the trainer was silent for {pushes.timeout:g} s"
+        pushes.ringing = asyncio.ensure_future(break_off(engine, pushes, reason))
+
+    pushes.alarm = asyncio.get_running_loop().call_later(pushes.timeout, ring)
+
+
+class PushStep:
+    """`async with`: one step at a time, by the trainer that connected last; an error breaks the push off."""
+
+    def __init__(self, engine, pushes: Pushes, session: str, during_push: bool):
+        self.engine, self.pushes, self.session, self.during_push = engine, pushes, session, during_push
+
+    async def __aenter__(self):
+        await self.pushes.lock.acquire()
+        try:
+            self.pushes.check(self.session)
+            if self.pushes.active != self.during_push:
+                raise HTTPException(409, f"a push is {'' if self.pushes.active else 'not '}under way")
+        except HTTPException:
+            self.pushes.lock.release()
+            raise
+        if self.pushes.alarm:
+            self.pushes.alarm.cancel()
+
+    async def __aexit__(self, kind, error, trace):
+        try:
+            if error is not None:
+                reason = bare_reason(error)
+                await break_off(self.engine, self.pushes, reason)
+                if not isinstance(error, asyncio.CancelledError):
+                    raise HTTPException(422, reason) from error
+            elif self.pushes.active:
+                set_alarm(self.engine, self.pushes)
+        finally:
+            self.pushes.lock.release()
+
+
+def bare_reason(error: BaseException) -> str:
+    """What a worker said, without what vLLM wraps around it on the way."""
+    text = str(error) or type(error).__name__
+    found = re.search(r"Worker failed with error [\"'](.*)[\"'], please check", text, re.DOTALL)
+    return found.group(1) if found else text.removeprefix("Call to collective_rpc method failed: ")
+
+
+def check_coverage(reports: list[dict]):
+    """ValueError naming what a push lacked or had too much of; `reports` of all workers, which may share parameters."""
+    sent = reports[0]["sent"]
+    taken = {name: sum(report["taken"].get(name, 0) for report in reports) for name in sent}
+    missing = sorted({name for report in reports for name in report["missing"]})
+    problems = {
+        "missing": missing,
+        "unknown to the server's model": [name for name in sent if taken[name] == 0 and sent[name]],
+        "larger than the server's": [name for name in sent if 0 < taken[name] < sent[name]],
+    }
+    found = [f"{what}: {', '.join(names[:8])}" + " ..." * (len(names) > 8) for what, names in problems.items() if names]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+class SessionBody(BaseModel):
+    session: str
+
+
+class InitBody(SessionBody):
+    init_info: dict
+
+
+class UpdateBody(SessionBody):
+    update_info: dict
+
+
+class FinishBody(SessionBody):
+    weight_version: int
+
+
+class AbortBody(SessionBody):
+    reason: str = "the trainer gave up"
+
+
+def push_routes(engine, pushes: Pushes) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/init_weight_transfer_engine")
+    async def init(body: InitBody):
+        async with pushes.lock:
+            if pushes.active:
+                await break_off(engine, pushes, "another trainer connected")
+            if pushes.alarm:
+                pushes.alarm.cancel()
+            pushes.session, pushes.timeout = body.session, float(body.init_info.get("timeout", 60))
+            await engine.collective_rpc("abort_weight_update")  # whatever an earlier trainer left unfinished
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=body.init_info))
+        return {"policy_version": pushes.version}
+
+    @router.post("/start_weight_update")
+    async def start(body: SessionBody):
+        async with PushStep(engine, pushes, body.session, during_push=False):
+            pushes.active = True
+            pushes.settled.clear()
+            # Keeps sequences under way, and empties the caches: nothing is computed until the push is finished.
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.start_weight_update()
+        return {}
+
+    @router.post("/update_weights")
+    async def update(body: UpdateBody):
+        async with PushStep(engine, pushes, body.session, during_push=True):
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=body.update_info))
+        return {}
+
+    @router.post("/finish_weight_update")
+    async def finish(body: FinishBody):
+        async with PushStep(engine, pushes, body.session, during_push=True):
+            reports = await engine.collective_rpc("report_weight_update")
+            check_coverage(reports)
+            await engine.finish_weight_update(str(body.weight_version))
+            pushes.version, pushes.broken, pushes.active = body.weight_version, None, False
+            await engine.resume_generation()
+            pushes.settled.set()
+        return {"policy_version": pushes.version, "checksum": reports[0]["checksum"]}
+
+    @router.post("/abort_weight_update")
+    async def abort(body: AbortBody):
+        async with pushes.lock:
+            if pushes.session == body.session and pushes.active:
+                pushes.alarm.cancel()
+                await break_off(engine, pushes, body.reason)
+        return {}
+
+    return router
+
+
 # Rounding a tensor to the parameter's dtype is what a push means to do; vLLM would warn at each.
 logging.getLogger("vllm.model_executor.models.utils").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine("torch", TorchTransferEngine)
-if "RL_SERVER_ERROR_FILE" in os.environ:
+if "RL_SERVER_ERROR_FILE" in os.environ and multiprocessing.parent_process() is not None:  # a worker
     keep_last_error(os.environ["RL_SERVER_ERROR_FILE"])
