@@ -289,7 +289,7 @@ class Policy(nn.Module):
             logits = logits / self.temperature
         log_p = logits.log_softmax(-1)  # [n, V]
         with torch.no_grad():
-            entropy = -torch.linalg.vecdot(log_p.exp(), log_p)  # [n]
+            entropy = -(log_p.exp() * log_p).sum(-1)  # [n]
         return log_p.gather(1, targets[:, None])[:, 0], entropy
 
 
