@@ -132,7 +132,7 @@ class TrainConfig:
     resume: bool = False  # continue run_name from its last complete checkpoint
     save_steps: int | None = None  # checkpoint every so many steps; a last one is always written; unset: only that
     save_total_limit: int = 2  # checkpoints kept
-    log_steps: int = 1  # a line of metrics every so many steps
+    log_steps: int = 1  # a line of metrics, and the completions, every so many steps
     log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
     print_samples_every: int = 10  # print one prompt, completion and reward every so many steps; 0: never
     logprob_diff_limit: float = 0.2  # first step stops if |trainer - sampler log-prob| exceeds this on average

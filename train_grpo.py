@@ -708,9 +708,8 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
     rank, world = torch.distributed.get_rank(), utils.world_size()
     k = cfg.eval_generations
     eval_cfg = replace(cfg, num_generations=k, temperature=cfg.eval_temperature)
-    mine = (
-        asyncio.run(rollout(rows[rank::world], generator, reward_functions, eval_cfg))[0] if rows[rank::world] else []
-    )
+    share = rows[rank::world]
+    mine = asyncio.run(rollout(share, generator, reward_functions, eval_cfg))[0] if share else []
     scores = torch.tensor([sum(t.token_rewards) for t in mine]).view(-1, k)  # [rows of this rank, k]
     solved = (scores >= cfg.eval_solved).double()
     length = torch.tensor([float(len(t.token_ids)) for t in mine]).sum()
@@ -769,12 +768,8 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     from transformers import AutoTokenizer
 
-    for name, known in (
-        ("advantage", ADVANTAGES),
-        ("policy_loss", POLICY_LOSSES),
-        ("kl", KL_ESTIMATORS),
-        ("rollout", ROLLOUTS),
-    ):
+    registries = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "rollout": ROLLOUTS}
+    for name, known in registries.items():
         known_name(f"--{name}", getattr(cfg, name), known)
     utils.check_model_id(cfg.model_id)
     try:
@@ -857,10 +852,10 @@ def train(cfg: TrainConfig) -> dict:
         metrics |= seconds | rollout_metrics(trajectories, batch)
         tokens_seen += metrics["num_tokens"]
         metrics["num_tokens"] = tokens_seen
-        if log:
+        done = step + 1 == cfg.max_steps
+        if log and ((step + 1) % cfg.log_steps == 0 or done):
             log.step(step + 1, metrics)
             log_completions(log, trajectories, batch, step + 1, cfg)
-        done = step + 1 == cfg.max_steps
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or done):  # before saving, so that a resume has it
             last_eval = evaluation(step + 1)
         if cfg.save_steps and (step + 1) % cfg.save_steps == 0 or done:
