@@ -156,6 +156,7 @@ class Link:
 def in_thread(function, *args) -> concurrent.futures.Future:
     """Run in a daemon thread: unlike a pool's, it cannot keep the interpreter from ending while a server hangs."""
     future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # who no longer waits for it cannot cancel it: the thread sets it in any case
 
     def run():
         try:
@@ -244,16 +245,18 @@ class VLLMClient:
         return content
 
     def _diagnose(self, url: str, what: str, error: Exception) -> str:
-        """The connection broke: is the server gone?"""
+        """The connection broke: is the server gone? A dying process may listen a moment longer than it talks."""
         address = urlsplit(url)
-        try:
-            with socket.create_connection((address.hostname, address.port or 80), timeout=5):
-                pass
-        except OSError as gone:
-            return (
-                f"{url} is gone: no connection ({gone.strerror or gone}) after {what} failed. Its terminal says why; "
-                f"start it again (python vllm_server.py --model ... --port {address.port}) and resume the run."
-            )
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            try:
+                with socket.create_connection((address.hostname, address.port or 80), timeout=5):
+                    time.sleep(0.2)
+            except OSError as gone:
+                return (
+                    f"{url} is gone: no connection ({gone.strerror or gone}) after {what} failed. Its terminal says "
+                    f"why; start it again (python vllm_server.py --model ... --port {address.port}) and resume the run."
+                )
         return f"{url} cut the connection during {what} ({error}) but still listens; look at its terminal and resume."
 
     async def generate(

@@ -189,7 +189,8 @@ def test_what_does_not_fit_the_server_is_said_before_training(server, folder, ot
 def served_flags(server, folder, name: str) -> list[str]:
     """Long completions, so that generating is nearly all of a step; several buckets a push; a checkpoint every step."""
     flags = f"{SMALL_SERVED} --reward_funcs {folder}/rewards.py:even --max_steps 50 --save_steps 1 --run_name {name} "
-    flags += "--max_completion_length 400 --min_completion_length 400 --push_bucket_mb 1 --eval_steps 100 "
+    flags += "--max_completion_length 400 --min_completion_length 400 --push_bucket_mb 1 "
+    flags += "--prompts_per_step 1 --num_generations 2 "
     return [*flags.split(), "--server_urls", server.url, "--server_token", server.token, "--output_dir", str(folder)]
 
 
@@ -225,7 +226,7 @@ def test_a_server_dies_comes_back_and_dies_again(doomed, folder):
     metrics = folder / "story" / "metrics.jsonl"
     doomed.wait()
     with running(trainer(folder / "story_1.log", *flags)) as run:
-        wait_until_generating(run, folder, "story", 2)
+        wait_until_generating(run, folder, "story", 1)
         start = time.monotonic()
         kill_server(doomed)
         ending = ending_of(run, start)
