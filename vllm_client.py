@@ -246,8 +246,7 @@ class VLLMClient:
 
     def _diagnose(self, url: str, what: str, error: Exception) -> str:
         """The connection broke: is the server gone? A dying process may listen a moment longer than it talks."""
-        address = urlsplit(url)
-        deadline = time.monotonic() + 2
+        address, deadline = urlsplit(url), time.monotonic() + 2
         while time.monotonic() < deadline:
             try:
                 with socket.create_connection((address.hostname, address.port or 80), timeout=5):
