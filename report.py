@@ -184,7 +184,7 @@ def duration(seconds: float) -> str:
 def tiles(steps: list[dict], evals: list[dict]) -> str:
     """Before and after, and what it cost."""
     shown = []
-    for key in matching(evals, ["eval/accuracy", "eval/pass@*"]):
+    for key in matching(evals, ["eval/accuracy", "eval/mean@*"]):
         x, y = series(evals, key)
         note = f"held-out, step {x[0]:.0f} to step {x[-1]:.0f}" if len(x) > 1 else f"held-out, step {x[0]:.0f}"
         value = f"{y[0]:.2f} → {y[-1]:.2f}" if len(x) > 1 else f"{y[0]:.2f}"
