@@ -31,7 +31,7 @@ class Process:
         with open(log, "w") as file:  # one thread: sums in the same order, and the cores are shared anyway
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
             self.popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
-        self.start = time.monotonic()
+        self.handle = psutil.Process(self.popen.pid)  # knows its start: a later process of that number is another one
 
     @property
     def text(self) -> str:
@@ -39,10 +39,10 @@ class Process:
 
     def children(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.popen.pid).children(recursive=True)
+            return self.handle.children(recursive=True)
         return []
 
-    def until(self, condition: Callable[[], object], limit: float = 120) -> object:
+    def until(self, condition: Callable[[], object], limit: float = 240) -> object:
         """Wait for `condition` to be true; AssertionError with the log if the process ends or `limit` passes."""
         deadline = time.monotonic() + limit
         while not (found := condition()):
@@ -53,7 +53,7 @@ class Process:
         assert found, f"{'ended' if ended else 'waited'} after {limit} s: {self.text[-4000:]}"
         return found
 
-    def end(self, limit: float = 120) -> int:
+    def end(self, limit: float = 240) -> int:
         """Wait for the end; the exit status. A process that does not end fails the test."""
         try:
             return self.popen.wait(limit)

@@ -58,9 +58,10 @@ def kill_server(server):
 
 
 def family_of(server) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    return []
+    if server.process.poll() is not None:  # its number may be another process's by now
+        return []
+    parent = psutil.Process(server.process.pid)
+    return [parent, *parent.children(recursive=True)]
 
 
 def run_all(cases: dict[str, str], folder: Path) -> dict[str, SimpleNamespace]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet
@@ -50,32 +51,42 @@ def assert_same_run(run: Path, reference: Path):
         assert pyarrow.parquet.read_table(run / "completions" / path.name).equals(pyarrow.parquet.read_table(path))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [(1, ""), (2, "--use_peft"), (2, "--strategy fsdp2")],
-    ids=["1 rank", "2 ranks, LoRA", "2 ranks, fsdp2"],
-)
-def test_killed_and_resumed_equals_uninterrupted(flags, tmp_path, ranks, more):
-    step = random.Random(f"{SEED} {ranks} {more}").randrange(3, STEPS)  # after the first checkpoint
-    args = [*flags, *more.split(), "--output_dir", str(tmp_path)]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+CASES = {"1 rank": (1, ""), "2 ranks, LoRA": (2, "--use_peft"), "2 ranks, fsdp2": (2, "--strategy fsdp2")}
 
-    with running(trainer(tmp_path / "whole.log", *args, "--run_name", "whole", ranks=ranks)) as one:
-        with running(trainer(tmp_path / "broken.log", *args, "--run_name", "broken", ranks=ranks)) as two:
+
+@pytest.fixture(scope="module")
+def outcomes(flags, tmp_path_factory):
+    """Case -> future of `kill_and_resume`. Two at a time: one leaves cores idle while it starts or ends."""
+    with ThreadPoolExecutor(2) as pool:
+        folders = {case: tmp_path_factory.mktemp("run") for case in CASES}
+        yield {case: pool.submit(kill_and_resume, flags, folders[case], *CASES[case]) for case in CASES}
+
+
+def kill_and_resume(flags: list[str], folder: Path, ranks: int, more: str) -> tuple[Path, Path]:
+    """The folders of a run that was killed and resumed, and of the same run left alone."""
+    step = random.Random(f"{SEED} {ranks} {more}").randrange(3, STEPS)  # after the first checkpoint
+    args = [*flags, *more.split(), "--output_dir", str(folder)]
+    whole, broken = folder / "whole", folder / "broken"
+    with running(trainer(folder / "whole.log", *args, "--run_name", "whole", ranks=ranks)) as one:
+        with running(trainer(folder / "broken.log", *args, "--run_name", "broken", ranks=ranks)) as two:
             two.until(lambda: steps_done(broken) >= step)
             two.kill()
         assert one.end() == 0, one.text
-    assert len({line["grad_norm"] for line in timeless(whole) if "grad_norm" in line}) == STEPS  # it moves
-
     if ranks == 1:  # and once more, while a checkpoint is being written
-        with running(trainer(tmp_path / "save.log", *args, "--run_name", "broken", "--resume")) as run:
+        with running(trainer(folder / "save.log", *args, "--run_name", "broken", "--resume")) as run:
             run.until(lambda: half_written(broken))
             run.kill()
-        assert half_written(broken)
         newest = max(int(path.name.split("_")[2]) for path in half_written(broken))
         assert utils.last_step(broken) < newest
-    with running(trainer(tmp_path / "resumed.log", *args, "--run_name", "broken", "--resume", ranks=ranks)) as run:
+    with running(trainer(folder / "resumed.log", *args, "--run_name", "broken", "--resume", ranks=ranks)) as run:
         assert run.end() == 0, run.text
+    return broken, whole
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_equals_uninterrupted(outcomes, case):
+    broken, whole = outcomes[case].result()
+    assert len({line["grad_norm"] for line in timeless(whole) if "grad_norm" in line}) == STEPS  # it learns
     assert_same_run(broken, whole)
 
 
