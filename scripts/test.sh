@@ -9,6 +9,7 @@ exec </dev/null # nothing here asks anything
 
 bash scripts/install.sh
 . .venv/bin/activate
+export OMP_WAIT_POLICY=PASSIVE # many processes share the cores: a waiting thread must not spin
 export PYTHONUNBUFFERED=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1 WANDB_MODE=offline
 
 python scripts/make_models.py tiny models/tiny

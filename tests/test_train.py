@@ -1,6 +1,7 @@
 """The real train() learns: a random model, a reward it gets by chance one time in ten, seconds a run."""
 
 import pytest
+import torch
 from server_fixture import make_tiny
 
 from config import TrainConfig
@@ -28,6 +29,7 @@ def rows(split, seed):
     ids=lambda algorithm: f"{algorithm['advantage']}-{algorithm['policy_loss']}",
 )
 def test_the_loop_learns(algorithm, tmp_path):
+    torch.set_num_threads(1)  # the model is small, and idle servers of other tests hold on to the cores
     (tmp_path / "reward.py").write_text(TENS)
     (tmp_path / "data.py").write_text(ROWS)
     cfg = TrainConfig(
