@@ -26,7 +26,7 @@ N sampled tokens, V vocabulary; R packed rows of a micro-batch, L their length.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 
-from config import ConfigError, TrainConfig, known_name, parse_args
+from config import PRESETS, ConfigError, TrainConfig, known_name, parse_args
 
 # A knob of your own:  class TrainConfig(TrainConfig): my_coef: float = 0.1  # what it does
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -751,6 +751,8 @@ def describe(cfg: TrainConfig, policy: nn.Module, num_rows: int, world: int) -> 
         "parameters": f"{trained / 1e6:.1f} M trained of {total / 1e6:.1f} M on this rank, {cfg.strategy}",
         "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
     }
+    if cfg.preset:
+        lines[f"preset {cfg.preset}"] = ", ".join(f"{k} {v}" for k, v in PRESETS[cfg.preset].items())
     for name, text in lines.items():
         print(f"  {name:<22} {text}")
     if cfg.num_iterations * cfg.num_minibatches == 1 and cfg.beta == 0:

@@ -41,9 +41,9 @@ def test_the_loop_learns(algorithm, tmp_path):
         prompts_per_step=4,
         num_generations=16,
         max_completion_length=4,
-        max_steps=20,
+        max_steps=30,
         learning_rate=1e-2,
-        eval_steps=20,
+        eval_steps=30,
         print_samples_every=0,
         output_dir=str(tmp_path),
         run_name="run",
@@ -54,7 +54,7 @@ def test_the_loop_learns(algorithm, tmp_path):
     lines = read_metrics(tmp_path / "run")
     assert lines[0]["eval/reward"] < 0.2, "a random model should be right one time in ten"
     assert after > 0.8
-    assert (tmp_path / "run" / "checkpoints" / "step_20" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step_30" / "model.safetensors").exists()
     assert (tmp_path / "run" / "report.html").exists()
     # The sampler's log-probs are the trainer's: both are this model in fp32.
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1e-3
