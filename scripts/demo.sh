@@ -2,10 +2,10 @@
 # The whole thing on a bare machine, in one command: install, a real small model, a vLLM server, 30 steps of GRPO with
 # the new weights pushed to the server after each, accuracy on sums it never saw before and after, a report.
 #
-#   bash scripts/demo.sh                        about 15 minutes on two CPU cores, installation included
+#   bash scripts/demo.sh                        10 to 15 minutes on two idle CPU cores, with installation
 #   bash scripts/demo.sh --max_steps 10         flags go to train_grpo.py
 #
-# It ends with eval/mean@4 of about .03 before and .8 to .9 after. Whatever happens, the server is gone afterwards.
+# It ends with eval/mean@4 of about .03 before and .7 or more after. Whatever happens, the server is gone afterwards.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
