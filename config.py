@@ -80,7 +80,7 @@ class TrainConfig:
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
     tokens_per_microbatch: int = 16384  # tokens per forward pass and rank; memory and speed, never the gradient
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
-    logprob_chunk: int = 1024  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
+    logprob_chunk: int = 256  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
 
     # --- reward ---
     reward_funcs: list[str] = field(
@@ -127,7 +127,7 @@ class TrainConfig:
     eval_only: bool = False  # evaluate model_id once and stop
 
     # --- run ---
-    run_name: str | None = None  # folder under output_dir; unset: model, advantage and time
+    run_name: str | None = None  # folder under output_dir; unset: model, advantage, time, four digits
     output_dir: str = "runs"  # where run folders go
     resume: bool = False  # continue run_name from its last complete checkpoint
     save_steps: int | None = None  # checkpoint every so many steps; a last one is always written; unset: only that

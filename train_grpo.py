@@ -801,7 +801,7 @@ def train(cfg: TrainConfig) -> dict:
             print(f"Prompts are computed once per completion, not once per group: {reason}.")
     trained = [p for p in policy.parameters() if p.requires_grad]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
-    optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay)
+    optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
     generator = make_generator(cfg, inner.hf_model, tokenizer, device)
 
     if cfg.resume:

@@ -155,6 +155,7 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> argparse.Name
 
     if current_platform.is_cpu():  # compiling costs minutes and gains little there
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # the trainer waits while the server samples
         rest = ["--enforce-eager", *rest]
     ours = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
     ours += ["--logprobs-mode", "processed_logprobs"]  # of the distribution the tokens are drawn from

@@ -6,7 +6,8 @@
 
 Equal on both sides: model, prompts, reward function, completions per prompt, tokens per completion (the end token is
 blocked until the last), bf16 weights, AdamW, learning rate, beta 0, no gradient checkpointing, no truncated sampling,
-threads. Rows marked "fp32 masters" are what train_grpo.py does by default: fp32 weights, bf16 compute.
+tokens of a micro-batch, threads. Rows marked "fp32 masters" are what train_grpo.py does by default: fp32 weights, bf16
+compute.
 
 Each run is a fresh process; the systems take turns. A second is one of wall clock between the ends of two steps, so
 logging counts and loading, the first step and the checkpoint at the end do not. Memory is the peak resident set
@@ -168,6 +169,7 @@ def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path
 
 def our_command(model: str, prompts: str, case: Case, steps: int, folder: Path, options: dict) -> list[str]:
     """train_grpo.py as a user would start it."""
+    tokens = case.trl_microbatch * ((case.prompt_tokens or 45) + case.tokens)  # of a pass, as many as TRL's
     settings = {
         "model_id": model,
         "dataset_id": prompts,
@@ -177,6 +179,7 @@ def our_command(model: str, prompts: str, case: Case, steps: int, folder: Path, 
         "max_completion_length": case.tokens,
         "min_completion_length": case.tokens,
         "max_prompt_length": 512,
+        "tokens_per_microbatch": tokens,
         "max_steps": steps,
         "learning_rate": 1e-6,
         "beta": 0.0,

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 
 from config import ConfigError, TrainConfig
 from report import write_report
-from runlog import RunLog, phases, progress_text, read_metrics
+from runlog import RunLog, name_run, phases, progress_text, read_metrics
 
 
 @pytest.fixture
@@ -94,9 +95,15 @@ def test_a_second_run_does_not_overwrite_the_first(make_log):
         make_log()
 
 
+def test_runs_of_the_same_second_have_names_of_their_own():
+    names = {name_run(TrainConfig()) for _ in range(3)}
+    assert len(names) == 3 and name_run(TrainConfig(run_name="mine")) == "mine"
+
+
 def test_the_folder_describes_the_run_without_its_secret(make_log, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--server_token", "s3cret"])
-    log = make_log(server_token="s3cret", report_to=["tensorboard"])
+    secret = secrets.token_hex(8)  # not a literal: this file is in git.diff while it is being edited
+    monkeypatch.setattr(sys, "argv", ["train.py", "--server_token", secret])
+    log = make_log(server_token=secret, report_to=["tensorboard"])
     log_step(log, 1)
     log.close()
     assert json.loads((log.dir / "config.json").read_text())["max_steps"] == 4
@@ -104,7 +111,7 @@ def test_the_folder_describes_the_run_without_its_secret(make_log, monkeypatch):
     assert "torch" in (log.dir / "environment.txt").read_text()
     assert list(log.dir.glob("tensorboard/events*"))
     files = [path for path in log.dir.rglob("*") if path.is_file()]
-    assert not [path for path in files if b"s3cret" in path.read_bytes()]
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
 def test_completions_keep_every_row_and_reward(make_log):
