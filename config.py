@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import math
 import os
 import re
 import sys
@@ -89,18 +90,59 @@ class TrainConfig:
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group
     reward_on_timeout: float = 0.0  # score of completions whose reward function ran out of time
+    reward_mean: Literal["none", "group", "batch", "running"] = "none"  # subtract this mean from the scores beforehand
+    reward_std: Literal["none", "group", "batch", "running"] = "none"  # divide the scores by this std beforehand
+    dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)
+    resample_rounds: int = 3  # with dynamic_sampling: at most so many times a step; what is left then stays
+    group_std_min: float = 0.0  # a group has signal if its scores' std is above this ...
+    group_mean_min: float = -math.inf  # ... and their mean is at least this (not too hard)
+    group_mean_max: float = math.inf  # ... and at most this (not too easy); others are left out of the loss
 
     # --- algorithm ---
     preset: str | None = None  # a published recipe's settings, printed at start; flags still win over it
     advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
     scale_rewards: Literal["group", "batch", "none"] = "group"  # what grpo divides the centred score by: a std over ...
+    gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
+    lam: float = 1.0  # GAE's lambda
+    gigpo_step_weight: float = 1.0  # weight of gigpo's step-level advantage
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "seq_mean"  # how tokens are weighted
     epsilon: float = 0.2  # lower clip: the ratio is kept above 1 - epsilon
     epsilon_high: float = 0.2  # upper clip: the ratio is kept below 1 + epsilon_high (DAPO: 0.28)
     dual_clip: float | None = None  # bound on the loss of a token with negative advantage (DAPO: 10)
+    sapo_tau_pos: float = 1.0  # sapo: steepness of the gate where the advantage is positive
+    sapo_tau_neg: float = 1.05  # sapo: and where it is not
+    clip_cov_ratio: float = 0.0002  # clip_cov: fraction of the update's tokens that lose their gradient
+    clip_cov_min: float = 1.0  # clip_cov: drawn from those with a covariance above this ...
+    clip_cov_max: float = 5.0  # ... and below this
+    kl_cov_ratio: float = (
+        0.0002  # kl_cov: fraction of the update's tokens, highest covariance first, that are held back
+    )
+    kl_cov_coef: float = 1.0  # kl_cov: weight of |log-ratio| on them
+    kimi_tau: float = 0.1  # kimi: weight of the squared log-ratio
+    dro_beta: float = 0.5  # dro: weight of the squared log-ratio
     beta: float = 0.0  # weight of the KL term; 0 loads no reference model
     kl: str = "k3"  # name in KL_ESTIMATORS (train_grpo.py)
+    kl_in_reward: bool = False  # subtract beta * KL from each token's reward instead of adding it to the loss
+    kl_target: float | None = None  # adapt beta so that the KL stays near this
+    kl_horizon: float = 10000.0  # completions over which beta adapts
+    ref_sync_steps: int | None = None  # move the reference model towards the policy every so many steps
+    ref_sync_alpha: float = 0.6  # ref <- alpha * policy + (1 - alpha) * ref
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    entropy_target: float | None = None  # adapt entropy_coef: up while the entropy is below this, down while above
+    entropy_coef_step: float = 0.0005  # by so much a step
+    top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
+    mask_truncated: bool = False  # leave completions cut at max_completion_length out of the loss
+    old_logprobs: Literal["recompute", "sampler", "current"] = (
+        "recompute"  # denominator of the ratio: the trainer's ...
+    )
+    correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / sampler on the loss
+    correction_mode: Literal["truncate", "mask"] = "truncate"  # weights outside the bounds: clamp, or leave out
+    correction_min: float = 0.0  # lower bound
+    correction_max: float = 2.0  # upper bound
+    reject_below: float = 0.0  # leave out completions whose geometric mean of trainer / sampler is below this ...
+    reject_above: float = math.inf  # ... or above this
+    off_policy_threshold: float | None = None  # leave out negative completions that drifted further (mean nats a token)
 
     # --- optimisation ---
     learning_rate: float = 1e-6  # peak learning rate of AdamW
@@ -147,15 +189,34 @@ class TrainConfig:
         return self.prompts_per_step * self.num_generations
 
 
-PRESETS: dict[str, dict] = {
-    "grpo": dict(  # DeepSeekMath, arXiv 2402.03300
-        num_generations=8, advantage="grpo", scale_rewards="group", policy_loss="ppo", epsilon=0.2, epsilon_high=0.2,
-        loss_agg="seq_mean", kl="k3", beta=0.04,
+_PPO = dict(policy_loss="ppo", epsilon=0.2, epsilon_high=0.2)
+_KL = dict(kl_in_reward=True, kl="k1", beta=0.001)
+_NO_KL = dict(kl_in_reward=False, beta=0.0)
+_GROUP = _NO_KL | dict(num_generations=8, advantage="grpo", scale_rewards="group")
+PRESETS: dict[str, dict] = {  # arXiv
+    "grpo": _GROUP | _PPO | dict(loss_agg="seq_mean", kl="k3", beta=0.04),  # 2402.03300
+    "dapo": _GROUP | _PPO | dict(  # 2503.14476; its over-long shaping: add overlong to --reward_funcs
+        epsilon_high=0.28, dual_clip=10.0, loss_agg="token_mean", dynamic_sampling=True,
     ),
-    "dr_grpo": dict(advantage="dr_grpo", policy_loss="ppo", loss_agg="constant", beta=0.0),  # arXiv 2503.20783
-    "gspo": dict(  # arXiv 2507.18071
-        advantage="grpo", policy_loss="gspo", epsilon=3e-4, epsilon_high=4e-4, loss_agg="seq_mean", beta=0.0
+    "dr_grpo": _NO_KL | _PPO | dict(advantage="dr_grpo", loss_agg="constant"),  # 2503.20783
+    "gspo": _GROUP | dict(policy_loss="gspo", epsilon=3e-4, epsilon_high=4e-4, loss_agg="seq_mean"),  # 2507.18071
+    "gmpo": _GROUP | dict(policy_loss="gmpo", epsilon=0.4, epsilon_high=0.4, loss_agg="seq_mean"),  # 2507.20673
+    "cispo": _GROUP | dict(policy_loss="cispo", epsilon=1.0, epsilon_high=0.28, loss_agg="token_mean"),  # 2506.13585
+    "sapo": _GROUP | dict(policy_loss="sapo", loss_agg="seq_mean"),  # 2511.20347
+    "lite_ppo": _NO_KL | _PPO | dict(advantage="lite_ppo", loss_agg="token_mean"),  # 2508.08221
+    "rloo": _KL | _PPO | dict(advantage="rloo", loss_agg="seq_sum"),  # 2402.14740
+    "reinforce_plus_plus": _KL | _PPO | dict(advantage="reinforce_plus_plus", loss_agg="token_mean"),  # 2501.03262
+    "remax": _KL | dict(advantage="remax", policy_loss="reinforce", loss_agg="seq_sum"),  # 2310.10505
+    "opo": _NO_KL | dict(  # 2505.23585; strictly on-policy
+        advantage="opo", policy_loss="reinforce", loss_agg="token_mean", num_iterations=1, num_minibatches=1,
     ),
+    "gpg": _NO_KL | dict(advantage="gpg", policy_loss="gpg", loss_agg="token_mean"),  # 2504.02546
+    "clip_cov": _GROUP | _PPO | dict(policy_loss="clip_cov", loss_agg="token_mean"),  # 2505.22617
+    "kl_cov": _GROUP | dict(policy_loss="kl_cov", loss_agg="token_mean"),  # 2505.22617
+    "topr": _NO_KL | dict(advantage="dr_grpo", policy_loss="topr", loss_agg="seq_sum"),  # 2503.14286
+    "kimi": _NO_KL | dict(advantage="dr_grpo", policy_loss="kimi", loss_agg="seq_sum"),  # 2501.12599
+    "gigpo": _PPO | dict(advantage="gigpo", gamma=0.95, loss_agg="seq_mean", beta=0.01, kl="k3"),  # 2505.10978
+    "ppo": _KL | _PPO | dict(num_generations=1, advantage="gae", gamma=1, lam=1, loss_agg="token_mean"),  # 1707.06347
 }  # fmt: skip
 
 
@@ -179,21 +240,30 @@ def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
     positive += "tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
-    positive += "server_timeout request_timeout dist_timeout lora_r save_total_limit log_steps max_grad_norm num_epochs"
+    positive += (
+        "server_timeout request_timeout dist_timeout lora_r save_total_limit log_steps max_grad_norm num_epochs "
+    )
+    positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
     for name in positive.split():
         if not getattr(cfg, name) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
-    for name in "min_completion_length beta weight_decay eval_temperature print_samples_every epsilon_high".split():
+    for name in (
+        "min_completion_length beta weight_decay eval_temperature print_samples_every epsilon_high resample_rounds "
+        "group_std_min correction_min reject_below entropy_coef_step kl_cov_coef kimi_tau dro_beta"
+    ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
-    for name in "max_steps eval_steps save_steps top_k".split():
+    for name in "max_steps eval_steps save_steps top_k ref_sync_steps".split():
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise ConfigError(
                 f"--{name}={getattr(cfg, name)}: at least 1; leave it out, or give none, to switch it off."
             )
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"--seed={cfg.seed}: must be between 0 and 2^32 - 1.")
-    for name in "epsilon warmup_ratio adam_beta1 adam_beta2 top_p min_p".split():
+    for name in (
+        "epsilon warmup_ratio adam_beta1 adam_beta2 top_p min_p gamma lam ref_sync_alpha top_entropy_quantile "
+        "clip_cov_ratio kl_cov_ratio"
+    ).split():
         if getattr(cfg, name) is not None and not 0 <= getattr(cfg, name) <= 1:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be between 0 and 1.")
 
@@ -202,7 +272,8 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     """Checks that need nothing but the config and the number of ranks (torchrun's WORLD_SIZE)."""
     world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     check_ranges(cfg)
-    if cfg.num_generations < 1 or (cfg.num_generations == 1 and cfg.advantage in ("grpo", "dr_grpo", "rloo")):
+    alone = cfg.advantage in ("gae", "remax", "reinforce_plus_plus", "turn")  # need no other completion of the prompt
+    if cfg.num_generations < 1 or (cfg.num_generations == 1 and not alone):
         raise ConfigError(
             f"--num_generations={cfg.num_generations}: {cfg.advantage} compares the completions of one prompt, so it "
             "needs at least 2; 8 is usual."
@@ -218,6 +289,17 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         raise ConfigError(
             "--offload moves shards to the CPU, and --strategy ddp has none; add --strategy fsdp2 or fsdp."
         )
+    if (cfg.kl_in_reward or cfg.kl_target is not None) and cfg.beta == 0:
+        raise ConfigError("--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual.")
+    if cfg.kl_target is not None and not cfg.kl_target > 0:
+        raise ConfigError(f"--kl_target={cfg.kl_target}: must be above 0, in nats per token.")
+    if cfg.ref_sync_steps and (cfg.use_peft or cfg.beta == 0):
+        why = "with --use_peft it is the model without adapters" if cfg.use_peft else "--beta 0 loads none"
+        raise ConfigError(f"--ref_sync_steps moves the reference model, and {why}; leave it out.")
+    if not cfg.reject_above > cfg.reject_below:
+        raise ConfigError(f"--reject_above={cfg.reject_above}: must be above --reject_below={cfg.reject_below}.")
+    if cfg.correction_max < cfg.correction_min:
+        raise ConfigError(f"--correction_max={cfg.correction_max} is below --correction_min={cfg.correction_min}.")
     if cfg.dual_clip is not None and not cfg.dual_clip > 1:
         raise ConfigError(f"--dual_clip={cfg.dual_clip}: must be above 1 (DAPO uses 10), or leave it unset.")
     if cfg.min_completion_length > cfg.max_completion_length:

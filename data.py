@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -371,6 +372,12 @@ class PromptSampler:
             rows = np.concatenate([rows, self._order(epoch + 1)[: self.prompts_per_step - len(rows)]])
         return rows[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
+    def extra(self, step: int, round: int, count: int) -> list[int]:
+        """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
+        the same (seed, step, round, rank)."""
+        random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])
+        return random.choice(self.num_rows, count, replace=False).tolist()
+
     def _order(self, epoch: int) -> np.ndarray:
         """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
         on back to one that began together with a step: that is at most prompts_per_step epochs to replay.
@@ -395,3 +402,24 @@ class PromptSampler:
             spare = head + np.flatnonzero(~held[head:])[: len(clash)]
             order[clash], order[spare] = order[spare], order[clash]
         return order
+
+
+# ---- for the train scripts ------------------------------------------------------------------------------------------
+
+
+def load_data(cfg, tokenizer, format_row: Callable[[dict], dict]) -> tuple[list[dict], list[dict]]:
+    """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted."""
+    rows, held_out = [], []
+    options = dict(apply_chat_template=not cfg.no_apply_chat_template, system_prompt=cfg.system_prompt)
+    sources = [] if cfg.eval_only else [(rows, cfg.dataset_id, cfg.dataset_split)]
+    if cfg.eval_only or cfg.eval_steps:
+        if not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
+            raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
+        sources.append((held_out, cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split))
+    for target, dataset_id, split in sources:
+        loaded = load_rows(dataset_id, cfg.dataset_config, split, cfg.seed, format_row)
+        kept, dropped = filter_overlong(loaded, tokenizer, cfg.max_prompt_length, **options)
+        target += kept
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{dataset_id} [{split}]: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))
+    return rows, held_out

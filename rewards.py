@@ -230,6 +230,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
 
     token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1)
     info["rewards"]         {function: value, "function/component": value}, nan where a function does not apply
+    info["reward_components"] [value of each function]
     info["reward"]          the weighted sum; 0 where no function applies, and then
     info["unrewarded"]      1, else 0
     info["reward_timeouts"] functions that ran out of time on it
@@ -254,6 +255,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
             trajectory.token_rewards[sampled[-1]] += total
         trajectory.info |= {
             "rewards": logged,
+            "reward_components": [logged[name] for name in reward_functions],
             "reward": total,
             "unrewarded": int(not applies),
             "reward_timeouts": sum(values is None for values in results),

@@ -8,6 +8,8 @@ The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py
 """
 
 import asyncio
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -37,6 +39,42 @@ class Trajectory:
         lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"a trajectory's per-token lists must have one length, got {lengths}")
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict:
+    """What a step's completions look like, over all ranks, which all call it. Keys are TRL's."""
+    import torch  # here, so that an environment can be tried without it
+
+    import utils
+
+    groups: dict[int, list[float]] = {}
+    for t in trajectories:
+        groups.setdefault(t.group, []).append(sum(t.token_rewards))
+    std = {number: statistics.stdev(scores) if len(scores) > 1 else 0.0 for number, scores in groups.items()}
+    lengths = [sum(t.loss_mask) for t in trajectories]
+    metrics = {
+        "reward": [sum(t.token_rewards) for t in trajectories],
+        "reward_std": [std[t.group] for t in trajectories],
+        "frac_reward_zero_std": [float(std[t.group] < 1e-6) for t in trajectories],
+        "frac_singleton_groups": [float(len(groups[t.group]) == 1) for t in trajectories],
+        "completions/mean_length": lengths,
+        "completions/clipped_ratio": [float(t.finish_reason == "length") for t in trajectories],
+    }
+    mine = {key for t in trajectories for key in t.info["rewards"]}  # components of dict rewards may differ by row
+    for key in sorted(set().union(*utils.gather_objects(mine))):
+        metrics[f"rewards/{key}/mean"] = [t.info["rewards"].get(key, math.nan) for t in trajectories]
+    out = {}
+    for name, values in metrics.items():
+        values = torch.tensor(values, dtype=torch.float64)
+        out[name] = float(utils.global_moments(values.nan_to_num(), ~values.isnan())[1])
+    for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
+        out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
+    out["completions/max_length"], out["completions/min_length"] = (
+        utils.all_max(max(lengths)),
+        -utils.all_max(-min(lengths)),
+    )
+    tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
+    return out | {"num_tokens": int(utils.all_sum(torch.tensor(tokens)))}
 
 
 def sampling_options(cfg: TrainConfig) -> dict:

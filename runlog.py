@@ -10,6 +10,7 @@ Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 come
 derived from them, are under `time/`; everything else in metrics.jsonl is the same in a resumed run, bit for bit.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -27,7 +28,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from config import ConfigError
+from config import PRESETS, ConfigError
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
@@ -41,6 +42,14 @@ def name_run(cfg) -> str:
     """
     now = time.strftime("%Y%m%d-%H%M%S")
     return cfg.run_name or f"{Path(cfg.model_id).name}-{cfg.advantage}-{now}-{secrets.token_hex(2)}"
+
+
+@contextlib.contextmanager
+def clock(metrics: dict, name: str):
+    """The seconds that the block under it took, as metrics["time/NAME"]."""
+    start = time.perf_counter()
+    yield
+    metrics[f"time/{name}"] = time.perf_counter() - start
 
 
 def public_config(cfg) -> dict:
@@ -70,6 +79,25 @@ def phases(metrics: dict) -> dict[str, float]:
         # Never negative: phases may overlap, as scoring does with generation.
         seconds["other"] = max(0.0, metrics["time/step"] - sum(seconds.values()))
     return seconds
+
+
+def describe(cfg, policy, num_rows: int, world: int) -> None:
+    """What follows from the settings, as a table."""
+    trained, total = (sum(p.numel() for p in policy.parameters() if p.requires_grad or not t) for t in (True, False))
+    lines = {
+        "prompts x generations": f"{cfg.prompts_per_step} x {cfg.num_generations} = {cfg.sequences_per_step} per step, "
+        f"{cfg.sequences_per_step // world} on each of {world} rank(s)",
+        "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
+        "data": f"{num_rows} prompts, {cfg.max_steps * cfg.prompts_per_step / max(num_rows, 1):.2f} epochs",
+        "parameters": f"{trained / 1e6:.1f} M trained of {total / 1e6:.1f} M on this rank, {cfg.strategy}",
+        "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
+    }
+    if cfg.preset:
+        lines[f"preset {cfg.preset}"] = ", ".join(f"{k} {v}" for k, v in PRESETS[cfg.preset].items())
+    for name, text in lines.items():
+        print(f"  {name:<22} {text}")
+    if cfg.num_iterations * cfg.num_minibatches == 1 and cfg.beta == 0:
+        print("  One update per step and beta 0: the ratio is 1 and the loss 0 by construction. Watch the reward.")
 
 
 OPEN: list["RunLog"] = []
@@ -184,6 +212,17 @@ class RunLog:
         table = pyarrow.table({name: [row.get(name) for row in flat] for name in columns})
         pyarrow.parquet.write_table(table, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
+
+    def trajectories(self, step: int, trajectories: list, scores: list[float], advantages: list[float]) -> None:
+        """Rank 0's trajectories of a step: all to completions/*.parquet, now and then one to the terminal."""
+        rows = []
+        for t, reward, advantage in zip(trajectories, scores, advantages, strict=True):
+            row = {"prompt": t.row["prompt"], "completion": t.info["completion"]}
+            row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
+            rows.append(row | {f"rewards/{name}": value for name, value in t.info["rewards"].items()})
+        if self.cfg.log_completions:
+            self.completions(step, rows)
+        self.sample(step, rows[0])
 
     def sample(self, step: int, row: dict) -> None:
         """Print one row of `completions` at step 1 and every `cfg.print_samples_every` steps after it."""

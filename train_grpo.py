@@ -26,7 +26,7 @@ N sampled tokens, V vocabulary; R packed rows of a micro-batch, L their length.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 
-from config import PRESETS, ConfigError, TrainConfig, known_name, parse_args
+from config import TrainConfig, known_name, parse_args
 
 # A knob of your own:  class TrainConfig(TrainConfig): my_coef: float = 0.1  # what it does
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -35,23 +35,23 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import os
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import data
+import models
 import utils
+from models import Policy
+from packing import micro_batches, pack, runs, why_not_shared
 from rewards import get_reward_functions, score
-from rollouts import ROLLOUTS, Trajectory
-from runlog import RunLog, close_all, name_run
+from rollouts import ROLLOUTS, Trajectory, rollout_metrics
+from runlog import RunLog, clock, close_all, describe, name_run
 
 # ==== 1 batch ========================================================================================================
 
@@ -69,8 +69,13 @@ class Batch:
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if beta is 0
     values: Tensor | None = None  # [B, T] of a critic
-    baselines: Tensor | None = None  # [B]
+    baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt
     advantages: Tensor | None = None  # [B, T] 0 where loss_mask is 0
+    reward_components: Tensor | None = None  # [B, reward functions] before their weights
+    states: Tensor | None = None  # [B, T] int64: on a turn's tokens, the environment's state it started from (gigpo)
+    entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
+    sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
+    chosen: Tensor | None = None  # [B, T] of bool: tokens that clip_cov or kl_cov treats apart
     model_inputs: list[dict] = field(default_factory=list)  # per row, vision tensors; never read by name
 
     @property
@@ -86,7 +91,7 @@ class Batch:
 
         def take(value):
             if isinstance(value, Tensor):
-                return value[rows, :longest] if value.ndim == 2 else value[rows]
+                return value[rows, :longest] if value.shape == self.input_ids.shape else value[rows]
             return [value[row] for row in rows] if value else value
 
         return Batch(**{f.name: take(getattr(self, f.name)) for f in dataclasses.fields(self)})
@@ -107,7 +112,15 @@ def collate(trajectories: list[Trajectory], pad_id: int, device: torch.device, g
     groups = torch.tensor([t.group + group_offset for t in trajectories])
     inputs = [t.info.get("model_inputs", {}) for t in trajectories]
     tensors = (t.to(device) for t in (input_ids, attention_mask, loss_mask, rewards, groups, logprobs))
-    return Batch(*tensors, model_inputs=inputs)
+    batch = Batch(*tensors, model_inputs=inputs)
+    for name in ("baselines", "reward_components"):  # where a reward function did not apply it counts as 0
+        if name in trajectories[0].info:
+            setattr(batch, name, torch.tensor([t.info[name] for t in trajectories], device=device).nan_to_num())
+    if "states" in trajectories[0].info:  # one number per token, as loss_mask
+        batch.states = torch.zeros_like(input_ids)
+        for row, t in enumerate(trajectories):
+            batch.states[row, len(t.prompt_ids) : len(t.prompt_ids) + len(t.token_ids)] = torch.tensor(t.info["states"])
+    return batch
 
 
 # ==== 2 advantages: (batch, cfg) -> [B, T] ===========================================================================
@@ -137,19 +150,70 @@ def group_std(scores: Tensor, groups: Tensor) -> Tensor:
     return variance.sqrt()
 
 
+def normalize(scores: Tensor, groups: Tensor, mean: str, std: str, running=(0.0, 1.0)) -> Tensor:
+    """(s - mean) / (std + 1e-6). Each is "group" (the prompt's), "batch" (the step's, over all ranks), "running" (all
+    steps so far, given as (mean, std)) or "none". A std of 0 is no scale: then nothing is divided.  [B] -> [B]"""
+    _, batch_mean, batch_std = utils.global_moments(scores)  # a rank's own would change the algorithm with their number
+    centers = {"none": 0.0, "group": group_mean(scores, groups), "batch": batch_mean, "running": running[0]}
+    scales = {"group": group_std(scores, groups), "batch": batch_std, "running": torch.tensor(running[1])}
+    centered = scores - centers[mean]
+    return centered if std == "none" else centered / torch.where(scales[std] > 0, scales[std] + 1e-6, 1.0)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over the loss tokens of the step, on all ranks.  [B, T] -> [B, T]"""
+    _, mean, std = utils.global_moments(values, mask)
+    return (values - mean) / (std**2 + 1e-8).sqrt() * mask
+
+
 def spread(values: Tensor, loss_mask: Tensor) -> Tensor:
     """One value per row onto the row's sampled tokens.  [B], [B, T] -> [B, T]"""
     return values[:, None] * loss_mask
 
 
+def returns_to_go(batch: Batch, gamma: float) -> Tensor:
+    """Discounted sum of the rewards from each sampled token on.  [B, T]
+
+    Text of tools and environments (mask 0) carries it through unchanged: neither discounted nor lost, so that a reward
+    after an observation reaches the turns before it.
+    """
+    total, out = torch.zeros_like(batch.scores), torch.zeros_like(batch.rewards)
+    for t in reversed(range(batch.rewards.shape[1])):
+        total = batch.rewards[:, t] + total * torch.where(batch.loss_mask[:, t] > 0, gamma, 1.0)
+        out[:, t] = total
+    return out * batch.loss_mask
+
+
+def turn_returns(batch: Batch, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards by turn (run of sampled tokens):  mask 1 1 0 1 0 -> turns 1 1 1 2 2, a turn owning what follows it.
+
+    Returns the turns [B, T] (0 on the prompt), r + gamma * next turn's return [B, K + 1], and the (row, turn) pairs
+    that exist [M, 2].
+    """
+    starts = batch.loss_mask * (1 - torch.nn.functional.pad(batch.loss_mask, (1, 0))[:, :-1])
+    turns = starts.cumsum(1).long()  # [B, T]
+    table = batch.rewards.new_zeros(len(batch), int(turns.max()) + 1).scatter_add(1, turns, batch.rewards)  # [B, K + 1]
+    for k in reversed(range(1, table.shape[1] - 1)):
+        table[:, k] += gamma * table[:, k + 1]
+    exists = torch.arange(table.shape[1], device=turns.device) <= turns.max(1, keepdim=True).values
+    exists[:, 0] = False
+    return turns, table, exists.nonzero()
+
+
+def by_turn(values: Tensor, turns: Tensor, pairs: Tensor, loss_mask: Tensor) -> Tensor:
+    """One value per existing turn onto that turn's sampled tokens.  [M] -> [B, T]"""
+    table = values.new_zeros(len(turns), int(turns.max()) + 1).index_put(pairs.unbind(1), values)
+    return table.gather(1, turns) * loss_mask
+
+
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """(s - group mean) / (std + 1e-6); --scale_rewards says which std.  DeepSeekMath (2402.03300) eq. 3.  [B, T]"""
-    centered = center_by_group(batch.scores, batch.groups)  # [B]
-    if cfg.scale_rewards == "group":
-        centered = centered / (group_std(batch.scores, batch.groups) + 1e-6)
-    elif cfg.scale_rewards == "batch":  # over all ranks: a rank's own std would change the algorithm with their number
-        centered = centered / (utils.global_moments(batch.scores)[2] + 1e-6)
-    return spread(centered, batch.loss_mask)
+    return spread(normalize(batch.scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
+
+
+def lite_ppo(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """grpo with the std of the whole batch; meant for token_mean.  2508.08221.  [B, T]"""
+    return grpo(batch, replace(cfg, scale_rewards="batch"))
 
 
 def dr_grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -164,11 +228,119 @@ def rloo(batch: Batch, cfg: TrainConfig) -> Tensor:
     return spread(others, batch.loss_mask)
 
 
+def opo(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """s - length-weighted mean of the group, the variance-optimal baseline.  2505.23585.  [B, T]"""
+    length = batch.loss_mask.sum(1)  # [B]
+    total = group_mean(length, batch.groups)
+    baseline = group_mean(length * batch.scores, batch.groups) / total.clamp(min=1e-8)
+    return spread(torch.where(group_index(batch.groups)[1] > 1, batch.scores - baseline, 0.0), batch.loss_mask)
+
+
+def gpg(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """alpha (s - group mean), alpha = rows / rows of groups with differing scores, over all ranks: silent groups do not
+    shrink the step.  2504.02546 (some implementations count non-zero *scores* instead).  [B, T]"""
+    informative = group_std(batch.scores, batch.groups) > 1e-6
+    rows, speaking = utils.all_sum(torch.stack([torch.ones_like(batch.scores).sum(), informative.sum()])).tolist()
+    return spread(center_by_group(batch.scores, batch.groups) * rows / max(speaking, 1), batch.loss_mask)
+
+
+def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Best of the group minus the second best, to the best alone: trains pass@k. 0 for ties.  2503.19595.  [B, T]"""
+    advantages = torch.zeros_like(batch.scores)
+    for group in batch.groups.unique():
+        rows = (batch.groups == group).nonzero()[:, 0]
+        if len(rows) > 1:
+            best = batch.scores[rows].topk(2)
+            advantages[rows[best.indices[0]]] = best.values[0] - best.values[1]
+    if cfg.scale_rewards != "none":
+        advantages = advantages / (group_std(batch.scores, batch.groups) + 1e-6)
+    return spread(advantages, batch.loss_mask)
+
+
+def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Every reward function normalised in its group, their weighted sum whitened: no function drowns another.
+    2601.05242.  [B, T]"""
+    parts = batch.scores[:, None] if batch.reward_components is None else batch.reward_components  # [B, functions]
+    weights = [1.0] * parts.shape[1] if batch.reward_components is None else cfg.reward_weights or [1.0] * len(parts.T)
+    total = sum(w * normalize(s, batch.groups, "group", "group") for w, s in zip(weights, parts.T, strict=True))
+    return whiten(spread(total, batch.loss_mask), batch.loss_mask)
+
+
+def remax(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Reward to go minus the score of a greedy completion of the same prompt (Batch.baselines).  2310.10505.  [B, T]"""
+    return (returns_to_go(batch, 1.0) - batch.baselines[:, None]) * batch.loss_mask
+
+
+def reinforce_plus_plus(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Discounted reward to go, whitened over the step's tokens: no groups needed.  2501.03262.  [B, T]"""
+    return whiten(returns_to_go(batch, cfg.gamma), batch.loss_mask)
+
+
+def reinforce_plus_plus_baseline(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """s - group mean, whitened over the step's tokens.  2501.03262.  [B, T]"""
+    return whiten(dr_grpo(batch, cfg), batch.loss_mask)
+
+
+def turn(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Turn-level credit: a turn's discounted return; unless --scale_rewards is none, normalised over the turns of the
+    group.  [B, T]"""
+    turns, table, pairs = turn_returns(batch, cfg.gamma)
+    values = table[pairs.unbind(1)]  # [M]
+    if cfg.scale_rewards != "none":
+        values = normalize(values, batch.groups[pairs[:, 0]], "group", cfg.scale_rewards)
+    return by_turn(values, turns, pairs, batch.loss_mask)
+
+
+def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Episode advantage in the group + step_weight * advantage among turns that started in the same state.
+
+    2505.10978. Without Batch.states only first turns, which all start at the prompt, are compared.  [B, T]
+    """
+    turns, table, pairs = turn_returns(batch, cfg.gamma)
+    rows, k = pairs.unbind(1)
+    if batch.states is None:
+        states = torch.where(k == 1, 0, rows + 1)
+    else:
+        states = torch.zeros_like(table, dtype=torch.long).scatter(1, turns, batch.states)[rows, k]
+    _, alike = torch.stack([batch.groups[rows], states]).unique(dim=1, return_inverse=True)  # [M]
+    steps = by_turn(normalize(table[rows, k], alike, "group", "group"), turns, pairs, batch.loss_mask)
+    return (
+        spread(normalize(batch.scores, batch.groups, "group", "group"), batch.loss_mask) + cfg.gigpo_step_weight * steps
+    )
+
+
+def otb(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Optimal token baseline: G - sum(G W) / sum(W) over the group's tokens in the same column, W = cumsum(1 - 2 pi +
+    sum pi^2), the gradient energy of the path so far. Columns that no other row reaches have no baseline.  [B, T]"""
+    return optimal_baseline(batch, torch.arange(batch.loss_mask.shape[1]).expand_as(batch.loss_mask))
+
+
+def tir_otb(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """otb by sampled tokens instead of columns: with tools, column t is not the same moment in every row.  [B, T]"""
+    return optimal_baseline(batch, batch.loss_mask.argsort(dim=1, descending=True, stable=True))
+
+
+def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
+    """otb on columns brought into `order` [B, T]. Without Batch.sum_pi_squared, pi^2 stands for it.  [B, T]"""
+    order, pi, (index, size) = order.to(batch.groups.device), batch.old_logprobs.exp(), group_index(batch.groups)
+    squares = pi**2 if batch.sum_pi_squared is None else batch.sum_pi_squared
+    columns = (batch.loss_mask, returns_to_go(batch, 1.0), 1 - 2 * pi + squares)
+    mask, returns, energy = (x.gather(1, order) for x in columns)
+    energy = (energy * mask).cumsum(1) * mask
+    top, bottom = (torch.zeros_like(energy).index_add(0, index, v)[index] for v in (returns * energy, energy))
+    others = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
+    length, longest = mask.sum(1, keepdim=True), (others * mask.sum(1)).amax(1, keepdim=True)  # [B, 1], of the others
+    alone = (torch.arange(mask.shape[1], device=mask.device) >= longest) & (length > longest)
+    advantages = (returns - (top / (bottom + 1e-8)).masked_fill(alone, 0.0)) * mask * (size > 1)[:, None]
+    return torch.zeros_like(advantages).scatter(1, order, advantages)
+
+
 ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-}
+    "grpo": grpo, "dr_grpo": dr_grpo, "lite_ppo": lite_ppo, "rloo": rloo, "opo": opo, "gpg": gpg, "gdpo": gdpo,
+    "grpo_passk": grpo_passk, "remax": remax, "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "turn": turn, "gigpo": gigpo, "otb": otb, "tir_otb": tir_otb,
+}  # fmt: skip
 
 
 # ==== 3 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} ==============
@@ -179,13 +351,17 @@ def log_ratio(logprobs: Tensor, batch: Batch) -> Tensor:
     return ((logprobs - batch.old_logprobs) * batch.loss_mask).clamp(-20, 20)
 
 
+def clip_stats(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+    """Where a clip binds from below and from above, under TRL's names.  [B, T] each"""
+    stats = {"low_mean": low, "high_mean": high, "region_mean": low | high}
+    return {f"clip_ratio/{name}": value.float() for name, value in stats.items()}
+
+
 def clipped_surrogate(ratio: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """max(-A r, -A clip(r, 1 - epsilon, 1 + epsilon_high)), and where the clip binds.  1707.06347 eq. 7.  [B, T]"""
     advantages, low, high = batch.advantages, 1 - cfg.epsilon, 1 + cfg.epsilon_high
     loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(low, high))  # [B, T]
-    clipped_low, clipped_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
-    stats = {"low_mean": clipped_low, "high_mean": clipped_high, "region_mean": clipped_low | clipped_high}
-    return loss, {f"clip_ratio/{name}": value.float() for name, value in stats.items()}
+    return loss, clip_stats((ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0))
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -200,13 +376,45 @@ def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]
     return loss, stats
 
 
+def row_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Mean over each row's sampled tokens; 0 for a row without.  [B, T] -> [B, 1]"""
+    return (values * loss_mask).sum(1, keepdim=True) / loss_mask.sum(1, keepdim=True).clamp(min=1)
+
+
 def gspo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """One ratio per sequence, exp(mean log-ratio), clipped.  2507.18071 eq. 5-7, in the token form of its sec. 4.3: the
     value is the sequence's, the gradient each token's own.  [B, T]"""
-    length = batch.loss_mask.sum(1, keepdim=True).clamp(min=1)
-    mean = log_ratio(logprobs, batch).sum(1, keepdim=True) / length  # [B, 1]
+    mean = row_mean(log_ratio(logprobs, batch), batch.loss_mask)  # [B, 1]
     token_form = (logprobs - logprobs.detach() + mean.detach()).clamp(max=10)  # [B, T]
     return clipped_surrogate(token_form.exp(), batch, cfg)
+
+
+def luspo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """gspo times the completion's length, so that under seq_mean long ones are not favoured.  2602.05261.  [B, T]"""
+    loss, stats = gspo(logprobs, batch, cfg)
+    return loss * batch.loss_mask.sum(1, keepdim=True), stats
+
+
+def gmpo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """Geometric mean of the ratios, each clipped in log space against its advantage's sign: -epsilon, epsilon_high (.4
+    each in the paper).  2507.20673.  [B, T]"""
+    d, sign = log_ratio(logprobs, batch), batch.advantages.sign()
+    clipped = sign * torch.min(sign * d, sign * d.clamp(-cfg.epsilon, cfg.epsilon_high))
+    low, high = (d < -cfg.epsilon) & (sign < 0), (d > cfg.epsilon_high) & (sign > 0)
+    return -batch.advantages * row_mean(clipped, batch.loss_mask).exp(), clip_stats(low, high)
+
+
+def cispo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-sg(clip(ratio)) A log pi: the weight is clipped, every token keeps its gradient.  2506.13585 eq. 4.  [B, T]"""
+    ratio, low, high = log_ratio(logprobs, batch).exp().detach(), 1 - cfg.epsilon, 1 + cfg.epsilon_high
+    return -ratio.clamp(low, high) * batch.advantages * logprobs, clip_stats(ratio < low, ratio > high)
+
+
+def sapo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-A sigmoid(tau (ratio - 1)) 4 / tau: a soft gate for the clip; gradient A at ratio 1.  2511.20347.  [B, T]"""
+    tau = torch.where(batch.advantages > 0, cfg.sapo_tau_pos, cfg.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (log_ratio(logprobs, batch).exp() - 1)) * 4 / tau
+    return -batch.advantages * gate, {}
 
 
 def reinforce(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -214,18 +422,113 @@ def reinforce(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor,
     return -batch.advantages * logprobs, {}
 
 
+def tis(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-sg(min(ratio, 1)) A log pi: truncated importance sampling.  [B, T]"""
+    return -log_ratio(logprobs, batch).exp().clamp(max=1).detach() * batch.advantages * logprobs, {}
+
+
+def topr(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """Plain gradient for completions with a positive score, truncated weights for others.  2503.14286.  [B, T]"""
+    good = batch.scores[:, None] > 0
+    return torch.where(good, reinforce(logprobs, batch, cfg)[0], tis(logprobs, batch, cfg)[0]), {}
+
+
+def kimi(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-A log pi + tau / 2 log-ratio^2.  Kimi k1.5, 2501.12599.  [B, T]"""
+    return -batch.advantages * logprobs + cfg.kimi_tau / 2 * log_ratio(logprobs, batch) ** 2, {}
+
+
+def dro(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """kimi under another name and coefficient: direct reward optimisation.  2405.19107.  [B, T]"""
+    return kimi(logprobs, batch, replace(cfg, kimi_tau=cfg.dro_beta))
+
+
+def vespo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-sg(phi(w)) A log pi, w the sequence's ratio, phi(w) = w^k exp(k' (1 - w)), k, k' = 2, 3 (A >= 0) or 3, 2.
+
+    phi(1) = 1, and it fades to 0 on both sides.  2602.10693.  [B, T]
+    """
+    log_w = log_ratio(logprobs, batch).sum(1, keepdim=True).clamp(-18, 20).detach()  # [B, 1]
+    k, fade = (torch.where(batch.advantages >= 0, *pair) for pair in ((2.0, 3.0), (3.0, 2.0)))
+    return -(k * log_w + fade * (1 - log_w.exp())).exp() * batch.advantages * logprobs, {}
+
+
+def dppo_tv(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-sg(min(ratio, 20)) A log pi while the token's probability moved by at most epsilon / epsilon_high in A's
+    direction: divergence PPO, binary total variation.  2602.04879.  [B, T]"""
+    moved = (logprobs.exp() - batch.old_logprobs.exp()).detach()
+    return within_divergence(moved.abs(), moved, logprobs, batch, cfg)
+
+
+def dppo_kl(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """dppo_tv with the KL divergence of "this token or another".  2602.04879.  [B, T]"""
+    old, new = (x.detach().exp().clamp(1e-7, 1 - 1e-7) for x in (batch.old_logprobs, logprobs))
+    divergence = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
+    return within_divergence(divergence, new - old, logprobs, batch, cfg)
+
+
+def within_divergence(divergence: Tensor, moved: Tensor, logprobs, batch: Batch, cfg) -> tuple[Tensor, dict]:
+    high = (batch.advantages > 0) & (moved > 0) & (divergence > cfg.epsilon_high)
+    low = (batch.advantages <= 0) & (moved < 0) & (divergence > cfg.epsilon)
+    weight = log_ratio(logprobs, batch).exp().clamp(max=20).detach() * ~(low | high)
+    return -weight * batch.advantages * logprobs, clip_stats(low, high)
+
+
+@torch.no_grad()
+def chosen_by_covariance(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
+    """The tokens that clip_cov or kl_cov treats apart, among all of `batch` on all ranks: by their share in the
+    covariance of advantage and log-prob, which drives the entropy down.  2505.22617.  [B, T] of bool"""
+    means = [utils.global_moments(x, batch.loss_mask)[1] for x in (batch.advantages, logprobs)]
+    cov = (batch.advantages - means[0]) * (logprobs - means[1])  # [B, T]
+    if cfg.policy_loss == "clip_cov":  # not those that the ratio's clip silences already
+        clipped = clipped_surrogate(log_ratio(logprobs, batch).exp(), batch, cfg)[1]["clip_ratio/region_mean"] > 0
+        candidates = (cov > cfg.clip_cov_min) & (cov < cfg.clip_cov_max) & ~clipped & (batch.loss_mask > 0)
+    else:
+        candidates = batch.loss_mask > 0
+    values = torch.cat(utils.gather_objects(cov[candidates].cpu())).sort(descending=True).values  # any order of ranks
+    ratio = cfg.clip_cov_ratio if cfg.policy_loss == "clip_cov" else cfg.kl_cov_ratio
+    count = max(1, int(ratio * utils.all_sum(batch.loss_mask.sum()).item()))
+    if cfg.policy_loss == "clip_cov":
+        values = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(cfg.seed))]
+    return candidates & torch.isin(cov, values[:count].to(cov.device))
+
+
+def clip_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """ppo, but a random few of the tokens with high covariance get no gradient.  2505.22617.  [B, T]"""
+    chosen = batch.chosen if batch.chosen is not None else chosen_by_covariance(logprobs, batch, cfg)
+    loss, stats = clipped_surrogate(log_ratio(logprobs, batch).exp(), batch, cfg)
+    return loss * ~chosen, stats | {"clip_ratio/cov": chosen.float()}
+
+
+def kl_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-A ratio + coef |log-ratio| on the tokens with the highest covariance. At ratio 1 the penalty has no gradient, so
+    it needs several updates a step.  2505.22617.  [B, T]"""
+    chosen = batch.chosen if batch.chosen is not None else chosen_by_covariance(logprobs, batch, cfg)
+    d = log_ratio(logprobs, batch)
+    return -batch.advantages * d.exp() + cfg.kl_cov_coef * d.abs() * chosen, {"kl_cov/chosen": chosen.float()}
+
+
 POLICY_LOSSES: dict[str, Callable[[Tensor, Batch, TrainConfig], tuple[Tensor, dict]]] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "reinforce": reinforce,
-}
+    "ppo": ppo, "gspo": gspo, "luspo": luspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "reinforce": reinforce,
+    "gpg": reinforce, "tis": tis, "topr": topr, "kimi": kimi, "dro": dro, "vespo": vespo,
+    "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "clip_cov": clip_cov, "kl_cov": kl_cov,
+}  # fmt: skip
 
 
-# KL(pi || ref) per token from one sample, x = log pi - log ref (J. Schulman, "Approximating KL divergence", 2020).
+def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """One's value with the other's gradient."""
+    return gradient_of - gradient_of.detach() + value.detach()
+
+
+# KL(pi || ref) per token from one sample, x = log pi - log ref (J. Schulman, "Approximating KL divergence", 2020). As a
+# loss only k2's gradient is that of the KL; "+" keeps the value and takes it.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20),  # unbiased, high variance; as a loss: no KL gradient
+    "abs": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20).abs(),
     "k2": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20) ** 2 / 2,  # biased value, right gradient
     "k3": lambda logprobs, ref: (x := (ref - logprobs).clamp(-20, 20)).exp() - x - 1,  # unbiased, >= 0 (GRPO)
+    "k1+": lambda logprobs, ref: straight_through(*(KL_ESTIMATORS[k](logprobs, ref) for k in ("k1", "k2"))),
+    "k3+": lambda logprobs, ref: straight_through(*(KL_ESTIMATORS[k](logprobs, ref) for k in ("k3", "k2"))),
 }
 
 
@@ -250,147 +553,26 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 # ==== 4 models =======================================================================================================
 
 
-class Policy(nn.Module):
-    """A causal LM that answers with log-probs of chosen tokens. Logits exist for `chunk` sampled tokens at a time only.
-
-    The wrapper exists because DDP and FSDP want everything that uses parameters inside one `forward`.
-    """
-
-    def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
-        super().__init__()
-        self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
-
-    @property
-    def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
-        return self.model.get_base_model() if isinstance(self.model, _peft_model()) else self.model
-
-    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of `targets` [N] given what stands up to (rows, columns) [N] of `inputs`.  [N], [N]"""
-        device = targets.device.type
-        with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
-            hidden = self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
-            hidden = hidden[rows, columns]  # [N, H]
-            if len(hidden) <= self.chunk or not torch.is_grad_enabled():
-                parts = [self.head(h, t) for h, t in self._chunks(hidden, targets)]
-            else:  # several chunks: recompute each one's logits in the backward pass
-                parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in self._chunks(hidden, targets)]
-        logprobs, entropy = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropy)
-
-    def _chunks(self, hidden: Tensor, targets: Tensor):
-        return zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
-
-    def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Output layer on sampled positions.  [n, H], [n] -> [n], [n]"""
-        logits = self.hf_model.get_output_embeddings()(hidden).float()  # [n, V]
-        if cap := getattr(self.hf_model.config.get_text_config(), "final_logit_softcapping", None):  # Gemma
-            logits = cap * torch.tanh(logits / cap)
-        if self.temperature != 1:  # the sampler did the same
-            logits = logits / self.temperature
-        log_p = logits.log_softmax(-1)  # [n, V]
-        with torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(-1)  # [n]
-        return log_p.gather(1, targets[:, None])[:, 0], entropy
-
-
-def _peft_model() -> type:
-    from peft import PeftModel
-
-    return PeftModel
-
-
-def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
-    """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights)."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation
-        )
-    except OSError as error:
-        raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
-    model.config.use_cache = False
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    return model
-
-
-def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    targets = cfg.lora_targets[0] if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
-    try:
-        lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
-        return get_peft_model(model, lora, autocast_adapter_dtype=False)
-    except ValueError as error:
-        names = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
-
-
-def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
-    """The policy under --strategy. The reference model is sharded like the policy."""
-    layer_names = set(policy.hf_model._no_split_modules or [])
-    layers = [m for m in policy.modules() if type(m).__name__ in layer_names]
-    param_dtype = getattr(torch, cfg.compute_dtype)
-    if cfg.strategy == "ddp":
-        policy = policy.to(device)
-        if not trained or utils.world_size() == 1:
-            return policy
-        return nn.parallel.DistributedDataParallel(
-            policy, device_ids=[device.index] if device.index is not None else None
-        )
-    if cfg.strategy == "fsdp":
-        from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-        # Adapters and frozen weights share a flat parameter; torch warns of that with a page of names per layer.
-        warnings.filterwarnings("ignore", message="(?s).*requires_grad=", module="torch.distributed.fsdp")
-        return FullyShardedDataParallel(
-            policy,
-            auto_wrap_policy=ModuleWrapPolicy({type(m) for m in layers}),
-            mixed_precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=torch.float32),
-            cpu_offload=CPUOffload(cfg.offload),
-            use_orig_params=True,
-            device_id=device,
-        )
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    options = dict(
-        mesh=init_device_mesh(device.type, (utils.world_size(),)),
-        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy(),
-    )
-    if not cfg.offload:
-        policy = policy.to(device)
-    for layer in layers:
-        fully_shard(layer, **options)
-    return fully_shard(policy, **options)
-
-
 def load_policy(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Policy]:
     """(the policy as it is called, the same below DDP / FSDP)."""
     torch.manual_seed(cfg.seed)  # adapters start alike on every rank
-    model = load_hf_model(cfg, getattr(torch, cfg.dtype))
+    model = models.load_hf_model(cfg, getattr(torch, cfg.dtype))
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
     if cfg.use_peft:
-        model = add_lora(model, cfg)
+        model = models.add_lora(model, cfg)
     autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
     inner = Policy(model.train(), cfg, autocast)
-    return shard(inner, cfg, device, trained=True), inner
+    return models.shard(inner, cfg, device, trained=True), inner
 
 
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     """A frozen copy of the start, in the compute dtype. None without KL, and with LoRA (adapters off is the start)."""
     if cfg.beta == 0 or cfg.use_peft:
         return None
-    model = load_hf_model(cfg, getattr(torch, cfg.compute_dtype))
-    return shard(Policy(model.eval().requires_grad_(False), cfg, autocast=False), cfg, device, trained=False)
+    model = models.load_hf_model(cfg, getattr(torch, cfg.compute_dtype))
+    return models.shard(Policy(model.eval().requires_grad_(False), cfg, autocast=False), cfg, device, trained=False)
 
 
 # ==== 5 rollout and scoring ==========================================================================================
@@ -401,237 +583,180 @@ def format_row(row: dict) -> dict:
     return row
 
 
-async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig) -> tuple[list, dict]:
+async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig) -> tuple[list[list], dict]:
     """Sample and score. One task per prompt: a group is scored while others are still being sampled.
 
-    Returns the trajectories, and seconds: until the last token was sampled, and what scoring took beyond that.
+    Returns each row's trajectories, and seconds: until the last token was sampled, and what scoring took beyond that.
     """
     start, sampled = time.perf_counter(), []
 
-    async def one_group(group: int, row: dict) -> list[Trajectory]:
+    async def one_group(row: dict) -> list[Trajectory]:
         trajectories = await ROLLOUTS[cfg.rollout]([row], generator, cfg)
         sampled.append(time.perf_counter())
-        for trajectory in trajectories:
-            trajectory.group = group
         await score(trajectories, reward_functions, cfg)
         return trajectories
 
-    groups = await asyncio.gather(*(one_group(group, row) for group, row in enumerate(rows)))
+    groups = await asyncio.gather(*map(one_group, rows))
     seconds = {"time/generate": max(sampled) - start, "time/score": time.perf_counter() - max(sampled)}
-    return [trajectory for group in groups for trajectory in group], seconds
+    return groups, seconds
 
 
-def make_generator(cfg: TrainConfig, hf_model: nn.Module, tokenizer, device: torch.device):
-    """The sampler of --generator; servers are checked to serve this model before anything is trained."""
-    if cfg.generator == "hf":
-        from hf_generator import HFGenerator
-
-        return HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), tokenizer)
-    from vllm_client import VLLMClient
-
-    token = cfg.server_token or os.environ.get("VLLM_SERVER_TOKEN")
-    client = VLLMClient(cfg.server_urls, token, timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
-    client.wait_ready(cfg.server_timeout)
-    utils.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
-    client.tokenizer, client.receives_weights = tokenizer, utils.is_main()
-    client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
-    if client.receives_weights:
-        client.connect_weights(device)
-    return client
+def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
+    """Whether a group can teach anything: its scores differ, and their mean lies in the window."""
+    scores = torch.tensor([sum(t.token_rewards) for t in group])
+    window = cfg.group_mean_min <= float(scores.mean()) <= cfg.group_mean_max
+    return window and (len(group) == 1 or float(scores.std()) > cfg.group_std_min + 1e-6)
 
 
-def rollout_metrics(trajectories: list[Trajectory], batch: Batch) -> dict:
-    """What the step's completions look like, over all ranks. Keys are TRL's."""
-    lengths = batch.loss_mask.sum(1)
-    spread_of_group = group_std(batch.scores, batch.groups)
-    _, size = group_index(batch.groups)
-    metrics = {
-        "reward": batch.scores,
-        "reward_std": spread_of_group,
-        "frac_reward_zero_std": (spread_of_group < 1e-6).float(),
-        "frac_singleton_groups": (size == 1).float(),
-        "completions/mean_length": lengths,
-        "completions/clipped_ratio": torch.tensor([float(t.finish_reason == "length") for t in trajectories]),
-    }
-    mine = {key for t in trajectories for key in t.info["rewards"]}  # components of dict rewards may differ by row
-    for key in sorted(set().union(*utils.gather_objects(mine))):
-        metrics[f"rewards/{key}/mean"] = torch.tensor([t.info["rewards"].get(key, math.nan) for t in trajectories])
-    out = {}
-    for name, values in metrics.items():
-        _, mean, _ = utils.global_moments(values.cpu().nan_to_num(), ~values.cpu().isnan())
-        out[name] = float(mean)
-    for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
-        out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
-    out["completions/max_length"] = utils.all_max(int(lengths.max()))
-    out["completions/min_length"] = -utils.all_max(-int(lengths.min()))
-    out["num_tokens"] = int(utils.all_sum(batch.attention_mask.sum()))
-    return out
+async def collect(rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig):
+    """One step's trajectories and their metrics, on this rank.
+
+    --dynamic_sampling: groups without signal make room for others (DAPO, 2503.14476 sec. 3.2), in a bounded number of
+    rounds; those still silent stay, so that a step never grows or shrinks. remax: a greedy completion of each prompt.
+    """
+    prompts = [rows[i] for i in sampler.next(step)]
+    groups, metrics = await rollout(prompts, generator, reward_functions, cfg)
+    resampled, silent = 0, []
+    for number in range(cfg.resample_rounds + 1 if cfg.dynamic_sampling else 0):
+        silent = [slot for slot, group in enumerate(groups) if not has_signal(group, cfg)]
+        if not silent or number == cfg.resample_rounds:
+            break
+        others = [rows[i] for i in sampler.extra(step, number, len(silent))]
+        new, seconds = await rollout(others, generator, reward_functions, cfg)
+        resampled += len(silent)
+        metrics = {name: value + seconds[name] for name, value in metrics.items()}
+        for slot, group in zip(silent, new, strict=True):
+            groups[slot] = group if has_signal(group, cfg) else groups[slot]
+    if cfg.advantage == "remax":
+        greedy = replace(cfg, num_generations=1, temperature=0.0)
+        baselines, _ = await rollout([group[0].row for group in groups], generator, reward_functions, greedy)
+        for group, (baseline,) in zip(groups, baselines, strict=True):
+            for trajectory in group:
+                trajectory.info["baselines"] = sum(baseline.token_rewards)
+    for number, group in enumerate(groups):
+        for trajectory in group:
+            trajectory.group = number
+    if cfg.dynamic_sampling:
+        counts = utils.all_sum(torch.tensor([resampled, len(silent)])).tolist()
+        metrics |= dict(zip(("dynamic_sampling/resampled", "dynamic_sampling/silent"), counts, strict=True))
+    return sum(groups, []), metrics
 
 
 # ==== 6 log-probs ====================================================================================================
 
 
-def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
-    """Why prompts cannot be computed once per group for this model, or None if they can."""
-    config = hf_model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        return f"layers of type {', '.join(sorted(kinds - {'full_attention'}))} take no free-form attention mask"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return "sliding-window attention takes no free-form attention mask"
-    if cfg.attn_implementation not in ("sdpa", "eager"):
-        return f"--attn_implementation {cfg.attn_implementation} takes no free-form attention mask; sdpa does"
-    return None
+def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places. 0 elsewhere.
 
-
-def runs(groups: Tensor) -> list[list[int]]:
-    """Adjacent rows of one group together: [5, 5, 7] -> [[0, 1], [2]]"""
-    _, counts = groups.unique_consecutive(return_counts=True)
-    return [list(range(end - n, end)) for end, n in zip(counts.cumsum(0).tolist(), counts.tolist(), strict=True)]
-
-
-def shared_prefix(batch: Batch, members: list[int]) -> int:
-    """How many leading tokens these rows share before any of them was sampled."""
-    sampled = batch.loss_mask[members]
-    before = torch.where(sampled.any(1), sampled.argmax(1), batch.attention_mask[members].sum(1)).min().int()
-    same = (batch.input_ids[members] == batch.input_ids[members[0]]).all(0)[:before]
-    return int(same.cumprod(0).sum())
-
-
-def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
-    """A forward pass's inputs and, for each sampled token in row-major order, the place that predicts it.
-
-    A group becomes one packed row [prompt | completion 1 | ... | completion G]; positions restart after the prompt and
-    a completion sees the prompt and itself:   p p a a b   positions 0 1 2 3 2   segments 0 0 1 1 2
-    Returns inputs [R, L], rows [N], columns [N], targets [N].
+    With gradient (the entropy only if there is a bonus on it).  [B, T] each
     """
-    device, where = batch.input_ids.device, batch.loss_mask.nonzero()  # [N, 2]
-    rows, before, targets = where[:, 0], where[:, 1] - 1, batch.input_ids[where[:, 0], where[:, 1]]  # [N] each
-    if not cfg.shared_prefix or any(batch.model_inputs):
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
-        for key in batch.model_inputs[0] if batch.model_inputs else ():
-            inputs[key] = torch.cat([row[key] for row in batch.model_inputs])
-        return inputs, rows, before, targets
-    lengths = batch.attention_mask.sum(1).long().tolist()
-    packed, row_of, prefix_of, shift_of = [], [], [], []
-    for members in runs(batch.groups):
-        prefix = shared_prefix(batch, members)
-        pieces = [(batch.input_ids[members[0], :prefix], torch.arange(prefix), 0)]  # ids, positions, segment
-        end = prefix
-        for segment, member in enumerate(members, 1):
-            pieces.append(
-                (batch.input_ids[member, prefix : lengths[member]], torch.arange(prefix, lengths[member]), segment)
-            )
-            row_of.append(len(packed))
-            prefix_of.append(prefix)
-            shift_of.append(end - prefix)  # token t of this completion stands in column t + shift
-            end += lengths[member] - prefix
-        packed.append(pieces)
-    length = max(sum(len(ids) for ids, _, _ in pieces) for pieces in packed)
-    input_ids, positions = torch.zeros(2, len(packed), length, dtype=torch.long, device=device).unbind()  # [R, L]
-    segments = torch.full_like(input_ids, -1)
-    for row, pieces in enumerate(packed):
-        end = sum(len(ids) for ids, _, _ in pieces)
-        input_ids[row, :end] = torch.cat([ids for ids, _, _ in pieces])
-        positions[row, :end] = torch.cat([position for _, position, _ in pieces]).to(device)
-        segments[row, :end] = torch.cat([torch.full((len(ids),), segment) for ids, _, segment in pieces]).to(device)
-    order = torch.arange(length, device=device)
-    visible = (segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])  # [R, query, key]
-    mask = (visible & (order[None] <= order[:, None]))[:, None]  # [R, 1, L, L]
-    if cfg.attn_implementation == "eager":  # adds its mask
-        mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    row_of, prefix_of, shift_of = (torch.tensor(x, device=device)[rows] for x in (row_of, prefix_of, shift_of))  # [N]
-    columns = torch.where(before < prefix_of, before, before + shift_of)
-    return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}, row_of, columns, targets
-
-
-def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Log-probs of the sampled tokens and the entropy at their places, 0 elsewhere. With gradient.  [B, T], [B, T]"""
-    logprobs, entropy = policy(*pack(batch, cfg))  # [N], [N]
     where = batch.loss_mask.nonzero(as_tuple=True)
-    empty = torch.zeros(batch.loss_mask.shape, device=logprobs.device)
-    return empty.index_put(where, logprobs), empty.index_put(where, entropy)
-
-
-def micro_batches(batch: Batch, cfg: TrainConfig) -> list[list[int]]:
-    """Row numbers of each forward pass, at most --tokens_per_microbatch tokens with padding; as many on every rank.
-
-    Groups stay together while they fit, since they share their prompt. Longest first, so that rows of a pass are alike
-    in length. A rank with fewer passes gets empty ones: FSDP's collectives would wait for each other.
-    """
-    lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch
-    units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what becomes one packed row
-    for members in runs(batch.groups) if cfg.shared_prefix else [[row] for row in range(len(batch))]:
-        prefix, size, rows = shared_prefix(batch, members), 0, []
-        for member in members:
-            extra = lengths[member] - prefix
-            if rows and size + extra > limit:
-                units.append((size, rows))
-                rows = []
-            size = size + extra if rows else lengths[member]
-            rows = rows + [member]
-        units.append((size, rows))
-    passes: list[list[int]] = []
-    longest = used = 0
-    for size, rows in sorted(units, reverse=True):
-        if passes and (used + 1) * longest <= limit:
-            passes[-1] += rows
-            used += 1
-        else:
-            passes.append(list(rows))
-            longest, used = size, 1
-    return passes + [[]] * (int(utils.all_max(len(passes))) - len(passes))
+    empty = torch.zeros(batch.loss_mask.shape, device=batch.loss_mask.device)
+    return tuple(empty.index_put(where, values) for values in policy(*pack(batch, cfg)))  # [N] -> [B, T]
 
 
 @torch.no_grad()
-def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Log-probs of the whole batch without gradient, micro-batch by micro-batch.  [B, T]"""
-    out = torch.zeros_like(batch.loss_mask)
+def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
+    out = torch.zeros(3, *batch.loss_mask.shape, device=batch.loss_mask.device)
     for rows in micro_batches(batch, cfg):
         part = batch.select(rows or [0])
-        logprobs, _ = compute_logprobs(policy, part, cfg)
+        values = torch.stack(compute_logprobs(policy, part, cfg))  # [3, rows, T of part]
         if rows:
-            out[rows, : logprobs.shape[1]] = logprobs
-    return out
+            out[:, rows, : values.shape[2]] = values
+    return out.unbind()
+
+
+def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg: TrainConfig) -> None:
+    """What has to be known before the first update, and no more: with one update a step and nothing that reads old
+    log-probs the ratio is 1 by construction, and no forward pass is made."""
+    several = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
+    if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or cfg.advantage in ("otb", "tir_otb"):
+        batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
+    if cfg.beta > 0 and reference is not None:
+        batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
+    elif cfg.beta > 0:
+        with inner.model.disable_adapter():
+            batch.ref_logprobs = all_logprobs(policy, batch, cfg)[0]
 
 
 # ==== 7 update =======================================================================================================
 
 
-def lr_at(update: int, cfg: TrainConfig) -> float:
-    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule to 0 at the end.
+def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
+    """Scores normalised, then beta * KL off each token's reward (RLHF). moments: see utils.running_moments."""
+    if (cfg.reward_mean, cfg.reward_std) != ("none", "none"):
+        running = utils.running_moments(batch.scores, moments)
+        change = normalize(batch.scores, batch.groups, cfg.reward_mean, cfg.reward_std, running) - batch.scores
+        last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=change.device)).argmax(1)
+        batch.rewards[torch.arange(len(batch)), last] += change  # where the outcome stands
+    if not cfg.kl_in_reward:
+        return {}
+    kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
+    batch.rewards = batch.rewards - cfg.beta * kl
+    return {"kl": float(utils.global_moments(kl, batch.loss_mask)[1])}
 
-    A function of the update's number, so that resuming needs no scheduler state.
+
+def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> None:
+    """Completions and tokens that are sampled and compared, but not learned from."""
+    keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
+    mean = group_mean(torch.tensor([sum(t.token_rewards) for t in trajectories]), batch.groups.cpu())
+    keep &= (mean >= cfg.group_mean_min) & (mean <= cfg.group_mean_max)  # neither too hard nor too easy
+    batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
+    batch.advantages = batch.advantages * batch.loss_mask
+    if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
+        values = torch.cat(utils.gather_objects(batch.entropy[batch.loss_mask > 0].cpu())).sort(descending=True).values
+        if len(values):
+            least = values[max(math.ceil(cfg.top_entropy_quantile * len(values)), 1) - 1]
+            batch.advantages = batch.advantages * (batch.entropy >= least.to(batch.entropy.device))
+
+
+def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """Weights trainer / sampler of the policy loss, without gradient, and how far the two are apart.  [B, T]
+
+    The sampler's log-probs differ by other kernels, or because it is behind: w = exp(old - sampling), by token or by
+    sequence, clamped to the bounds or 0 outside (TIS, IcePop). Completions whose geometric mean is out of bounds, or
+    which are negative and drifted off_policy_threshold away (DeepSeek-V3.2), are left out.
     """
-    total = cfg.max_steps * cfg.num_iterations * cfg.num_minibatches
-    warmup = math.ceil(cfg.warmup_ratio * total)
-    if update < warmup:
-        return cfg.learning_rate * (update + 1) / warmup
-    done = (update - warmup) / max(total - warmup, 1)
-    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return cfg.learning_rate * decay[cfg.lr_schedule]
-
-
-def clip_gradients(policy: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global norm of at most max_norm; returns the norm before."""
-    if isinstance(policy, torch.distributed.fsdp.FullyShardedDataParallel):
-        return float(policy.clip_grad_norm_(max_norm))
-    norm = nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.grad is not None], max_norm)
-    return float(norm.full_tensor() if isinstance(norm, utils._dtensor()) else norm)
+    mask = batch.loss_mask
+    trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
+    d = ((trainer - batch.sampling_logprobs) * mask).clamp(-20, 20)
+    w = (d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d) if cfg.correction == "sequence" else d).exp()
+    stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
+    stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2}
+    inside = (w >= cfg.correction_min) & (w <= cfg.correction_max)
+    stats["ratio_outside"] = (~inside).float()
+    if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the ratio has it already
+        w = torch.ones_like(w)
+    else:
+        w = w * inside if cfg.correction_mode == "mask" else w.clamp(cfg.correction_min, cfg.correction_max)
+    mean = row_mean(d, mask).exp()  # [B, 1]
+    keep = (mean >= cfg.reject_below) & (mean <= cfg.reject_above)
+    if cfg.off_policy_threshold is not None:
+        drift = row_mean(batch.sampling_logprobs - logprobs.detach(), mask)
+        keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
+    stats["left_out"] = (~keep).float().expand_as(d)
+    return w * keep, {f"sampling/{name}": value for name, value in stats.items()}
 
 
 def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
-    logprobs, entropy = compute_logprobs(policy, part, cfg)  # [B, T]
-    if part.old_logprobs is None:  # first and only pass: pi_old is pi, the ratio is 1 and carries the gradient
+    logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
+    if cfg.old_logprobs == "sampler":
+        part.old_logprobs = part.sampling_logprobs
+    elif (
+        part.old_logprobs is None or cfg.old_logprobs == "current"
+    ):  # pi_old is pi: ratio 1, which carries the gradient
         part.old_logprobs = logprobs.detach()
     per_token, stats = POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg)  # [B, T]
-    if part.ref_logprobs is not None:
+    scale, mismatch = correction(logprobs, part, cfg)
+    per_token = per_token * scale
+    if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs)  # [B, T]
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
+    per_token = per_token - cfg.entropy_coef * entropy
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
-    stats |= {"entropy": entropy, "sampling/logprob_diff_mean": (part.old_logprobs - part.sampling_logprobs).abs()}
-    return (weights * per_token).sum(), stats
+    return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
 
 
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
@@ -659,7 +784,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> d
         sums["loss"] += loss.detach().double().cpu()
         sums["tokens"] += part.loss_mask.sum().double().cpu()
         for name, matrix in stats.items():
-            sums[name] += (matrix.detach() * part.loss_mask).sum().double().cpu()
+            values = (matrix.detach() * part.loss_mask).double().cpu()
+            sums[name] = torch.maximum(sums[name], values.max()) if name.endswith("_max") else sums[name] + values.sum()
     return sums
 
 
@@ -677,23 +803,30 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, cf
     number = step * cfg.num_iterations * cfg.num_minibatches
     for part in parts * cfg.num_iterations:
         optimizer.zero_grad(set_to_none=True)
+        if cfg.policy_loss in ("clip_cov", "kl_cov"):  # among all tokens of the update, however it is cut
+            now = all_logprobs(policy, part, cfg)[0]
+            seen = part if part.old_logprobs is not None else replace(part, old_logprobs=now)
+            part.chosen = chosen_by_covariance(now, seen, cfg)
         for name, value in accumulate_gradients(policy, part, cfg).items():
-            total[name] = total[name] + value
-        norms.append(clip_gradients(policy, cfg.max_grad_norm))
+            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+        norms.append(models.clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
                 f"step {step}: the gradient norm is {norms[-1]}, so no update was made. Look at the rewards and at "
                 "sampling/logprob_diff_mean of the last steps; lower --learning_rate, or --compute_dtype float32."
             )
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(number, cfg)
+            group["lr"] = utils.lr_at(number, cfg)
         optimizer.step()
         number += 1
     optimizer.zero_grad(set_to_none=True)
+    largest = {name: utils.all_max(float(total.pop(name))) for name in sorted(total) if name.endswith("_max")}
     names = sorted(total)
     sums = dict(zip(names, utils.all_sum(torch.stack([total[name] for name in names])).tolist(), strict=True))
     tokens, loss = max(sums.pop("tokens"), 1.0), sums.pop("loss") / len(norms)
-    metrics = {name: value / tokens for name, value in sums.items()}
+    metrics = {name: value / tokens for name, value in sums.items()} | largest
+    # Effective sample size of the weights, as a share of the tokens: 1 if trainer and sampler agree.
+    metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / max(metrics.pop("sampling/ratio_squared"), 1e-12)
     return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms), "lr": optimizer.param_groups[0]["lr"]}
 
 
@@ -709,7 +842,7 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
     k = cfg.eval_generations
     eval_cfg = replace(cfg, num_generations=k, temperature=cfg.eval_temperature)
     share = rows[rank::world]
-    mine = asyncio.run(rollout(share, generator, reward_functions, eval_cfg))[0] if share else []
+    mine = sum(asyncio.run(rollout(share, generator, reward_functions, eval_cfg))[0], []) if share else []
     scores = torch.tensor([sum(t.token_rewards) for t in mine]).view(-1, k)  # [rows of this rank, k]
     solved = (scores >= cfg.eval_solved).double()
     length = torch.tensor([float(len(t.token_ids)) for t in mine]).sum()
@@ -720,50 +853,6 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
 
 
 # ==== 9 train() ======================================================================================================
-
-
-def load_data(cfg: TrainConfig, tokenizer) -> tuple[list[dict], list[dict]]:
-    """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted."""
-    rows, held_out = [], []
-    options = dict(apply_chat_template=not cfg.no_apply_chat_template, system_prompt=cfg.system_prompt)
-    sources = [] if cfg.eval_only else [(rows, cfg.dataset_id, cfg.dataset_split)]
-    if cfg.eval_only or cfg.eval_steps:
-        if not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in data.FILE_TYPES:
-            raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
-        sources.append((held_out, cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split))
-    for target, dataset_id, split in sources:
-        loaded = data.load_rows(dataset_id, cfg.dataset_config, split, cfg.seed, format_row)
-        kept, dropped = data.filter_overlong(loaded, tokenizer, cfg.max_prompt_length, **options)
-        target += kept
-        if utils.is_main():
-            print(f"{dataset_id} [{split}]: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))
-    return rows, held_out
-
-
-def describe(cfg: TrainConfig, policy: nn.Module, num_rows: int, world: int) -> None:
-    """What follows from the settings, as a table."""
-    trained, total = (sum(p.numel() for p in policy.parameters() if p.requires_grad or not t) for t in (True, False))
-    lines = {
-        "prompts x generations": f"{cfg.prompts_per_step} x {cfg.num_generations} = {cfg.sequences_per_step} per step, "
-        f"{cfg.sequences_per_step // world} on each of {world} rank(s)",
-        "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
-        "data": f"{num_rows} prompts, {cfg.max_steps * cfg.prompts_per_step / max(num_rows, 1):.2f} epochs",
-        "parameters": f"{trained / 1e6:.1f} M trained of {total / 1e6:.1f} M on this rank, {cfg.strategy}",
-        "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
-    }
-    if cfg.preset:
-        lines[f"preset {cfg.preset}"] = ", ".join(f"{k} {v}" for k, v in PRESETS[cfg.preset].items())
-    for name, text in lines.items():
-        print(f"  {name:<22} {text}")
-    if cfg.num_iterations * cfg.num_minibatches == 1 and cfg.beta == 0:
-        print("  One update per step and beta 0: the ratio is 1 and the loss 0 by construction. Watch the reward.")
-
-
-@contextlib.contextmanager
-def clock(metrics: dict, name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    metrics[f"time/{name}"] = time.perf_counter() - start
 
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
@@ -778,7 +867,7 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     except OSError as error:
         raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
-    rows, held_out = load_data(cfg, tokenizer)
+    rows, held_out = data.load_data(cfg, tokenizer, format_row)
     reward_functions = get_reward_functions(cfg, columns=(rows or held_out)[0])
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
@@ -791,7 +880,8 @@ def train(cfg: TrainConfig) -> dict:
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir) / cfg.run_name
-    start, tokens_seen = utils.last_step(run_dir) if cfg.resume else 0, 0
+    start = utils.last_step(run_dir) if cfg.resume else 0
+    state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0, 0.0, 0.0]}
     log = RunLog(cfg, start if cfg.resume else None, cfg.max_steps) if rank == 0 else None
     policy, inner = load_policy(cfg, device)
     reference = load_reference(cfg, device)
@@ -802,10 +892,12 @@ def train(cfg: TrainConfig) -> dict:
     trained = [p for p in policy.parameters() if p.requires_grad]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
     optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
-    generator = make_generator(cfg, inner.hf_model, tokenizer, device)
+    generator = models.make_generator(cfg, inner.hf_model, tokenizer, device)
 
+    modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     if cfg.resume:
-        tokens_seen = utils.load_checkpoint(run_dir, start, policy, optimizer)["num_tokens"]
+        state |= utils.load_checkpoint(run_dir, start, modules)
+        cfg = replace(cfg, beta=state["beta"], entropy_coef=state["entropy_coef"])
     if rank == 0:
         describe(cfg, policy, len(rows), world)
     utils.push_weights(policy, generator, start, cfg.push_bucket_mb)
@@ -822,8 +914,7 @@ def train(cfg: TrainConfig) -> dict:
         return metrics
 
     def save(step: int) -> None:
-        state = {"num_tokens": tokens_seen}
-        utils.save_checkpoint(run_dir, step, policy, optimizer, inner.hf_model, tokenizer, state, cfg.save_total_limit)
+        utils.save_checkpoint(run_dir, step, modules, inner.hf_model, tokenizer, state, cfg.save_total_limit)
 
     last_eval = evaluation(start) if cfg.eval_only or (cfg.eval_steps and start == 0) else {}
     if cfg.eval_only:
@@ -835,29 +926,31 @@ def train(cfg: TrainConfig) -> dict:
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
             seed_generator(step, 0)
-            prompts = [rows[i] for i in sampler.next(step)]
-            trajectories, seconds = asyncio.run(rollout(prompts, generator, reward_functions, cfg))
-            check_fresh(trajectories, step)
-            batch = collate(trajectories, tokenizer.pad_token_id or 0, device, group_offset=rank * len(prompts))
+            trajectories, collected = asyncio.run(collect(rows, sampler, step, generator, reward_functions, cfg))
+            utils.check_fresh(trajectories, step)
+            batch = collate(trajectories, tokenizer.pad_token_id or 0, device, group_offset=rank * sampler.share)
+            metrics |= collected | rollout_metrics(trajectories)
             with clock(metrics, "logprobs"):
-                if cfg.num_iterations * cfg.num_minibatches > 1:  # else the ratio is 1 by construction
-                    batch.old_logprobs = all_logprobs(policy, batch, cfg)
-                if cfg.beta > 0:
-                    batch.ref_logprobs = reference_logprobs(reference, policy, inner, batch, cfg)
+                add_logprobs(batch, policy, reference, inner, cfg)
+            metrics |= shape_rewards(batch, cfg, state["score_moments"])
             batch.advantages = ADVANTAGES[cfg.advantage](batch, cfg)
+            leave_out(batch, trajectories, cfg)
             with clock(metrics, "update"):
                 metrics |= update(policy, optimizer, batch, cfg, step)
             if step == start:
-                check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
+                utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
                 utils.push_weights(policy, generator, step + 1, cfg.push_bucket_mb)
-        metrics |= seconds | rollout_metrics(trajectories, batch)
-        tokens_seen += metrics["num_tokens"]
-        metrics["num_tokens"] = tokens_seen
+            cfg = adapt(cfg, metrics)
+            if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
+                utils.move_towards(reference, policy, cfg.ref_sync_alpha)
+        metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
+        state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         done = step + 1 == cfg.max_steps
         if log and ((step + 1) % cfg.log_steps == 0 or done):
             log.step(step + 1, metrics)
-            log_completions(log, trajectories, batch, step + 1, cfg)
+            advantages = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
+            log.trajectories(step + 1, trajectories, batch.scores.tolist(), advantages)
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or done):  # before saving, so that a resume has it
             last_eval = evaluation(step + 1)
         if cfg.save_steps and (step + 1) % cfg.save_steps == 0 or done:
@@ -871,45 +964,15 @@ def train(cfg: TrainConfig) -> dict:
     return last_eval
 
 
-def reference_logprobs(reference, policy, inner: Policy, batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Log-probs of the frozen start: its own model, or the policy with its adapters switched off.  [B, T]"""
-    if reference is not None:
-        return all_logprobs(reference, batch, cfg)
-    with inner.model.disable_adapter():
-        return all_logprobs(policy, batch, cfg)
-
-
-def check_fresh(trajectories: list[Trajectory], version: int) -> None:
-    stale = [t.policy_version for t in trajectories if t.policy_version != version]
-    if stale:
-        raise RuntimeError(
-            f"{len(stale)} of {len(trajectories)} completions come from weights {stale[0]}, not {version}. Does "
-            "another trainer push to the same server? Give each run a server of its own."
-        )
-
-
-def check_agreement(difference: float, cfg: TrainConfig) -> None:
-    if difference > cfg.logprob_diff_limit:
-        raise RuntimeError(
-            f"Trainer and sampler disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
-            f"{cfg.logprob_diff_limit}. Usual causes: another model on the server, a quantised server, top-k / top-p "
-            "sampling, a modified model class. --logprob_diff_limit raises the limit."
-        )
-
-
-def log_completions(log: RunLog, trajectories: list[Trajectory], batch: Batch, step: int, cfg: TrainConfig) -> None:
-    """This rank's completions with rewards and advantages: to completions/*.parquet, now and then to the terminal."""
-    count = batch.loss_mask.sum(1).clamp(min=1)
-    advantages, scores = (batch.advantages.sum(1) / count).tolist(), batch.scores.tolist()
-    rows = []
-    for t, advantage, reward in zip(trajectories, advantages, scores, strict=True):
-        row = {"prompt": t.row["prompt"], "completion": t.info["completion"]}
-        row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
-        rows.append(row | {f"rewards/{name}": value for name, value in t.info["rewards"].items()})
-    if cfg.log_completions:
-        log.completions(step, rows)
-    if cfg.print_samples_every and (step - 1) % cfg.print_samples_every == 0:
-        log.sample(step, rows[0])
+def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
+    """beta and entropy_coef for the next step, from this one's KL and entropy."""
+    if cfg.kl_target is not None:  # Ziegler et al., 1909.08593 sec. 2.2
+        error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
+        cfg = replace(cfg, beta=cfg.beta * (1 + error * cfg.sequences_per_step / cfg.kl_horizon))
+    if cfg.entropy_target is not None:
+        change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
+        cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
+    return cfg
 
 
 # ==== main ===========================================================================================================

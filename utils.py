@@ -7,6 +7,7 @@ where they are used, so that a mistake on the command line is answered before th
 import contextlib
 import datetime
 import json
+import math
 import os
 import random
 import re
@@ -66,13 +67,13 @@ def all_sum(values: Tensor) -> Tensor:
     return values
 
 
-def all_max(value: int) -> int:
+def all_max(value: int | float) -> int | float:
     """Largest value over all ranks."""
     if world_size() == 1:
         return value
-    box = torch.tensor(value)
+    box = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return int(box)
+    return type(value)(box)
 
 
 def gather_objects(value) -> list:
@@ -105,6 +106,28 @@ def global_moments(values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
     mean = total / count.clamp(min=1)
     variance = (squares - count * mean**2).clamp(min=0) / (count - 1).clamp(min=1)
     return count, mean.to(values.dtype), variance.sqrt().to(values.dtype)
+
+
+def lr_at(update: int, cfg: TrainConfig) -> float:
+    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule to 0 at the end.
+
+    A function of the update's number, so that resuming needs no scheduler state.
+    """
+    total = cfg.max_steps * cfg.num_iterations * cfg.num_minibatches
+    warmup = math.ceil(cfg.warmup_ratio * total)
+    if update < warmup:
+        return cfg.learning_rate * (update + 1) / warmup
+    done = (update - warmup) / max(total - warmup, 1)
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return cfg.learning_rate * decay[cfg.lr_schedule]
+
+
+def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation of all values so far, on all ranks; adds to moments = [count, sum, squares' sum]."""
+    values = values.double()
+    added = all_sum(torch.stack([torch.ones_like(values).sum(), values.sum(), (values**2).sum()])).tolist()
+    moments[:] = count, total, squares = [a + b for a, b in zip(moments, added, strict=True)]
+    return total / count, (max(squares - total**2 / count, 0) / max(count - 1, 1)) ** 0.5
 
 
 # ---- 2 weights ------------------------------------------------------------------------------------------------------
@@ -235,6 +258,13 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
     raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
 
 
+@torch.no_grad()
+def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """ref <- alpha * policy + (1 - alpha) * ref, shard by shard: both are wrapped alike."""
+    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
+        old.lerp_(new.to(old.dtype), alpha)
+
+
 # ---- 3 checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -249,12 +279,21 @@ def last_step(run_dir: Path) -> int:
     return max(steps)
 
 
-def _train_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Sharded state of trained weights and optimizer, in place for torch.distributed.checkpoint; DDP and FSDP alike."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+def _train_state(modules: dict) -> dict:
+    """Sharded state of {name: (module, optimizer)}, in place for torch.distributed.checkpoint; DDP and FSDP alike. Of a
+    module with an optimizer what is trained; without one, all of it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
-    model, optim = get_state_dict(policy, optimizer, options=StateDictOptions(ignore_frozen_params=True))
-    return {"model": model, "optimizer": optim}
+    state = {}
+    for name, (module, optimizer) in modules.items():
+        if optimizer is None:
+            state[name] = {"model": get_model_state_dict(module)}
+        else:
+            options = StateDictOptions(ignore_frozen_params=True)
+            state[name] = dict(
+                zip(("model", "optimizer"), get_state_dict(module, optimizer, options=options), strict=True)
+            )
+    return state
 
 
 def _rng_state() -> dict:
@@ -262,8 +301,9 @@ def _rng_state() -> dict:
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
 
 
-def save_checkpoint(run_dir: Path, step: int, policy, optimizer, hf_model, tokenizer, state: dict, keep: int) -> Path:
-    """Write checkpoints/step_N: a `from_pretrained` folder, LoRA folded in, plus `trainer/` to resume from.
+def save_checkpoint(run_dir: Path, step: int, modules: dict, hf_model, tokenizer, state: dict, keep: int) -> Path:
+    """Write checkpoints/step_N: a `from_pretrained` folder of modules["policy"], LoRA folded in, plus `trainer/` to
+    resume from: the state of all {name: (module, its optimizer or None)}.
 
     All ranks call it. Written under another name and renamed when complete; older ones beyond `keep` are removed.
     state: plain JSON values that come back from `load_checkpoint`.
@@ -276,12 +316,12 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, hf_model, token
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "trainer").mkdir(parents=True)
     raise_together(None, "Preparing the checkpoint folder")
-    dcp.save(_train_state(policy, optimizer), checkpoint_id=partial / "trainer" / "state")
+    dcp.save(_train_state(modules), checkpoint_id=partial / "trainer" / "state")
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.save(_rng_state(), partial / "trainer" / f"rng_{rank}.pt")
     dtype = next(hf_model.parameters()).dtype
     weights = {}
-    for bucket in weight_buckets(policy, 2**30, dtype, keep=is_main()):
+    for bucket in weight_buckets(modules["policy"][0], 2**30, dtype, keep=is_main()):
         weights.update((name, tensor.cpu()) for name, tensor in bucket)
     error = None
     try:
@@ -310,18 +350,22 @@ def save_pretrained(path: Path, hf_model, tokenizer, weights: dict[str, Tensor])
     save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_checkpoint(run_dir: Path, step: int, policy, optimizer) -> dict:
-    """Put weights, optimizer and random state back where `save_checkpoint` took them; returns its `state`."""
+def load_checkpoint(run_dir: Path, step: int, modules: dict) -> dict:
+    """Put weights, optimizers and random state back where `save_checkpoint` took them; returns its `state`."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
     path = run_dir / "checkpoints" / f"step_{step}"
-    state = _train_state(policy, optimizer)
+    state = _train_state(modules)
     dcp.load(state, checkpoint_id=path / "trainer" / "state")
-    options = StateDictOptions(ignore_frozen_params=True, strict=False)
-    set_state_dict(
-        policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )
+    for name, (module, optimizer) in modules.items():
+        weights = state[name]["model"]
+        if optimizer is None:
+            set_model_state_dict(module, weights)
+        else:
+            options = StateDictOptions(ignore_frozen_params=True, strict=False)
+            moments = state[name]["optimizer"]
+            set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
     rank = dist.get_rank() if dist.is_initialized() else 0
     rng_file = path / "trainer" / f"rng_{rank}.pt"
     if rng_file.exists():  # absent when resumed on more ranks than it was saved from
@@ -344,6 +388,24 @@ def push_to_hub(run_dir: Path, step: int, repo_id: str, private: bool) -> None:
 
 
 # ---- 4 failures -----------------------------------------------------------------------------------------------------
+
+
+def check_fresh(trajectories: list, version: int) -> None:
+    stale = [t.policy_version for t in trajectories if t.policy_version != version]
+    if stale:
+        raise RuntimeError(
+            f"{len(stale)} of {len(trajectories)} completions come from weights {stale[0]}, not {version}. Does "
+            "another trainer push to the same server? Give each run a server of its own."
+        )
+
+
+def check_agreement(difference: float, cfg: TrainConfig) -> None:
+    if difference > cfg.logprob_diff_limit:
+        raise RuntimeError(
+            f"Trainer and sampler disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
+            f"{cfg.logprob_diff_limit}. Usual causes: another model on the server, a quantised server, top-k / top-p "
+            "sampling, a modified model class. --logprob_diff_limit raises the limit."
+        )
 
 
 def check_model_id(model_id: str) -> None:

@@ -1,0 +1,163 @@
+"""The policy as a module, loading, LoRA, sharding, the sampler: what --model_id, --use_peft, --strategy and --generator
+ask for. What one edits to try an idea is in the train script."""
+
+import contextlib
+import os
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import utils
+from config import TrainConfig
+
+
+class Policy(nn.Module):
+    """A causal LM that answers with log-probs of chosen tokens. Logits exist for `chunk` sampled tokens at a time only.
+
+    The wrapper exists because DDP and FSDP want everything that uses parameters inside one `forward`.
+    """
+
+    def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
+        super().__init__()
+        self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
+        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
+
+    @property
+    def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
+        return self.model.get_base_model() if isinstance(self.model, _peft_model()) else self.model
+
+    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob of `targets` [N], given what stands up to (rows, columns) [N] of `inputs`; entropy and sum of
+        squared probabilities of the distribution it is drawn from.  [N] each"""
+        device = targets.device.type
+        with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            hidden = self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
+            hidden = hidden[rows, columns]  # [N, H]
+            if len(hidden) <= self.chunk or not torch.is_grad_enabled():
+                parts = [self.head(h, t) for h, t in self._chunks(hidden, targets)]
+            else:  # several chunks: recompute each one's logits in the backward pass
+                parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in self._chunks(hidden, targets)]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    def _chunks(self, hidden: Tensor, targets: Tensor):
+        return zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
+
+    def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]"""
+        logits = self.hf_model.get_output_embeddings()(hidden).float()  # [n, V]
+        if cap := getattr(self.hf_model.config.get_text_config(), "final_logit_softcapping", None):  # Gemma
+            logits = cap * torch.tanh(logits / cap)
+        if self.temperature != 1:  # the sampler did the same
+            logits = logits / self.temperature
+        log_p = logits.log_softmax(-1)  # [n, V]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
+            p = log_p.exp()
+            entropy = -(p * log_p).sum(-1)  # [n]
+        return log_p.gather(1, targets[:, None])[:, 0], entropy, (p.detach() ** 2).sum(-1)
+
+
+def _peft_model() -> type:
+    from peft import PeftModel
+
+    return PeftModel
+
+
+def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
+    """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights)."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation
+        )
+    except OSError as error:
+        raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
+    model.config.use_cache = False
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = cfg.lora_targets[0] if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
+    try:
+        lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
+        return get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
+
+
+def shard(policy: nn.Module, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
+    """The policy under --strategy. The reference model is sharded like the policy."""
+    layer_names = set(policy.hf_model._no_split_modules or [])
+    layers = [m for m in policy.modules() if type(m).__name__ in layer_names]
+    param_dtype = getattr(torch, cfg.compute_dtype)
+    if cfg.strategy == "ddp":
+        policy = policy.to(device)
+        if not trained or utils.world_size() == 1:
+            return policy
+        return nn.parallel.DistributedDataParallel(
+            policy, device_ids=[device.index] if device.index is not None else None
+        )
+    if cfg.strategy == "fsdp":
+        from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        # Adapters and frozen weights share a flat parameter; torch warns of that with a page of names per layer.
+        warnings.filterwarnings("ignore", message="(?s).*requires_grad=", module="torch.distributed.fsdp")
+        return FullyShardedDataParallel(
+            policy,
+            auto_wrap_policy=ModuleWrapPolicy({type(m) for m in layers}),
+            mixed_precision=MixedPrecision(param_dtype=param_dtype, reduce_dtype=torch.float32),
+            cpu_offload=CPUOffload(cfg.offload),
+            use_orig_params=True,
+            device_id=device,
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    options = dict(
+        mesh=init_device_mesh(device.type, (utils.world_size(),)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy(),
+    )
+    if not cfg.offload:
+        policy = policy.to(device)
+    for layer in layers:
+        fully_shard(layer, **options)
+    return fully_shard(policy, **options)
+
+
+def make_generator(cfg: TrainConfig, hf_model: nn.Module, tokenizer, device: torch.device):
+    """The sampler of --generator; servers are checked to serve this model before anything is trained."""
+    if cfg.generator == "hf":
+        from hf_generator import HFGenerator
+
+        return HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), tokenizer)
+    from vllm_client import VLLMClient
+
+    token = cfg.server_token or os.environ.get("VLLM_SERVER_TOKEN")
+    client = VLLMClient(cfg.server_urls, token, timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
+    client.wait_ready(cfg.server_timeout)
+    utils.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
+    client.tokenizer, client.receives_weights = tokenizer, utils.is_main()
+    client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
+    if client.receives_weights:
+        client.connect_weights(device)
+    return client
+
+
+def clip_gradients(policy: nn.Module, max_norm: float) -> float:
+    """Scale gradients to a global norm of at most max_norm; returns the norm before."""
+    if isinstance(policy, torch.distributed.fsdp.FullyShardedDataParallel):
+        return float(policy.clip_grad_norm_(max_norm))
+    norm = nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.grad is not None], max_norm)
+    return float(norm.full_tensor() if isinstance(norm, utils._dtensor()) else norm)
