@@ -103,7 +103,8 @@ class TrainConfig:
     advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
     scale_rewards: Literal["group", "batch", "none"] = "group"  # what grpo divides the centred score by: a std over ...
     gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
-    lam: float = 1.0  # GAE's lambda
+    lam: float = 1.0  # GAE's lambda (train_ppo.py)
+    critic_warmup: int = 0  # steps that train the critic only (train_ppo.py)
     gigpo_step_weight: float = 1.0  # weight of gigpo's step-level advantage
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "seq_mean"  # how tokens are weighted
@@ -249,7 +250,7 @@ def check_ranges(cfg: TrainConfig) -> None:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     for name in (
         "min_completion_length beta weight_decay eval_temperature print_samples_every epsilon_high resample_rounds "
-        "group_std_min correction_min reject_below entropy_coef_step kl_cov_coef kimi_tau dro_beta"
+        "critic_warmup group_std_min correction_min reject_below entropy_coef_step kl_cov_coef kimi_tau dro_beta"
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")

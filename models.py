@@ -161,3 +161,9 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
         return float(policy.clip_grad_norm_(max_norm))
     norm = nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.grad is not None], max_norm)
     return float(norm.full_tensor() if isinstance(norm, utils._dtensor()) else norm)
+
+
+def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW on what is trained; the update sets its learning rate."""
+    trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
+    return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)

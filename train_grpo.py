@@ -68,7 +68,8 @@ class Batch:
     sampling_logprobs: Tensor | None = None  # [B, T] of the sampler, 0 where loss_mask is 0
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if beta is 0
-    values: Tensor | None = None  # [B, T] of a critic
+    values: Tensor | None = None  # [B, T] of a critic, before the step's updates (train_ppo.py), and
+    returns: Tensor | None = None  # [B, T] what they are fitted to
     baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt
     advantages: Tensor | None = None  # [B, T] 0 where loss_mask is 0
     reward_components: Tensor | None = None  # [B, reward functions] before their weights
@@ -553,7 +554,7 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 # ==== 4 models =======================================================================================================
 
 
-def load_policy(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Policy]:
+def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Policy) -> tuple[nn.Module, Policy]:
     """(the policy as it is called, the same below DDP / FSDP)."""
     torch.manual_seed(cfg.seed)  # adapters start alike on every rank
     model = models.load_hf_model(cfg, getattr(torch, cfg.dtype))
@@ -563,7 +564,7 @@ def load_policy(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Poli
     if cfg.use_peft:
         model = models.add_lora(model, cfg)
     autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
-    inner = Policy(model.train(), cfg, autocast)
+    inner = kind(model.train(), cfg, autocast)
     return models.shard(inner, cfg, device, trained=True), inner
 
 
@@ -658,13 +659,13 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 @torch.no_grad()
 def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
-    out = torch.zeros(3, *batch.loss_mask.shape, device=batch.loss_mask.device)
+    out: list[Tensor] = []
     for rows in micro_batches(batch, cfg):
-        part = batch.select(rows or [0])
-        values = torch.stack(compute_logprobs(policy, part, cfg))  # [3, rows, T of part]
-        if rows:
-            out[:, rows, : values.shape[2]] = values
-    return out.unbind()
+        parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)
+        out = out or [torch.zeros_like(batch.loss_mask) for _ in parts]
+        for whole, values in zip(out, parts if rows else (), strict=False):
+            whole[rows, : values.shape[1]] = values
+    return tuple(out)
 
 
 def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg: TrainConfig) -> None:
@@ -759,13 +760,17 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
 
 
-def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
+def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=micro_loss) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
     Returns this rank's sums over tokens {name: []}: "loss", "tokens" and the statistics. Counts are global and taken
     before the loop; DDP and FSDP average over ranks, so the loss is multiplied by their number: without it ranks with
     short completions would count more.
     """
+    if cfg.policy_loss in ("clip_cov", "kl_cov"):  # among all tokens of the update, however it is cut
+        now = all_logprobs(policy, batch, cfg)[0]
+        seen = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=now)
+        batch = replace(batch, chosen=chosen_by_covariance(now, seen, cfg))
     nonempty = batch.loss_mask.any(1).sum()
     sequences = torch.tensor(float(len(batch))) if cfg.loss_agg == "constant" else nonempty.cpu()
     tokens, sequences = utils.all_sum(torch.stack([batch.loss_mask.sum().cpu(), sequences])).tolist()
@@ -779,7 +784,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> d
         last = number + 1 == len(passes)
         ddp = isinstance(policy, nn.parallel.DistributedDataParallel)
         with policy.no_sync() if ddp and not last else contextlib.nullcontext():
-            loss, stats = micro_loss(policy, part, cfg, counts)
+            loss, stats = loss_of(policy, part, cfg, counts)
             (loss * utils.world_size()).backward()
         sums["loss"] += loss.detach().double().cpu()
         sums["tokens"] += part.loss_mask.sum().double().cpu()
@@ -796,18 +801,14 @@ def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
     return [batch.select(sum(members[i : i + size], [])) for i in range(0, len(members), size)]
 
 
-def update(policy: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, cfg: TrainConfig, step: int) -> dict:
+def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=micro_loss) -> dict:
     """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank."""
     total, norms = defaultdict(float), []
     parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
     number = step * cfg.num_iterations * cfg.num_minibatches
     for part in parts * cfg.num_iterations:
         optimizer.zero_grad(set_to_none=True)
-        if cfg.policy_loss in ("clip_cov", "kl_cov"):  # among all tokens of the update, however it is cut
-            now = all_logprobs(policy, part, cfg)[0]
-            seen = part if part.old_logprobs is not None else replace(part, old_logprobs=now)
-            part.chosen = chosen_by_covariance(now, seen, cfg)
-        for name, value in accumulate_gradients(policy, part, cfg).items():
+        for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
             total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
         norms.append(models.clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
@@ -826,7 +827,8 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, cf
     tokens, loss = max(sums.pop("tokens"), 1.0), sums.pop("loss") / len(norms)
     metrics = {name: value / tokens for name, value in sums.items()} | largest
     # Effective sample size of the weights, as a share of the tokens: 1 if trainer and sampler agree.
-    metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / max(metrics.pop("sampling/ratio_squared"), 1e-12)
+    if squared := metrics.pop("sampling/ratio_squared", None):
+        metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / squared
     return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms), "lr": optimizer.param_groups[0]["lr"]}
 
 
@@ -874,8 +876,8 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     return cfg, reward_functions, tokenizer, rows, held_out
 
 
-def train(cfg: TrainConfig) -> dict:
-    """The loop. Returns the last evaluation's metrics (empty without evaluation)."""
+def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
+    """The loop. Returns the last evaluation's metrics (empty without evaluation).  make_critic: see train_ppo.py."""
     cfg, reward_functions, tokenizer, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
@@ -889,12 +891,12 @@ def train(cfg: TrainConfig) -> dict:
         cfg = replace(cfg, shared_prefix=False)
         if rank == 0:
             print(f"Prompts are computed once per completion, not once per group: {reason}.")
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    betas = (cfg.adam_beta1, cfg.adam_beta2)
-    optimizer = torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
+    optimizer = models.make_optimizer(policy, cfg)
+    critic = make_critic(cfg, device) if make_critic else None
     generator = models.make_generator(cfg, inner.hf_model, tokenizer, device)
 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
+    modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if cfg.resume:
         state |= utils.load_checkpoint(run_dir, start, modules)
         cfg = replace(cfg, beta=state["beta"], entropy_coef=state["entropy_coef"])
@@ -933,11 +935,12 @@ def train(cfg: TrainConfig) -> dict:
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, reference, inner, cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
+            metrics |= critic.learn(batch, cfg, step) if critic else {}
             batch.advantages = ADVANTAGES[cfg.advantage](batch, cfg)
             leave_out(batch, trajectories, cfg)
             with clock(metrics, "update"):
-                metrics |= update(policy, optimizer, batch, cfg, step)
-            if step == start:
+                metrics |= update(policy, optimizer, batch, cfg, step) if step >= cfg.critic_warmup else {}
+            if step == max(start, cfg.critic_warmup):
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
                 utils.push_weights(policy, generator, step + 1, cfg.push_bucket_mb)
@@ -978,12 +981,12 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
 # ==== main ===========================================================================================================
 
 
-def main(cfg: TrainConfig) -> None:
+def main(cfg: TrainConfig, make_critic: Callable | None = None) -> None:
     """Train, and end the process for good: no rank, thread or process group keeps a failed run alive."""
     utils.explain_sigterm()
     status = 1
     try:
-        train(cfg)
+        train(cfg, make_critic)
         status = 0
     except KeyboardInterrupt:
         status = 130

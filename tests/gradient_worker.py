@@ -11,11 +11,16 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import models  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 
+SETTINGS = {  # so that tokens are chosen in a batch as small as this
+    "clip_cov": dict(clip_cov_ratio=0.2, clip_cov_min=0.0, clip_cov_max=9.0),
+    "kl_cov": dict(kl_cov_ratio=0.2),
+}
 MODES = ("token_mean", "seq_mean", "seq_sum", "constant")
 
 
@@ -83,27 +88,27 @@ def wake_adapters(inner) -> None:
 def main(strategy: str, out: str, *flags: str) -> None:
     rank, world, device = utils.init_distributed(60)
     base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft="--use_peft" in flags, beta=0.05)
-    original, script.load_hf_model = script.shard, small_llama
+    original, models.load_hf_model = models.shard, small_llama
     # Adapters must be set before sharding, alike on every rank.
-    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    models.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
     policy, inner = script.load_policy(base, device)
     batch = local_batch(rank, world)
-    logprobs = script.all_logprobs(policy, batch, base)
+    logprobs = script.all_logprobs(policy, batch, base)[0]
     wave = torch.sin(batch.input_ids.float())
     batch.old_logprobs = (logprobs + 0.2 * wave) * batch.loss_mask
     batch.ref_logprobs = (logprobs - 0.3 * wave) * batch.loss_mask
     result = {}
     for loss, mode in product(sorted(script.POLICY_LOSSES), MODES):
-        cfg = replace(base, policy_loss=loss, loss_agg=mode)
-        result[loss, mode, "one"] = gradients(policy, inner, batch, cfg)
+        cfg = replace(base, policy_loss=loss, loss_agg=mode, **SETTINGS.get(loss, {}))
+        many = replace(cfg, tokens_per_microbatch=40, logprob_chunk=4)
+        result[loss, mode, "many"] = gradients(policy, inner, batch, many)
         if world == 1:
             plain = replace(cfg, shared_prefix=False)
+            result[loss, mode, "one"] = gradients(policy, inner, batch, cfg)
             result[loss, mode, "plain rows"] = gradients(policy, inner, batch, plain)
-            result[loss, mode, "plain rows, many"] = gradients(
-                policy, inner, batch, replace(plain, tokens_per_microbatch=40)
-            )
-        many = replace(cfg, tokens_per_microbatch=30, logprob_chunk=4)
-        result[loss, mode, "many"] = gradients(policy, inner, batch, many)
+        if world == 1 and loss == "ppo":
+            few = replace(plain, tokens_per_microbatch=40)
+            result[loss, mode, "plain rows, many"] = gradients(policy, inner, batch, few)
     if rank == 0:
         torch.save(result, out)
     torch.distributed.destroy_process_group()

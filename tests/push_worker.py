@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import models  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig  # noqa: E402
@@ -46,7 +47,7 @@ def difference(policy, cfg, generator) -> tuple[float, set[int]]:
     """Mean |trainer - server| log-prob over sampled tokens, and the versions the server says it sampled from."""
     trajectories = asyncio.run(single_turn(ROWS, generator, cfg))
     batch = script.collate(trajectories, 0, torch.device("cpu"))
-    logprobs = script.all_logprobs(policy, batch, cfg)
+    logprobs = script.all_logprobs(policy, batch, cfg)[0]
     total = ((logprobs - batch.sampling_logprobs).abs() * batch.loss_mask).sum() / batch.loss_mask.sum()
     return float(total), {t.policy_version for t in trajectories}
 
@@ -65,7 +66,7 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
     )
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     tokenizer = script_tokenizer(model_dir)
-    generator = script.make_generator(cfg, inner.hf_model, tokenizer, torch.device("cpu"))
+    generator = models.make_generator(cfg, inner.hf_model, tokenizer, torch.device("cpu"))
     edit(policy, version)
     before, _ = difference(policy, cfg, generator)  # the server still has other weights
     original = snapshot(policy)

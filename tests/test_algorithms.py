@@ -14,9 +14,8 @@ from config import TrainConfig
 from train_grpo import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, Batch, normalize, token_weights
 
 FOLDER = Path(__file__).parent / "golden"
-GOLDEN, NORMALISED = (
-    json.loads((FOLDER / f"{n}.json").read_text()) for n in ("advantages_losses", "reward_normalisation")
-)
+GOLDEN = json.loads((FOLDER / "advantages_losses.json").read_text())
+NORMALISED = json.loads((FOLDER / "reward_normalisation.json").read_text())
 AGGREGATIONS = {  # ours -> the name in the golden file
     "token_mean": "token-mean",
     "seq_mean": "seq-mean-token-mean",
@@ -91,7 +90,7 @@ def test_advantages_without_singletons_match_in_every_row(name, golden, options)
 
 @pytest.mark.parametrize("name, golden", [("reinforce_plus_plus_baseline", "rfpp_baseline"), ("gdpo", "gdpo(fmt,acc)")])
 def test_whitened_advantages_match_up_to_what_the_singleton_adds_to_the_moments(name, golden):
-    """The reference's raw singleton score is part of its mean and std; the five other rows are ours, moved and scaled."""
+    """The reference's raw singleton score is part of its mean and std: the five other rows are ours, moved, scaled."""
     _, batch = golden_batch()
     mask = batch.loss_mask[:5] > 0
     ours, expected = ADVANTAGES[name](batch, TrainConfig())[:5][mask], golden_advantages(golden, batch)[:5][mask]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from server_fixture import make_tiny
 
-from config import TrainConfig
+import train_ppo
+from config import PRESETS, TrainConfig
 from runlog import read_metrics
 from train_grpo import train
 
@@ -18,21 +19,26 @@ def rows(split, seed):
 """
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        dict(advantage="grpo", policy_loss="ppo", loss_agg="seq_mean", num_minibatches=2, num_iterations=2),
-        dict(advantage="dr_grpo", policy_loss="ppo", loss_agg="constant"),
-        dict(advantage="rloo", policy_loss="reinforce", loss_agg="token_mean"),
-        dict(advantage="grpo", policy_loss="gspo", loss_agg="seq_mean", num_minibatches=2, beta=1e-3),
-    ],
-    ids=lambda algorithm: f"{algorithm['advantage']}-{algorithm['policy_loss']}",
-)
-def test_the_loop_learns(algorithm, tmp_path):
+TWICE = dict(num_minibatches=2, num_iterations=2)
+ALGORITHMS = {  # settings on top of the preset's
+    "grpo": dict(beta=0.0, **TWICE),
+    "dr_grpo": {},
+    "rloo": {},
+    "reinforce_plus_plus": {},
+    "remax": {},
+    "dapo": dict(num_minibatches=2),
+    "gspo": dict(epsilon=0.2, epsilon_high=0.2, **TWICE),  # the preset's 3e-4 is for thousands of tokens, here are 4
+    "cispo": TWICE,
+    "ppo": dict(critic_learning_rate=1e-2, critic_iterations=4, num_minibatches=2),
+}
+
+
+@pytest.mark.parametrize("preset", ALGORITHMS)
+def test_the_loop_learns(preset, tmp_path):
     torch.set_num_threads(1)  # the model is small, and idle servers of other tests hold on to the cores
     (tmp_path / "reward.py").write_text(TENS)
     (tmp_path / "data.py").write_text(ROWS)
-    cfg = TrainConfig(
+    settings = dict(
         model_id=str(make_tiny()),
         generator="hf",
         compute_dtype="float32",
@@ -48,13 +54,16 @@ def test_the_loop_learns(algorithm, tmp_path):
         output_dir=str(tmp_path),
         run_name="run",
         seed=0,
-        **algorithm,
     )
-    after = train(cfg)["eval/reward"]
+    config, critic = (train_ppo.TrainConfig, train_ppo.CriticTrainer) if preset == "ppo" else (TrainConfig, None)
+    cfg = config(**PRESETS[preset] | settings | ALGORITHMS[preset] | dict(preset=preset))
+    after = train(cfg, critic)["eval/reward"]
     lines = read_metrics(tmp_path / "run")
     assert lines[0]["eval/reward"] < 0.2, "a random model should be right one time in ten"
     assert after > 0.8
     assert (tmp_path / "run" / "checkpoints" / "step_30" / "model.safetensors").exists()
     assert (tmp_path / "run" / "report.html").exists()
+    if preset == "ppo":
+        assert max(line.get("value/explained_variance", 0) for line in lines) > 0.3
     # The sampler's log-probs are the trainer's: both are this model in fp32.
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1e-3

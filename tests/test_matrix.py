@@ -1,0 +1,160 @@
+"""Every advantage with every loss takes real optimizer steps; masks, corrections, adaptive knobs do what they say."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from gradient_worker import SETTINGS, local_batch, small_llama
+
+import models
+import train_grpo as script
+import utils
+from config import PRESETS, TrainConfig
+from rollouts import Trajectory
+
+
+@pytest.fixture(scope="module")
+def policy():
+    original, models.load_hf_model = models.load_hf_model, small_llama
+    cfg = TrainConfig(compute_dtype="float32", learning_rate=1e-2)
+    made = script.load_policy(cfg, torch.device("cpu"))[0]
+    models.load_hf_model = original
+    return made
+
+
+def make_batch(policy, cfg) -> script.Batch:
+    batch = local_batch(0, 1)
+    batch.sampling_logprobs, batch.entropy, batch.sum_pi_squared = script.all_logprobs(policy, batch, cfg)
+    batch.old_logprobs = batch.sampling_logprobs.clone()
+    batch.baselines, batch.reward_components = torch.full((15,), 0.5), batch.scores[:, None].repeat(1, 2)
+    return batch
+
+
+@pytest.mark.parametrize("advantage", sorted(script.ADVANTAGES))
+def test_every_loss_takes_two_steps_with(advantage, policy):
+    base = TrainConfig(compute_dtype="float32", advantage=advantage, num_iterations=2, learning_rate=1e-3, max_steps=9)
+    start = copy.deepcopy(policy.state_dict())
+    batch = make_batch(policy, base)
+    batch.advantages = script.ADVANTAGES[advantage](batch, base)
+    for loss in script.POLICY_LOSSES:
+        cfg = replace(base, policy_loss=loss, **SETTINGS.get(loss, {}))
+        policy.load_state_dict(start)
+        metrics = script.update(policy, models.make_optimizer(policy, cfg), batch, cfg, 0)
+        assert all(math.isfinite(value) for value in metrics.values()), (loss, metrics)
+        after = policy.state_dict()
+        assert all(torch.isfinite(w).all() for w in after.values())
+        assert any(not torch.equal(after[name], start[name]) for name in start), loss
+    policy.load_state_dict(start)
+
+
+def test_corrections_weigh_clamp_and_leave_out(policy):
+    cfg = TrainConfig(compute_dtype="float32")
+    batch = make_batch(policy, cfg)
+    trainer = batch.old_logprobs.clone()
+    batch.advantages = script.dr_grpo(batch, cfg)
+    shift = torch.zeros_like(trainer)
+    shift[0] = math.log(3.0)  # row 0: the trainer finds its tokens three times as likely as the sampler did
+    batch.sampling_logprobs = (trainer - shift) * batch.loss_mask
+
+    def weights(**options):
+        return script.correction(trainer, batch, replace(cfg, **options))
+
+    sampled = batch.loss_mask > 0
+    first, other = sampled[0], sampled[3]
+    w, stats = weights()
+    assert torch.allclose(w[0][first], torch.tensor(2.0)) and torch.allclose(w[3][other], torch.tensor(1.0))
+    assert torch.allclose(stats["sampling/ratio_mean"][0][first], torch.tensor(3.0))  # logged as it is, not clamped
+    assert (weights(correction_mode="mask")[0][0][first] == 0).all()
+    assert torch.allclose(weights(correction="none")[0], torch.tensor(1.0))
+    assert torch.allclose(weights(correction_max=5.0)[0][0][first], torch.tensor(3.0))
+    n = float(first.sum())
+    assert torch.allclose(weights(correction="sequence", correction_max=1e9)[0][0], torch.tensor(3.0**n))
+    w, stats = weights(reject_above=2.5)
+    assert (w[0][first] == 0).all() and (w[3][other] == 1).all() and (stats["sampling/left_out"][0] == 1).all()
+    batch.advantages = batch.loss_mask * torch.tensor([-1.0] + [1.0] * 14)[:, None]
+    batch.sampling_logprobs = (trainer + shift) * batch.loss_mask  # the policy moved away from row 0, a negative one
+    assert (weights(off_policy_threshold=1.0)[0][0][first] == 0).all()
+    assert (weights(off_policy_threshold=1.2)[0][0][first] > 0).all()
+
+
+def test_truncated_rows_hopeless_groups_and_sure_tokens_are_left_out(policy):
+    cfg = TrainConfig(compute_dtype="float32")
+    trajectories = [Trajectory({}, row // 3, [1], [2], [1], [0.0], [float(row >= 12)]) for row in range(15)]
+    trajectories[4].finish_reason = "length"
+
+    def left(**options):
+        batch = make_batch(policy, cfg)
+        batch.advantages = script.dr_grpo(batch, cfg)
+        script.leave_out(batch, trajectories, replace(cfg, **options))
+        return batch
+
+    whole = left()
+    assert (left(mask_truncated=True).loss_mask[4] == 0).all()
+    easy = left(group_mean_max=0.5)  # group 4, rows 12 to 14, is solved by all
+    assert (easy.loss_mask[12:] == 0).all() and torch.equal(easy.loss_mask[:12], whole.loss_mask[:12])
+    forks = left(top_entropy_quantile=0.25)
+    sampled = whole.loss_mask > 0
+    least = whole.entropy[sampled].sort(descending=True).values[math.ceil(0.25 * int(sampled.sum())) - 1]
+    assert torch.equal(forks.advantages, whole.advantages * (whole.entropy >= least))
+    assert torch.equal(forks.loss_mask, whole.loss_mask)  # they still count in the denominators
+
+
+def test_kl_goes_into_the_reward_and_scores_are_normalised(policy):
+    cfg = TrainConfig(compute_dtype="float32", beta=0.5, kl="k1", kl_in_reward=True)
+    batch = make_batch(policy, cfg)
+    batch.ref_logprobs = batch.old_logprobs - 0.1 * batch.loss_mask
+    before, moments = batch.rewards.clone(), [0.0, 0.0, 0.0]
+    metrics = script.shape_rewards(batch, cfg, moments)
+    assert torch.allclose(batch.rewards, before - 0.05 * batch.loss_mask) and metrics["kl"] == pytest.approx(
+        0.1, rel=1e-4
+    )
+    running = replace(cfg, kl_in_reward=False, beta=0.0, reward_mean="running", reward_std="running")
+    batch.rewards = before.clone()
+    script.shape_rewards(batch, running, moments)
+    expected = (before.sum(1) - before.sum(1).mean()) / before.sum(1).std()
+    has_token = batch.loss_mask.any(1)
+    assert torch.allclose(batch.scores[has_token], expected[has_token], atol=1e-4) and moments[0] == 15
+
+
+def test_adaptive_beta_matches_the_published_numbers_and_entropy_steers_its_coefficient():
+    cfg = TrainConfig(beta=0.001, kl_target=0.1, kl_horizon=10000, prompts_per_step=32, num_generations=8)
+    up = script.adapt(cfg, {"kl": 0.5})
+    down = script.adapt(up, {"kl": 0.01})
+    assert [up.beta, down.beta] == pytest.approx([0.00100512, 0.0009999737856], abs=1e-12)
+    cfg = TrainConfig(entropy_target=1.0, entropy_coef_step=0.01)
+    up = script.adapt(cfg, {"entropy": 0.5})
+    assert up.entropy_coef == 0.01 and script.adapt(up, {"entropy": 2.0}).entropy_coef == 0.0
+
+
+def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(policy):
+    start = copy.deepcopy(policy.state_dict())
+    cfg = TrainConfig(compute_dtype="float32", entropy_coef=1.0, num_iterations=3, learning_rate=1e-3, max_steps=9)
+    policy.entropy_gradient = True
+    batch = make_batch(policy, cfg)
+    batch.advantages = torch.zeros_like(batch.loss_mask)
+    script.update(policy, models.make_optimizer(policy, cfg), batch, cfg, 0)
+    _, entropy, _ = script.all_logprobs(policy, batch, cfg)
+    policy.entropy_gradient = False
+    policy.load_state_dict(start)
+    assert entropy.sum() > batch.entropy.sum()
+
+
+def test_ref_sync_moves_the_reference_part_of_the_way(policy):
+    reference = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.zero_()
+    utils.move_towards(reference, policy, 0.25)
+    pairs = zip(reference.parameters(), policy.parameters(), strict=True)
+    assert all(torch.allclose(old, 0.25 * new) for old, new in pairs)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_name_what_exists(name):
+    import train_ppo  # noqa: F401 - enters gae
+
+    cfg = TrainConfig(**PRESETS[name])
+    assert cfg.advantage in script.ADVANTAGES and cfg.policy_loss in script.POLICY_LOSSES
+    assert cfg.kl in script.KL_ESTIMATORS and (cfg.beta > 0 or not cfg.kl_in_reward)

@@ -1,0 +1,137 @@
+"""PPO with a critic: what it adds to train_grpo.py, which has the rest. Same server, rewards, checkpoints and resume.
+
+    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
+    torchrun --nproc_per_node=8 train_ppo.py --model_id Qwen/Qwen2.5-1.5B-Instruct
+
+A second model with one output, the critic, estimates at every sampled token what the rest of the completion will earn;
+the advantage is what it earned beyond that. Each step updates the critic, then the policy, on the same trajectories:
+
+    values -> returns and advantages (GAE) -> critic update -> policy update, after --critic_warmup steps
+
+Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion a prompt is enough.
+"""
+# ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
+
+from dataclasses import dataclass, replace
+
+from config import TrainConfig, parse_args
+
+
+@dataclass
+class TrainConfig(TrainConfig):
+    # --- batch ---
+    prompts_per_step: int = 256  # distinct prompts per step, over all ranks
+    num_generations: int = 1  # completions sampled per prompt; the critic stands in for the group
+
+    # --- algorithm ---
+    advantage: str = "gae"  # name in ADVANTAGES (train_grpo.py, and gae here)
+    loss_agg: str = "token_mean"  # how tokens are weighted: token_mean, seq_mean, seq_sum, constant
+    beta: float = 0.001  # weight of the KL term; 0 loads no reference model
+    kl: str = "k1"  # name in KL_ESTIMATORS (train_grpo.py)
+    kl_in_reward: bool = True  # subtract beta * KL from each token's reward instead of adding it to the loss
+
+    # --- critic ---
+    critic_model_id: str | None = None  # hub id or folder the critic starts from; unset: model_id
+    critic_learning_rate: float = 1e-5  # peak learning rate of the critic's AdamW
+    critic_iterations: int = 1  # passes over the step's completions for the critic
+    value_clip: float = 0.5  # a value may move this far from what it was before the step's updates
+
+
+CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor, nn
+
+import models
+import train_grpo
+import utils
+from models import Policy
+from runlog import clock
+from train_grpo import ADVANTAGES, Batch, all_logprobs, compute_logprobs, token_weights, whiten
+
+
+def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Advantages A = delta + gamma lam A', delta = r + gamma V' - V, and returns A + V.  1506.02438 eq. 11-16.
+
+    ' is the next *sampled* token: text of tools and environments (mask 0) passes V' and A' through, so that a reward
+    after an observation reaches the turns before it.  [B, T], [B, T], 0 where nothing was sampled
+    """
+    advantages, next_value, next_advantage = torch.zeros_like(batch.rewards), 0.0, 0.0
+    for t in reversed(range(batch.rewards.shape[1])):
+        sampled, reward, value = batch.loss_mask[:, t] > 0, batch.rewards[:, t], batch.values[:, t]
+        delta = reward + cfg.gamma * next_value - value
+        advantage = delta + cfg.gamma * cfg.lam * next_advantage
+        advantages[:, t] = advantage
+        next_value = torch.where(sampled, value, next_value + reward)  # a reward off the mask is not lost
+        next_advantage = torch.where(sampled, advantage, next_advantage)
+    return advantages * batch.loss_mask, (advantages + batch.values) * batch.loss_mask
+
+
+def gae(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Generalised advantage estimates, whitened over the step's tokens on all ranks.  [B, T]"""
+    return whiten(gae_returns(batch, cfg)[0], batch.loss_mask)
+
+
+ADVANTAGES["gae"] = gae
+
+
+def value_loss(values: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 per token.  [B, T]"""
+    near = batch.values + (values - batch.values).clamp(-cfg.value_clip, cfg.value_clip)
+    plain, clipped = (values - batch.returns) ** 2, (near - batch.returns) ** 2
+    return torch.max(plain, clipped) / 2, {"value/clip_ratio": (clipped > plain).float(), "value/mean": values}
+
+
+class Critic(Policy):
+    """The backbone of a causal LM with one number per position in place of a vocabulary. It starts at 0 everywhere."""
+
+    def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
+        super().__init__(model, cfg, autocast)
+        self.value = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+        output, inputs = self.hf_model.get_output_embeddings(), self.hf_model.get_input_embeddings()
+        if output.weight is not inputs.weight:  # never used: DDP would wait for its gradient
+            output.requires_grad_(False)
+
+    def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
+        """[n, H], [n] -> [n]"""
+        with torch.autocast(hidden.device.type, enabled=False):  # bf16 could not tell .70 from .7025
+            return (self.value(hidden.to(self.value.weight.dtype))[:, 0].float(),)
+
+
+class CriticTrainer:
+    """The critic with its optimizer, as `train_grpo.train` takes it."""
+
+    def __init__(self, cfg: TrainConfig, device: torch.device):
+        critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
+        self.module, _ = train_grpo.load_policy(critic_cfg, device, Critic)
+        self.optimizer = models.make_optimizer(self.module, cfg)
+
+    def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
+        """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""
+        metrics: dict[str, float] = {}
+        with clock(metrics, "critic"):
+            (batch.values,) = all_logprobs(self.module, batch, cfg)
+            _, batch.returns = gae_returns(batch, cfg)
+            mask = batch.loss_mask
+            errors, spread = (
+                utils.global_moments(x, mask)[2] ** 2 for x in (batch.returns - batch.values, batch.returns)
+            )
+            metrics["value/explained_variance"] = float(1 - errors / spread.clamp(min=1e-12))
+            rate = dict(learning_rate=cfg.critic_learning_rate, num_iterations=cfg.critic_iterations)
+            critic_cfg = replace(cfg, loss_agg="token_mean", **rate)
+            update = train_grpo.update(self.module, self.optimizer, batch, critic_cfg, step, critic_loss)
+        names = {"loss": "value/loss", "grad_norm": "value/grad_norm", "lr": "value/lr"}
+        return metrics | {names.get(name, name): value for name, value in update.items()}
+
+
+def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
+    """This micro-batch's share of the critic's loss, and statistics as per-token matrices [B, T]."""
+    (values,) = compute_logprobs(critic, part, cfg)  # [B, T]
+    per_token, stats = value_loss(values, part, cfg)
+    return (token_weights(part.loss_mask, cfg.loss_agg, **counts) * per_token).sum(), stats
+
+
+if __name__ == "__main__":
+    train_grpo.main(CONFIG, CriticTrainer)
