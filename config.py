@@ -283,8 +283,8 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     if cfg.prompts_per_step % unit:
         low, high = cfg.prompts_per_step // unit * unit, -(-cfg.prompts_per_step // unit) * unit
         raise ConfigError(
-            f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} ranks x {cfg.num_minibatches} "
-            f"minibatches; use {f'{low} or ' if low else ''}{high}."
+            f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} rank(s) x {cfg.num_minibatches} "
+            f"minibatch(es); use {f'{low} or ' if low else ''}{high}."
         )
     if cfg.offload and cfg.strategy == "ddp":
         raise ConfigError(
@@ -321,6 +321,8 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         known_name("--report_to", tracker, ("wandb", "tensorboard"))
     if cfg.push_to_hub and not cfg.hub_repo_id:
         raise ConfigError("--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO.")
+    if cfg.eval_dataset_id and not (cfg.eval_steps or cfg.eval_only):
+        raise ConfigError("--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it.")
     if cfg.resume and not cfg.run_name:
         raise ConfigError("--resume needs --run_name, the folder under --output_dir to continue.")
 

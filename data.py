@@ -72,6 +72,11 @@ def load_rows(
 def load_hub(dataset_id: str, config: str | None, split: str):
     import datasets
 
+    first = dataset_id.partition("/")[0]
+    if not Path(dataset_id).exists() and (
+        first in ("", ".", "..", "~") or (Path(first).is_dir() and "/" in dataset_id)
+    ):
+        raise ConfigError(f"{dataset_id}: no such file or folder (looked in {Path.cwd()}).")
     try:
         if not (Path(dataset_id) / "dataset_dict.json").exists():
             return datasets.load_dataset(dataset_id, config, split=split)
@@ -90,7 +95,7 @@ def load_file(path: str):
     """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"--dataset_id={path}: no such file (looked in {Path.cwd()}).")
+        raise ConfigError(f"{path}: no such file (looked in {Path.cwd()}).")
     suffix, place = file.suffix.lower(), ""
     try:
         if suffix == ".parquet":
@@ -108,10 +113,11 @@ def load_file(path: str):
             for number, line in enumerate(opened, start=1):
                 place = f", line {number}"
                 if line.strip():
-                    rows.append(json.loads(line))
+                    rows.append(json.loads(line.rstrip("\r\n")))
             return rows
     except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(f"--dataset_id={path}{place}: not valid {suffix[1:]}: {error}") from error
+        what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise ConfigError(f"{path}{place}: not valid {suffix[1:]}: {what}") from error
 
 
 def load_from_function(spec: str, split: str, seed: int):

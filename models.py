@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import checks
 import utils
 from config import TrainConfig
 
@@ -147,7 +148,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, tokenizer, device: tor
     token = cfg.server_token or os.environ.get("VLLM_SERVER_TOKEN")
     client = VLLMClient(cfg.server_urls, token, timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
     client.wait_ready(cfg.server_timeout)
-    utils.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
+    checks.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     client.tokenizer, client.receives_weights = tokenizer, utils.is_main()
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:

@@ -18,7 +18,7 @@ from runlog import phases, read_metrics, readable_prompt
 # (title, what to look for, metric names; a trailing * takes all that begin so)
 PANELS = [
     ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
-    ("Held-out rows", "never trained on", ["eval/accuracy", "eval/pass@*", "eval/mean@*"]),
+    ("Held-out rows", "never trained on", ["eval/mean@*", "eval/pass@*"]),
     ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
     ("Completion length", "tokens", ["completions/mean_length", "completions/max_length"]),
     ("Cut off", "share of completions that hit the length limit", ["completions/clipped_ratio"]),
@@ -27,11 +27,12 @@ PANELS = [
     ("KL", "distance from the reference model", ["kl", "kl/*"]),
     ("Gradient norm", "before clipping", ["grad_norm"]),
     ("Trainer against sampler", "difference of log-probs; should stay small and flat", ["sampling/*"]),
-    ("Advantages", "", ["advantages/*"]),
-    ("Loss", "0 by construction with one update per step: watch the reward", ["loss"]),
+    ("Loss", "no measure of progress: watch the reward", ["loss"]),
     ("Learning rate", "", ["lr"]),
-    ("Held-out rows, other figures", "", ["eval/*"]),
+    ("Held-out reward", "mean score", ["eval/reward"]),
+    ("Held-out length", "tokens", ["eval/mean_length"]),
 ]
+SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
 COLORS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af"]
 POINTS = 400  # a curve of more steps is drawn as means over bins
 
@@ -93,6 +94,7 @@ def new_figure(width: float, height: float):
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eef0f3")
     axes.set_axisbelow(True)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # steps
     axes.spines[["left", "bottom"]].set_color("#d1d5db")
     axes.tick_params(labelsize=9, color="#9ca3af", labelcolor="#6b7280")
     return figure, axes
@@ -126,10 +128,10 @@ def plot_reward(steps: list[dict], evals: list[dict]) -> str:
     if x and spread_x == x:
         low, high = ([r + sign * s for r, s in zip(reward, spread, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=COLORS[0], alpha=0.12, lw=0, label="± reward_std")
-    eval_x, accuracy = series(evals, "eval/accuracy")
-    if eval_x:
-        axes.plot(eval_x, accuracy, color=COLORS[1], lw=1.5, ls="--", marker="o", ms=7, label="held-out accuracy")
-        label_end(axes, eval_x[-1], accuracy[-1], f"{accuracy[-1]:.2f}", COLORS[1])
+    for key in matching(evals, SOLVED)[:1]:
+        eval_x, solved = series(evals, key)
+        axes.plot(eval_x, solved, color=COLORS[1], lw=1.5, ls="--", marker="o", ms=7, label="held-out, share solved")
+        label_end(axes, eval_x[-1], solved[-1], f"{solved[-1]:.2f}", COLORS[1])
     axes.set_xlabel("step", fontsize=9, color="#6b7280")
     legend(axes, 3)
     return image(figure)
@@ -184,11 +186,11 @@ def duration(seconds: float) -> str:
 def tiles(steps: list[dict], evals: list[dict]) -> str:
     """Before and after, and what it cost."""
     shown = []
-    for key in matching(evals, ["eval/accuracy", "eval/mean@*"]):
+    for key in matching(evals, SOLVED):
         x, y = series(evals, key)
         note = f"held-out, step {x[0]:.0f} to step {x[-1]:.0f}" if len(x) > 1 else f"held-out, step {x[0]:.0f}"
         value = f"{y[0]:.2f} → {y[-1]:.2f}" if len(x) > 1 else f"{y[0]:.2f}"
-        shown.append(tile(key.removeprefix("eval/"), value, note, hero=key == "eval/accuracy"))
+        shown.append(tile(key.removeprefix("eval/"), value, note, hero=True))
     _, reward = series(steps, "reward")
     if reward:
         note = f"best {max(reward):.2f}, {len(steps)} steps"
@@ -283,14 +285,19 @@ def write_report(run_dir: Path) -> Path | None:
         return None
     steps, evals = split_lines(lines)
     config = json.loads(text_of(run_dir / "config.json") or "{}")
-    subtitle = [config.get("model_id"), config.get("dataset_id"), f"advantage {config.get('advantage')}"]
+    subtitle = [
+        config.get("model_id"),
+        config.get("dataset_id"),
+        f"advantage {config.get('advantage')}",
+        f"loss {config.get('policy_loss')}",
+    ]
     plots, used = panels(steps, evals)
     body = [
         f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
         f'<p class="dim">{html.escape(" · ".join(str(part) for part in subtitle if part))}</p>',
         tiles(steps, evals),
     ]
-    if matching(steps, ["reward"]) or matching(evals, ["eval/accuracy"]):
+    if matching(steps, ["reward"]) or matching(evals, SOLVED):
         body.append(f'<h2>Reward</h2><div class="card">{plot_reward(steps, evals)}</div>')
     body.append(f"<h2>Is it healthy?</h2>{plots}" if used else "")
     if any(phases(line) for line in steps):

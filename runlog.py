@@ -41,7 +41,8 @@ def name_run(cfg) -> str:
     The digits at its end tell runs apart that start in the same second, as those of a sweep do.
     """
     now = time.strftime("%Y%m%d-%H%M%S")
-    return cfg.run_name or f"{Path(cfg.model_id).name}-{cfg.advantage}-{now}-{secrets.token_hex(2)}"
+    algorithm = cfg.advantage + (f"-{cfg.policy_loss}" if cfg.policy_loss != "ppo" else "")
+    return cfg.run_name or f"{Path(cfg.model_id).name}-{algorithm}-{now}-{secrets.token_hex(2)}"
 
 
 @contextlib.contextmanager
@@ -93,11 +94,32 @@ def describe(cfg, policy, num_rows: int, world: int) -> None:
         "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
     }
     if cfg.preset:
-        lines[f"preset {cfg.preset}"] = ", ".join(f"{k} {v}" for k, v in PRESETS[cfg.preset].items())
+        given = {k: (v, getattr(cfg, k)) for k, v in PRESETS[cfg.preset].items()}
+        shown = [f"{k} {now}" + ("" if now == preset else f" (not {preset})") for k, (preset, now) in given.items()]
+        lines[f"preset {cfg.preset}"] = ", ".join(shown)
     for name, text in lines.items():
         print(f"  {name:<22} {text}")
-    if cfg.num_iterations * cfg.num_minibatches == 1 and cfg.beta == 0:
-        print("  One update per step and beta 0: the ratio is 1 and the loss 0 by construction. Watch the reward.")
+    centred = cfg.advantage in ("grpo", "dr_grpo", "lite_ppo", "rloo", "gpg") and cfg.policy_loss in ("ppo", "gspo")
+    if cfg.num_iterations * cfg.num_minibatches == 1 and centred and (cfg.beta == 0 or cfg.kl_in_reward):
+        print("  One update per step, no KL in the loss: the ratio is 1, so the loss is about 0. Watch the reward.")
+    if cfg.kl == "k1" and cfg.beta > 0 and not cfg.kl_in_reward:
+        print(
+            "  Warning: k1 as a loss has no gradient towards the reference model; use --kl k2, k3+ or --kl_in_reward."
+        )
+    if cfg.top_p not in (None, 1) or cfg.top_k or cfg.min_p:
+        print(
+            "  Warning: top_p, top_k and min_p bias the importance ratio: the trainer knows the full distribution only."
+        )
+
+
+def completion_rows(trajectories: list, scores: list[float], advantages: list[float]) -> list[dict]:
+    """What the run folder keeps of each trajectory."""
+    rows = []
+    for t, reward, advantage in zip(trajectories, scores, advantages, strict=True):
+        row = {"prompt": t.row["prompt"], "completion": t.info["completion"]}
+        row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
+        rows.append(row | {f"rewards/{name}": value for name, value in t.info["rewards"].items()})
+    return rows
 
 
 OPEN: list["RunLog"] = []
@@ -123,10 +145,10 @@ class RunLog:
         self.cfg = cfg
         self.dir = Path(cfg.output_dir) / name_run(cfg)
         self.metrics_path = self.dir / "metrics.jsonl"
-        if self.metrics_path.exists() and resume_step is None and not cfg.resume:
-            raise ConfigError(
-                f"--run_name: {self.dir} holds a run already; add --resume to continue it, or give another name."
-            )
+        if resume_step is None and not cfg.resume and self.metrics_path.exists() and self.metrics_path.stat().st_size:
+            saved = any(self.dir.glob("checkpoints/step_*"))
+            other = "add --resume to continue it" if saved else f"it has no checkpoint, so remove {self.dir}"
+            raise ConfigError(f"--run_name: {self.dir} holds a run already; {other}, or give another name.")
         self.dir.mkdir(parents=True, exist_ok=True)
         self.num_tokens = self._keep_until(resume_step or 0)
         self._describe_run()
@@ -156,7 +178,14 @@ class RunLog:
         return max((line.get("num_tokens") or 0 for line in kept), default=0)
 
     def _describe_run(self) -> None:
-        script = Path(sys.argv[0]).resolve()
+        script, stored = Path(sys.argv[0]).resolve(), self.dir / "config.json"
+        if self.cfg.resume and stored.exists():
+            old, new = json.loads(stored.read_text()), public_config(self.cfg)
+            changed = [f"{k} {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v and k != "resume"]
+            print(f"Resuming {self.dir}" + (f" with other settings: {', '.join(changed)}" if changed else ""))
+        for spec in (*self.cfg.reward_funcs, self.cfg.dataset_id):  # what ran, and may be edited afterwards
+            if ".py:" in spec and Path(spec.rpartition(":")[0]).is_file():
+                shutil.copy(spec.rpartition(":")[0], self.dir)
         (self.dir / "config.json").write_text(json.dumps(public_config(self.cfg), indent=2) + "\n")
         ranks = {k: os.environ[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if k in os.environ}
         command = "".join(f"{k}={v} " for k, v in ranks.items()) + shlex.join([sys.executable, *sys.argv])
@@ -179,8 +208,9 @@ class RunLog:
             tracker(line)
         return line
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """One optimizer step: a line of metrics.jsonl, the trackers, and a line of progress."""
+    def step(self, step: int, metrics: dict[str, float], completions: list[dict] = ()) -> None:
+        """One step: a line of metrics.jsonl, the trackers, a line of progress; completions to a file, now and then one
+        to the terminal."""
         times = {"time/unix": time.time()}
         if "num_tokens" in metrics and metrics.get("time/step"):
             times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / metrics["time/step"]
@@ -189,6 +219,10 @@ class RunLog:
         self.console.print(progress_text(line, self.num_steps), markup=False)
         if self.progress:
             self.progress.update(self.bar, completed=step)
+        if completions and self.cfg.log_completions:
+            self.completions(step, completions)
+        if completions:
+            self.sample(step, completions[0])
 
     def eval(self, step: int, metrics: dict[str, float]) -> None:
         """One evaluation, `eval/...` keys, after `step` optimizer steps."""
@@ -212,17 +246,6 @@ class RunLog:
         table = pyarrow.table({name: [row.get(name) for row in flat] for name in columns})
         pyarrow.parquet.write_table(table, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
-
-    def trajectories(self, step: int, trajectories: list, scores: list[float], advantages: list[float]) -> None:
-        """Rank 0's trajectories of a step: all to completions/*.parquet, now and then one to the terminal."""
-        rows = []
-        for t, reward, advantage in zip(trajectories, scores, advantages, strict=True):
-            row = {"prompt": t.row["prompt"], "completion": t.info["completion"]}
-            row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
-            rows.append(row | {f"rewards/{name}": value for name, value in t.info["rewards"].items()})
-        if self.cfg.log_completions:
-            self.completions(step, rows)
-        self.sample(step, rows[0])
 
     def sample(self, step: int, row: dict) -> None:
         """Print one row of `completions` at step 1 and every `cfg.print_samples_every` steps after it."""
@@ -261,7 +284,7 @@ def progress_text(line: dict, num_steps: int | None) -> str:
     for key, label in (("reward", "reward"), ("kl", "kl"), ("grad_norm", "grad norm")):
         if key in line:
             parts.append(f"{label} {_short(line[key])}")
-    if line.get("frac_reward_zero_std") is not None:
+    if line.get("frac_reward_zero_std") is not None and line.get("frac_singleton_groups") != 1:
         parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
     if "completions/mean_length" in line:
         parts.append(f"length {_short(line['completions/mean_length'])}")

@@ -44,6 +44,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import checks
 import data
 import models
 import utils
@@ -51,7 +52,7 @@ from models import Policy
 from packing import micro_batches, pack, runs, why_not_shared
 from rewards import get_reward_functions, score
 from rollouts import ROLLOUTS, Trajectory, rollout_metrics
-from runlog import RunLog, clock, close_all, describe, name_run
+from runlog import RunLog, clock, close_all, completion_rows, describe, name_run
 
 # ==== 1 batch ========================================================================================================
 
@@ -749,7 +750,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         part.old_logprobs is None or cfg.old_logprobs == "current"
     ):  # pi_old is pi: ratio 1, which carries the gradient
         part.old_logprobs = logprobs.detach()
-    per_token, stats = POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg)  # [B, T]
+    per_token, stats = checks.check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     scale, mismatch = correction(logprobs, part, cfg)
     per_token = per_token * scale
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
@@ -864,13 +865,13 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     registries = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "rollout": ROLLOUTS}
     for name, known in registries.items():
         known_name(f"--{name}", getattr(cfg, name), known)
-    utils.check_model_id(cfg.model_id)
+    checks.check_model_id(cfg.model_id)
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     except OSError as error:
         raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
     rows, held_out = data.load_data(cfg, tokenizer, format_row)
-    reward_functions = get_reward_functions(cfg, columns=(rows or held_out)[0])
+    reward_functions = get_reward_functions(cfg, columns=set.intersection(*map(set, rows or held_out)))
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
     return cfg, reward_functions, tokenizer, rows, held_out
@@ -880,6 +881,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
     """The loop. Returns the last evaluation's metrics (empty without evaluation).  make_critic: see train_ppo.py."""
     cfg, reward_functions, tokenizer, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
+    sampler = None if cfg.eval_only else data.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir) / cfg.run_name
     start = utils.last_step(run_dir) if cfg.resume else 0
@@ -919,29 +921,24 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         utils.save_checkpoint(run_dir, step, modules, inner.hf_model, tokenizer, state, cfg.save_total_limit)
 
     last_eval = evaluation(start) if cfg.eval_only or (cfg.eval_steps and start == 0) else {}
-    if cfg.eval_only:
-        cfg = replace(cfg, max_steps=start)
-    else:
-        sampler = data.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world)
-
-    for step in range(start, cfg.max_steps):
+    for step in range(start, start if cfg.eval_only else cfg.max_steps):
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
             seed_generator(step, 0)
             trajectories, collected = asyncio.run(collect(rows, sampler, step, generator, reward_functions, cfg))
-            utils.check_fresh(trajectories, step)
+            checks.check_fresh(trajectories, step)
             batch = collate(trajectories, tokenizer.pad_token_id or 0, device, group_offset=rank * sampler.share)
             metrics |= collected | rollout_metrics(trajectories)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, reference, inner, cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= critic.learn(batch, cfg, step) if critic else {}
-            batch.advantages = ADVANTAGES[cfg.advantage](batch, cfg)
+            batch.advantages = checks.check_advantages(ADVANTAGES[cfg.advantage](batch, cfg), batch, cfg)
             leave_out(batch, trajectories, cfg)
             with clock(metrics, "update"):
                 metrics |= update(policy, optimizer, batch, cfg, step) if step >= cfg.critic_warmup else {}
             if step == max(start, cfg.critic_warmup):
-                utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
+                checks.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
                 utils.push_weights(policy, generator, step + 1, cfg.push_bucket_mb)
             cfg = adapt(cfg, metrics)
@@ -950,10 +947,11 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         done = step + 1 == cfg.max_steps
-        if log and ((step + 1) % cfg.log_steps == 0 or done):
-            log.step(step + 1, metrics)
+        if (step + 1) % cfg.log_steps == 0 or done:
             advantages = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-            log.trajectories(step + 1, trajectories, batch.scores.tolist(), advantages)
+            completions = utils.gather_objects(completion_rows(trajectories, batch.scores.tolist(), advantages))
+            if log:
+                log.step(step + 1, metrics, sum(completions, []))
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or done):  # before saving, so that a resume has it
             last_eval = evaluation(step + 1)
         if cfg.save_steps and (step + 1) % cfg.save_steps == 0 or done:
@@ -989,8 +987,8 @@ def main(cfg: TrainConfig, make_critic: Callable | None = None) -> None:
         train(cfg, make_critic)
         status = 0
     except KeyboardInterrupt:
-        status = 130
-    except Exception as error:
+        status = utils.explain_interrupt()
+    except BaseException as error:  # some of torch's are no Exception
         utils.print_failure(error, cfg)
     finally:
         utils.end_process(status, close_all)

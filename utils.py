@@ -218,23 +218,6 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
         yield bucket
 
 
-def check_servers(client, config, window: int) -> None:
-    """Do the servers serve the model that is trained, with room for prompt and completion? Raises ValueError."""
-    ours = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
-    for url, info in zip(client.urls, client.server_info(), strict=True):
-        theirs = {key: info[key] for key in ours}
-        if theirs != ours:
-            raise ValueError(
-                f"{url} serves {info['model']} with {theirs}; the trainer trains {config._name_or_path} with {ours}. "
-                "Start the server with the trainer's --model_id as its --model."
-            )
-        if info["max_model_len"] < window:
-            raise ValueError(
-                f"{url} has a window of {info['max_model_len']} tokens; prompts and completions need up to {window} "
-                f"(--max_prompt_length + --max_completion_length). Lower those, or serve with --max-model-len {window}."
-            )
-
-
 def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
     """Send the policy's weights to the generator: begin -> one call per bucket -> finish. All ranks call it.
 
@@ -274,7 +257,8 @@ def last_step(run_dir: Path) -> int:
     if not steps:
         raise ConfigError(
             f"--resume: no complete checkpoint in {run_dir}/checkpoints. Is it the right --output_dir and --run_name? "
-            "A run that ended before its first checkpoint starts anew without --resume, under another name."
+            "--save_steps N makes one every N steps; without it there is only the last. A run that ended before its "
+            "first starts anew without --resume."
         )
     return max(steps)
 
@@ -357,7 +341,13 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict) -> dict:
 
     path = run_dir / "checkpoints" / f"step_{step}"
     state = _train_state(modules)
-    dcp.load(state, checkpoint_id=path / "trainer" / "state")
+    try:
+        dcp.load(state, checkpoint_id=path / "trainer" / "state")
+    except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:  # the first is no Exception
+        raise ConfigError(
+            f"--resume: {path} does not fit this run, or is damaged. It needs the model, --use_peft, --lora_r and "
+            f"--lora_targets it was saved with; to go on from an older one, remove {path}. {str(error)[-600:]}"
+        ) from None
     for name, (module, optimizer) in modules.items():
         weights = state[name]["model"]
         if optimizer is None:
@@ -390,53 +380,11 @@ def push_to_hub(run_dir: Path, step: int, repo_id: str, private: bool) -> None:
 # ---- 4 failures -----------------------------------------------------------------------------------------------------
 
 
-def check_fresh(trajectories: list, version: int) -> None:
-    stale = [t.policy_version for t in trajectories if t.policy_version != version]
-    if stale:
-        raise RuntimeError(
-            f"{len(stale)} of {len(trajectories)} completions come from weights {stale[0]}, not {version}. Does "
-            "another trainer push to the same server? Give each run a server of its own."
-        )
-
-
-def check_agreement(difference: float, cfg: TrainConfig) -> None:
-    if difference > cfg.logprob_diff_limit:
-        raise RuntimeError(
-            f"Trainer and sampler disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
-            f"{cfg.logprob_diff_limit}. Usual causes: another model on the server, a quantised server, top-k / top-p "
-            "sampling, a modified model class. --logprob_diff_limit raises the limit."
-        )
-
-
-def check_model_id(model_id: str) -> None:
-    """ConfigError if it can be neither a folder nor found on the hub; transformers retries for a minute in silence."""
-    import requests
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if os.path.isdir(model_id):
-        if not os.path.exists(os.path.join(model_id, "config.json")):
-            raise ConfigError(f"--model_id={model_id}: the folder holds no config.json; give one a model was saved to.")
-        return
-    missing = f"--model_id={model_id}: no such folder (looked in {os.getcwd()})"
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id):
-        raise ConfigError(f"{missing}, and not the form of a hub id, NAME or OWNER/NAME.")
-    if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
-        return
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise requests.ConnectionError("HF_HUB_OFFLINE is set")
-        requests.head(f"{constants.ENDPOINT}/{model_id}/resolve/main/config.json", timeout=10)
-    except requests.RequestException as error:
-        raise ConfigError(
-            f"{missing}, not in the hub's cache, and {constants.ENDPOINT} cannot be asked ({type(error).__name__}). "
-            "Give the folder of a model, or mend the connection."
-        ) from error
-
-
-def print_failure(error: Exception, cfg: TrainConfig) -> None:
+def print_failure(error: BaseException, cfg: TrainConfig) -> None:
     """Traceback, cause and what to do, on stderr. A setting that cannot work needs no traceback."""
-    if not isinstance(error, ConfigError):
-        traceback.print_exception(error)
+    if not isinstance(error, ConfigError):  # frames only, the message follows; of a user's function its own alone
+        shown = error.__cause__ if type(error).__name__ == "RewardError" and error.__cause__ else error
+        print("".join(traceback.format_exception(shown)[:-1]), file=sys.stderr)
     where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     print(f"\n{where}{type(error).__name__}: {error}", file=sys.stderr)
     if "EADDRINUSE" in str(error):
@@ -454,6 +402,12 @@ RANK_KILLED = (
     "One that was killed (signal 9) says nothing: usually memory ran out, so lower --tokens_per_microbatch. Continue "
     "with --resume --run_name NAME from the last checkpoint."
 )
+
+
+def explain_interrupt() -> int:
+    """The exit status of a run that Ctrl-C ended."""
+    print("\ninterrupted; what was not saved (--save_steps) is lost.", file=sys.stderr)
+    return 130
 
 
 def explain_sigterm() -> None:
@@ -475,6 +429,8 @@ def explain_sigterm() -> None:
             pass
         rank = os.environ.get("RANK")
         why = f"torchrun does so when another rank has ended; its report says which. {RANK_KILLED}" if rank else ""
+        if sys.stderr.isatty():
+            print("\x1b[?25h", end="", file=sys.stderr)  # the progress bar hid the cursor
         print(f"\n{f'[rank {rank}] ' if rank else ''}stopped by SIGTERM. {why}", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGTERM)
 

@@ -19,21 +19,22 @@ port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0));
 name="demo-$(date +%m%d-%H%M%S)"
 server="" trainer=""
 
-stop() { # TERM, ten seconds of patience, KILL; for the process and whatever it started
+stop() { # signal $2, ten seconds of patience, KILL; for the process $1 and whatever it started
   [ -n "$1" ] || return 0
-  kill -TERM -- "-$1" 2>/dev/null || return 0
+  kill "-$2" -- "-$1" 2>/dev/null || return 0
   for _ in $(seq 100); do kill -0 -- "-$1" 2>/dev/null || return 0; sleep 0.1; done
   kill -KILL -- "-$1" 2>/dev/null || true
 }
 finish() {
   status=$?
   trap - EXIT INT TERM HUP
-  stop "$trainer"
-  stop "$server"
+  stop "$trainer" INT # as Ctrl-C: it still writes its report
+  stop "$server" TERM
+  [ "$status" -lt 128 ] || echo "demo: interrupted; trainer and server are stopped, what there is lies in runs/$name" >&2
   exit "$status"
 }
 trap finish EXIT
-trap 'exit 130' INT
+trap 'exit 130' INT # a shell that starts this in its background ignores INT: send TERM
 trap 'exit 143' TERM HUP
 
 shared_gpu=()

@@ -179,7 +179,7 @@ def test_config_files_that_cannot_be_read(tmp_path):
         ("--temperature 0", "--temperature=0.0", "above 0"),
         ("--num_generations 1", "--num_generations=1", "at least 2; 8 is usual"),
         ("--num_generations 0 --advantage mine", "--num_generations=0", "at least"),
-        ("--num_minibatches 3", "--prompts_per_step=32 is not divisible by 1 ranks x 3", "use 30 or 33"),
+        ("--num_minibatches 3", "--prompts_per_step=32 is not divisible by 1 rank(s) x 3", "use 30 or 33"),
         ("--prompts_per_step 2 --num_minibatches 4", "--prompts_per_step=2", "use 4"),
         ("--offload", "--offload", "add --strategy fsdp2 or fsdp"),
         ("--dual_clip 1", "--dual_clip=1.0", "above 1 (DAPO uses 10)"),
@@ -210,11 +210,13 @@ def test_what_cannot_work_says_what_was_given_and_what_to_do(line, given, allowe
 
 def test_the_number_of_ranks_counts(monkeypatch):
     check(TrainConfig(prompts_per_step=32), world_size=8)
-    with pytest.raises(ConfigError, match="32 is not divisible by 5 ranks x 1 minibatches; use 30 or 35"):
+    with pytest.raises(ConfigError, match="32 is not divisible by 5 rank\(s\) x 1 minibatch\(es\); use 30 or 35"):
         check(TrainConfig(prompts_per_step=32), world_size=5)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "divisible by 3 ranks x 2 minibatches; use 30 or 36" in error("--num_minibatches 2")
-    assert "4 is not divisible by 3 ranks x 2 minibatches; use 6." in error("--num_minibatches 2 --prompts_per_step 4")
+    assert "divisible by 3 rank(s) x 2 minibatch(es); use 30 or 36" in error("--num_minibatches 2")
+    assert "4 is not divisible by 3 rank(s) x 2 minibatch(es); use 6." in error(
+        "--num_minibatches 2 --prompts_per_step 4"
+    )
 
 
 def test_one_generation_is_fine_where_nothing_is_compared():
@@ -307,7 +309,7 @@ def test_only_rank_0_speaks():
     for rank in "01":
         done = run(ROOT / "train_grpo.py", "--prompts_per_step", "3", WORLD_SIZE="2", RANK=rank)
         assert done.returncode == 2 and done.stdout == ""
-        assert ("3 is not divisible by 2 ranks" in done.stderr) == (rank == "0")
+        assert ("3 is not divisible by 2 rank(s)" in done.stderr) == (rank == "0")
 
 
 @pytest.mark.parametrize("decorator", ["", "@dataclass\n"])

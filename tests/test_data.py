@@ -123,8 +123,10 @@ def test_files_that_cannot_be_read(tmp_path, name, text, parts):
 def test_unknown_hub_name_says_what_is_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as error:
-        load_rows(str(tmp_path / "nowhere"))
+        load_rows("nobody/nowhere")
     assert "nowhere" in str(error.value) and "file.py:function" in str(error.value)
+    with pytest.raises(ConfigError, match="no such file or folder"):  # a path: the hub is not asked
+        load_rows(str(tmp_path / "nowhere"))
 
 
 def test_configuration_of_a_file_is_an_error(tmp_path):

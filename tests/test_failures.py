@@ -99,7 +99,7 @@ def assert_ended(ending: SimpleNamespace, *words: str):
 WITHOUT_SERVER = {
     "unknown model": ("--model_id models/none", ["--model_id=models/none: no such folder", "Give the folder"]),
     "not a model": ("--model_id tests", ["--model_id=tests: the folder holds no config.json"]),
-    "folder taken": ("--run_name taken", ["taken holds a run already; add --resume", "another name"]),
+    "folder taken": ("--run_name taken", ["taken holds a run already", "another name"]),
     "nothing to resume": ("--run_name absent --resume", ["no complete checkpoint in", "Is it the right --output_dir"]),
     "port taken": ("", ["EADDRINUSE", "Another run holds the port: torchrun --standalone"]),
     "no server": (

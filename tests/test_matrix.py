@@ -8,6 +8,7 @@ import pytest
 import torch
 from gradient_worker import SETTINGS, local_batch, small_llama
 
+import checks
 import models
 import train_grpo as script
 import utils
@@ -158,3 +159,31 @@ def test_presets_name_what_exists(name):
     cfg = TrainConfig(**PRESETS[name])
     assert cfg.advantage in script.ADVANTAGES and cfg.policy_loss in script.POLICY_LOSSES
     assert cfg.kl in script.KL_ESTIMATORS and (cfg.beta > 0 or not cfg.kl_in_reward)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "says"),
+    [
+        (lambda batch: batch.scores, "must be a value per token, .*spread"),
+        (lambda batch: batch.loss_mask * math.nan, "nan or infinity"),
+        (lambda batch: None, "returned NoneType"),
+    ],
+)
+def test_an_advantage_of_the_wrong_kind_is_named(advantages, says):
+    batch = local_batch(0, 1)
+    with pytest.raises(ValueError, match=f"(?s)advantage 'mine'.*{says}"):
+        checks.check_advantages(advantages(batch), batch, TrainConfig(advantage="mine"))
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (lambda mask: mask, "dict of statistics"),
+        (lambda mask: (mask.mean(), {}), "do not average"),
+        (lambda mask: (mask.sum(1), {}), "a value per token"),
+    ],
+)
+def test_a_loss_of_the_wrong_kind_is_named(result, says):
+    batch = local_batch(0, 1)
+    with pytest.raises((TypeError, ValueError), match=f"policy loss 'mine'.*{says}"):
+        checks.check_loss(result(batch.loss_mask), batch, TrainConfig(policy_loss="mine"))

@@ -44,7 +44,7 @@ def without_times(lines):
 def test_lines_are_plain_json(make_log):
     log = make_log()
     log.step(1, {"reward": torch.tensor(0.5), "kl": math.nan, "grad_norm": math.inf, "n": 3})
-    log.eval(1, {"eval/accuracy": 0.25})
+    log.eval(1, {"eval/mean@4": 0.25})
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
@@ -52,7 +52,7 @@ def test_lines_are_plain_json(make_log):
     text = log.metrics_path.read_text().splitlines()
     first, second = (json.loads(line, parse_constant=refuse) for line in text)
     assert without_times([first]) == [{"step": 1, "reward": 0.5, "kl": None, "grad_norm": None, "n": 3}]
-    assert without_times([second]) == [{"step": 1, "eval/accuracy": 0.25}]
+    assert without_times([second]) == [{"step": 1, "eval/mean@4": 0.25}]
 
 
 def test_text_is_no_metric(make_log):
@@ -63,7 +63,7 @@ def test_text_is_no_metric(make_log):
 def test_resuming_equals_never_stopping(make_log):
     """Killed after step 3 in the middle of a line, resumed from the checkpoint of step 2."""
     log = make_log()
-    log.eval(0, {"eval/accuracy": 0.0})
+    log.eval(0, {"eval/mean@4": 0.0})
     for step in (1, 2, 3):
         log_step(log, step)
     log.close()
@@ -90,9 +90,18 @@ def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
 
 
 def test_a_second_run_does_not_overwrite_the_first(make_log):
-    make_log().step(1, {"reward": 0.0})
+    log = make_log()
+    log.step(1, {"reward": 0.0})
+    with pytest.raises(ConfigError, match="no checkpoint, so remove"):
+        make_log()
+    (log.dir / "checkpoints" / "step_1").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--resume"):
         make_log()
+
+
+def test_a_folder_in_which_nothing_happened_is_free(make_log):
+    make_log().close()
+    make_log().step(1, {"reward": 0.0})
 
 
 def test_runs_of_the_same_second_have_names_of_their_own():
@@ -149,7 +158,7 @@ def test_phases_add_up_to_the_step():
 @pytest.mark.parametrize(
     "lines",
     [
-        [{"step": 0, "eval/accuracy": 0.5}],
+        [{"step": 0, "eval/mean@4": 0.5}],
         [{"step": 1, "reward": None, "reward_std": None, "kl": None}],
         [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75, "reward_std": 0.1, "odd/<key>": -1}],
         [{"step": step, "reward": 0.5, "time/step": 1.0} for step in range(1, 5001)],
@@ -165,11 +174,11 @@ def test_a_report_of_whatever_is_there(tmp_path, lines):
 
 def test_the_report_shows_before_and_after(make_log):
     log = make_log()
-    log.eval(0, {"eval/accuracy": 0.04})
+    log.eval(0, {"eval/mean@4": 0.04})
     for step in (1, 2):
         log.step(step, {"reward": step / 4, "time/step": 1.0, "time/update": 0.5})
         log.completions(step, [{"prompt": "<b>", "completion": f"answer {step}", "reward": 1.0}])
-    log.eval(2, {"eval/accuracy": 0.91})
+    log.eval(2, {"eval/mean@4": 0.91})
     log.close()
     page = (log.dir / "report.html").read_text()
     assert "0.04 → 0.91" in page and "answer 1" in page and "answer 2" in page

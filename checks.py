@@ -1,0 +1,96 @@
+"""What a run refuses to start with, or to go on with. Each says what was found, what is allowed and what to do."""
+
+import os
+import re
+
+import torch
+from torch import Tensor
+
+from config import ConfigError, TrainConfig
+
+
+def check_model_id(model_id: str) -> None:
+    """ConfigError if it can be neither a folder nor found on the hub; transformers retries for a minute in silence."""
+    import requests
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if os.path.isdir(model_id):
+        if not os.path.exists(os.path.join(model_id, "config.json")):
+            raise ConfigError(f"--model_id={model_id}: the folder holds no config.json; give one a model was saved to.")
+        return
+    missing = f"--model_id={model_id}: no such folder (looked in {os.getcwd()})"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id):
+        raise ConfigError(f"{missing}, and not the form of a hub id, NAME or OWNER/NAME.")
+    if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
+        return
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise requests.ConnectionError("HF_HUB_OFFLINE is set")
+        requests.head(f"{constants.ENDPOINT}/{model_id}/resolve/main/config.json", timeout=10)
+    except requests.RequestException as error:
+        raise ConfigError(
+            f"{missing}, not in the hub's cache, and {constants.ENDPOINT} cannot be asked ({type(error).__name__}). "
+            "Give the folder of a model, or mend the connection."
+        ) from error
+
+
+def check_servers(client, config, window: int) -> None:
+    """Do the servers serve the model that is trained, with room for prompt and completion? Raises ValueError."""
+    ours = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
+    for url, info in zip(client.urls, client.server_info(), strict=True):
+        theirs = {key: info[key] for key in ours}
+        if theirs != ours:
+            raise ValueError(
+                f"{url} serves {info['model']} with {theirs}; the trainer trains {config._name_or_path} with {ours}. "
+                "Start the server with the trainer's --model_id as its --model."
+            )
+        if info["max_model_len"] < window:
+            raise ValueError(
+                f"{url} has a window of {info['max_model_len']} tokens; prompts and completions need up to {window} "
+                f"(--max_prompt_length + --max_completion_length). Lower those, or serve with --max-model-len {window}."
+            )
+
+
+def check_fresh(trajectories: list, version: int) -> None:
+    stale = [t.policy_version for t in trajectories if t.policy_version != version]
+    if stale:
+        raise RuntimeError(
+            f"{len(stale)} of {len(trajectories)} completions come from weights {stale[0]}, not {version}. Does "
+            "another trainer push to the same server? Give each run a server of its own."
+        )
+
+
+def check_agreement(difference: float, cfg: TrainConfig) -> None:
+    if difference > cfg.logprob_diff_limit:
+        raise RuntimeError(
+            f"Trainer and sampler disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
+            f"{cfg.logprob_diff_limit}. Usual causes: another model on the server, a quantised server, top-k / top-p "
+            "sampling, a modified model class. --logprob_diff_limit raises the limit."
+        )
+
+
+def check_advantages(advantages: Tensor, batch, cfg: TrainConfig) -> Tensor:
+    """The advantages themselves, if they can be trained on."""
+    return checked(
+        f"advantage {cfg.advantage!r}", advantages, batch, "spread(values, batch.loss_mask) makes it from [B]"
+    )
+
+
+def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """What a policy loss returned, if it is (loss per token, statistics)."""
+    name = f"policy loss {cfg.policy_loss!r}"
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+        raise TypeError(f"{name} must return (loss per token [B, T], dict of statistics [B, T]); got {type(result)}.")
+    return checked(name, result[0], batch, "do not average: --loss_agg does"), result[1]
+
+
+def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
+    shape = tuple(batch.loss_mask.shape)
+    if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
+        got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
+        raise ValueError(f"{name} returned {got}; it must be a value per token, {shape}: {remedy}.")
+    if not torch.isfinite(matrix.detach()[batch.loss_mask > 0]).all():
+        raise ValueError(
+            f"{name} returned nan or infinity on a sampled token. Does it divide by a std or a length of 0?"
+        )
+    return matrix
