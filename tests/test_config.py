@@ -210,7 +210,7 @@ def test_what_cannot_work_says_what_was_given_and_what_to_do(line, given, allowe
 
 def test_the_number_of_ranks_counts(monkeypatch):
     check(TrainConfig(prompts_per_step=32), world_size=8)
-    with pytest.raises(ConfigError, match="32 is not divisible by 5 rank\(s\) x 1 minibatch\(es\); use 30 or 35"):
+    with pytest.raises(ConfigError, match=r"32 is not divisible by 5 rank\(s\) x 1 minibatch\(es\); use 30 or 35"):
         check(TrainConfig(prompts_per_step=32), world_size=5)
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "divisible by 3 rank(s) x 2 minibatch(es); use 30 or 36" in error("--num_minibatches 2")
