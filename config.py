@@ -87,6 +87,7 @@ class TrainConfig:
     reward_funcs: list[str] = field(
         default_factory=lambda: ["reasoning_gym"]
     )  # names in REWARDS or path/to/file.py:function
+    reward_model: str | None = None  # folder, hub id or http address of a classifier, for --reward_funcs reward_model
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group
     reward_on_timeout: float = 0.0  # score of completions whose reward function ran out of time
@@ -317,6 +318,8 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         )
     if cfg.generator == "vllm" and not cfg.server_urls:
         raise ConfigError("--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none.")
+    if "reward_model" in cfg.reward_funcs and not cfg.reward_model:
+        raise ConfigError("--reward_funcs reward_model needs --reward_model: a folder, a hub id or an http address.")
     for tracker in cfg.report_to:
         known_name("--report_to", tracker, ("wandb", "tensorboard"))
     if cfg.push_to_hub and not cfg.hub_repo_id:

@@ -36,6 +36,7 @@ from math import isfinite, nan
 
 from config import ConfigError, known_name
 from data import function_path, load_function, parse_gym, shorten
+from reward_model import reward_model
 from reward_workers import WorkerPool
 
 OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
@@ -181,6 +182,7 @@ REWARDS: dict[str, Callable] = {
     "overlong": overlong,
     "length": length,
     "reasoning_gym": reasoning_gym,
+    "reward_model": reward_model,
 }
 
 

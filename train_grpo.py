@@ -928,7 +928,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
             trajectories, collected = asyncio.run(collect(rows, sampler, step, generator, reward_functions, cfg))
             checks.check_fresh(trajectories, step)
             batch = collate(trajectories, tokenizer.pad_token_id or 0, device, group_offset=rank * sampler.share)
-            metrics |= collected | rollout_metrics(trajectories)
+            metrics |= collected | rollout_metrics(trajectories) | {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, reference, inner, cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])

@@ -3,11 +3,18 @@
 # the new weights pushed to the server after each, accuracy on sums it never saw before and after, a report.
 #
 #   bash scripts/demo.sh                        10 to 15 minutes on two idle CPU cores, with installation
-#   bash scripts/demo.sh --max_steps 10         flags go to train_grpo.py
+#   bash scripts/demo.sh --max_steps 10         flags go to the train script
+#   bash scripts/demo.sh ppo                    the same with train_ppo.py: 64 prompts x 1 completion and a critic
 #
 # It ends with eval/mean@4 of about .03 before and .7 or more after. Whatever happens, the server is gone afterwards.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+script=train_grpo.py algorithm=()
+if [ "${1:-}" = ppo ]; then
+  script=train_ppo.py algorithm=(--prompts_per_step 64 --num_generations 1 --critic_learning_rate 3e-4 --critic_warmup 2)
+  shift
+fi
 
 bash scripts/install.sh
 . .venv/bin/activate
@@ -46,10 +53,10 @@ echo "demo: starting the server, log in runs/$name-server.log"
 python vllm_server.py --model "$model" --port "$port" --max-model-len 512 "${shared_gpu[@]}" \
   >"runs/$name-server.log" 2>&1 </dev/null &
 server=$!
-python train_grpo.py --run_name "$name" --model_id "$model" --server_urls "http://127.0.0.1:$port" --server_timeout 300 \
+python "$script" --run_name "$name" --model_id "$model" --server_urls "http://127.0.0.1:$port" --server_timeout 300 \
   --dataset_id examples/sums.py:rows --reward_funcs last_number --max_prompt_length 128 --max_completion_length 12 \
   --prompts_per_step 8 --num_generations 8 --max_steps 30 --eval_steps 10 \
-  --use_peft --lora_r 32 --lora_alpha 64 --learning_rate 3e-4 "$@" </dev/null &
+  --use_peft --lora_r 32 --lora_alpha 64 --learning_rate 3e-4 "${algorithm[@]}" "$@" </dev/null &
 trainer=$!
 set +m
 status=0

@@ -72,11 +72,11 @@ class Process:
         psutil.wait_procs(family, timeout=10)
 
 
-def trainer(log: Path, *flags: str, ranks: int = 1, **env: str) -> Process:
-    """train_grpo.py, by itself or under torchrun."""
+def trainer(log: Path, *flags: str, ranks: int = 1, script: str = "train_grpo.py", **env: str) -> Process:
+    """A train script, by itself or under torchrun."""
     launch = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run"]
     launch += [] if ranks == 1 else ["--standalone", f"--nproc_per_node={ranks}"]
-    return Process([*launch, "train_grpo.py", *flags], log, **env)
+    return Process([*launch, script, *flags], log, **env)
 
 
 @contextlib.contextmanager

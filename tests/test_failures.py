@@ -121,7 +121,7 @@ WITHOUT_SERVER = {
 def endings(folder):
     places = {"rewards": folder / "rewards.py", "closed": f"http://127.0.0.1:{free_port()}"}
     (folder / "taken").mkdir()
-    (folder / "taken" / "metrics.jsonl").write_text("{\"step\": 1}\n")
+    (folder / "taken" / "metrics.jsonl").write_text('{"step": 1}\n')
     common = f"{SMALL} --reward_funcs length --max_steps 2 --output_dir {folder} "
     flags = {name: common + more.format(**places) for name, (more, _) in WITHOUT_SERVER.items()}
     flags["reward never returns"] = common + f"--reward_funcs {places['rewards']}:never length --reward_timeout 1"

@@ -51,7 +51,15 @@ def assert_same_run(run: Path, reference: Path):
         assert pyarrow.parquet.read_table(run / "completions" / path.name).equals(pyarrow.parquet.read_table(path))
 
 
-CASES = {"1 rank": (1, ""), "2 ranks, LoRA": (2, "--use_peft"), "2 ranks, fsdp2": (2, "--strategy fsdp2")}
+GRPO, PPO = "train_grpo.py", "train_ppo.py"
+ADAPTIVE = "--kl_target 0.01 --kl_horizon 100 --ref_sync_steps 2 --entropy_target 5 --entropy_coef_step 0.01 "
+ADAPTIVE += "--reward_mean running --reward_std running"
+CASES = {
+    "1 rank": (GRPO, 1, ""),
+    "1 rank, adaptive PPO": (PPO, 1, f"--critic_learning_rate 1e-3 {ADAPTIVE}"),
+    "2 ranks, LoRA": (GRPO, 2, "--use_peft"),
+    "2 ranks, fsdp2": (GRPO, 2, "--strategy fsdp2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +70,23 @@ def outcomes(flags, tmp_path_factory):
         yield {case: pool.submit(kill_and_resume, flags, folders[case], *CASES[case]) for case in CASES}
 
 
-def kill_and_resume(flags: list[str], folder: Path, ranks: int, more: str) -> tuple[Path, Path]:
+def kill_and_resume(flags: list[str], folder: Path, script: str, ranks: int, more: str) -> tuple[Path, Path]:
     """The folders of a run that was killed and resumed, and of the same run left alone."""
     step = random.Random(f"{SEED} {ranks} {more}").randrange(3, STEPS)  # after the first checkpoint
-    args = [*flags, *more.split(), "--output_dir", str(folder)]
+    args, how = [*flags, *more.split(), "--output_dir", str(folder)], dict(ranks=ranks, script=script)
     whole, broken = folder / "whole", folder / "broken"
-    with running(trainer(folder / "whole.log", *args, "--run_name", "whole", ranks=ranks)) as one:
-        with running(trainer(folder / "broken.log", *args, "--run_name", "broken", ranks=ranks)) as two:
+    with running(trainer(folder / "whole.log", *args, "--run_name", "whole", **how)) as one:
+        with running(trainer(folder / "broken.log", *args, "--run_name", "broken", **how)) as two:
             two.until(lambda: steps_done(broken) >= step)
             two.kill()
         assert one.end() == 0, one.text
-    if ranks == 1:  # and once more, while a checkpoint is being written
+    if ranks == 1 and script == GRPO:  # and once more, while a checkpoint is being written
         with running(trainer(folder / "save.log", *args, "--run_name", "broken", "--resume")) as run:
             run.until(lambda: half_written(broken))
             run.kill()
         newest = max(int(path.name.split("_")[2]) for path in half_written(broken))
         assert utils.last_step(broken) < newest
-    with running(trainer(folder / "resumed.log", *args, "--run_name", "broken", "--resume", ranks=ranks)) as run:
+    with running(trainer(folder / "resumed.log", *args, "--run_name", "broken", "--resume", **how)) as run:
         assert run.end() == 0, run.text
     return broken, whole
 
@@ -96,3 +104,12 @@ def test_only_complete_checkpoints_are_seen(tmp_path):
     for name in ("step_2", "step_10", "incomplete_step_12", "step_14.old", "step_x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert utils.last_step(tmp_path) == 10
+
+
+def test_a_resume_that_does_not_fit_says_so(outcomes, flags):
+    """torch's error for it is no Exception; it must not end the run without a word."""
+    _, whole = outcomes["1 rank"].result()
+    args = [*flags, "--output_dir", str(whole.parent), "--run_name", "whole", "--resume", "--use_peft"]
+    with running(trainer(whole.parent / "misfit.log", *args)) as run:
+        assert run.end() == 1
+    assert "step_6 does not fit this run, or is damaged" in run.text and "use_peft False -> True" in run.text

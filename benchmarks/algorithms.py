@@ -1,0 +1,147 @@
+"""Presets against each other at equal numbers of sampled tokens, over several seeds.
+
+    python benchmarks/algorithms.py                       # 9 presets x 5 seeds, some 25 minutes on two cores
+    python benchmarks/algorithms.py --presets grpo dapo --seeds 0 1
+
+The task is a toy: a random model of 6 M parameters earns the share of its 4 tokens whose number ends in 0, so .1 by
+chance. Everything but the preset's own settings is equal: 64 completions a step, 30 steps, AdamW at 1e-2, two optimizer
+updates a step where the preset allows it. It tells whether an implementation learns and how evenly; which preset suits
+a real task it does not tell.
+
+Results go to benchmarks/results/algorithms.json, .md and .svg.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "benchmarks" / "results"
+STEPS = 30
+REWARD = (
+    "def tens(completion_ids, **_):\n    return [sum(t % 10 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
+)
+ROWS = """def rows(split, seed):
+    start, count = (0, 96) if split == "train" else (100, 16)
+    return [{"prompt": f"Say something about {n}."} for n in range(start, start + count)]
+"""
+PRESETS = {  # flags on top of the preset's
+    "grpo": "--num_minibatches 2",
+    "dr_grpo": "--num_minibatches 2",
+    "rloo": "--num_minibatches 2",
+    "reinforce_plus_plus": "--num_minibatches 2",
+    "remax": "--num_minibatches 2",
+    "dapo": "--num_minibatches 2",
+    "gspo": "--num_minibatches 2 --epsilon 0.2 --epsilon_high 0.2",  # 3e-4 is for thousands of tokens
+    "cispo": "--num_minibatches 2",
+    "ppo": "--num_minibatches 2 --critic_learning_rate 1e-2 --critic_iterations 4",
+}
+T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # Student's t, two-sided
+
+
+def run(preset: str, seed: int, folder: Path) -> dict:
+    """One training; its rewards by step, and held-out reward before and after."""
+    name = f"{preset}-{seed}"
+    prompts = (
+        "--prompts_per_step 64 --num_generations 1" if preset == "ppo" else "--prompts_per_step 4 --num_generations 16"
+    )
+    flags = f"--model_id models/tiny --generator hf --compute_dtype float32 --dataset_id {folder}/data.py:rows "
+    flags += (
+        f"--reward_funcs {folder}/reward.py:tens --max_completion_length 4 --max_steps {STEPS} --learning_rate 1e-2 "
+    )
+    flags += f"--eval_steps {STEPS} --print_samples_every 0 --no-log_completions --seed {seed} --preset {preset} "
+    flags += f"--output_dir {folder} --run_name {name} {prompts} {PRESETS[preset]}"
+    script = "train_ppo.py" if preset == "ppo" else "train_grpo.py"
+    command = [sys.executable, script, *flags.split()]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    evals = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    curve = [line["reward"] for line in lines if "reward" in line]
+    tokens = sum(64 * line["completions/mean_length"] for line in lines if "reward" in line)
+    resampled = sum(line.get("dynamic_sampling/resampled", 0) for line in lines)
+    print(f"{name}: {evals[0]:.2f} -> {evals[-1]:.2f}", flush=True)
+    return dict(preset=preset, seed=seed, before=evals[0], after=evals[-1], curve=curve, tokens=tokens + resampled * 64)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % confidence interval."""
+    if len(values) < 2:
+        return values[0], math.nan
+    return statistics.mean(values), T95.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def half_way(curve: list[float]) -> int:
+    """The first step whose reward is above .5."""
+    return next((step for step, reward in enumerate(curve, 1) if reward > 0.5), STEPS + 1)
+
+
+def table(runs: list[dict]) -> str:
+    rows = [
+        "| preset | seeds | held-out before | after (95 % interval) | steps to .5 | tokens sampled |",
+        "|---|---|---|---|---|---|",
+    ]
+    for preset in dict.fromkeys(r["preset"] for r in runs):
+        mine = [r for r in runs if r["preset"] == preset]
+        after, half = interval([r["after"] for r in mine])
+        steps = interval([half_way(r["curve"]) for r in mine])
+        tokens = statistics.mean(r["tokens"] for r in mine)
+        before = statistics.mean(r["before"] for r in mine)
+        cells = [f"`{preset}`", f"{len(mine)}", f"{before:.2f}", f"{after:.3f} ± {half:.3f}"]
+        cells += [f"{steps[0]:.1f} ± {steps[1]:.1f}", f"{tokens:.0f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def plot(runs: list[dict], path: Path) -> None:
+    """Training reward by step, one panel a preset: every seed thin, their mean thick."""
+    from matplotlib.figure import Figure
+
+    presets = list(dict.fromkeys(r["preset"] for r in runs))
+    columns = min(3, len(presets))
+    figure = Figure(figsize=(4 * columns, 2.6 * math.ceil(len(presets) / columns)), layout="constrained")
+    panels = figure.subplots(math.ceil(len(presets) / columns), columns, sharex=True, sharey=True, squeeze=False).flat
+    for axes, preset in zip(panels, presets, strict=False):
+        curves = [r["curve"] for r in runs if r["preset"] == preset]
+        for curve in curves:
+            axes.plot(range(1, len(curve) + 1), curve, color="#9ca3af", lw=0.8)
+        mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
+        axes.plot(range(1, len(mean) + 1), mean, color="#2563eb", lw=2)
+        axes.set_title(preset, fontsize=10)
+        axes.set_ylim(0, 1.02)
+    figure.supxlabel("step (64 completions of 4 tokens)", fontsize=9)
+    figure.supylabel("training reward", fontsize=9)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(PRESETS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    args = parser.parse_args()
+    subprocess.run([sys.executable, "scripts/make_models.py", "tiny", "models/tiny"], cwd=ROOT, check=True)
+    folder = Path(tempfile.mkdtemp(prefix="algorithms_"))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "data.py").write_text(ROWS)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = list(pool.map(lambda job: run(*job, folder), [(p, s) for p in args.presets for s in args.seeds]))
+    OUT.mkdir(exist_ok=True)
+    (OUT / "algorithms.json").write_text(json.dumps(runs, indent=1) + "\n")
+    text = f"# Presets on the toy task\n\n{__doc__.split('Results go')[0].split('The task is')[1].strip()}\n"
+    (OUT / "algorithms.md").write_text(text.replace("a toy", "The task is a toy", 1) + f"\n{table(runs)}\n")
+    plot(runs, OUT / "algorithms.svg")
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A learned reward model as a reward function: `--reward_funcs reward_model --reward_model PATH_OR_ID_OR_URL`.
+
+A sequence classifier with one output (AutoModelForSequenceClassification) scores prompt and completion under its own
+chat template. Given a folder or hub id it runs in this process, on the trainer's device; given an http address it is
+asked there, which `vllm serve MODEL --runner pooling` answers (its route /classify, raw scores). Reward models score on
+a scale of their own: --reward_mean running --reward_std running brings it near 1.
+"""
+
+import os
+import threading
+from functools import cache
+
+LOCK = threading.Lock()  # groups are scored in threads of their own; the model takes one batch at a time
+
+
+def texts(completions, prompts, tokenizer) -> list[str]:
+    """What the classifier reads: the chat under its template, or prompt + completion."""
+    if isinstance(completions[0], str):
+        return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    chats = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    return [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+
+
+@cache
+def load(model_id: str):
+    """(tokenizer, classifier on this rank's device), once a process."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_id)
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model = AutoModelForSequenceClassification.from_pretrained(model_id, dtype=dtype).to(device).eval()
+    if model.config.num_labels != 1:
+        raise ValueError(f"--reward_model={model_id} has {model.config.num_labels} outputs; a reward model has one.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, model
+
+
+@cache
+def served(url: str):
+    """(name, tokenizer) of the model at the address."""
+    import requests
+    from transformers import AutoTokenizer
+
+    answer = requests.get(f"{url}/v1/models", headers=authorization(), timeout=10)
+    answer.raise_for_status()
+    model = answer.json()["data"][0]
+    return model["id"], AutoTokenizer.from_pretrained(model.get("root") or model["id"])
+
+
+def authorization() -> dict:
+    token = os.environ.get("REWARD_MODEL_TOKEN")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def reward_model(completions, prompts, cfg) -> list[float]:
+    """One score a completion, on the model's own scale."""
+    if cfg.reward_model.startswith(("http://", "https://")):
+        import requests
+
+        url = cfg.reward_model.rstrip("/")
+        name, tokenizer = served(url)
+        body = {"model": name, "input": texts(completions, prompts, tokenizer), "use_activation": False}
+        answer = requests.post(f"{url}/classify", json=body, headers=authorization(), timeout=cfg.reward_timeout)
+        answer.raise_for_status()
+        return [row["probs"][0] for row in answer.json()["data"]]
+    import torch
+
+    with LOCK, torch.inference_mode():
+        tokenizer, model = load(cfg.reward_model)
+        batch = tokenizer(texts(completions, prompts, tokenizer), return_tensors="pt", padding=True)
+        return model(**batch.to(model.device)).logits[:, 0].float().tolist()
