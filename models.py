@@ -24,6 +24,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
+        self.squares = cfg.advantage in ("otb", "tir_otb")  # a pass over [n, V] that nothing else needs
 
     @property
     def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
@@ -56,7 +57,8 @@ class Policy(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]
-        return log_p.gather(1, targets[:, None])[:, 0], entropy, (p.detach() ** 2).sum(-1)
+            squares = (p.detach() ** 2).sum(-1) if self.squares else torch.zeros_like(entropy)
+        return log_p.gather(1, targets[:, None])[:, 0], entropy, squares
 
 
 def _peft_model() -> type:

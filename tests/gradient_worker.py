@@ -98,7 +98,8 @@ def main(strategy: str, out: str, *flags: str) -> None:
     batch.old_logprobs = (logprobs + 0.2 * wave) * batch.loss_mask
     batch.ref_logprobs = (logprobs - 0.3 * wave) * batch.loss_mask
     result = {}
-    for loss, mode in product(sorted(script.POLICY_LOSSES), MODES):
+    losses = ("ppo", "gspo", "kl_cov") if base.use_peft else sorted(script.POLICY_LOSSES)  # adapters change no loss
+    for loss, mode in product(losses, MODES):
         cfg = replace(base, policy_loss=loss, loss_agg=mode, **SETTINGS.get(loss, {}))
         many = replace(cfg, tokens_per_microbatch=40, logprob_chunk=4)
         result[loss, mode, "many"] = gradients(policy, inner, batch, many)

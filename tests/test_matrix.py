@@ -21,6 +21,7 @@ def policy():
     original, models.load_hf_model = models.load_hf_model, small_llama
     cfg = TrainConfig(compute_dtype="float32", learning_rate=1e-2)
     made = script.load_policy(cfg, torch.device("cpu"))[0]
+    made.squares = True
     models.load_hf_model = original
     return made
 

@@ -47,9 +47,9 @@ def test_the_loop_learns(preset, tmp_path):
         prompts_per_step=4,
         num_generations=16,
         max_completion_length=4,
-        max_steps=30,
+        max_steps=20,
         learning_rate=1e-2,
-        eval_steps=30,
+        eval_steps=20,
         print_samples_every=0,
         output_dir=str(tmp_path),
         run_name="run",
@@ -61,7 +61,7 @@ def test_the_loop_learns(preset, tmp_path):
     lines = read_metrics(tmp_path / "run")
     assert lines[0]["eval/reward"] < 0.2, "a random model should be right one time in ten"
     assert after > 0.8
-    assert (tmp_path / "run" / "checkpoints" / "step_30" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step_20" / "model.safetensors").exists()
     assert (tmp_path / "run" / "report.html").exists()
     if preset == "ppo":
         assert max(line.get("value/explained_variance", 0) for line in lines) > 0.3
