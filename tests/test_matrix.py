@@ -1,5 +1,6 @@
 """Every advantage with every loss takes real optimizer steps; masks, corrections, adaptive knobs do what they say."""
 
+import asyncio
 import copy
 import math
 from dataclasses import replace
@@ -9,11 +10,13 @@ import torch
 from gradient_worker import SETTINGS, local_batch, small_llama
 
 import checks
+import data
 import models
 import train_grpo as script
 import utils
 from config import PRESETS, TrainConfig
 from rollouts import Trajectory
+from vllm_client import Completion
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +191,63 @@ def test_a_loss_of_the_wrong_kind_is_named(result, says):
     batch = local_batch(0, 1)
     with pytest.raises((TypeError, ValueError), match=f"policy loss 'mine'.*{says}"):
         checks.check_loss(result(batch.loss_mask), batch, TrainConfig(policy_loss="mine"))
+
+
+# ---- collecting a step ----------------------------------------------------------------------------------------------
+
+
+class Parity:
+    """A sampler that needs no model: completion i of a prompt is i tokens long, greedy ones one token."""
+
+    tokenizer = None
+
+    async def generate(self, prompt_ids, *, n, temperature, **options):
+        return [Completion([2] * (i + 1), [0.0] * (i + 1), "stop", 0, prompt_ids) for i in range(n)]
+
+
+def by_row(completion_ids, speaks, **columns):
+    """Differs within a group only where the row says so."""
+    return [len(ids) * float(s) for ids, s in zip(completion_ids, speaks, strict=True)]
+
+
+def collect(monkeypatch, rows, **options):
+    monkeypatch.setattr("rollouts.tokenize_prompt", lambda row, *_, **__: [1])
+    Parity.tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: str(ids)})()
+    cfg = TrainConfig(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], **options)
+    sampler = data.PromptSampler(len(rows), 4, seed=0)
+    trajectories, metrics = asyncio.run(script.collect(rows, sampler, 0, Parity(), {"by_row": by_row}, cfg))
+    assert [t.group for t in trajectories] == [g for g in range(4) for _ in range(3)]
+    return trajectories, metrics, sampler
+
+
+def test_silent_groups_make_room_for_others(monkeypatch):
+    rows = [{"prompt": str(n), "speaks": n % 2} for n in range(40)]
+    trajectories, metrics, sampler = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=20)
+    assert all(t.row["speaks"] for t in trajectories) and metrics["dynamic_sampling/silent"] == 0
+    silent = sum(1 - rows[i]["speaks"] for i in sampler.next(0))
+    assert metrics["dynamic_sampling/resampled"] >= silent > 0
+    again, _, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=20)
+    assert [t.row for t in again] == [t.row for t in trajectories]  # a function of seed and step
+
+
+def test_resampling_is_bounded_and_what_is_left_is_counted(monkeypatch):
+    rows = [{"prompt": str(n), "speaks": 0} for n in range(40)]
+    trajectories, metrics, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=2)
+    assert len(trajectories) == 12
+    assert metrics["dynamic_sampling/resampled"] == 8 and metrics["dynamic_sampling/silent"] == 4
+
+
+def test_the_window_of_difficulty_counts_as_signal(monkeypatch):
+    rows = [{"prompt": str(n), "speaks": 1 + n % 2} for n in range(40)]  # means 2 and 4
+    trajectories, _, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=20, group_mean_max=3.0)
+    assert {t.row["speaks"] for t in trajectories} == {1}
+
+
+def test_remax_scores_one_greedy_completion_per_prompt(monkeypatch):
+    rows = [{"prompt": str(n), "speaks": n} for n in range(4)]
+    trajectories, _, _ = collect(monkeypatch, rows, advantage="remax")
+    batch = script.collate(trajectories, 0, torch.device("cpu"))
+    assert torch.equal(batch.baselines, torch.tensor([float(t.row["speaks"]) for t in trajectories]))
+    expected = [len(t.token_ids) * t.row["speaks"] - t.row["speaks"] for t in trajectories]
+    first = script.remax(batch, TrainConfig())[:, 1]
+    assert torch.equal(first, torch.tensor(expected, dtype=torch.float))
