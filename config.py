@@ -97,7 +97,7 @@ class TrainConfig:
     resample_rounds: int = 3  # with dynamic_sampling: at most so many times a step; what is left then stays
     group_std_min: float = 0.0  # a group has signal if its scores' std is above this ...
     group_mean_min: float = -math.inf  # ... and their mean is at least this (not too hard)
-    group_mean_max: float = math.inf  # ... and at most this (not too easy); others are left out of the loss
+    group_mean_max: float = math.inf  # ... and at most this (not too easy); others leave the loss
 
     # --- algorithm ---
     preset: str | None = None  # a published recipe's settings, printed at start; flags still win over it
@@ -135,16 +135,14 @@ class TrainConfig:
     entropy_coef_step: float = 0.0005  # by so much a step
     top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
     mask_truncated: bool = False  # leave completions cut at max_completion_length out of the loss
-    old_logprobs: Literal["recompute", "sampler", "current"] = (
-        "recompute"  # denominator of the ratio: the trainer's ...
-    )
+    old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer, sampler, or always pi
     correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / sampler on the loss
     correction_mode: Literal["truncate", "mask"] = "truncate"  # weights outside the bounds: clamp, or leave out
     correction_min: float = 0.0  # lower bound
     correction_max: float = 2.0  # upper bound
-    reject_below: float = 0.0  # leave out completions whose geometric mean of trainer / sampler is below this ...
-    reject_above: float = math.inf  # ... or above this
-    off_policy_threshold: float | None = None  # leave out negative completions that drifted further (mean nats a token)
+    reject_below: float = 0.0  # no policy loss where a completion's geometric mean of trainer / sampler is below ...
+    reject_above: float = math.inf  # ... or above
+    off_policy_threshold: float | None = None  # drop tokens with A < 0 of rows that drifted further (mean nats a token)
 
     # --- optimisation ---
     learning_rate: float = 1e-6  # peak learning rate of AdamW
@@ -209,9 +207,7 @@ PRESETS: dict[str, dict] = {  # arXiv
     "rloo": _KL | _PPO | dict(advantage="rloo", loss_agg="seq_sum"),  # 2402.14740
     "reinforce_plus_plus": _KL | _PPO | dict(advantage="reinforce_plus_plus", loss_agg="token_mean"),  # 2501.03262
     "remax": _KL | dict(advantage="remax", policy_loss="reinforce", loss_agg="seq_sum"),  # 2310.10505
-    "opo": _NO_KL | dict(  # 2505.23585; strictly on-policy
-        advantage="opo", policy_loss="reinforce", loss_agg="token_mean", num_iterations=1, num_minibatches=1,
-    ),
+    "opo": _NO_KL | dict(advantage="opo", policy_loss="gpg", loss_agg="token_mean", num_minibatches=1),  # 2505.23585
     "gpg": _NO_KL | dict(advantage="gpg", policy_loss="gpg", loss_agg="token_mean"),  # 2504.02546
     "clip_cov": _GROUP | _PPO | dict(policy_loss="clip_cov", loss_agg="token_mean"),  # 2505.22617
     "kl_cov": _GROUP | dict(policy_loss="kl_cov", loss_agg="token_mean"),  # 2505.22617
@@ -246,8 +242,9 @@ def check_ranges(cfg: TrainConfig) -> None:
         "server_timeout request_timeout dist_timeout lora_r save_total_limit log_steps max_grad_norm num_epochs "
     )
     positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
+    positive += " critic_learning_rate critic_iterations value_clip"  # of train_ppo.py
     for name in positive.split():
-        if not getattr(cfg, name) > 0:
+        if not getattr(cfg, name, 1) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     for name in (
         "min_completion_length beta weight_decay eval_temperature print_samples_every epsilon_high resample_rounds "
@@ -274,12 +271,6 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     """Checks that need nothing but the config and the number of ranks (torchrun's WORLD_SIZE)."""
     world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     check_ranges(cfg)
-    alone = cfg.advantage in ("gae", "remax", "reinforce_plus_plus", "turn")  # need no other completion of the prompt
-    if cfg.num_generations < 1 or (cfg.num_generations == 1 and not alone):
-        raise ConfigError(
-            f"--num_generations={cfg.num_generations}: {cfg.advantage} compares the completions of one prompt, so it "
-            "needs at least 2; 8 is usual."
-        )
     unit = world * cfg.num_minibatches
     if cfg.prompts_per_step % unit:
         low, high = cfg.prompts_per_step // unit * unit, -(-cfg.prompts_per_step // unit) * unit
@@ -287,47 +278,55 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
             f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} rank(s) x {cfg.num_minibatches} "
             f"minibatch(es); use {f'{low} or ' if low else ''}{high}."
         )
-    if cfg.offload and cfg.strategy == "ddp":
-        raise ConfigError(
-            "--offload moves shards to the CPU, and --strategy ddp has none; add --strategy fsdp2 or fsdp."
-        )
-    if (cfg.kl_in_reward or cfg.kl_target is not None) and cfg.beta == 0:
-        raise ConfigError("--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual.")
-    if cfg.kl_target is not None and not cfg.kl_target > 0:
-        raise ConfigError(f"--kl_target={cfg.kl_target}: must be above 0, in nats per token.")
-    if cfg.ref_sync_steps and (cfg.use_peft or cfg.beta == 0):
-        why = "with --use_peft it is the model without adapters" if cfg.use_peft else "--beta 0 loads none"
-        raise ConfigError(f"--ref_sync_steps moves the reference model, and {why}; leave it out.")
-    if not cfg.reject_above > cfg.reject_below:
-        raise ConfigError(f"--reject_above={cfg.reject_above}: must be above --reject_below={cfg.reject_below}.")
-    if cfg.correction_max < cfg.correction_min:
-        raise ConfigError(f"--correction_max={cfg.correction_max} is below --correction_min={cfg.correction_min}.")
-    if cfg.dual_clip is not None and not cfg.dual_clip > 1:
-        raise ConfigError(f"--dual_clip={cfg.dual_clip}: must be above 1 (DAPO uses 10), or leave it unset.")
-    if cfg.min_completion_length > cfg.max_completion_length:
-        raise ConfigError(
-            f"--min_completion_length={cfg.min_completion_length} is more than --max_completion_length="
-            f"{cfg.max_completion_length}; lower the first or raise the second."
-        )
-    if not cfg.reward_funcs:
-        raise ConfigError("--reward_funcs is empty: give at least one, a name in REWARDS or path/to/file.py:function.")
-    if cfg.reward_weights is not None and len(cfg.reward_weights) != len(cfg.reward_funcs):
-        raise ConfigError(
-            f"--reward_weights has {len(cfg.reward_weights)} values for {len(cfg.reward_funcs)} --reward_funcs "
-            f"({', '.join(cfg.reward_funcs)}); give one each."
-        )
-    if cfg.generator == "vllm" and not cfg.server_urls:
-        raise ConfigError("--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none.")
-    if "reward_model" in cfg.reward_funcs and not cfg.reward_model:
-        raise ConfigError("--reward_funcs reward_model needs --reward_model: a folder, a hub id or an http address.")
+    c, no_ratio = cfg, ("reinforce", "gpg", "kimi", "dro", "topr")
+    normalised = (c.reward_mean, c.reward_std) != ("none", "none")
+    why = "with --use_peft it is the model without adapters" if c.use_peft else "--beta 0 loads none"
+    alone = c.advantage in ("gae", "remax", "reinforce_plus_plus") or (c.advantage, c.scale_rewards) == ("turn", "none")
+    for wrong, message in (
+        (c.num_generations < 1 + (not alone), f"--num_generations={c.num_generations}: {c.advantage} compares the "
+         "completions of one prompt, so it needs at least 2; 8 is usual."),
+        (c.offload and c.strategy == "ddp",
+         "--offload moves shards to the CPU, and --strategy ddp has none; add --strategy fsdp2 or fsdp."),
+        (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
+         "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
+        (c.kl_target is not None and not c.kl_target > 0, f"--kl_target={c.kl_target}: must be above 0."),
+        (c.kl_target is not None and c.kl_horizon < c.sequences_per_step,
+         f"--kl_horizon={c.kl_horizon}: at least the completions of a step, {c.sequences_per_step}."),
+        (c.ref_sync_steps and (c.use_peft or c.beta == 0),
+         f"--ref_sync_steps moves the reference model, and {why}; leave it out."),
+        (not c.reject_above > c.reject_below, f"--reject_above={c.reject_above} is not above --reject_below."),
+        (c.correction_max < c.correction_min, f"--correction_max={c.correction_max} is below --correction_min."),
+        (c.old_logprobs == "sampler" and c.policy_loss in no_ratio,
+         f"--old_logprobs sampler: {c.policy_loss} has no ratio to put it into; leave it out."),
+        (c.advantage == "remax" and normalised,
+         "--advantage remax compares raw scores with a greedy completion's; leave out --reward_mean and --reward_std."),
+        (c.advantage == "gdpo" and (normalised or c.kl_in_reward),
+         "--advantage gdpo normalises by itself; leave out --reward_mean, --reward_std and --kl_in_reward."),
+        (c.dual_clip is not None and not c.dual_clip > 1,
+         f"--dual_clip={c.dual_clip}: must be above 1 (DAPO uses 10), or leave it unset."),
+        (c.dual_clip is not None and c.policy_loss != "ppo", "--dual_clip belongs to --policy_loss ppo; leave it out."),
+        (c.min_completion_length > c.max_completion_length,
+         f"--min_completion_length={c.min_completion_length} is more than --max_completion_length="
+         f"{c.max_completion_length}; lower the first or raise the second."),
+        (not c.reward_funcs,
+         "--reward_funcs is empty: give at least one, a name in REWARDS or path/to/file.py:function."),
+        (c.reward_weights is not None and len(c.reward_weights) != len(c.reward_funcs),
+         f"--reward_weights has {len(c.reward_weights or ())} values for {len(c.reward_funcs)} --reward_funcs "
+         f"({', '.join(c.reward_funcs)}); give one each."),
+        ("reward_model" in c.reward_funcs and not c.reward_model,
+         "--reward_funcs reward_model needs --reward_model: a folder, a hub id or an http address."),
+        (c.generator == "vllm" and not c.server_urls,
+         "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
+        (c.push_to_hub and not c.hub_repo_id, "--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO."),
+        (c.push_to_hub and c.eval_only, "--eval_only makes nothing to upload; leave out --push_to_hub."),
+        (c.eval_dataset_id and not (c.eval_steps or c.eval_only),
+         "--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it."),
+        (c.resume and not c.run_name, "--resume needs --run_name, the folder under --output_dir to continue."),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(message)
     for tracker in cfg.report_to:
         known_name("--report_to", tracker, ("wandb", "tensorboard"))
-    if cfg.push_to_hub and not cfg.hub_repo_id:
-        raise ConfigError("--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO.")
-    if cfg.eval_dataset_id and not (cfg.eval_steps or cfg.eval_only):
-        raise ConfigError("--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it.")
-    if cfg.resume and not cfg.run_name:
-        raise ConfigError("--resume needs --run_name, the folder under --output_dir to continue.")
 
 
 # ---- parser ---------------------------------------------------------------------------------------------------------

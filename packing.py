@@ -3,6 +3,7 @@
 Nothing here changes the gradient; tests/test_gradient.py says so. Its callers know `pack` and `micro_batches`.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,3 +118,10 @@ def micro_batches(batch: "Batch", cfg: TrainConfig) -> list[list[int]]:
             passes.append(list(rows))
             longest, used = size, 1
     return passes + [[]] * (int(utils.all_max(len(passes))) - len(passes))
+
+
+def minibatches(batch: "Batch", cfg: TrainConfig) -> list["Batch"]:
+    """The step's rows in num_minibatches parts of whole groups."""
+    members = runs(batch.groups)
+    size = math.ceil(len(members) / cfg.num_minibatches)
+    return [batch.select(sum(members[i : i + size], [])) for i in range(0, len(members), size)]

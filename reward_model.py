@@ -33,9 +33,7 @@ def load(model_id: str):
     model = AutoModelForSequenceClassification.from_pretrained(model_id, dtype=dtype).to(device).eval()
     if model.config.num_labels != 1:
         raise ValueError(f"--reward_model={model_id} has {model.config.num_labels} outputs; a reward model has one.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = None  # nothing is padded
     return tokenizer, model
 
 
@@ -58,18 +56,19 @@ def authorization() -> dict:
 
 def reward_model(completions, prompts, cfg) -> list[float]:
     """One score a completion, on the model's own scale."""
+    plain = {"add_special_tokens": isinstance(completions[0], str)}  # a chat template brings its own
     if cfg.reward_model.startswith(("http://", "https://")):
         import requests
 
         url = cfg.reward_model.rstrip("/")
         name, tokenizer = served(url)
-        body = {"model": name, "input": texts(completions, prompts, tokenizer), "use_activation": False}
+        body = {"model": name, "input": texts(completions, prompts, tokenizer), "use_activation": False} | plain
         answer = requests.post(f"{url}/classify", json=body, headers=authorization(), timeout=cfg.reward_timeout)
         answer.raise_for_status()
         return [row["probs"][0] for row in answer.json()["data"]]
     import torch
 
-    with LOCK, torch.inference_mode():
-        tokenizer, model = load(cfg.reward_model)
-        batch = tokenizer(texts(completions, prompts, tokenizer), return_tensors="pt", padding=True)
-        return model(**batch.to(model.device)).logits[:, 0].float().tolist()
+    tokenizer, model = load(cfg.reward_model)
+    with LOCK, torch.inference_mode():  # row by row: with padding the last token may be taken for the padding before it
+        rows = [tokenizer(text, return_tensors="pt", **plain) for text in texts(completions, prompts, tokenizer)]
+        return [float(model(**row.to(model.device)).logits[0, 0]) for row in rows]

@@ -36,6 +36,7 @@ from math import isfinite, nan
 
 from config import ConfigError, known_name
 from data import function_path, load_function, parse_gym, shorten
+from reward_model import load as load_reward_model
 from reward_model import reward_model
 from reward_workers import WorkerPool
 
@@ -206,6 +207,8 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
             raise ConfigError(f"--reward_funcs: two functions are named {name!r}; rename one.")
         functions[name] = get_reward_function(given)
     reward_weights(functions, cfg)
+    if "reward_model" in functions and not cfg.reward_model.startswith("http"):
+        load_reward_model(cfg.reward_model)  # here: the first call has a time limit
     for name, function in functions.items() if columns is not None else ():
         available = {*columns, "completions", "prompts", "completion_ids", "trajectories", "cfg"} - {"prompt"}
         if fault := missing_arguments(function, available):

@@ -213,7 +213,8 @@ class RunLog:
         to the terminal."""
         times = {"time/unix": time.time()}
         if "num_tokens" in metrics and metrics.get("time/step"):
-            times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / metrics["time/step"]
+            seconds = metrics["time/step"] * min(step, self.cfg.log_steps)  # of the steps since the last line
+            times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / seconds
             self.num_tokens = float(metrics["num_tokens"])
         line = self._write(step, metrics | times)
         self.console.print(progress_text(line, self.num_steps), markup=False)

@@ -49,7 +49,7 @@ import data
 import models
 import utils
 from models import Policy
-from packing import micro_batches, pack, runs, why_not_shared
+from packing import micro_batches, minibatches, pack, why_not_shared
 from rewards import get_reward_functions, score
 from rollouts import ROLLOUTS, Trajectory, rollout_metrics
 from runlog import RunLog, clock, close_all, completion_rows, describe, name_run
@@ -135,31 +135,37 @@ def group_index(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:
-    """For each row the mean over its group.  [B] -> [B]"""
+    """For each row the mean over its group, in float64: equal values must have exactly their own mean.  [B] -> [B]"""
     index, size = group_index(groups)
-    return torch.zeros_like(values).index_add(0, index, values)[index] / size
+    return torch.zeros_like(values, dtype=torch.float64).index_add(0, index, values.double())[index] / size
 
 
 def center_by_group(scores: Tensor, groups: Tensor) -> Tensor:
-    """Scores minus their group's mean; exactly 0 for a group of one.  [B] -> [B]"""
-    return scores - group_mean(scores, groups)
+    """Scores minus their group's mean; exactly 0 for a group of one, or of equal scores.  [B] -> [B]"""
+    return (scores - group_mean(scores, groups)).to(scores.dtype)
 
 
 def group_std(scores: Tensor, groups: Tensor) -> Tensor:
     """For each row the unbiased standard deviation of its group; 0 for a group of one.  [B] -> [B]"""
     _, size = group_index(groups)
-    variance = group_mean(center_by_group(scores, groups) ** 2, groups) * size / (size - 1).clamp(min=1)
-    return variance.sqrt()
+    squares = (scores - group_mean(scores, groups)) ** 2  # float64
+    return (group_mean(squares, groups) * size / (size - 1).clamp(min=1)).sqrt().to(scores.dtype)
+
+
+def center_and_scale(scores: Tensor, groups: Tensor, mean: str, std: str, running=(0.0, 1.0)) -> tuple[Tensor, Tensor]:
+    """What to subtract and to divide by. Each is "group" (the prompt's), "batch" (the step's, over all ranks),
+    "running" (all steps so far, given) or "none". A std below 1e-6 is no scale: nothing is divided.  [B], [B]"""
+    _, batch_mean, batch_std = utils.global_moments(scores)  # a rank's own would change the algorithm with their number
+    centers = {"none": 0.0, "group": group_mean(scores, groups), "batch": batch_mean, "running": running[0]}
+    scales = {"none": 0.0, "group": group_std(scores, groups), "batch": batch_std, "running": running[1]}
+    scale = torch.zeros_like(scores) + scales[std]
+    return torch.zeros_like(scores, dtype=torch.float64) + centers[mean], torch.where(scale > 1e-6, scale + 1e-6, 1.0)
 
 
 def normalize(scores: Tensor, groups: Tensor, mean: str, std: str, running=(0.0, 1.0)) -> Tensor:
-    """(s - mean) / (std + 1e-6). Each is "group" (the prompt's), "batch" (the step's, over all ranks), "running" (all
-    steps so far, given as (mean, std)) or "none". A std of 0 is no scale: then nothing is divided.  [B] -> [B]"""
-    _, batch_mean, batch_std = utils.global_moments(scores)  # a rank's own would change the algorithm with their number
-    centers = {"none": 0.0, "group": group_mean(scores, groups), "batch": batch_mean, "running": running[0]}
-    scales = {"group": group_std(scores, groups), "batch": batch_std, "running": torch.tensor(running[1])}
-    centered = scores - centers[mean]
-    return centered if std == "none" else centered / torch.where(scales[std] > 0, scales[std] + 1e-6, 1.0)
+    """(s - mean) / (std + 1e-6), with the mean and std of `center_and_scale`.  [B] -> [B]"""
+    center, scale = center_and_scale(scores, groups, mean, std, running)
+    return ((scores - center) / scale).to(scores.dtype)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -235,7 +241,8 @@ def opo(batch: Batch, cfg: TrainConfig) -> Tensor:
     length = batch.loss_mask.sum(1)  # [B]
     total = group_mean(length, batch.groups)
     baseline = group_mean(length * batch.scores, batch.groups) / total.clamp(min=1e-8)
-    return spread(torch.where(group_index(batch.groups)[1] > 1, batch.scores - baseline, 0.0), batch.loss_mask)
+    centered = (batch.scores - baseline).to(batch.scores.dtype)
+    return spread(torch.where(group_index(batch.groups)[1] > 1, centered, 0.0), batch.loss_mask)
 
 
 def gpg(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -301,9 +308,10 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     turns, table, pairs = turn_returns(batch, cfg.gamma)
     rows, k = pairs.unbind(1)
     if batch.states is None:
-        states = torch.where(k == 1, 0, rows + 1)
+        states = torch.where(k == 1, 0, 1 + rows * table.shape[1] + k)  # no two alike
     else:
-        states = torch.zeros_like(table, dtype=torch.long).scatter(1, turns, batch.states)[rows, k]
+        first = (turns[rows] == k[:, None]).long().argmax(1)  # [M] the turn's first token
+        states = batch.states[rows, first]
     _, alike = torch.stack([batch.groups[rows], states]).unique(dim=1, return_inverse=True)  # [M]
     steps = by_turn(normalize(table[rows, k], alike, "group", "group"), turns, pairs, batch.loss_mask)
     return (
@@ -332,7 +340,8 @@ def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
     top, bottom = (torch.zeros_like(energy).index_add(0, index, v)[index] for v in (returns * energy, energy))
     others = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
     length, longest = mask.sum(1, keepdim=True), (others * mask.sum(1)).amax(1, keepdim=True)  # [B, 1], of the others
-    alone = (torch.arange(mask.shape[1], device=mask.device) >= longest) & (length > longest)
+    since_prompt = torch.arange(mask.shape[1], device=mask.device) - mask.argmax(1, keepdim=True)  # [B, T]
+    alone = (since_prompt >= longest) & (length > longest)
     advantages = (returns - (top / (bottom + 1e-8)).masked_fill(alone, 0.0)) * mask * (size > 1)[:, None]
     return torch.zeros_like(advantages).scatter(1, order, advantages)
 
@@ -480,19 +489,25 @@ def within_divergence(divergence: Tensor, moved: Tensor, logprobs, batch: Batch,
 def chosen_by_covariance(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     """The tokens that clip_cov or kl_cov treats apart, among all of `batch` on all ranks: by their share in the
     covariance of advantage and log-prob, which drives the entropy down.  2505.22617.  [B, T] of bool"""
-    means = [utils.global_moments(x, batch.loss_mask)[1] for x in (batch.advantages, logprobs)]
+    mask = batch.loss_mask > 0
+    means = [utils.global_moments(x, mask)[1] for x in (batch.advantages, logprobs)]
     cov = (batch.advantages - means[0]) * (logprobs - means[1])  # [B, T]
+    candidates, ratio = mask, cfg.kl_cov_ratio
     if cfg.policy_loss == "clip_cov":  # not those that the ratio's clip silences already
         clipped = clipped_surrogate(log_ratio(logprobs, batch).exp(), batch, cfg)[1]["clip_ratio/region_mean"] > 0
-        candidates = (cov > cfg.clip_cov_min) & (cov < cfg.clip_cov_max) & ~clipped & (batch.loss_mask > 0)
-    else:
-        candidates = batch.loss_mask > 0
-    values = torch.cat(utils.gather_objects(cov[candidates].cpu())).sort(descending=True).values  # any order of ranks
-    ratio = cfg.clip_cov_ratio if cfg.policy_loss == "clip_cov" else cfg.kl_cov_ratio
-    count = max(1, int(ratio * utils.all_sum(batch.loss_mask.sum()).item()))
+        candidates, ratio = mask & (cov > cfg.clip_cov_min) & (cov < cfg.clip_cov_max) & ~clipped, cfg.clip_cov_ratio
+    # A number per token that no cut into ranks changes; it settles ties, of which sure tokens make many.
+    member = ((batch.groups[:, None] == batch.groups).long().tril(-1)).sum(1)  # [B] number within the group
+    key = ((batch.groups * 2**12 + member) * 2**24)[:, None] + torch.arange(mask.shape[1], device=mask.device)  # [B, T]
+    mine = (key[candidates].cpu(), cov[candidates].cpu())
+    keys, values = (torch.cat(parts) for parts in zip(*utils.gather_objects(mine), strict=True))
+    by_key = keys.argsort()
     if cfg.policy_loss == "clip_cov":
-        values = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(cfg.seed))]
-    return candidates & torch.isin(cov, values[:count].to(cov.device))
+        order = by_key[torch.randperm(len(keys), generator=torch.Generator().manual_seed(cfg.seed))]
+    else:
+        order = by_key[values[by_key].argsort(descending=True, stable=True)]
+    count = max(1, int(ratio * utils.all_sum(mask.sum()).item()))
+    return candidates & torch.isin(key, keys[order[:count]].to(key.device))
 
 
 def clip_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -689,9 +704,10 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
     """Scores normalised, then beta * KL off each token's reward (RLHF). moments: see utils.running_moments."""
     if (cfg.reward_mean, cfg.reward_std) != ("none", "none"):
         running = utils.running_moments(batch.scores, moments)
-        change = normalize(batch.scores, batch.groups, cfg.reward_mean, cfg.reward_std, running) - batch.scores
-        last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=change.device)).argmax(1)
-        batch.rewards[torch.arange(len(batch)), last] += change  # where the outcome stands
+        center, scale = center_and_scale(batch.scores, batch.groups, cfg.reward_mean, cfg.reward_std, running)
+        last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=scale.device)).argmax(1)
+        batch.rewards = batch.rewards / scale[:, None]
+        batch.rewards[torch.arange(len(batch)), last] -= (center / scale).to(scale.dtype)  # where the outcome stands
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
@@ -702,8 +718,10 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> None:
     """Completions and tokens that are sampled and compared, but not learned from."""
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
-    mean = group_mean(torch.tensor([sum(t.token_rewards) for t in trajectories]), batch.groups.cpu())
+    scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
+    mean, std = group_mean(scores, groups), group_std(scores, groups)
     keep &= (mean >= cfg.group_mean_min) & (mean <= cfg.group_mean_max)  # neither too hard nor too easy
+    keep &= (std > cfg.group_std_min) | (cfg.group_std_min == 0)
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
@@ -768,9 +786,10 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     before the loop; DDP and FSDP average over ranks, so the loss is multiplied by their number: without it ranks with
     short completions would count more.
     """
-    if cfg.policy_loss in ("clip_cov", "kl_cov"):  # among all tokens of the update, however it is cut
+    if loss_of is micro_loss and cfg.policy_loss in ("clip_cov", "kl_cov"):  # among all tokens, however they are cut
         now = all_logprobs(policy, batch, cfg)[0]
-        seen = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=now)
+        old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
+        seen = replace(batch, old_logprobs=now if old is None or cfg.old_logprobs == "current" else old)
         batch = replace(batch, chosen=chosen_by_covariance(now, seen, cfg))
     nonempty = batch.loss_mask.any(1).sum()
     sequences = torch.tensor(float(len(batch))) if cfg.loss_agg == "constant" else nonempty.cpu()
@@ -793,13 +812,6 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
             values = (matrix.detach() * part.loss_mask).double().cpu()
             sums[name] = torch.maximum(sums[name], values.max()) if name.endswith("_max") else sums[name] + values.sum()
     return sums
-
-
-def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
-    """The step's rows in num_minibatches parts of whole groups."""
-    members = runs(batch.groups)
-    size = math.ceil(len(members) / cfg.num_minibatches)
-    return [batch.select(sum(members[i : i + size], [])) for i in range(0, len(members), size)]
 
 
 def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=micro_loss) -> dict:
@@ -894,14 +906,15 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         if rank == 0:
             print(f"Prompts are computed once per completion, not once per group: {reason}.")
     optimizer = models.make_optimizer(policy, cfg)
-    critic = make_critic(cfg, device) if make_critic else None
+    critic, warmup = (make_critic(cfg, device), cfg.critic_warmup) if make_critic else (None, 0)
     generator = models.make_generator(cfg, inner.hf_model, tokenizer, device)
 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if cfg.resume:
         state |= utils.load_checkpoint(run_dir, start, modules)
-        cfg = replace(cfg, beta=state["beta"], entropy_coef=state["entropy_coef"])
+        adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
+        cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     if rank == 0:
         describe(cfg, policy, len(rows), world)
     utils.push_weights(policy, generator, start, cfg.push_bucket_mb)
@@ -936,12 +949,12 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
             batch.advantages = checks.check_advantages(ADVANTAGES[cfg.advantage](batch, cfg), batch, cfg)
             leave_out(batch, trajectories, cfg)
             with clock(metrics, "update"):
-                metrics |= update(policy, optimizer, batch, cfg, step) if step >= cfg.critic_warmup else {}
-            if step == max(start, cfg.critic_warmup):
+                metrics |= update(policy, optimizer, batch, cfg, step) if step >= warmup else {}
+            if step == max(start, warmup):
                 checks.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
                 utils.push_weights(policy, generator, step + 1, cfg.push_bucket_mb)
-            cfg = adapt(cfg, metrics)
+            cfg = utils.adapt(cfg, metrics) if step >= warmup else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 utils.move_towards(reference, policy, cfg.ref_sync_alpha)
         metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
@@ -963,17 +976,6 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         if cfg.push_to_hub:
             utils.push_to_hub(run_dir, cfg.max_steps, cfg.hub_repo_id, cfg.hub_private)
     return last_eval
-
-
-def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
-    """beta and entropy_coef for the next step, from this one's KL and entropy."""
-    if cfg.kl_target is not None:  # Ziegler et al., 1909.08593 sec. 2.2
-        error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
-        cfg = replace(cfg, beta=cfg.beta * (1 + error * cfg.sequences_per_step / cfg.kl_horizon))
-    if cfg.entropy_target is not None:
-        change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
-        cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
-    return cfg
 
 
 # ==== main ===========================================================================================================

@@ -13,6 +13,7 @@ Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One comp
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from config import TrainConfig, parse_args
 
@@ -25,7 +26,7 @@ class TrainConfig(TrainConfig):
 
     # --- algorithm ---
     advantage: str = "gae"  # name in ADVANTAGES (train_grpo.py, and gae here)
-    loss_agg: str = "token_mean"  # how tokens are weighted: token_mean, seq_mean, seq_sum, constant
+    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "token_mean"  # how tokens are weighted
     beta: float = 0.001  # weight of the KL term; 0 loads no reference model
     kl: str = "k1"  # name in KL_ESTIMATORS (train_grpo.py)
     kl_in_reward: bool = True  # subtract beta * KL from each token's reward instead of adding it to the loss
@@ -96,8 +97,9 @@ class Critic(Policy):
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
         """[n, H], [n] -> [n]"""
-        with torch.autocast(hidden.device.type, enabled=False):  # bf16 could not tell .70 from .7025
-            return (self.value(hidden.to(self.value.weight.dtype))[:, 0].float(),)
+        with torch.autocast(hidden.device.type, enabled=False):  # a product in bf16 could not tell .70 from .7025
+            weight, bias = self.value.weight.float(), self.value.bias.float()
+            return (nn.functional.linear(hidden.float(), weight, bias)[:, 0],)
 
 
 class CriticTrainer:

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -120,6 +121,17 @@ def lr_at(update: int, cfg: TrainConfig) -> float:
     done = (update - warmup) / max(total - warmup, 1)
     decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
     return cfg.learning_rate * decay[cfg.lr_schedule]
+
+
+def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
+    """beta and entropy_coef for the next step, from this one's KL and entropy."""
+    if cfg.kl_target is not None:  # Ziegler et al., 1909.08593 sec. 2.2
+        error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
+        cfg = replace(cfg, beta=cfg.beta * (1 + error * cfg.sequences_per_step / cfg.kl_horizon))
+    if cfg.entropy_target is not None:
+        change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
+        cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
+    return cfg
 
 
 def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]:

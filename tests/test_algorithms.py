@@ -370,3 +370,55 @@ def test_learning_rate_warms_up_and_decays():
     rates = [utils.lr_at(n, cfg) for n in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert rates[-1] == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("score", [0.3, 0.7, 5.3, 11.7])
+def test_equal_scores_teach_nothing_whatever_they_are(name, score):
+    """In float32 the mean of eight times .7 is not .7, and a std of 6e-8 divides it up again."""
+    mask = torch.ones(16, 3)
+    rewards = torch.zeros(16, 3)
+    rewards[:8, 2] = score
+    rewards[8:, 2] = 2 * score
+    batch = Batch(mask.long(), mask, mask, rewards, torch.arange(16) // 8, old_logprobs=-mask)
+    batch.baselines = batch.scores
+    if name not in ("reinforce_plus_plus", "remax"):  # no groups
+        assert ADVANTAGES[name](batch, TrainConfig()).abs().max() < 1e-6
+
+
+def test_gigpo_reads_states_past_padding_and_keeps_unknown_ones_apart():
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0.0]])
+    rewards = torch.zeros(4, 4)
+    rewards[0, 3], rewards[2, 1] = 1, 1
+    batch = Batch(mask.long(), mask, mask, rewards, torch.zeros(4).long(), states=(7 * mask).long())
+    ours = ADVANTAGES["gigpo"](batch, TrainConfig())
+    assert torch.allclose(ours[:, 1], 2 * (batch.scores - 0.5) / batch.scores.std(), atol=1e-4)
+    three = torch.tensor([[1, 0, 1, 0, 1], [1, 0, 1, 0, 1.0]])
+    batch = Batch(three.long(), three, three, torch.zeros(2, 5), torch.zeros(2).long())
+    batch.rewards[0, 0] = 1  # later turns return 0 in both rows; as states of their own they are compared with nothing
+    ours = ADVANTAGES["gigpo"](batch, TrainConfig())
+    assert torch.equal(ours[:, 2], ours[:, 4]) and torch.allclose(
+        ours[:, 2], torch.tensor([0.5**0.5, -(0.5**0.5)]), atol=1e-4
+    )
+
+
+def test_otb_does_not_depend_on_the_prompt():
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0.0]])
+    rewards = torch.tensor([[0, 0, 0, 1.0], [0, 1, 0, 0]])
+
+    def ours(prompt):
+        padded = [torch.cat([torch.zeros(2, prompt), x], 1) for x in (mask, rewards)]
+        batch = Batch(padded[0].long(), padded[0], *padded, torch.zeros(2).long(), old_logprobs=-padded[0])
+        return ADVANTAGES["otb"](batch, TrainConfig())[:, prompt:]
+
+    assert torch.allclose(ours(0), ours(5)) and torch.allclose(ours(5)[0], torch.tensor([0, 0, 1.0, 1.0]), atol=1e-6)
+
+
+def test_kl_cov_takes_no_more_tokens_than_asked_where_many_are_alike():
+    mask = torch.ones(4, 50)
+    rewards = torch.zeros(4, 50)
+    batch = Batch(mask.long(), mask, mask, rewards, torch.arange(4) // 2, old_logprobs=torch.zeros(4, 50))
+    batch.advantages = mask * torch.tensor([2.0, 0, 0, 0])[:, None]
+    cfg = TrainConfig(policy_loss="kl_cov", kl_cov_ratio=0.05)
+    _, stats = POLICY_LOSSES["kl_cov"](-torch.arange(4.0)[:, None] * mask, batch, cfg)
+    assert stats["kl_cov/chosen"].sum() == 10 and stats["kl_cov/chosen"][0].sum() == 10
