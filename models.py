@@ -3,6 +3,7 @@ ask for. What one edits to try an idea is in the train script."""
 
 import contextlib
 import os
+import sys
 import warnings
 
 import torch
@@ -70,7 +71,10 @@ def _peft_model() -> type:
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
     """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights)."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():  # in a log file a progress bar is one long line
+        logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation
@@ -149,6 +153,8 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, tokenizer, device: tor
 
     token = cfg.server_token or os.environ.get("VLLM_SERVER_TOKEN")
     client = VLLMClient(cfg.server_urls, token, timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
+    if utils.is_main():
+        print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
     client.wait_ready(cfg.server_timeout)
     checks.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     client.tokenizer, client.receives_weights = tokenizer, utils.is_main()

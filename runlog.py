@@ -151,7 +151,7 @@ class RunLog:
             raise ConfigError(f"--run_name: {self.dir} holds a run already; {other}, or give another name.")
         self.dir.mkdir(parents=True, exist_ok=True)
         self.num_tokens = self._keep_until(resume_step or 0)
-        self._describe_run()
+        self._describe_run(resume_step)
         self.trackers = open_trackers(cfg, self.dir, resume_step)
         self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
         self.console = Console(highlight=False, soft_wrap=True)
@@ -177,12 +177,15 @@ class RunLog:
                 path.unlink()
         return max((line.get("num_tokens") or 0 for line in kept), default=0)
 
-    def _describe_run(self) -> None:
+    def _describe_run(self, resume_step: int | None) -> None:
         script, stored = Path(sys.argv[0]).resolve(), self.dir / "config.json"
         if self.cfg.resume and stored.exists():
             old, new = json.loads(stored.read_text()), public_config(self.cfg)
             changed = [f"{k} {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v and k != "resume"]
-            print(f"Resuming {self.dir}" + (f" with other settings: {', '.join(changed)}" if changed else ""))
+            print(
+                f"Resuming {self.dir} after step {resume_step}"
+                + (f" with other settings: {', '.join(changed)}" if changed else "")
+            )
         for spec in (*self.cfg.reward_funcs, self.cfg.dataset_id):  # what ran, and may be edited afterwards
             if ".py:" in spec and Path(spec.rpartition(":")[0]).is_file():
                 shutil.copy(spec.rpartition(":")[0], self.dir)

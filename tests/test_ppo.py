@@ -1,13 +1,19 @@
 """PPO: GAE and value loss against the published numbers and a plain loop; the critic learns, warms up and resumes."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from live import EVEN, SMALL, running, trainer
+from safetensors.torch import load_file
+from server_fixture import make_tiny
 from test_algorithms import GOLDEN, golden_advantages, golden_batch, weighted
 
 from train_grpo import ADVANTAGES, Batch
 from train_ppo import TrainConfig, gae_returns, value_loss
+
+PPO = "train_ppo.py"
 
 
 def batch_with_values() -> Batch:
@@ -60,3 +66,32 @@ def test_a_reward_after_an_observation_reaches_the_first_turn():
     assert (advantages[0, :2] == 1).all() and (advantages[1] == 0).all()
     late = replace(batch, rewards=torch.tensor([[0, 0, 0, 1.0, 0], [0, 0, 0, 0, 0]]))  # on the observation itself
     assert (gae_returns(late, TrainConfig())[0][0, :2] == 1).all()
+
+
+FLAGS = f"{SMALL} --prompts_per_step 4 --num_generations 1 --max_steps 2 --critic_learning_rate 1e-3"
+SHARDINGS = {"ddp, LoRA": "--use_peft", "fsdp": "--strategy fsdp", "fsdp2, LoRA": "--strategy fsdp2 --use_peft"}
+
+
+@pytest.mark.parametrize("case", SHARDINGS)
+def test_two_ranks_train_policy_and_critic(case, tmp_path):
+    (tmp_path / "even.py").write_text(EVEN)
+    flags = [*FLAGS.split(), *SHARDINGS[case].split(), "--reward_funcs", f"{tmp_path}/even.py:even"]
+    run = trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--run_name", "run", ranks=2, script=PPO)
+    with running(run):
+        assert run.end() == 0, run.text
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(line["value/grad_norm"] > 0 and line["grad_norm"] > 0 for line in lines)
+    assert "value/explained_variance" in lines[-1]
+
+
+def test_critic_warmup_leaves_the_policy_bit_identical(tmp_path):
+    (tmp_path / "even.py").write_text(EVEN)
+    flags = [*FLAGS.split(), "--reward_funcs", f"{tmp_path}/even.py:even", "--critic_warmup", "2"]
+    run = trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--run_name", "run", script=PPO)
+    with running(run):
+        assert run.end() == 0, run.text
+    before = load_file(make_tiny() / "model.safetensors")
+    after = load_file(tmp_path / "run" / "checkpoints" / "step_2" / "model.safetensors")
+    assert all(torch.equal(after[name].to(weight.dtype), weight) for name, weight in before.items())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["value/grad_norm"] > 0 and "grad_norm" not in line for line in lines)
