@@ -56,7 +56,7 @@ server=$!
 python "$script" --run_name "$name" --model_id "$model" --server_urls "http://127.0.0.1:$port" --server_timeout 300 \
   --dataset_id examples/sums.py:rows --reward_funcs last_number --max_prompt_length 128 --max_completion_length 12 \
   --prompts_per_step 8 --num_generations 8 --max_steps 30 --eval_steps 10 \
-  --use_peft --lora_r 32 --lora_alpha 64 --learning_rate 3e-4 --entropy_coef 0.02 "${algorithm[@]}" "$@" </dev/null &
+  --use_peft --lora_r 32 --lora_alpha 64 --learning_rate 3e-4 "${algorithm[@]}" "$@" </dev/null &
 trainer=$!
 set +m
 status=0
