@@ -18,6 +18,5 @@ python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct
 ruff check .
 ruff format --check .
 
-# Two at a time: most tests start processes of their own, which leave a core idle while they load. Files whose tests share
-# servers or runs stay together (xdist_group).
-exec python -m pytest -n 2 --dist loadgroup --timeout="${TEST_TIMEOUT:-300}" --durations=15 --durations-min=2 -ra "$@"
+# Two files at a time: most tests start processes of their own, which leave a core idle while they load.
+exec python -m pytest -n 2 --dist loadfile --timeout="${TEST_TIMEOUT:-300}" --durations=15 --durations-min=2 -ra "$@"

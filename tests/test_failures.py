@@ -14,8 +14,6 @@ import pytest
 from live import EVEN, ROOT, SMALL, Process, running, trainer
 from server_fixture import TINY, free_port, make_tiny, start_server
 
-pytestmark = pytest.mark.xdist_group("failures")  # they share what is dear to make
-
 LIMIT = 60  # seconds from a failure to the end of the run; starting the script comes on top on a busy machine
 SMALL_SERVED = SMALL.replace("--generator hf", "--generator vllm")
 REWARDS = f"""

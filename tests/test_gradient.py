@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.xdist_group("gradient")  # they share what is dear to make
-
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = str(Path(__file__).parent / "gradient_worker.py")
 

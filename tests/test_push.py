@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from server_fixture import make_tiny, start_server
 
-pytestmark = pytest.mark.xdist_group("push")  # they share what is dear to make
-
 WORKER = str(Path(__file__).parent / "push_worker.py")
 
 

@@ -12,8 +12,6 @@ from live import EVEN, SMALL, running, trainer
 import utils
 from config import ConfigError
 
-pytestmark = pytest.mark.xdist_group("resume")  # they share what is dear to make
-
 SEED = 20  # of the steps at which runs are killed
 STEPS = 6
 FLAGS = f"{SMALL} --max_steps {STEPS} --save_steps 2 --eval_steps 3 --eval_generations 1 --beta 0.04 "

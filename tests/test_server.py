@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 import vllm_client
 from vllm_client import ServerError, VLLMClient, checksum
 
-pytestmark = pytest.mark.xdist_group("server")  # they share what is dear to make
-
 PROMPT = list(range(100, 140))
 NORM, K_PROJ, UP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
