@@ -19,7 +19,7 @@ Where it differs from the papers and from TRL, on purpose:
     * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, several times faster.
     * A prompt with one completion has advantage 0 (some implementations pass its raw score through).
     * No truncated sampling by default: top-k or top-p would bias the importance ratio.
-    * With one update per step the ratio is 1 and the loss is 0 by construction: watch `reward`, not `loss`.
+    * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
 
 Dimensions in comments: B rows (completions) of a batch, T tokens of the longest row, G completions per prompt,
 N sampled tokens, V vocabulary; R packed rows of a micro-batch, L their length.
@@ -716,7 +716,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> None:
-    """Completions and tokens that are sampled and compared, but not learned from."""
+    """Take out of loss_mask and advantages what is sampled and compared, but not learned from."""
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
     mean, std = group_mean(scores, groups), group_std(scores, groups)
