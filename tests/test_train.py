@@ -1,24 +1,17 @@
 """The real train() learns: a random model, a reward it gets by chance one time in ten, seconds a run."""
 
+import statistics
+
 import pytest
 import torch
-from server_fixture import make_tiny
+from server_fixture import ROOT, make_tiny
 
 import train_ppo
 from config import PRESETS, TrainConfig
 from runlog import read_metrics
 from train_grpo import train
 
-TENS = (
-    "def tens(completion_ids, **_):\n    return [sum(t % 10 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
-)
-ROWS = """
-def rows(split, seed):
-    start = 0 if split == "train" else 100
-    return [{"prompt": f"Say something about {n}."} for n in range(start, start + (96 if split == "train" else 16))]
-"""
-
-
+TOY = ROOT / "benchmarks" / "toy.py"
 TWICE = dict(num_minibatches=2, num_iterations=2)
 ALGORITHMS = {  # settings on top of the preset's
     "grpo": dict(beta=0.0, **TWICE),
@@ -29,21 +22,19 @@ ALGORITHMS = {  # settings on top of the preset's
     "dapo": dict(num_minibatches=2),
     "gspo": dict(epsilon=0.2, epsilon_high=0.2, **TWICE),  # the preset's 3e-4 is for thousands of tokens, here are 4
     "cispo": TWICE,
-    "ppo": dict(critic_learning_rate=1e-2, critic_iterations=4, num_minibatches=2),
+    "ppo": dict(critic_learning_rate=1e-3, critic_iterations=4, num_minibatches=2),
 }
 
 
 @pytest.mark.parametrize("preset", ALGORITHMS)
 def test_the_loop_learns(preset, tmp_path):
     torch.set_num_threads(1)  # the model is small, and idle servers of other tests hold on to the cores
-    (tmp_path / "reward.py").write_text(TENS)
-    (tmp_path / "data.py").write_text(ROWS)
     settings = dict(
         model_id=str(make_tiny()),
         generator="hf",
         compute_dtype="float32",
-        dataset_id=f"{tmp_path}/data.py:rows",
-        reward_funcs=[f"{tmp_path}/reward.py:tens"],
+        dataset_id=f"{TOY}:rows",
+        reward_funcs=[f"{TOY}:tens"],
         prompts_per_step=4,
         num_generations=16,
         max_completion_length=4,
@@ -64,6 +55,7 @@ def test_the_loop_learns(preset, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / f"step_{cfg.max_steps}" / "model.safetensors").exists()
     assert (tmp_path / "run" / "report.html").exists()
     if preset == "ppo":
-        assert max(line.get("value/explained_variance", 0) for line in lines) > 0.3
+        explained = [line["value/explained_variance"] for line in lines if "reward" in line]
+        assert explained[0] < 0.1 and statistics.median(explained[-5:]) > 0.3
     # The sampler's log-probs are the trainer's: both are this model in fp32.
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1e-3
