@@ -304,7 +304,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--advantage gdpo normalises by itself; leave out --reward_mean, --reward_std and --kl_in_reward."),
         (c.dual_clip is not None and not c.dual_clip > 1,
          f"--dual_clip={c.dual_clip}: must be above 1 (DAPO uses 10), or leave it unset."),
-        (c.dual_clip is not None and c.policy_loss != "ppo", "--dual_clip belongs to --policy_loss ppo; leave it out."),
+        (c.dual_clip is not None and c.policy_loss != "ppo", "--dual_clip belongs to --policy_loss ppo; give none."),
         (c.min_completion_length > c.max_completion_length,
          f"--min_completion_length={c.min_completion_length} is more than --max_completion_length="
          f"{c.max_completion_length}; lower the first or raise the second."),

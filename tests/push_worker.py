@@ -6,6 +6,7 @@ usage: push_worker.py MODEL_DIR URL COMPUTE_DTYPE OUT.json        (VLLM_SERVER_T
 import asyncio
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -70,10 +71,7 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
     edit(policy, version)
     before, _ = difference(policy, cfg, generator)  # the server still has other weights
     original = snapshot(policy)
-    reset_peak()
-    memory = peak_memory()
     utils.push_weights(policy, generator, version, cfg.push_bucket_mb)
-    memory = peak_memory() - memory
     after, versions = difference(policy, cfg, generator)
     untouched = all(torch.equal(a, b) for a, b in zip(original, snapshot(policy), strict=True))
     generator.close()
@@ -83,9 +81,45 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
         "after": after,
         "version": versions == {version},
         "untouched": untouched,
-        "extra_mb": memory,
-        "largest_mb": inner.hf_model.config.vocab_size * inner.hf_model.config.hidden_size * 4 / 2**20,  # whole
     }
+
+
+class Packer:
+    """Takes a push as a client does, into a bucket for the wire, and drops it."""
+
+    receives_weights, weight_dtype = True, torch.float32
+
+    def begin_push(self) -> None:
+        self.received = 0
+
+    def send_bucket(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.received += torch.cat([tensor.reshape(-1) for _, tensor in named]).numel()
+
+    def finish_push(self, version: int) -> None:
+        assert self.received == WIDE_PARAMETERS, self.received
+
+
+def wide_llama(cfg, dtype) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **shape)).to(dtype)
+
+
+WIDE_PARAMETERS = 43_004_416  # 164 MiB in fp32; the largest tensor has 8, a layer 13
+
+
+def extra_memory(strategy: str, use_peft: bool) -> float:
+    """MiB by which a push of a model much larger than a bucket raises this rank's peak."""
+    cfg = TrainConfig(strategy=strategy, use_peft=use_peft, compute_dtype="float32", push_bucket_mb=4)
+    original, models.load_hf_model = models.load_hf_model, wide_llama
+    policy, _ = script.load_policy(cfg, torch.device("cpu"))
+    models.load_hf_model = original
+    utils.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)  # FSDP keeps buffers from its first gathering on
+    reset_peak()
+    before = peak_memory()
+    utils.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)
+    return peak_memory() - before
 
 
 def script_tokenizer(model_dir: str):
@@ -96,10 +130,11 @@ def script_tokenizer(model_dir: str):
 
 def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
     rank, _, _ = utils.init_distributed(60)
+    cases = list(product(("ddp", "fsdp", "fsdp2"), (False, True)))
+    extra = [extra_memory(*case) for case in cases]  # first: what others freed would be taken before the peak rises
     results = []
-    for strategy in ("ddp", "fsdp", "fsdp2"):
-        for use_peft in (False, True):
-            results.append(one_case(model_dir, url, compute_dtype, strategy, use_peft, 100 + len(results)))
+    for number, (case, megabytes) in enumerate(zip(cases, extra, strict=True)):
+        results.append(one_case(model_dir, url, compute_dtype, *case, 100 + number) | {"extra_mb": megabytes})
     if rank == 0:
         Path(out).write_text(json.dumps(results))
     torch.distributed.destroy_process_group()

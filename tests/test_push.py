@@ -27,8 +27,8 @@ def check(results: list[dict], limit: float) -> None:
         assert result["before"] > 0.1 > result["after"], result  # the edit was large, and it arrived
         assert result["after"] < limit, result
         assert result["version"] and result["untouched"], result
-        # The bucket being filled and the one packed for the wire: a bucket is 4 MiB or the largest tensor.
-        assert result["extra_mb"] < 2.2 * max(4, result["largest_mb"]) + 16, result
+        # Of a model of 164 MiB: a layer gathered, the bucket filled from it, that packed for the wire; 13 MiB each.
+        assert result["extra_mb"] < 3 * 13 + 16, result
 
 
 def test_pushed_weights_are_the_trainers_in_fp32(server, tmp_path):
