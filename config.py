@@ -45,6 +45,7 @@ class TrainConfig:
     use_peft: bool = False  # train LoRA adapters instead of all weights
     lora_r: int = 32  # LoRA rank
     lora_alpha: float = 64.0  # LoRA scale: the update is alpha / r * B A
+    freeze_vision: bool = False  # the image encoder is not trained, and gets no adapters; its connector does
     lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])  # module names that get adapters
 
     # --- data ---
@@ -57,7 +58,9 @@ class TrainConfig:
     eval_split: str = "test"  # split to evaluate on
     system_prompt: str | None = None  # put before prompts that bring no system message
     no_apply_chat_template: bool = False  # string prompts go to the model as they are
-    max_prompt_length: int = 1024  # prompts with more tokens are left out, and counted
+    max_prompt_length: int = 1024  # prompts with more tokens (of images, too) are left out, and counted
+    max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
+    min_pixels: int | None = None  # smaller images are scaled up to it
 
     # --- rollout ---
     rollout: str = "single_turn"  # name in ROLLOUTS (rollouts.py)
@@ -84,9 +87,7 @@ class TrainConfig:
     logprob_chunk: int = 256  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
 
     # --- reward ---
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["reasoning_gym"]
-    )  # names in REWARDS or path/to/file.py:function
+    reward_funcs: list[str] = field(default_factory=lambda: ["reasoning_gym"])  # names in REWARDS, or file.py:function
     reward_model: str | None = None  # folder, hub id or http address of a classifier, for --reward_funcs reward_model
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group

@@ -318,16 +318,9 @@ def tokenize_prompt(
     return list(encoded["input_ids"])
 
 
-def filter_overlong(
-    rows, tokenizer, max_prompt_length: int, *, apply_chat_template: bool = True, system_prompt: str | None = None
-) -> tuple:
-    """(rows of at most `max_prompt_length` prompt tokens, how many were dropped: the caller says so).
-
-    Lengths are those of the text: an image's placeholder counts as it stands. ConfigError if no row is left.
-    """
-    prompts = rows if isinstance(rows, list) else rows.select_columns(["prompt"])  # no image is decoded
-    options = dict(apply_chat_template=apply_chat_template, system_prompt=system_prompt)
-    lengths = [len(tokenize_prompt(row, tokenizer, **options)) for row in prompts]
+def filter_overlong(rows, lengths: list[int], max_prompt_length: int) -> tuple:
+    """(rows of at most `max_prompt_length` prompt tokens, how many were dropped: the caller says so). ConfigError if
+    no row is left."""
     kept = [index for index, length in enumerate(lengths) if length <= max_prompt_length]
     dropped = len(lengths) - len(kept)
     if not kept:
@@ -413,10 +406,14 @@ class PromptSampler:
 # ---- for the train scripts ------------------------------------------------------------------------------------------
 
 
-def load_data(cfg, tokenizer, format_row: Callable[[dict], dict]) -> tuple[list[dict], list[dict]]:
-    """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted."""
+def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[dict], list[dict]]:
+    """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted.
+
+    processor: the model's, or of a model without images its tokenizer.
+    """
+    from prompts import prompt_lengths
+
     rows, held_out = [], []
-    options = dict(apply_chat_template=not cfg.no_apply_chat_template, system_prompt=cfg.system_prompt)
     sources = [] if cfg.eval_only else [(rows, cfg.dataset_id, cfg.dataset_split)]
     if cfg.eval_only or cfg.eval_steps:
         if not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
@@ -424,7 +421,8 @@ def load_data(cfg, tokenizer, format_row: Callable[[dict], dict]) -> tuple[list[
         sources.append((held_out, cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split))
     for target, dataset_id, split in sources:
         loaded = load_rows(dataset_id, cfg.dataset_config, split, cfg.seed, format_row)
-        kept, dropped = filter_overlong(loaded, tokenizer, cfg.max_prompt_length, **options)
+        lengths = prompt_lengths(loaded, f"{dataset_id} [{split}]", processor, cfg)
+        kept, dropped = filter_overlong(loaded, lengths, cfg.max_prompt_length)
         target += kept
         if os.environ.get("RANK", "0") == "0":
             print(f"{dataset_id} [{split}]: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))

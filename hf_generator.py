@@ -14,12 +14,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from packing import join_inputs
+from prompts import Prompt, placeholder_tokens
 from vllm_client import Completion
 
 
 @dataclass
 class _Request:
     prompt_ids: list[int]
+    model_inputs: dict  # tensors of its images
     n: int
     options: tuple  # sorted sampling options: requests with equal ones share a batch
     future: asyncio.Future
@@ -57,16 +60,20 @@ class HFGenerator:
     """
 
     receives_weights = True  # on every rank
+    image_bytes = 0  # sent to servers
+    rope_index = None  # of models whose positions have three axes; see prompts.py
 
     def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
         self.model, self.tokenizer, self.max_sequences = model.eval().requires_grad_(False), tokenizer, max_sequences
+        text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.device, self.weight_dtype = model.device, model.dtype
         if self.device.type == "cpu" and model.config._attn_implementation == "sdpa":
             use_decode_attention(model)
         self.version = 0
         self.random = torch.Generator(self.device)
         ids = model.generation_config.eos_token_id
-        self.eos_ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+        self.eos_ids = {*(ids if isinstance(ids, list) else [ids]), text_tokenizer.eos_token_id} - {None}
+        self.never = placeholder_tokens(model.config)
         self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._queue: list[_Request] = []
         self._missing: set[str] = set()
@@ -104,18 +111,22 @@ class HFGenerator:
 
     # ---- sampling ----
 
-    async def generate(self, prompt_ids: list[int], *, n: int = 1, **options) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], *, n: int = 1, images=(), expanded: Prompt | None = None, **options
+    ) -> list[Completion]:
         """n samples of one prompt. Requests of tasks that are ready together run in one batch.
 
+        expanded: of a prompt with images, what the model is given; `images` themselves go to servers only.
         options: max_tokens, temperature, min_tokens, top_p, top_k, min_p, as in `_sample`.
         """
+        prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
         if self.window and len(prompt_ids) + 1 > self.window:
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens does not fit the model's window of {self.window}; "
                 "lower --max_prompt_length"
             )
         loop = asyncio.get_running_loop()
-        request = _Request(prompt_ids, n, tuple(sorted(options.items())), loop.create_future())
+        request = _Request(prompt_ids, inputs, n, tuple(sorted(options.items())), loop.create_future())
         self._queue.append(request)
         if len(self._queue) == 1:
             loop.call_soon(self._flush)  # after the tasks that are already scheduled have put in theirs
@@ -150,14 +161,25 @@ class HFGenerator:
         for row, request in enumerate(batch):
             ids[row, longest - lengths[row] :] = torch.tensor(request.prompt_ids)
             mask[row, longest - lengths[row] :] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        out = self.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
+        positions, types = (mask.cumsum(1) - 1).clamp(min=0)[None], torch.zeros_like(ids)  # [axes, P, T], [P, T]
+        for row, request in enumerate(batch):
+            if "position_ids" in request.model_inputs:
+                positions = positions.expand(3, -1, -1).clone()
+                positions[:, row, longest - lengths[row] :] = request.model_inputs["position_ids"][:, 0]
+            if "token_type_ids" in request.model_inputs:
+                types[row, longest - lengths[row] :] = request.model_inputs["token_type_ids"][0, :-1]
+        ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
+        inputs = join_inputs([request.model_inputs for request in batch], self.device)
+        if any("token_type_ids" in request.model_inputs for request in batch):
+            inputs["token_type_ids"] = types.to(self.device)
+        inputs |= dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions))
+        out = self.model.base_model(**inputs, use_cache=True)
         repeat = torch.tensor([row for row, request in enumerate(batch) for _ in range(request.n)], device=self.device)
         cache = out.past_key_values
         cache.batch_select_indices(repeat)
         logits = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])[repeat]  # [S, V]
-        mask, position = mask[repeat], positions[repeat, -1:]  # [S, T], [S, 1]
+        mask = mask[repeat]  # [S, T]
+        position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
         budget = min(max_tokens, self.window - longest) if self.window else max_tokens
         tokens: list[list[int]] = [[] for _ in repeat]
         logprobs: list[list[float]] = [[] for _ in repeat]
@@ -175,16 +197,19 @@ class HFGenerator:
             if len(keep) < len(alive):
                 rows = torch.tensor(keep, device=self.device)
                 cache.batch_select_indices(rows)
-                token, mask, position = token[rows], mask[rows], position[rows]
+                token, mask, position = token[rows], mask[rows], position[:, rows]
                 alive = [alive[i] for i in keep]
             position = position + 1
-            mask = torch.cat([mask, torch.ones_like(position)], dim=1)
-            out = self.model(
-                input_ids=token, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
-            )
+            mask = torch.cat([mask, torch.ones_like(token)], dim=1)
+            step = dict(input_ids=token, attention_mask=mask, position_ids=self._axes(position))
+            out = self.model(**step, past_key_values=cache, use_cache=True)
             logits = out.logits[:, -1]
         samples = iter(zip(tokens, logprobs, strict=True))
         return [[self._completion(request, *next(samples)) for _ in range(request.n)] for request in batch]
+
+    def _axes(self, positions: Tensor) -> Tensor:
+        """[axes, S, T] as the model wants it: without the first dimension if there is one axis."""
+        return positions if len(positions) > 1 else positions[0]
 
     def _completion(self, request: _Request, tokens: list[int], logprobs: list[float]) -> Completion:
         reason = "stop" if tokens[-1] in self.eos_ids else "length"
@@ -205,6 +230,8 @@ class HFGenerator:
         logits = logits.float()
         if blocked:
             logits[:, list(self.eos_ids)] = -torch.inf
+        if self.never:
+            logits[:, self.never] = -torch.inf
         if temperature == 0:  # greedy: all mass on the likeliest token
             best = torch.full_like(logits, -torch.inf)
             return best.scatter(1, logits.argmax(1, keepdim=True), 0.0)

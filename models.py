@@ -2,6 +2,7 @@
 ask for. What one edits to try an idea is in the train script."""
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import checks
+import prompts
 import utils
 from config import TrainConfig
+from packing import with_blank
 
 
 class Policy(nn.Module):
@@ -26,6 +29,9 @@ class Policy(nn.Module):
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
         self.squares = cfg.advantage in ("otb", "tir_otb")  # a pass over [n, V] that nothing else needs
+        self.never = prompts.placeholder_tokens(model.config)  # sampled by no sampler
+        several = utils.world_size() > 1 and is_vision(model.config)
+        self.blank = prompts.blank_inputs(load_processor(cfg.model_id), cfg, model) if several else {}
 
     @property
     def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
@@ -36,8 +42,11 @@ class Policy(nn.Module):
         squared probabilities of the distribution it is drawn from.  [N] each"""
         device = targets.device.type
         with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            if self.blank:
+                inputs = with_blank(inputs, self.blank)
             hidden = self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
-            hidden = hidden[rows, columns]  # [N, H]
+            unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
+            hidden = hidden[rows, columns] + unused  # [N, H]
             if len(hidden) <= self.chunk or not torch.is_grad_enabled():
                 parts = [self.head(h, t) for h, t in self._chunks(hidden, targets)]
             else:  # several chunks: recompute each one's logits in the backward pass
@@ -52,6 +61,8 @@ class Policy(nn.Module):
         logits = self.hf_model.get_output_embeddings()(hidden).float()  # [n, V]
         if cap := getattr(self.hf_model.config.get_text_config(), "final_logit_softcapping", None):  # Gemma
             logits = cap * torch.tanh(logits / cap)
+        if self.never:
+            logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
         if self.temperature != 1:  # the sampler did the same
             logits = logits / self.temperature
         log_p = logits.log_softmax(-1)  # [n, V]
@@ -68,20 +79,41 @@ def _peft_model() -> type:
     return PeftModel
 
 
+def is_vision(config) -> bool:
+    """Whether a model's config is one of those that take images."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+@functools.cache
+def load_processor(model_id: str):
+    """The processor of text and images of a model that takes images, of others the tokenizer."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    try:
+        vision = is_vision(AutoConfig.from_pretrained(model_id))
+        return (AutoProcessor if vision else AutoTokenizer).from_pretrained(model_id)
+    except OSError as error:
+        raise ValueError(f"--model_id={model_id}: no such folder, and not found on the hub ({error})") from error
+
+
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
     """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights)."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     if not sys.stderr.isatty():  # in a log file a progress bar is one long line
         logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation
-        )
+        vision = is_vision(AutoConfig.from_pretrained(cfg.model_id))
+        auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        model = auto.from_pretrained(cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation)
     except OSError as error:
         raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
     model.config.use_cache = False
+    if vision and cfg.freeze_vision:
+        model.get_encoder(modality="image").requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -96,6 +128,9 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     targets = cfg.lora_targets[0] if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
     try:
         lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
+        if cfg.freeze_vision and is_vision(model.config):
+            tower = set(model.get_encoder(modality="image").modules())
+            lora.exclude_modules = [name for name, module in model.named_modules() if module in tower]
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         names = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
@@ -112,7 +147,9 @@ def shard(policy: nn.Module, cfg: TrainConfig, device: torch.device, trained: bo
         if not trained or utils.world_size() == 1:
             return policy
         return nn.parallel.DistributedDataParallel(
-            policy, device_ids=[device.index] if device.index is not None else None
+            policy,
+            device_ids=[device.index] if device.index is not None else None,
+            find_unused_parameters=is_vision(policy.hf_model.config),  # some towers end before their last layer
         )
     if cfg.strategy == "fsdp":
         from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
@@ -143,12 +180,15 @@ def shard(policy: nn.Module, cfg: TrainConfig, device: torch.device, trained: bo
     return fully_shard(policy, **options)
 
 
-def make_generator(cfg: TrainConfig, hf_model: nn.Module, tokenizer, device: torch.device):
+def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
     """The sampler of --generator; servers are checked to serve this model before anything is trained."""
+    rope_index = prompts.rope_index_of(hf_model)
     if cfg.generator == "hf":
         from hf_generator import HFGenerator
 
-        return HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), tokenizer)
+        generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
+        generator.rope_index = rope_index
+        return generator
     from vllm_client import VLLMClient
 
     token = cfg.server_token or os.environ.get("VLLM_SERVER_TOKEN")
@@ -157,7 +197,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, tokenizer, device: tor
         print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
     client.wait_ready(cfg.server_timeout)
     checks.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
-    client.tokenizer, client.receives_weights = tokenizer, utils.is_main()
+    client.tokenizer, client.rope_index, client.receives_weights = processor, rope_index, utils.is_main()
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:
         client.connect_weights(device)

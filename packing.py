@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import utils
 from config import TrainConfig
+from prompts import FOLLOWED_BY
 
 if TYPE_CHECKING:
     from train_grpo import Batch
@@ -24,6 +25,8 @@ def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
         return f"layers of type {', '.join(sorted(kinds - {'full_attention'}))} take no free-form attention mask"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "sliding-window attention takes no free-form attention mask"
+    if hf_model.config.model_type in FOLLOWED_BY:
+        return f"{hf_model.config.model_type} makes its own mask, in which images see themselves in both directions"
     if cfg.attn_implementation not in ("sdpa", "eager"):
         return f"--attn_implementation {cfg.attn_implementation} takes no free-form attention mask; sdpa does"
     return None
@@ -43,43 +46,121 @@ def shared_prefix(batch: "Batch", members: list[int]) -> int:
     return int(same.cumprod(0).sum())
 
 
+def join_inputs(rows: list[dict], device=None) -> dict:
+    """Vision tensors of several rows as one: concatenated along the first dimension, whether it counts images, patches
+    or rows; other dimensions that differ (images a row, height, width) are filled up with zeros."""
+    joined = {}
+    for key in dict.fromkeys(key for row in rows for key in row if key not in ("position_ids", "token_type_ids")):
+        tensors = [row[key] for row in rows if key in row]
+        shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+        joined[key] = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
+        for out, tensor in zip(joined[key].split([len(t) for t in tensors]), tensors, strict=True):
+            out[tuple(map(slice, tensor.shape))] = tensor
+        joined[key] = joined[key].to(device)
+    return joined
+
+
+def positions_of(batch: "Batch") -> Tensor:
+    """Position of every token: counted, or, where images give a prompt positions on several axes, those and counted
+    on from the largest.  [axes, B, T], 1 or 3 axes"""
+    counted = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)[None]  # [1, B, T]
+    given = {row: inputs["position_ids"] for row, inputs in enumerate(batch.model_inputs) if "position_ids" in inputs}
+    if not given:
+        return counted
+    positions = counted.repeat(3, 1, 1)
+    for row, prompt in given.items():
+        n = prompt.shape[-1]
+        positions[:, row, :n] = prompt[:, 0]
+        positions[:, row, n:] = prompt.max() + 1 + torch.arange(positions.shape[-1] - n, device=positions.device)
+    return positions
+
+
+def token_types(batch: "Batch") -> Tensor:
+    """Which tokens belong to an image or a prompt, for models that make their own mask of it.  [B, T]"""
+    types = torch.zeros_like(batch.input_ids)
+    for row, inputs in enumerate(batch.model_inputs):
+        if "token_type_ids" in inputs:
+            given = inputs["token_type_ids"][0]
+            types[row] = given[-1]
+            types[row, : len(given) - 1] = given[:-1]
+    return types
+
+
+def with_blank(inputs: dict, blank: dict) -> dict:
+    """A pass's inputs with one more row that holds an image, if none does: the vision part must run on every rank, or
+    the collectives of the others wait for it. Nothing of the row counts.  [R, L] -> [R + 1, max(L, its length)]"""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if blank.keys() - {"input_ids", "position_ids", "token_type_ids"} <= inputs.keys():
+        return inputs
+    n = blank["input_ids"].shape[1]
+    length = max(ids.shape[1], n)
+    more = length - ids.shape[1]
+    blank = {key: value.to(ids.device) for key, value in blank.items()}
+    padded = nn.functional.pad(ids, (0, more, 0, 1))
+    padded[-1, :n] = blank["input_ids"][0]
+    if "position_ids" in inputs or "position_ids" in blank:
+        given = inputs.get("position_ids", (mask.cumsum(1) - 1).clamp(min=0) if mask.ndim == 2 else None)
+        given = given if given.ndim == 3 else given[None]  # [axes, R, L]
+        own = blank.get("position_ids", torch.arange(n, device=ids.device).view(1, 1, n))
+        given = nn.functional.pad(given.expand(max(len(given), len(own)), -1, -1), (0, more, 0, 1))
+        given[:, -1, :n] = own[:, 0]
+        blank["position_ids"] = given if len(given) > 1 else given[0]
+    if "token_type_ids" in inputs or "token_type_ids" in blank:
+        types = nn.functional.pad(inputs.get("token_type_ids", torch.zeros_like(ids)), (0, more, 0, 1))
+        types[-1, :n] = blank["token_type_ids"][0, :n]
+        blank["token_type_ids"] = types
+    if mask.ndim == 2:
+        mask = nn.functional.pad(mask, (0, more, 0, 1))
+        mask[-1, :n] = 1
+    else:  # [R, 1, L, L] of bool, or added to the scores; what is filled up sees itself, or softmax would give nan
+        seen, unseen = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
+        mask = nn.functional.pad(mask, (0, more, 0, more, 0, 0, 0, 1), value=unseen)
+        mask[-1, 0] = torch.where(torch.ones(length, length, device=ids.device).tril() > 0, seen, unseen)
+        mask[:, 0].diagonal(dim1=1, dim2=2).fill_(seen)
+    return blank | {"input_ids": padded, "attention_mask": mask}
+
+
 def pack(batch: "Batch", cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     """A forward pass's inputs and, for each sampled token in row-major order, the place that predicts it.
 
     A group becomes one packed row [prompt | completion 1 | ... | completion G]; positions restart after the prompt and
     a completion sees the prompt and itself:   p p a a b   positions 0 1 2 3 2   segments 0 0 1 1 2
-    Returns inputs [R, L], rows [N], columns [N], targets [N].
+    Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N].
     """
     device, where = batch.input_ids.device, batch.loss_mask.nonzero()  # [N, 2]
     rows, before, targets = where[:, 0], where[:, 1] - 1, batch.input_ids[where[:, 0], where[:, 1]]  # [N] each
-    if not cfg.shared_prefix or any(batch.model_inputs):
+    axes = positions_of(batch)  # [axes, B, T]
+    if not cfg.shared_prefix:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
-        for key in batch.model_inputs[0] if batch.model_inputs else ():
-            inputs[key] = torch.cat([row[key] for row in batch.model_inputs])
+        inputs |= join_inputs(batch.model_inputs, device)
+        if len(axes) > 1:
+            inputs["position_ids"] = axes
+        if any("token_type_ids" in row for row in batch.model_inputs):
+            inputs["token_type_ids"] = token_types(batch)
         return inputs, rows, before, targets
     lengths = batch.attention_mask.sum(1).long().tolist()
-    packed, row_of, prefix_of, shift_of = [], [], [], []
+    packed, row_of, prefix_of, shift_of, images = [], [], [], [], []
     for members in runs(batch.groups):
         prefix = shared_prefix(batch, members)
-        pieces = [(batch.input_ids[members[0], :prefix], torch.arange(prefix), 0)]  # ids, positions, segment
+        pieces = [(members[0], slice(0, prefix), 0)]  # row, tokens, segment
         end = prefix
+        images += [batch.model_inputs[members[0]]] if batch.model_inputs else []
         for segment, member in enumerate(members, 1):
-            pieces.append(
-                (batch.input_ids[member, prefix : lengths[member]], torch.arange(prefix, lengths[member]), segment)
-            )
+            pieces.append((member, slice(prefix, lengths[member]), segment))
             row_of.append(len(packed))
             prefix_of.append(prefix)
             shift_of.append(end - prefix)  # token t of this completion stands in column t + shift
             end += lengths[member] - prefix
         packed.append(pieces)
-    length = max(sum(len(ids) for ids, _, _ in pieces) for pieces in packed)
-    input_ids, positions = torch.zeros(2, len(packed), length, dtype=torch.long, device=device).unbind()  # [R, L]
+    length = max(sum(span.stop - span.start for _, span, _ in pieces) for pieces in packed)
+    input_ids = torch.zeros(len(packed), length, dtype=torch.long, device=device)  # [R, L]
+    positions = torch.zeros(len(axes), len(packed), length, dtype=torch.long, device=device)  # [axes, R, L]
     segments = torch.full_like(input_ids, -1)
     for row, pieces in enumerate(packed):
-        end = sum(len(ids) for ids, _, _ in pieces)
-        input_ids[row, :end] = torch.cat([ids for ids, _, _ in pieces])
-        positions[row, :end] = torch.cat([position for _, position, _ in pieces]).to(device)
-        segments[row, :end] = torch.cat([torch.full((len(ids),), segment) for ids, _, segment in pieces]).to(device)
+        end = sum(span.stop - span.start for _, span, _ in pieces)
+        input_ids[row, :end] = torch.cat([batch.input_ids[member, span] for member, span, _ in pieces])
+        positions[:, row, :end] = torch.cat([axes[:, member, span] for member, span, _ in pieces], dim=1)
+        segments[row, :end] = torch.cat([torch.full_like(batch.input_ids[m, span], n) for m, span, n in pieces])
     order = torch.arange(length, device=device)
     visible = (segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])  # [R, query, key]
     mask = (visible & (order[None] <= order[:, None]))[:, None]  # [R, 1, L, L]
@@ -87,7 +168,9 @@ def pack(batch: "Batch", cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor
         mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
     row_of, prefix_of, shift_of = (torch.tensor(x, device=device)[rows] for x in (row_of, prefix_of, shift_of))  # [N]
     columns = torch.where(before < prefix_of, before, before + shift_of)
-    return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}, row_of, columns, targets
+    inputs = {"input_ids": input_ids, "attention_mask": mask}
+    inputs["position_ids"] = positions if len(axes) > 1 else positions[0]
+    return inputs | join_inputs(images, device), row_of, columns, targets
 
 
 def micro_batches(batch: "Batch", cfg: TrainConfig) -> list[list[int]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from config import TrainConfig
-from data import tokenize_prompt
+from prompts import build_prompt, check_echo
 
 
 @dataclass
@@ -88,25 +88,26 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
     """Each prompt is answered once: one request per prompt with n = num_generations."""
 
     async def one_prompt(group: int, row: dict) -> list[Trajectory]:
-        prompt_ids = tokenize_prompt(
-            row,
-            generator.tokenizer,
-            apply_chat_template=not cfg.no_apply_chat_template,
-            system_prompt=cfg.system_prompt,
-        )
-        samples = await generator.generate(prompt_ids, n=cfg.num_generations, **sampling_options(cfg))
+        prompt = build_prompt(row, generator, cfg)
+        images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
+        samples = await generator.generate(prompt.sent_ids, n=cfg.num_generations, **images, **sampling_options(cfg))
+        check_echo(prompt, samples)
         return [
             Trajectory(
                 row=row,
                 group=group,
-                prompt_ids=prompt_ids,
+                prompt_ids=prompt.token_ids,
                 token_ids=sample.token_ids,
                 loss_mask=[1] * len(sample.token_ids),
                 logprobs=sample.logprobs,
                 token_rewards=[0.0] * len(sample.token_ids),
+                images=prompt.images,
                 finish_reason=sample.finish_reason,
                 policy_version=sample.policy_version,
-                info={"completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True)},
+                info={
+                    "completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+                    "model_inputs": prompt.model_inputs,
+                },
             )
             for sample in samples
         ]

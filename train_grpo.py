@@ -50,6 +50,7 @@ import models
 import utils
 from models import Policy
 from packing import micro_batches, minibatches, pack, why_not_shared
+from prompts import image_metrics
 from rewards import get_reward_functions, score
 from rollouts import ROLLOUTS, Trajectory, rollout_metrics
 from runlog import RunLog, clock, close_all, completion_rows, describe, name_run
@@ -78,7 +79,7 @@ class Batch:
     entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
     chosen: Tensor | None = None  # [B, T] of bool: tokens that clip_cov or kl_cov treats apart
-    model_inputs: list[dict] = field(default_factory=list)  # per row, vision tensors; never read by name
+    model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
 
     @property
     def scores(self) -> Tensor:  # [B]
@@ -872,27 +873,23 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
-    from transformers import AutoTokenizer
-
     registries = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "rollout": ROLLOUTS}
     for name, known in registries.items():
         known_name(f"--{name}", getattr(cfg, name), known)
     checks.check_model_id(cfg.model_id)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
-    except OSError as error:
-        raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
-    rows, held_out = data.load_data(cfg, tokenizer, format_row)
+    processor = models.load_processor(cfg.model_id)  # a model without images: its tokenizer
+    rows, held_out = data.load_data(cfg, processor, format_row)
     reward_functions = get_reward_functions(cfg, columns=set.intersection(*map(set, rows or held_out)))
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
-    return cfg, reward_functions, tokenizer, rows, held_out
+    return cfg, reward_functions, processor, rows, held_out
 
 
 def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
     """The loop. Returns the last evaluation's metrics (empty without evaluation).  make_critic: see train_ppo.py."""
-    cfg, reward_functions, tokenizer, rows, held_out = setup(cfg)
+    cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
+    pad_id = getattr(processor, "tokenizer", processor).pad_token_id or 0
     sampler = None if cfg.eval_only else data.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir) / cfg.run_name
@@ -907,7 +904,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
             print(f"Prompts are computed once per completion, not once per group: {reason}.")
     optimizer = models.make_optimizer(policy, cfg)
     critic, warmup = (make_critic(cfg, device), cfg.critic_warmup) if make_critic else (None, 0)
-    generator = models.make_generator(cfg, inner.hf_model, tokenizer, device)
+    generator = models.make_generator(cfg, inner.hf_model, processor, device)
 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
@@ -931,7 +928,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         return metrics
 
     def save(step: int) -> None:
-        utils.save_checkpoint(run_dir, step, modules, inner.hf_model, tokenizer, state, cfg.save_total_limit)
+        utils.save_checkpoint(run_dir, step, modules, inner.hf_model, processor, state, cfg.save_total_limit)
 
     last_eval = evaluation(start) if cfg.eval_only or (cfg.eval_steps and start == 0) else {}
     for step in range(start, start if cfg.eval_only else cfg.max_steps):
@@ -940,8 +937,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
             seed_generator(step, 0)
             trajectories, collected = asyncio.run(collect(rows, sampler, step, generator, reward_functions, cfg))
             checks.check_fresh(trajectories, step)
-            batch = collate(trajectories, tokenizer.pad_token_id or 0, device, group_offset=rank * sampler.share)
-            metrics |= collected | rollout_metrics(trajectories) | {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
+            batch = collate(trajectories, pad_id, device, group_offset=rank * sampler.share)
+            metrics |= collected | rollout_metrics(trajectories) | image_metrics(generator)
+            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, reference, inner, cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])

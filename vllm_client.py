@@ -203,7 +203,8 @@ class VLLMClient:
         self.urls = [url.rstrip("/") for url in urls]
         self.token = token or os.environ.get("VLLM_SERVER_TOKEN", "")
         self.timeout, self.request_timeout = timeout, request_timeout
-        self.tokenizer = None
+        self.tokenizer = self.rope_index = None
+        self.image_bytes = 0  # sent since the start, as base64
         self._load = [0] * len(self.urls)  # sequences under way, by server
         self._turn = os.getpid()  # ranks start at different servers
         self._links: list[Link] = []
@@ -272,17 +273,20 @@ class VLLMClient:
         stop_token_ids: list[int] | None = None,
         seed: int | None = None,
         images: list | None = None,
+        expanded=None,
     ) -> list[Completion]:
         """`n` completions of one prompt, from the least loaded server.
 
         With images, `prompt_ids` has one placeholder token an image, as the chat template writes it; the server
-        expands it and the completion's `prompt_ids` says to what. Raises ServerError, never returns part of them.
+        expands it and the completion's `prompt_ids` says to what (`expanded` is for in-process generators). Raises
+        ServerError, never returns part of them.
         """
         body = {"prompt_ids": list(prompt_ids), "n": n, "max_tokens": max_tokens, "temperature": temperature}
         body |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "min_tokens": min_tokens}
         body |= {"stop_token_ids": stop_token_ids, "seed": seed}
         if images:
             body["images"] = [encode_image(image) for image in images]
+            self.image_bytes += sum(map(len, body["images"]))
         count = len(self.urls)
         index = min(range(count), key=lambda i: (self._load[i], (i - self._turn) % count))
         self._turn, self._load[index] = index + 1, self._load[index] + n

@@ -33,7 +33,6 @@ import ipaddress
 import json
 import math
 import os
-import re
 import secrets
 import signal
 import socket
@@ -50,17 +49,17 @@ from fastapi.responses import JSONResponse
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
+from prompts import MAX_PIXELS, placeholder_tokens
+
 # vLLM and torch are imported inside functions: a taken port or a missing token must not wait for them.
 
 MAX_N = 1024  # samples a request
 MAX_BODY = 256 << 20  # bytes a request
 MAX_IMAGES = 64  # images a request
-MAX_PIXELS = 20_000_000  # an image; read from its header before it is decoded
 PUSH_ROUTES = {f"/{step}_weight_update" for step in ("start", "finish", "abort")} | {
     "/init_weight_transfer_engine",
     "/update_weights",
 }
-ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -233,12 +232,6 @@ class GenerateRequest(BaseModel):
     min_tokens: int = Field(0, ge=0)
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=0, lt=2**63)
-
-
-def placeholder_tokens(config) -> list[int]:
-    """Token ids that stand for an image, a video or a sound in a prompt, as the model's config announces them."""
-    found = {value for key, value in config.to_dict().items() if ANNOUNCED.match(key) and isinstance(value, int)}
-    return sorted(token for token in found if token >= 0)
 
 
 def check_request(body: GenerateRequest, model_config, placeholders: list[int]):

@@ -1,0 +1,303 @@
+"""From a row to token ids - and, with images, to the tensors a model wants for them and the bytes a server is sent.
+
+A prompt with images has two forms. A server is sent one placeholder token an image and the image; it expands the
+placeholder itself. The trainer needs the expanded ids and the pixels. `build_prompt` makes both, once per row however
+many completions are sampled; the server's echo of the expanded ids is compared with ours (vllm_client.py).
+Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; packing.py joins those of
+several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
+"""
+
+import base64
+import binascii
+import io
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from config import ConfigError, TrainConfig
+from data import prompt_messages, shorten, tokenize_prompt
+
+MAX_PIXELS = 20_000_000  # an image; read from its header, before it is decoded. The server's limit, too
+# Families whose masks treat images or whole prompts apart, and the token type of what is sampled after a prompt.
+FOLLOWED_BY = {"gemma3": 0, "paligemma": 1}
+ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
+
+COUNTS = Counter()  # images processed by this process
+_RECENT: OrderedDict[int, tuple[dict, "Prompt"]] = OrderedDict()  # by the row's identity: a row may be sampled twice
+
+
+@dataclass
+class Prompt:
+    token_ids: list[int]  # as the model sees it, images expanded
+    sent_ids: list[int]  # as a server is sent it, one placeholder an image; without images the same
+    images: list[bytes] = field(default_factory=list)  # image files, in the order of their placeholders
+    model_inputs: dict = field(default_factory=dict)  # tensors beside the token ids
+
+
+def placeholder_tokens(config) -> list[int]:
+    """Token ids that stand for an image, a video or a sound in a prompt, as the model's config announces them. Neither
+    the server nor the trainer gives them any probability: a sampled one would be taken for an image."""
+    found = {value for key, value in config.to_dict().items() if ANNOUNCED.match(key) and isinstance(value, int)}
+    return sorted(token for token in found if token >= 0)
+
+
+# ---- images of a row ------------------------------------------------------------------------------------------------
+
+
+def image_sources(row: dict) -> list:
+    """What the row has for images: column `image` or `images`, and whatever image parts of its messages carry."""
+    sources = row.get("images") if row.get("images") is not None else row.get("image")
+    if sources is None:
+        messages = row["prompt"] if isinstance(row["prompt"], list) else []
+        parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+        sources = [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
+    return [one for one in (sources if isinstance(sources, (list, tuple)) else [sources]) if one is not None]
+
+
+def open_image(source) -> tuple[Image.Image, bytes | None]:
+    """(image with its header read, bytes of its file). source: PIL image, path, bytes, base64 text, or what a data set
+    holds undecoded: {"bytes": ..., "path": ...}. ValueError or OSError for anything else."""
+    if isinstance(source, Image.Image):
+        image, data = source, None
+    else:
+        if isinstance(source, dict) and ("bytes" in source or "path" in source):
+            source = source["bytes"] if source.get("bytes") is not None else source.get("path")
+        if isinstance(source, str) and not source.startswith("data:") and Path(source[:4000]).is_file():
+            source = Path(source)
+        if isinstance(source, Path):
+            source = source.read_bytes()
+        if isinstance(source, str):
+            try:
+                source = base64.b64decode(source.rpartition("base64,")[2], validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ValueError(f"{shorten(source, 60)} is neither a file nor base64") from error
+        if not isinstance(source, bytes):
+            raise ValueError(f"a {type(source).__name__}; allowed: PIL image, path, bytes, base64")
+        image, data = Image.open(io.BytesIO(source)), source
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken, scale it down")
+    return image, data
+
+
+def load_image(source, cfg: TrainConfig) -> tuple[Image.Image, bytes]:
+    """(RGB image within --min_pixels and --max_pixels, bytes of an image file of exactly these pixels)."""
+    image, data = open_image(source)
+    plain = image.mode == "RGB" and image.getexif().get(0x0112, 1) == 1  # a turned photograph is turned upright
+    image = ImageOps.exif_transpose(image).convert("RGB")
+    pixels = image.width * image.height
+    wanted = max(pixels, cfg.min_pixels or 0)
+    wanted = min(wanted, cfg.max_pixels or wanted)
+    if wanted != pixels:
+        scale = (wanted / pixels) ** 0.5
+        rounding = int if scale < 1 else lambda x: -int(-x // 1)
+        image = image.resize([max(1, rounding(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
+    if data is None or not plain or wanted != pixels:
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        data = buffer.getvalue()
+    return image, data
+
+
+def check_images(rows, name: str, processor) -> list[list[tuple[int, int]]]:
+    """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
+    cannot be read, or are not as many as its placeholders."""
+    columns = [c for c in ("image", "images") if c in getattr(rows, "column_names", ())]
+    if columns:  # a datasets.Dataset: its files as they are, nothing decoded
+        rows = undecoded(rows, columns)
+    sizes = []
+    for index, row in enumerate(rows):
+        where = f"{name}, row {index}"
+        sources = image_sources(row)
+        if sources and not is_vision(processor):
+            raise ConfigError(f"{where} has images, and the model of --model_id takes none; choose one that does.")
+        marks = placeholders(row["prompt"])
+        if marks and marks != len(sources):
+            raise ConfigError(f"{where}: {marks} image placeholders in `prompt` for {len(sources)} images.")
+        sizes.append([])
+        for number, source in enumerate(sources):
+            try:
+                width, height = open_image(source)[0].size
+            except (ValueError, OSError, SyntaxError) as error:  # what Pillow raises on garbage
+                raise ConfigError(f"{where}, image {number}: cannot be read: {error}") from error
+            sizes[-1].append((height, width))
+    return sizes
+
+
+def undecoded(rows, columns: list[str]):
+    """A data set whose image columns give files instead of decoded images."""
+    import datasets
+
+    def plain(feature):
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        inner = getattr(feature, "feature", None)
+        return datasets.List(plain(inner)) if inner is not None else feature
+
+    for column in columns:
+        rows = rows.cast_column(column, plain(rows.features[column]))
+    return rows.select_columns(["prompt", *columns])
+
+
+def placeholders(prompt) -> int:
+    """Image parts of chat messages."""
+    messages = prompt if isinstance(prompt, list) else []
+    return sum(
+        part.get("type") == "image" for m in messages if isinstance(m.get("content"), list) for part in m["content"]
+    )
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def is_vision(processor) -> bool:
+    """Whether it is a processor of text and images, not a bare tokenizer."""
+    return hasattr(processor, "image_processor")
+
+
+def with_parts(row: dict, count: int) -> dict:
+    """The row with every message as a list of parts, as templates for images want it; `count` images without a place
+    of their own stand before the first user message's text."""
+    messages = []
+    for message in prompt_messages(row):
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+        parts = [{"type": "image"} if part.get("type") == "image" else part for part in parts]
+        if count and message["role"] == "user" and not placeholders(row["prompt"]):
+            parts, count = [{"type": "image"}] * count + parts, 0
+        messages.append(message | {"content": parts})
+    return row | {"prompt": messages}
+
+
+def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
+    """What a row with `count` images looks like before tokenisation: one placeholder an image."""
+    if cfg.no_apply_chat_template:
+        if not isinstance(row["prompt"], str) or cfg.system_prompt is not None:
+            raise ConfigError("--no_apply_chat_template takes string prompts alone, and no --system_prompt.")
+        return row["prompt"]
+    if not processor.chat_template:
+        raise ConfigError("the processor of --model_id has no chat template; add --no_apply_chat_template.")
+    messages = prompt_messages(with_parts(row, count), cfg.system_prompt)
+    continued = messages[-1]["role"] == "assistant"
+    options = dict(add_generation_prompt=not continued, continue_final_message=continued)
+    return processor.apply_chat_template(messages, tokenize=False, **options)
+
+
+def expand(text: str, images: list, processor, rope_index: Callable | None, special: bool) -> tuple[list[int], dict]:
+    """(token ids with every placeholder expanded, tensors for the model), as the model's own processor makes them.
+
+    rope_index: of models whose positions have three axes; the prompt's are computed here, so that nothing later needs
+    to know. Positions after the prompt count on from its largest.
+    """
+    COUNTS["images"] += len(images)
+    encoded = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=special))
+    ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
+    if rope_index is not None:
+        encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
+    family = type(processor).__name__.removesuffix("Processor").lower()
+    types, followed_by = encoded.pop("token_type_ids", None), FOLLOWED_BY.get(family)
+    for key in ("mm_token_type_ids", "labels"):  # the first is in the positions already
+        encoded.pop(key, None)
+    if types is not None and followed_by is not None:  # one longer than the prompt: the last stands for what follows
+        encoded["token_type_ids"] = types.new_tensor([[*types[0].tolist(), followed_by]])
+    return ids[0].tolist(), encoded
+
+
+def build_prompt(row: dict, generator, cfg: TrainConfig) -> Prompt:
+    """The row's prompt, its images decoded and processed once. generator: has the `tokenizer` (of models with images
+    the processor) and `rope_index`."""
+    processor = generator.tokenizer
+    if not is_vision(processor):
+        chat = not cfg.no_apply_chat_template
+        ids = tokenize_prompt(row, processor, apply_chat_template=chat, system_prompt=cfg.system_prompt)
+        return Prompt(ids, ids)
+    known, prompt = _RECENT.get(id(row), (None, None))
+    if known is not row:
+        prompt = vision_prompt(row, processor, generator.rope_index, cfg)
+        _RECENT[id(row)] = row, prompt
+        while len(_RECENT) > 256:
+            _RECENT.popitem(last=False)
+    return prompt
+
+
+def vision_prompt(row: dict, processor, rope_index: Callable | None, cfg: TrainConfig) -> Prompt:
+    """`build_prompt` of a row for a model with images; the row may have none."""
+    sources = image_sources(row)
+    text = prompt_text(row, processor, cfg, len(sources))
+    special = cfg.no_apply_chat_template  # a template writes its own
+    sent = list(processor.tokenizer(text, add_special_tokens=special)["input_ids"])
+    if not sources:
+        return Prompt(sent, sent)
+    try:
+        images, files = zip(*(load_image(source, cfg) for source in sources), strict=True)
+    except (ValueError, OSError, SyntaxError) as error:
+        raise ValueError(f"an image of the row with prompt {shorten(row['prompt'])} cannot be read: {error}") from error
+    ids, inputs = expand(text, list(images), processor, rope_index, special)
+    return Prompt(ids, sent, list(files), inputs)
+
+
+def rope_index_of(hf_model) -> Callable | None:
+    """The function that gives a prompt's positions on three axes, of models that have it."""
+    return getattr(hf_model.base_model, "get_rope_index", None)
+
+
+def blank_inputs(processor, cfg: TrainConfig, hf_model) -> dict:
+    """Inputs of the shortest prompt with an image, for passes that have none (packing.with_blank)."""
+    import torch
+
+    image = Image.new("RGB", (64, 64))
+    text = processor.image_token
+    if processor.chat_template:
+        text = prompt_text(
+            {"prompt": "-"}, processor, replace(cfg, no_apply_chat_template=False, system_prompt=None), 1
+        )
+    ids, inputs = expand(text, [image], processor, rope_index_of(hf_model), special=True)
+    COUNTS["images"] -= 1
+    return inputs | {"input_ids": torch.tensor([ids])}
+
+
+def image_metrics(generator) -> dict:
+    """Images processed and megabytes of them sent to servers since the last call, over all ranks, which all call it.
+    Nothing for models without images."""
+    import torch
+
+    import utils
+
+    if not is_vision(generator.tokenizer):
+        return {}
+    counts = torch.tensor([COUNTS.pop("images", 0), generator.image_bytes], dtype=torch.float64)
+    generator.image_bytes = 0
+    images, sent = utils.all_sum(counts).tolist()
+    return {"images/processed": int(images), "images/mb_sent": sent / 1e6}
+
+
+def check_echo(prompt: Prompt, samples: list) -> None:
+    """The sampler must have seen the prompt that is trained on; RuntimeError says where the two differ."""
+    ours, theirs = prompt.token_ids, samples[0].prompt_ids
+    if ours != theirs:
+        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+        raise RuntimeError(
+            f"the sampler made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
+            f"{len(ours)}; they differ from token {place} on. Is the server's --model the trainer's --model_id? Scale "
+            "images with --max_pixels and --min_pixels here, not with --mm-processor-kwargs there."
+        )
+
+
+def prompt_lengths(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
+    """Tokens of every prompt, its images counted by their sizes without decoding them."""
+    sizes, chat = check_images(rows, name, processor), not cfg.no_apply_chat_template
+    lengths = []
+    for row, shapes in zip(rows if isinstance(rows, list) else rows.select_columns(["prompt"]), sizes, strict=True):
+        if not is_vision(processor):
+            ids = tokenize_prompt(row, processor, apply_chat_template=chat, system_prompt=cfg.system_prompt)
+            lengths.append(len(ids))
+            continue
+        text = prompt_text(row, processor, cfg, len(shapes))
+        expanded = processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens if shapes else []
+        sent = len(processor.tokenizer(text, add_special_tokens=not chat)["input_ids"])
+        lengths.append(sent - len(shapes) + sum(expanded))
+    return lengths
