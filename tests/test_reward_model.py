@@ -1,12 +1,14 @@
 """A learned reward model: scores in process and over HTTP are those of the classifier, row by row."""
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import os
+import sys
+import time
 
 import pytest
+import requests
 import torch
-from server_fixture import make_tiny
+from live import Process, running
+from server_fixture import free_port, make_tiny
 
 from config import ConfigError, TrainConfig, check
 from reward_model import reward_model
@@ -22,7 +24,9 @@ def classifier(tmp_path_factory):
 
     folder, tokenizer = tmp_path_factory.mktemp("reward") / "model", AutoTokenizer.from_pretrained(make_tiny())
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    shape = dict(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )  # heads of 32 for vLLM
     config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **shape)
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(folder)
@@ -45,38 +49,43 @@ def test_scores_are_the_classifiers(classifier):
     assert len(set(scores)) == 3
 
 
-def test_scores_over_http(classifier, monkeypatch):
-    """The two routes of `vllm serve --runner pooling`, answered with the classifier itself."""
-    folder, tokenizer, model = classifier
-    seen = []
+@pytest.fixture
+def served(classifier, tmp_path):
+    """`vllm serve` of the classifier: its address."""
+    port, log = free_port(), tmp_path / "log"
+    # `vllm serve` itself wants a distribution of the name vllm; the CPU build is called otherwise.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(classifier[0])]
+    command += [
+        "--port",
+        str(port),
+        "--runner",
+        "pooling",
+        "--api-key",
+        "secret",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "256",
+    ]
+    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with running(Process([*command, "--enforce-eager"], log, **env)) as server:
+        url = f"http://127.0.0.1:{port}"
+        server.until(lambda: answers(url))
+        yield url
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self, body):
-            seen.append(self.headers["Authorization"])
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
 
-        def do_GET(self):
-            self.answer({"data": [{"id": "rm", "root": str(folder)}]})
+def answers(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", headers={"Authorization": "Bearer secret"}, timeout=2).ok
+    except requests.ConnectionError:
+        time.sleep(0.2)
+        return False
 
-        def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert request["model"] == "rm" and request["use_activation"] is False
-            with torch.no_grad():
-                rows = [float(model(**tokenizer(t, return_tensors="pt")).logits[0, 0]) for t in request["input"]]
-            self.answer({"data": [{"probs": [score]} for score in rows]})
 
-        def log_message(self, *_):
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def test_scores_of_a_vllm_server(classifier, served, monkeypatch):
     monkeypatch.setenv("REWARD_MODEL_TOKEN", "secret")
-    url = f"http://127.0.0.1:{server.server_port}/"
-    assert reward_model(ANSWERS, CHAT, TrainConfig(reward_model=url)) == pytest.approx(expected(classifier), abs=1e-5)
-    server.shutdown()
-    assert seen == ["Bearer secret"] * 2
+    scores = reward_model(ANSWERS, CHAT, TrainConfig(reward_model=served))
+    assert scores == pytest.approx(expected(classifier), abs=1e-4)
 
 
 def test_a_missing_model_is_said_at_once():
