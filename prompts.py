@@ -219,7 +219,7 @@ def build_prompt(row: dict, generator, cfg: TrainConfig) -> Prompt:
     if known is not row:
         prompt = vision_prompt(row, processor, generator.rope_index, cfg)
         _RECENT[id(row)] = row, prompt
-        while len(_RECENT) > 256:
+        while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
             _RECENT.popitem(last=False)
     return prompt
 
@@ -269,6 +269,7 @@ def image_metrics(generator) -> dict:
 
     if not is_vision(generator.tokenizer):
         return {}
+    _RECENT.clear()
     counts = torch.tensor([COUNTS.pop("images", 0), generator.image_bytes], dtype=torch.float64)
     generator.image_bytes = 0
     images, sent = utils.all_sum(counts).tolist()

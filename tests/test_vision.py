@@ -14,15 +14,18 @@ import pytest
 import tiny_vlms
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tiny_vlms import batch_of, picture, rows_of
 
 import models
 import packing
 import prompts
 import train_grpo as script
+import train_ppo
 import utils
-from config import ConfigError, TrainConfig
+from config import PRESETS, ConfigError, TrainConfig
 from rollouts import single_turn
+from runlog import read_metrics
 
 FAMILIES = list(tiny_vlms.MARK)
 
@@ -139,6 +142,52 @@ def test_adapters_and_checkpoints(tiny, tmp_path):
     again = models.load_hf_model(replace(tiny.cfg, model_id=str(folder)), torch.float32).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in tiny.inner.hf_model.state_dict().items())
     assert type(models.load_processor(str(folder))) is type(tiny.generator.tokenizer)
+
+
+# ---- the whole loop --------------------------------------------------------------------------------------------------
+
+ROWS = """
+from PIL import Image
+
+def rows(split, seed):
+    for n in range(8 if split == "train" else 2):
+        image = None if n == 5 else Image.new("RGB", (64, 64), (30 * n, 0, 0))
+        yield {"prompt": f"Which shade is picture {n}?", "image": image}
+
+def even(completion_ids, image, **_):
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_both_scripts_train_it(algorithm, tmp_path):
+    """Text rows among rows with images; every image is processed once a step, however often it is sampled."""
+    (tmp_path / "task.py").write_text(ROWS)
+    settings = dict(
+        model_id=str(tiny_vlms.make("idefics3", tmp_path / "model")),
+        generator="hf",
+        compute_dtype="float32",
+        dataset_id=f"{tmp_path}/task.py:rows",
+        reward_funcs=[f"{tmp_path}/task.py:even"],
+        prompts_per_step=8,
+        num_generations=4,
+        num_iterations=2,
+        max_completion_length=4,
+        max_steps=2,
+        eval_steps=2,
+        learning_rate=1e-3,
+        output_dir=str(tmp_path),
+        run_name="run",
+    )
+    config, critic = (train_ppo.TrainConfig, train_ppo.CriticTrainer) if algorithm == "ppo" else (TrainConfig, None)
+    before = load_file(Path(settings["model_id"]) / "model.safetensors")
+    script.train(config(**PRESETS[algorithm] | settings | dict(preset=algorithm)), critic)
+    steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
+    # 7 of the 8 rows have an image; the first step's count has the two rows of the evaluation before it
+    assert [line["images/processed"] for line in steps] == [7 + 2, 7]
+    after = load_file(tmp_path / "run" / "checkpoints" / "step_2" / "model.safetensors")
+    for part in ("vision_model", "connector", "text_model"):
+        assert any(part in name and not torch.equal(before[name], after[name]) for name in after), part
 
 
 # ---- two ranks -------------------------------------------------------------------------------------------------------
