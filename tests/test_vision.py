@@ -180,6 +180,7 @@ def test_both_scripts_train_it(algorithm, tmp_path):
         run_name="run",
     )
     config, critic = (train_ppo.TrainConfig, train_ppo.CriticTrainer) if algorithm == "ppo" else (TrainConfig, None)
+    prompts.COUNTS.clear()
     before = load_file(Path(settings["model_id"]) / "model.safetensors")
     script.train(config(**PRESETS[algorithm] | settings | dict(preset=algorithm)), critic)
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
