@@ -1,6 +1,6 @@
 """Presets against each other at equal numbers of sampled tokens, over several seeds.
 
-    python benchmarks/algorithms.py                       # 9 presets x 5 seeds, some 6 minutes on two cores
+    python benchmarks/algorithms.py                       # 9 presets x 5 seeds, 6 to 14 minutes on two cores
     python benchmarks/algorithms.py --presets grpo dapo --seeds 0 1
 
 The task is a toy (benchmarks/toy.py): a random model of .8 M parameters is rewarded for tokens whose number ends in 0;
@@ -12,6 +12,7 @@ Results go to benchmarks/results/algorithms.json, .md and .svg.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results"
 STEPS = 30
+EQUAL = 3072  # tokens at which rewards are compared: 12 steps without resampling
 PRESETS = {  # flags on top of the preset's
     "grpo": "--num_minibatches 2",
     "dr_grpo": "--num_minibatches 2",
@@ -57,13 +59,22 @@ def run(preset: str, seed: int, folder: Path) -> dict:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return summary(folder / name, preset, seed)
+
+
+def summary(run_dir: Path, preset: str, seed: int) -> dict:
+    """Held-out reward before and after; by step the training reward and all tokens sampled so far, those of groups
+    that --dynamic_sampling threw away included."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evals = [line["eval/reward"] for line in lines if "eval/reward" in line]
-    curve = [line["reward"] for line in lines if "reward" in line]
-    tokens = sum(64 * line["completions/mean_length"] for line in lines if "reward" in line)
-    resampled = sum(line.get("dynamic_sampling/resampled", 0) for line in lines)
-    print(f"{name}: {evals[0]:.2f} -> {evals[-1]:.2f}", flush=True)
-    return dict(preset=preset, seed=seed, before=evals[0], after=evals[-1], curve=curve, tokens=tokens + resampled * 64)
+    steps = [line for line in lines if "reward" in line]
+    group, greedy = 1 if preset == "ppo" else 16, 4 if preset == "remax" else 0  # completions
+    sampled = [
+        (64 + greedy + group * s.get("dynamic_sampling/resampled", 0)) * s["completions/mean_length"] for s in steps
+    ]
+    print(f"{preset}-{seed}: {evals[0]:.2f} -> {evals[-1]:.2f}", flush=True)
+    result = dict(preset=preset, seed=seed, before=evals[0], after=evals[-1], curve=[s["reward"] for s in steps])
+    return result | dict(tokens=[round(t) for t in itertools.accumulate(sampled)])
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -73,45 +84,52 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), T95.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def half_way(curve: list[float]) -> int:
-    """The first step whose reward is above .5."""
-    return next((step for step, reward in enumerate(curve, 1) if reward > 0.5), STEPS + 1)
+def reached(run: dict, reward: float) -> int:
+    """Tokens sampled until the training reward is above this; all of them if it never is."""
+    return next(
+        (tokens for tokens, r in zip(run["tokens"], run["curve"], strict=True) if r > reward), run["tokens"][-1]
+    )
+
+
+def reward_at(run: dict, tokens: int) -> float:
+    """Training reward of the last step that ends within so many sampled tokens."""
+    return [r for spent, r in zip(run["tokens"], run["curve"], strict=True) if spent <= tokens][-1]
 
 
 def table(runs: list[dict]) -> str:
     rows = [
-        "| preset | seeds | held-out before | after (95 % interval) | steps to .5 | tokens sampled |",
-        "|---|---|---|---|---|---|",
+        f"| preset | seeds | tokens to reward .5 | reward at {EQUAL:,} tokens | held out, before -> after all steps |",
+        "|---|---|---|---|---|",
     ]
     for preset in dict.fromkeys(r["preset"] for r in runs):
         mine = [r for r in runs if r["preset"] == preset]
-        after, half = interval([r["after"] for r in mine])
-        steps = interval([half_way(r["curve"]) for r in mine])
-        tokens = statistics.mean(r["tokens"] for r in mine)
-        before = statistics.mean(r["before"] for r in mine)
-        cells = [f"`{preset}`", f"{len(mine)}", f"{before:.2f}", f"{after:.3f} ± {half:.3f}"]
-        cells += [f"{steps[0]:.1f} ± {steps[1]:.1f}", f"{tokens:.0f}"]
-        rows.append(f"| {' | '.join(cells)} |")
+        half, equal = interval([reached(r, 0.5) for r in mine]), interval([reward_at(r, EQUAL) for r in mine])
+        before, after = statistics.mean(r["before"] for r in mine), interval([r["after"] for r in mine])
+        cells = [f"`{preset}`", f"{len(mine)}", f"{half[0]:,.0f} ± {half[1]:,.0f}", f"{equal[0]:.2f} ± {equal[1]:.2f}"]
+        rows.append(f"| {' | '.join(cells)} | {before:.2f} -> {after[0]:.3f} ± {after[1]:.3f} |")
     return "\n".join(rows)
 
 
 def plot(runs: list[dict], path: Path) -> None:
-    """Training reward by step, one panel a preset: every seed thin, their mean thick."""
+    """Training reward by tokens sampled, one panel a preset: every seed thin, their mean thick."""
+    import numpy as np
     from matplotlib.figure import Figure
 
     presets = list(dict.fromkeys(r["preset"] for r in runs))
     columns = min(3, len(presets))
     figure = Figure(figsize=(4 * columns, 2.6 * math.ceil(len(presets) / columns)), layout="constrained")
     panels = figure.subplots(math.ceil(len(presets) / columns), columns, sharex=True, sharey=True, squeeze=False).flat
+    grid = np.linspace(256, 64 * 4 * STEPS, 200)
     for axes, preset in zip(panels, presets, strict=False):
-        curves = [r["curve"] for r in runs if r["preset"] == preset]
-        for curve in curves:
-            axes.plot(range(1, len(curve) + 1), curve, color="#9ca3af", lw=0.8)
-        mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
-        axes.plot(range(1, len(mean) + 1), mean, color="#2563eb", lw=2)
+        mine = [r for r in runs if r["preset"] == preset]
+        for r in mine:
+            axes.plot(r["tokens"], r["curve"], color="#9ca3af", lw=0.8)
+        mean = np.mean([np.interp(grid, r["tokens"], r["curve"]) for r in mine], axis=0)
+        axes.plot(grid, mean, color="#2563eb", lw=2)
         axes.set_title(preset, fontsize=10)
+        axes.set_xlim(0, grid[-1])
         axes.set_ylim(0, 1.02)
-    figure.supxlabel("step (64 completions of 4 tokens)", fontsize=9)
+    figure.supxlabel("tokens sampled", fontsize=9)
     figure.supylabel("training reward", fontsize=9)
     figure.savefig(path)
 
@@ -126,8 +144,12 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="algorithms_"))
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = list(pool.map(lambda job: run(*job, folder), [(p, s) for p in args.presets for s in args.seeds]))
+    write(runs)
+
+
+def write(runs: list[dict]) -> None:
     OUT.mkdir(exist_ok=True)
-    (OUT / "algorithms.json").write_text(json.dumps(runs, indent=1) + "\n")
+    (OUT / "algorithms.json").write_text(json.dumps(runs) + "\n")
     text = f"# Presets on the toy task\n\n{__doc__.split('Results go')[0].split('The task is')[1].strip()}\n"
     (OUT / "algorithms.md").write_text(text.replace("a toy", "The task is a toy", 1) + f"\n{table(runs)}\n")
     plot(runs, OUT / "algorithms.svg")
