@@ -60,13 +60,8 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
         "completions/mean_length": lengths,
         "completions/clipped_ratio": [float(t.finish_reason == "length") for t in trajectories],
     }
-    mine = {key for t in trajectories for key in t.info["rewards"]}  # components of dict rewards may differ by row
-    for key in sorted(set().union(*utils.gather_objects(mine))):
-        metrics[f"rewards/{key}/mean"] = [t.info["rewards"].get(key, math.nan) for t in trajectories]
-    out = {}
-    for name, values in metrics.items():
-        values = torch.tensor(values, dtype=torch.float64)
-        out[name] = float(utils.global_moments(values.nan_to_num(), ~values.isnan())[1])
+    out = {name: float(utils.global_moments(torch.tensor(v, dtype=torch.float64))[1]) for name, v in metrics.items()}
+    out |= reward_means(trajectories)
     for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
         out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
     out["completions/max_length"], out["completions/min_length"] = (
@@ -75,6 +70,20 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     )
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
     return out | {"num_tokens": int(utils.all_sum(torch.tensor(tokens)))}
+
+
+def reward_means(trajectories: list[Trajectory]) -> dict:
+    """Mean of every reward function and component where it applied, over all ranks, which all call it."""
+    import torch
+
+    import utils
+
+    mine, out = {key for t in trajectories for key in t.info["rewards"]}, {}  # components may differ by row
+    for key in sorted(set().union(*utils.gather_objects(mine))):
+        values = [t.info["rewards"].get(key, math.nan) for t in trajectories]
+        values = torch.tensor(values, dtype=torch.float64)
+        out[f"rewards/{key}/mean"] = float(utils.global_moments(values.nan_to_num(), ~values.isnan())[1])
+    return out
 
 
 def sampling_options(cfg: TrainConfig) -> dict:

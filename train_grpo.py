@@ -52,7 +52,7 @@ from models import Policy
 from packing import micro_batches, minibatches, pack, why_not_shared
 from prompts import image_metrics
 from rewards import get_reward_functions, score
-from rollouts import ROLLOUTS, Trajectory, rollout_metrics
+from rollouts import ROLLOUTS, Trajectory, reward_means, rollout_metrics
 from runlog import RunLog, clock, close_all, completion_rows, describe, name_run
 
 # ==== 1 batch ========================================================================================================
@@ -865,6 +865,8 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
     sums = [scores.sum(), solved.sum(), solved.any(1).sum(), length, torch.tensor(float(scores.numel()))]
     reward, right, any_right, length, count = utils.all_sum(torch.stack([s.double() for s in sums])).tolist()
     metrics = {"eval/reward": reward / count, f"eval/mean@{k}": right / count, f"eval/pass@{k}": any_right * k / count}
+    means = reward_means(mine)  # of one function alone it is the reward
+    metrics |= {f"eval/{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
     return metrics | {"eval/mean_length": length / count, "eval/rows": int(count / k)}
 
 

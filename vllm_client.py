@@ -176,13 +176,11 @@ def drop_group(link: Link, abort: bool):
 
 def encode_image(image) -> str:
     """base64 of an image file given as bytes, or of a PIL image (as PNG: lossless). Text is taken to be base64."""
-    if isinstance(image, str):
-        return image
-    if not isinstance(image, bytes):
+    if not isinstance(image, (bytes, str)):
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         image = buffer.getvalue()
-    return base64.b64encode(image).decode()
+    return image if isinstance(image, str) else base64.b64encode(image).decode()
 
 
 class VLLMClient:
@@ -275,15 +273,13 @@ class VLLMClient:
         images: list | None = None,
         expanded=None,
     ) -> list[Completion]:
-        """`n` completions of one prompt, from the least loaded server.
+        """`n` completions of one prompt, from the least loaded server; ServerError, never part of them.
 
         With images, `prompt_ids` has one placeholder token an image, as the chat template writes it; the server
-        expands it and the completion's `prompt_ids` says to what (`expanded` is for in-process generators). Raises
-        ServerError, never returns part of them.
+        expands it and the completion's `prompt_ids` says to what (`expanded` is for in-process generators).
         """
-        body = {"prompt_ids": list(prompt_ids), "n": n, "max_tokens": max_tokens, "temperature": temperature}
-        body |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "min_tokens": min_tokens}
-        body |= {"stop_token_ids": stop_token_ids, "seed": seed}
+        body = dict(prompt_ids=list(prompt_ids), n=n, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
+        body |= dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_token_ids=stop_token_ids)
         if images:
             body["images"] = [encode_image(image) for image in images]
             self.image_bytes += sum(map(len, body["images"]))
