@@ -19,7 +19,7 @@ from prompts import Prompt, placeholder_tokens
 from vllm_client import Completion
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     prompt_ids: list[int]
     model_inputs: dict  # tensors of its images

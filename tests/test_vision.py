@@ -117,6 +117,7 @@ def test_the_sampler_sees_what_is_trained_on(tiny):
     """In-process generation, prompts of different lengths and numbers of images in one batch."""
     cfg = replace(tiny.cfg, max_completion_length=6)
     generator = tiny.generator
+    generator.max_sequences = 6  # two prompts at a time
     generator.seed(0)
     utils.push_weights(tiny.policy, generator, 1, 64)
     trajectories = asyncio.run(single_turn(tiny.rows, generator, cfg))
