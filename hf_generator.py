@@ -86,6 +86,11 @@ class HFGenerator:
 
     # ---- weights: the same three calls as VLLMClient ----
 
+    @staticmethod
+    def convert(named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The copy's names are the trainer's."""
+        return named
+
     def begin_push(self) -> None:
         self._missing = {name for name, _ in self.model.named_parameters()}
 

@@ -248,7 +248,7 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
     raise_together(attempt(generator.begin_push), "Starting the weight push")
     for bucket in weight_buckets(policy, bucket_mb * 2**20, generator.weight_dtype, keep=active):
-        error = attempt(generator.send_bucket, bucket)
+        error = attempt(lambda bucket: generator.send_bucket(generator.convert(bucket)), bucket)
         raise_together(error, "Sending weights")
     raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
 

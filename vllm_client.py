@@ -202,11 +202,11 @@ class VLLMClient:
         self.token = token or os.environ.get("VLLM_SERVER_TOKEN", "")
         self.timeout, self.request_timeout = timeout, request_timeout
         self.tokenizer = self.rope_index = None
+        self.convert = lambda named: named  # (name, tensor) pairs as the trainer has them -> as a checkpoint has them
         self.image_bytes = 0  # sent since the start, as base64
         self._load = [0] * len(self.urls)  # sequences under way, by server
         self._turn = os.getpid()  # ranks start at different servers
-        self._links: list[Link] = []
-        self._infos: list[dict] = []
+        self._links, self._infos = [], []  # open connections; what the servers say of themselves
         self._device: torch.device | None = None
         self._transport = torch.device("cpu")  # where the packed bucket lies
         self._checksums: list[int] | None = None  # of what was sent in the push under way

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from server_fixture import make_tiny
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
@@ -187,6 +188,10 @@ def make(family: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.08)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder)
+    if family.startswith("llava"):  # published checkpoints have one level more; transformers takes it off in loading
+        file = folder / "model.safetensors"
+        renamed = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in load_file(file).items()}
+        save_file(renamed, file, metadata={"format": "pt"})
     processor.save_pretrained(folder)
     return folder
 

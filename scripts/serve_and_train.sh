@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# A vLLM server and a trainer beside it, on one machine; whatever happens, the server is gone afterwards.
+#
+#   bash scripts/serve_and_train.sh NAME MODEL WINDOW train_grpo.py [flags of the train script]
+#
+# runs `train_grpo.py --run_name NAME --model_id MODEL ...` against a server of MODEL with a window of WINDOW tokens, its
+# log in runs/NAME-server.log. Ctrl-C ends the trainer as Ctrl-C does, report included, then the server. Ends with the
+# trainer's status. SERVER_FLAGS in the environment go to the server.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -ge 4 ] || { sed -n '2,8p' "$0" >&2; exit 2; }
+name=$1 model=$2 window=$3 script=$4
+shift 4
+
+export VLLM_SERVER_TOKEN="${VLLM_SERVER_TOKEN:-$(python -c 'import secrets; print(secrets.token_hex(16))')}"
+port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+server="" trainer=""
+
+stop() { # signal $2, ten seconds of patience, KILL; for the process $1 and whatever it started
+  [ -n "$1" ] || return 0
+  kill "-$2" -- "-$1" 2>/dev/null || return 0
+  for _ in $(seq 100); do kill -0 -- "-$1" 2>/dev/null || return 0; sleep 0.1; done
+  kill -KILL -- "-$1" 2>/dev/null || true
+}
+finish() {
+  status=$?
+  trap - EXIT INT TERM HUP
+  stop "$trainer" INT # as Ctrl-C: it still writes its report
+  stop "$server" TERM
+  [ "$status" -lt 128 ] || echo "interrupted; trainer and server are stopped, what there is lies in runs/$name" >&2
+  exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT # a shell that starts this in its background ignores INT: send TERM
+trap 'exit 143' TERM HUP
+
+shared_gpu=()
+if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then shared_gpu=(--gpu-memory-utilization 0.3); fi
+
+mkdir -p runs
+set -m # each background job is a process group of its own, so that stop() reaches its children, too
+echo "starting the server, log in runs/$name-server.log"
+# shellcheck disable=SC2086 # SERVER_FLAGS are several words
+python vllm_server.py --model "$model" --port "$port" --max-model-len "$window" "${shared_gpu[@]}" ${SERVER_FLAGS:-} \
+  >"runs/$name-server.log" 2>&1 </dev/null &
+server=$!
+python "$script" --run_name "$name" --model_id "$model" --server_urls "http://127.0.0.1:$port" --server_timeout 300 \
+  "$@" </dev/null &
+trainer=$!
+set +m
+status=0
+wait "$trainer" || status=$?
+trainer=""
+if [ "$status" != 0 ]; then
+  echo "the trainer ended with status $status; the server's last lines:" >&2
+  tail -n 5 "runs/$name-server.log" >&2
+  exit "$status"
+fi
+
+python - "runs/$name" <<'PY'
+import sys
+from runlog import read_metrics
+
+evals = [line for line in read_metrics(sys.argv[1]) if "eval/reward" in line]
+print("\nheld-out rows, never trained on, before and after:")
+for key in evals[-1] if evals else ():
+    if key.startswith("eval/") and key not in ("eval/rows", "eval/mean_length"):
+        print(f"  {key.removeprefix('eval/')}: {evals[0][key]:.3f} -> {evals[-1][key]:.3f}")
+print(f"curves and completions: {sys.argv[1]}/report.html")
+PY
