@@ -1,0 +1,49 @@
+"""Counting what a picture shows, as in CLEVR: "How many red circles?", 1 to 6 shapes, answers 0 to 6.
+
+    python scripts/make_tiny_vlm.py models/tiny-vlm
+    ... --model_id models/tiny-vlm --dataset_id examples/counting.py:rows --reward_funcs examples/counting.py:count
+
+Half of the questions name a colour and a kind, the others one of them or neither. How many shapes match is drawn
+first, uniformly from 0 to all of them: with colours and kinds at random, nearly every answer would be 0 or 1.
+"""
+
+import re
+
+from scenes import COLORS, KINDS, draw, place, stream
+
+SPLITS = {"train": 2000, "test": 200}
+
+
+def rows(split: str = "train", seed: int = 42) -> list[dict]:
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}: counting has 'train' and 'test'.")
+    rng = stream("counting", split, seed)
+    return [row(rng) for _ in range(SPLITS[split])]
+
+
+def row(rng) -> dict:
+    total = rng.randint(1, 6)
+    color, kind = rng.choice(list(COLORS)), rng.choice(KINDS)
+    asked = rng.choice(["both", "both", "both", "color", "kind", "neither"])
+    color, kind = color if asked in ("both", "color") else None, kind if asked in ("both", "kind") else None
+    looks = [(c, k) for c in COLORS for k in KINDS]
+    matching = [look for look in looks if matches(look, color, kind)]
+    others = [look for look in looks if look not in matching]
+    wanted = rng.randint(0, total) if others else total
+    chosen = rng.choices(matching, k=wanted) + (rng.choices(others, k=total - wanted) if others else [])
+    rng.shuffle(chosen)
+    return {"prompt": question(color, kind), "image": draw(rng, place(rng, chosen)), "answer": str(wanted)}
+
+
+def matches(look: tuple[str, str], color: str | None, kind: str | None) -> bool:
+    return color in (None, look[0]) and kind in (None, look[1])
+
+
+def question(color: str | None, kind: str | None) -> str:
+    return f"How many {color + ' ' if color else ''}{kind or 'shape'}s? Answer with a number."
+
+
+def count(completions, answer, **columns) -> list[float]:
+    """1 if the first whole number in the completion is the answer. Prompts are strings, so completions are."""
+    found = [re.search(r"\d+", completion) for completion in completions]
+    return [float(f is not None and int(f[0]) == int(a)) for f, a in zip(found, answer, strict=True)]

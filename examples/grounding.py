@@ -1,0 +1,73 @@
+"""Boxes in a picture, as in RefCOCO and LISA: "Where is the red circle?" is answered with the corners x1 y1 x2 y2.
+
+Coordinates are whole numbers on a grid of GRID x GRID cells over the image; `box` holds the true corners in pixels.
+Split "test_reasoning" (held out, as "test") never names the shape: it is the largest, or left of all the others.
+
+    ... --dataset_id examples/grounding.py:rows --reward_funcs examples/grounding.py:grounding
+"""
+
+import re
+
+from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
+
+GRID = 32
+SPLITS = {"train": 2000, "test": 200, "test_reasoning": 200}
+MARGIN = 3  # pixels by which "the largest" is larger, "left of the others" further left than the next one
+
+
+def rows(split: str = "train", seed: int = 42) -> list[dict]:
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}: grounding has 'train', 'test' and 'test_reasoning'.")
+    rng = stream("grounding", split, seed)
+    return [row(rng, reasoning=split == "test_reasoning") for _ in range(SPLITS[split])]
+
+
+def row(rng, reasoning: bool = False) -> dict:
+    looks = rng.sample([(color, kind) for color in COLORS for kind in KINDS], rng.randint(2, 4))
+    shapes = place(rng, looks)
+    named = [(f"the {shape.color} {shape.kind}", shape) for shape in shapes]
+    while not (choices := superlatives(shapes) if reasoning else named):
+        shapes = place(rng, looks)
+    description, target = rng.choice(choices)
+    return {
+        "prompt": f"Where is {description}? Answer with x1 y1 x2 y2.",
+        "image": draw(rng, shapes),
+        "answer": " ".join(str(round(edge * GRID / SIZE)) for edge in target.box),
+        "box": list(target.box),
+    }
+
+
+def superlatives(shapes: list[Shape]) -> list[tuple[str, Shape]]:
+    """The descriptions by comparison that clearly fit one shape, with that shape."""
+    keys = {
+        "the largest shape": side,
+        "the smallest shape": lambda shape: -side(shape),
+        "the shape left of the others": lambda shape: -center(shape)[0],
+        "the shape right of the others": lambda shape: center(shape)[0],
+        "the shape above the others": lambda shape: -center(shape)[1],
+        "the shape below the others": lambda shape: center(shape)[1],
+    }
+    ranked = {description: sorted(shapes, key=key, reverse=True) for description, key in keys.items()}
+    return [(d, order[0]) for d, order in ranked.items() if keys[d](order[0]) - keys[d](order[1]) >= MARGIN]
+
+
+def grounding(completions, box, **columns) -> list[dict]:
+    """0.5 * IoU^2 + 0.5 * format, where format is 1 for exactly four whole numbers with x1 < x2 and y1 < y2.
+
+    A box that covers the shape and as much again (IoU 1/2) scores .5 * .25 + .5 = .625, one beside it .5. GRID limits
+    the rest: the answer itself has a mean IoU of .89.
+    """
+    scores = []
+    for completion, true_box in zip(completions, box, strict=True):
+        corners = [int(number) * SIZE / GRID for number in re.findall(r"\d+", completion)]
+        well_formed = len(corners) == 4 and corners[0] < corners[2] and corners[1] < corners[3]
+        overlap = iou(corners, true_box) if well_formed else 0.0
+        scores.append({"reward": 0.5 * overlap**2 + 0.5 * well_formed, "iou": overlap, "format": float(well_formed)})
+    return scores
+
+
+def iou(a, b) -> float:
+    """Intersection over union of two boxes x1, y1, x2, y2."""
+    width, height = (max(0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1))
+    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (a, b)]
+    return width * height / (sum(areas) - width * height)
