@@ -22,8 +22,8 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
     return [row(rng, reasoning=split == "test_reasoning") for _ in range(SPLITS[split])]
 
 
-def row(rng, reasoning: bool = False) -> dict:
-    looks = rng.sample([(color, kind) for color in COLORS for kind in KINDS], rng.randint(2, 4))
+def row(rng, reasoning: bool = False, fewest: int = 2, most: int = 4) -> dict:
+    looks = rng.sample([(color, kind) for color in COLORS for kind in KINDS], rng.randint(fewest, most))
     shapes = place(rng, looks)
     named = [(f"the {shape.color} {shape.kind}", shape) for shape in shapes]
     while not (choices := superlatives(shapes) if reasoning else named):

@@ -1,0 +1,269 @@
+"""Makes a tiny vision-language model that sees a little, as an ordinary `from_pretrained` folder, without a model hub.
+
+    OMP_NUM_THREADS=1 python scripts/make_tiny_vlm.py models/tiny-vlm      # about 8 minutes on one CPU core
+
+An Idefics3 of about 4 million weights (64 x 64 images in 8 x 8 patches, 16 tokens an image) on the tokenizer of
+scripts/make_models.py's tiny model. Its weights start at random and are warm-started by next-token training on fresh
+scenes of examples/counting.py and examples/grounding.py, from random streams that neither task's splits use. It then
+answers in the tasks' formats and is often wrong: something for reinforcement learning to begin with.
+
+The end of the output says how often, when answers are sampled at temperature 1; with the pictures of other rows the
+same questions show what is guessed rather than seen. A complete folder is left as it is; folders are written aside and
+renamed when complete.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from make_models import (
+    PACKAGE,
+    TINY_VOCABULARY,
+    download_gguf,
+    first_tokens,
+    is_complete,
+    load_tokenizer,
+    set_special_tokens,
+)
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+import counting  # noqa: E402
+import grounding  # noqa: E402
+from scenes import SIZE, stream  # noqa: E402
+
+STEPS, BATCH = 820, 16  # BATCH: scenes of each task a step
+MUON_LEARNING_RATE, ADAMW_LEARNING_RATE = 3e-3, 2e-3
+PATCH, SCALE = 8, 2  # SCALE x SCALE patches become one token
+IMAGE_TOKENS = (SIZE // PATCH // SCALE) ** 2
+MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+# Heads of 32, the least that vLLM's CPU attention takes.
+VISION = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEXT = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6}
+TEXT |= {"num_key_value_heads": 6, "head_dim": 32, "max_position_embeddings": 2048}
+# ChatML whose messages are text or parts; the processor replaces each <image> by the image's tokens.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def build_processor(gguf):
+    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
+
+    tokenizer = first_tokens(load_tokenizer(gguf), TINY_VOCABULARY)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    edge = {"longest_edge": SIZE}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    return Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=CHAT_TEMPLATE)
+
+
+def build_model(tokenizer, seed):
+    import torch
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    # Of the order of 1 / sqrt(width), as the matrices keep their input's size; the default, 0.02, is for wide models.
+    start = {"initializer_range": 0.06}
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = Idefics3Config(
+        text_config={"model_type": "llama"} | TEXT | start | ids,
+        vision_config=VISION | start | {"image_size": SIZE, "patch_size": PATCH},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=SCALE,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = Idefics3ForConditionalGeneration(config).float()
+    places = model.model.vision_model.embeddings.position_embedding.weight
+    places.data.copy_(0.3 * waves(SIZE // PATCH, places.shape[1]))
+    return model
+
+
+def waves(side, width):
+    """Sines and cosines of a patch's row and column, [side * side, width]: neighbours begin as neighbours."""
+    import torch
+
+    frequencies = 30.0 ** -(torch.arange(width // 4) / (width // 4))
+    angles = torch.arange(side)[:, None] * frequencies
+    one = torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, width / 2]
+    rows, columns = one[:, None].expand(side, side, -1), one[None].expand(side, side, -1)
+    return torch.cat([rows, columns], dim=-1).reshape(side * side, width)
+
+
+# ---- warm start -----------------------------------------------------------------------------------------------------
+
+
+def prompt_text(processor, row):
+    parts = [{"type": "image"}, {"type": "text", "text": row["prompt"]}]
+    return processor.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+
+
+def encode(processor, rows, known):
+    """(input_ids [B, T], labels [B, T], pixel_values [B, 1, 3, SIZE, SIZE]) of prompts followed by answers.
+
+    Labels are -100 except on the answer and the <|im_end|> after it. Padding is on the right, where a causal model
+    needs no mask for it. `known` collects the ids of each question's prompt, which are the same for any image.
+    """
+    import torch
+
+    tokenizer, sequences, labels = processor.tokenizer, [], []
+    for row in rows:
+        if row["prompt"] not in known:
+            encoded = processor(text=[prompt_text(processor, row)], images=[[row["image"]]])
+            known[row["prompt"]] = list(encoded["input_ids"][0])
+        prompt = known[row["prompt"]]
+        answer = tokenizer(row["answer"] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        sequences.append(torch.tensor(prompt + answer))
+        labels.append(torch.tensor([-100] * len(prompt) + answer))
+    input_ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=tokenizer.pad_token_id)
+    labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    images = processor.image_processor([[row["image"]] for row in rows], return_tensors="pt")
+    return input_ids, labels, images["pixel_values"]
+
+
+def answer_loss(model, input_ids, labels, pixel_values):
+    """Mean cross-entropy of the answers' tokens. Only at their positions does the output layer run."""
+    import torch
+
+    hidden = model.model(input_ids=input_ids, pixel_values=pixel_values, use_cache=False).last_hidden_state
+    chosen = labels[:, 1:] != -100  # [B, T-1]: position t predicts token t + 1
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), labels[:, 1:][chosen])
+
+
+def warm_start(model, processor, steps, seed):
+    """Grounding begins with one shape a scene and grows to the task's four over the first half of the steps: where a
+    single shape is, is learned quickly. Without that and the waves, boxes were hardly better than blind ones."""
+    import torch
+
+    rng, known = stream("warm start", seed), {}
+    optimizers = build_optimizers(model)
+    decay = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, steps)) for o in optimizers]
+    begin, losses = time.perf_counter(), {"counting": [], "grounding": []}
+    for step in range(1, steps + 1):
+        most = max(1, math.floor(4 * min(2 * step / steps, 1)))
+        tasks = {"counting": counting.row, "grounding": partial(grounding.row, fewest=1, most=most)}
+        for name, row in tasks.items():
+            loss = answer_loss(model, *encode(processor, [row(rng) for _ in range(BATCH)], known))
+            loss.backward()
+            losses[name].append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for each in (*optimizers, *decay):
+            each.step()
+        model.zero_grad()
+        if step % 25 == 0 or step == steps:
+            means = ", ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in losses.items())
+            print(f"step {step}/{steps}: loss {means}, {time.perf_counter() - begin:.0f} s", flush=True)
+            losses = {name: [] for name in losses}
+
+
+def build_optimizers(model):
+    """Muon for the matrices of the layers, AdamW for everything else."""
+    import torch
+
+    named = dict(model.named_parameters())
+    inner = {
+        name for name, weight in named.items() if weight.ndim == 2 and (".layers." in name or "projection" in name)
+    }
+    matrices, others = [named[name] for name in named if name in inner], [named[n] for n in named if n not in inner]
+    muon = torch.optim.Muon(matrices, lr=MUON_LEARNING_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(others, lr=ADAMW_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+
+
+def learning_rate_factor(step, steps):
+    return min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * min(step / steps, 1)))
+
+
+# ---- what it can do -------------------------------------------------------------------------------------------------
+
+
+def sample(model, processor, rows, images):
+    """One completion a row, at temperature 1 from the whole distribution."""
+    import torch
+
+    texts = [prompt_text(processor, row) for row in rows]
+    inputs = processor(text=texts, images=[[i] for i in images], padding=True, padding_side="left", return_tensors="pt")
+    with torch.no_grad():
+        ids = model.generate(**inputs, max_new_tokens=20, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    return processor.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def evaluate(model, processor, seed, count=400):
+    """{name: mean over `count` held-out rows}, with the right pictures and with those of other rows."""
+    rng, result = stream("warm start, held out", seed), {}
+    for task in (counting, grounding):
+        rows = [task.row(rng) for _ in range(count)]
+        images = [row["image"] for row in rows]
+        for name, shown in (("", images), (" shuffled", images[1:] + images[:1])):
+            texts = sample(model, processor, rows, shown)
+            if task is counting:
+                right = counting.count(texts, [row["answer"] for row in rows])
+                result[f"counting accuracy{name}"] = sum(right) / count
+                result[f"counting format{name}"] = sum(bool(re.fullmatch(r"\d+", text)) for text in texts) / count
+            else:
+                scores = grounding.grounding(texts, [row["box"] for row in rows])
+                for key in ("iou", "format"):
+                    result[f"grounding {key}{name}"] = sum(score[key] for score in scores) / count
+    return result
+
+
+# ---- main -----------------------------------------------------------------------------------------------------------
+
+
+def make(folder, request):
+    """Build the model and put it at `folder`, replacing what is there only by a complete one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        processor = build_processor(download_gguf(Path(scratch)))
+        model = build_model(processor.tokenizer, request["seed"])
+        set_special_tokens(model, processor.tokenizer)
+        print(f"make_tiny_vlm: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million weights", flush=True)
+        warm_start(model, processor, request["steps"], request["seed"])
+        for name, value in evaluate(model.eval(), processor, request["seed"]).items():
+            print(f"  {name}: {value:.3f}")
+        finished = Path(scratch) / "finished"
+        model.save_pretrained(finished)
+        processor.save_pretrained(finished)
+        (finished / "made_by.json").write_text(json.dumps(request))
+        if folder.exists():
+            shutil.rmtree(folder)  # ours, of another seed or length: main() refused anything else
+        os.replace(finished, folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the scenes")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of {BATCH} scenes of each task")
+    args = parser.parse_args()
+    request = {"model": "tiny-vlm", "package": PACKAGE, "vocabulary": TINY_VOCABULARY}
+    request |= {"seed": args.seed, "steps": args.steps}
+    if is_complete(args.folder, request):
+        print(f"make_tiny_vlm: {args.folder} is there already")
+        return
+    if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "made_by.json").is_file():
+        raise SystemExit(f"make_tiny_vlm: {args.folder} holds something else; give another folder, or remove it first")
+    start = time.perf_counter()
+    make(args.folder, request)
+    seconds = time.perf_counter() - start
+    print(f"make_tiny_vlm: made {args.folder} in {seconds:.0f} s ({time.process_time():.0f} s of CPU time)")
+
+
+if __name__ == "__main__":
+    main()
