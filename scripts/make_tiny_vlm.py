@@ -25,7 +25,9 @@ from functools import partial
 from pathlib import Path
 
 from make_models import (
+    CHAT_EOS,
     PACKAGE,
+    PAD,
     TINY_VOCABULARY,
     download_gguf,
     first_tokens,
@@ -65,6 +67,10 @@ def build_processor(gguf):
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
     tokenizer = first_tokens(load_tokenizer(gguf), TINY_VOCABULARY)
+    tokenizer.eos_token, tokenizer.pad_token = (
+        CHAT_EOS,
+        PAD,
+    )  # before the model: an embedding's padding row is not trained
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = CHAT_TEMPLATE
     edge = {"longest_edge": SIZE}
