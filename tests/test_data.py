@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from config import ConfigError
+from config import ConfigError, TrainConfig
 from data import PromptSampler, filter_overlong, gym_seed, load_function, load_rows, prompt_messages, tokenize_prompt
+from prompts import prompt_lengths
 
 WORDS = "<unk> <s> </s> user assistant system : What is 2 + 3 a b c d"
 TEMPLATE = (
@@ -323,11 +324,13 @@ def test_template_mistakes_name_the_flag(plain_tokenizer):
 def test_overlong_prompts_are_counted(tokenizer, as_dataset):
     rows = [{"prompt": " ".join("a" * n), "id": n} for n in (1, 6, 2, 9)]  # 6 more tokens come from the template
     rows = datasets.Dataset.from_list(rows) if as_dataset else rows
-    kept, dropped = filter_overlong(rows, tokenizer, 8)
+    lengths = prompt_lengths(rows, "rows", tokenizer, TrainConfig())
+    assert lengths == [7, 12, 8, 15]
+    kept, dropped = filter_overlong(rows, lengths, 8)
     assert [row["id"] for row in kept] == [1, 2] and dropped == 2
-    assert filter_overlong(rows, tokenizer, 15)[1] == 0
+    assert filter_overlong(rows, lengths, 15)[1] == 0
     with pytest.raises(ConfigError, match="all 4 prompts.*shortest has 7 tokens"):
-        filter_overlong(rows, tokenizer, 6)
+        filter_overlong(rows, lengths, 6)
 
 
 # ---- sampler --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import models
 import train_grpo as script
 import utils
 from config import PRESETS, TrainConfig
+from prompts import Prompt
 from rollouts import Trajectory
 from vllm_client import Completion
 
@@ -211,7 +212,7 @@ def by_row(completion_ids, speaks, **columns):
 
 
 def collect(monkeypatch, rows, **options):
-    monkeypatch.setattr("rollouts.tokenize_prompt", lambda row, *_, **__: [1])
+    monkeypatch.setattr("rollouts.build_prompt", lambda *_: Prompt([1], [1]))
     Parity.tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: str(ids)})()
     cfg = TrainConfig(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], **options)
     sampler = data.PromptSampler(len(rows), 4, seed=0)
