@@ -56,9 +56,9 @@ def full_gradients(policy) -> dict[str, torch.Tensor]:
 
     if isinstance(policy, FSDP):
         with FSDP.summon_full_params(policy, with_grads=True):
-            named = [(n, p.grad) for n, p in policy.named_parameters() if p.grad is not None]
+            named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
             return {utils.clean_name(n): g.clone() for n, g in named}
-    named = [(n, p.grad) for n, p in policy.named_parameters() if p.grad is not None]
+    named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
     return {utils.clean_name(n): utils._full(g).clone() for n, g in named}
 
 

@@ -55,6 +55,8 @@ def tokenizer_of(family: str):
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(make_tiny())
     if not names and special:
         tokenizer.add_special_tokens({"additional_special_tokens": special})
+    if family == "gemma3":  # vLLM looks these up
+        tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])
     tokenizer.chat_template = None
     return tokenizer
 
