@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-script=train_grpo.py algorithm=()
+script=train_grpo.py algorithm=(--lr_schedule linear)
 if [ "${1:-}" = ppo ]; then
   script=train_ppo.py algorithm=(--prompts_per_step 64 --num_generations 1 --critic_learning_rate 3e-4 --critic_warmup 2)
   shift
