@@ -450,11 +450,13 @@ def explain_sigterm() -> None:
 
 
 def end_process(status: int, clean_up: Callable[[], None]) -> NoReturn:
-    """Clean up as far as that goes, and end with `status` at once: threads and process groups would hold up an exit."""
+    """Clean up as far as that goes, and end with `status` at once: threads would hold up an exit.
+
+    Process groups are left to the operating system. To take one down is to wait for gloo's threads while holding the
+    GIL, which such a thread may want too: it lets go of Python objects of the backward pass whose all-reduce it ran.
+    """
     try:
         clean_up()
-        if status == 0 and dist.is_initialized():
-            dist.destroy_process_group()
     except Exception:  # a report that cannot be written must not hide why the run failed, nor keep it alive
         traceback.print_exc()
         status = status or 1

@@ -119,7 +119,7 @@ def main(strategy: str, out: str) -> None:
         result |= all_gradients(base, rank, world, device)
     if rank == 0:
         torch.save(result, out)
-    torch.distributed.destroy_process_group()
+    utils.end_process(0, lambda: None)
 
 
 if __name__ == "__main__":
