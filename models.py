@@ -180,14 +180,6 @@ def shard(policy: nn.Module, cfg: TrainConfig, device: torch.device, trained: bo
     return fully_shard(policy, **options)
 
 
-def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Weights under the names, and in the pieces, that `save_pretrained` writes: transformers renames and fuses some
-    when it loads a model (vision towers, experts), and a server's loader knows them as published."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return list(revert_weight_conversion(hf_model, dict(named)).items())
-
-
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
     """The sampler of --generator; servers are checked to serve this model before anything is trained."""
     rope_index = prompts.rope_index_of(hf_model)
@@ -206,7 +198,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
     client.wait_ready(cfg.server_timeout)
     checks.check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     client.tokenizer, client.rope_index, client.receives_weights = processor, rope_index, utils.is_main()
-    client.convert = functools.partial(as_in_a_checkpoint, hf_model)
+    client.convert = functools.partial(utils.as_in_a_checkpoint, hf_model)
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:
         client.connect_weights(device)

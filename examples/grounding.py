@@ -8,6 +8,7 @@ Split "test_reasoning" (held out, as "test") never names the shape: it is the la
 
 import re
 
+from PIL import Image, ImageDraw
 from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
 
 GRID = 32
@@ -59,11 +60,17 @@ def grounding(completions, box, **columns) -> list[dict]:
     """
     scores = []
     for completion, true_box in zip(completions, box, strict=True):
-        corners = [int(number) * SIZE / GRID for number in re.findall(r"\d+", completion)]
-        well_formed = len(corners) == 4 and corners[0] < corners[2] and corners[1] < corners[3]
-        overlap = iou(corners, true_box) if well_formed else 0.0
-        scores.append({"reward": 0.5 * overlap**2 + 0.5 * well_formed, "iou": overlap, "format": float(well_formed)})
+        corners = read_box(completion)
+        overlap = iou(corners, true_box) if corners else 0.0
+        form = float(corners is not None)
+        scores.append({"reward": 0.5 * overlap**2 + 0.5 * form, "iou": overlap, "format": form})
     return scores
+
+
+def read_box(completion: str) -> list[float] | None:
+    """Corners in pixels, or None if the completion is no box."""
+    corners = [int(number) * SIZE / GRID for number in re.findall(r"\d+", completion)]
+    return corners if len(corners) == 4 and corners[0] < corners[2] and corners[1] < corners[3] else None
 
 
 def iou(a, b) -> float:
@@ -71,3 +78,18 @@ def iou(a, b) -> float:
     width, height = (max(0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1))
     areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (a, b)]
     return width * height / (sum(areas) - width * height)
+
+
+def picture(image, completion, row):
+    """For the report: the true box in white, the completion's in black and yellow."""
+    image = image.resize((4 * image.width, 4 * image.height), Image.Resampling.NEAREST)
+    pen = ImageDraw.Draw(image)
+    for corners, colors in ((row["box"], ("white",)), (read_box(completion), ("black", "yellow"))):
+        for inset, color in enumerate(colors):
+            if corners:
+                x1, y1, x2, y2 = (4 * corner for corner in corners)
+                pen.rectangle((x1 + inset, y1 + inset, x2 - inset, y2 - inset), outline=color, width=2)
+    return image
+
+
+grounding.picture = picture

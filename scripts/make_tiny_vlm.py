@@ -43,6 +43,8 @@ from scenes import SIZE, stream  # noqa: E402
 
 STEPS, BATCH = 820, 16  # BATCH: scenes of each task a step
 MUON_LEARNING_RATE, ADAMW_LEARNING_RATE = 3e-3, 2e-3
+MISCOUNTED = float(os.environ.get("MIS", 0.4))  # of the counts in the warm start, by one
+BOX_NOISE = float(os.environ.get("BOX", 1.5))  # standard deviation of its boxes' corners, in cells of grounding's grid
 PATCH, SCALE = 8, 2  # SCALE x SCALE patches become one token
 IMAGE_TOKENS = (SIZE // PATCH // SCALE) ** 2
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
@@ -166,7 +168,8 @@ def warm_start(model, processor, steps, seed):
         most = max(1, math.floor(4 * min(2 * step / steps, 1)))
         tasks = {"counting": counting.row, "grounding": partial(grounding.row, fewest=1, most=most)}
         for name, row in tasks.items():
-            loss = answer_loss(model, *encode(processor, [row(rng) for _ in range(BATCH)], known))
+            rows = [careless(rng, row(rng)) for _ in range(BATCH)]
+            loss = answer_loss(model, *encode(processor, rows, known))
             loss.backward()
             losses[name].append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -177,6 +180,16 @@ def warm_start(model, processor, steps, seed):
             means = ", ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in losses.items())
             print(f"step {step}/{steps}: loss {means}, {time.perf_counter() - begin:.0f} s", flush=True)
             losses = {name: [] for name in losses}
+
+
+def careless(rng, row):
+    """The row as a careless annotator would have it: counts are often one off, corners of boxes some cells off."""
+    if "box" not in row:
+        wrong = rng.random() < MISCOUNTED
+        return row | {"answer": str(abs(int(row["answer"]) + rng.choice([-1, 1]))) if wrong else row["answer"]}
+    corners = [int(number) + round(rng.gauss(0, BOX_NOISE)) for number in row["answer"].split()]
+    x1, y1, x2, y2 = (min(max(corner, 0), grounding.GRID) for corner in corners)
+    return row | {"answer": f"{min(x1, x2)} {min(y1, y2)} {max(x1, x2)} {max(y1, y2)}"}
 
 
 def build_optimizers(model):

@@ -1,0 +1,104 @@
+"""examples/compose_vlm.py: towers of each kind on a language model, their weights kept, trained by the same loop."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_vlms
+import torch
+import transformers
+from safetensors.torch import load_file
+from server_fixture import make_tiny
+
+import models
+import train_grpo as script
+from config import TrainConfig
+from runlog import read_metrics
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from compose_vlm import compose  # noqa: E402
+
+SIDE = {"height": 56, "width": 56}
+VISION = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14)
+TEXT = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=1000)
+TEXT |= dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
+
+
+def make_tower(kind: str, folder: Path) -> torch.nn.Module:
+    """A random tower as published ones are: CLIP and SigLIP with their text half. Returns the part that sees."""
+    t = transformers
+    if kind in ("CLIP", "Siglip"):
+        config = getattr(t, f"{kind}Config")(vision_config=VISION | {"intermediate_size": 128}, text_config=TEXT)
+        model = getattr(t, f"{kind}Model")(config)
+        seeing = model.vision_model
+    else:
+        seeing = model = getattr(t, f"{kind}Model")(getattr(t, f"{kind}Config")(**VISION))
+    model.save_pretrained(folder)
+    image_processor = {"CLIP": t.CLIPImageProcessor, "Siglip": t.SiglipImageProcessor}.get(kind, t.BitImageProcessor)
+    size = SIDE if kind == "Siglip" else {"shortest_edge": 64}
+    image_processor(size=size, **({} if kind == "Siglip" else {"crop_size": SIDE})).save_pretrained(folder)
+    return seeing
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Dinov2", "Dinov2WithRegisters"])
+def test_a_composed_model_trains(kind, tmp_path):
+    tower = make_tower(kind, tmp_path / "tower")
+    folder = tmp_path / "model"
+    for part in compose(str(tmp_path / "tower"), make_tiny()):
+        part.save_pretrained(folder)
+
+    loaded = models.load_hf_model(TrainConfig(model_id=str(folder)), torch.float32)
+    kept = {**loaded.model.vision_tower.state_dict()}
+    kept = {name.removeprefix("vision_model."): value for name, value in kept.items()}
+    wanted = {name.removeprefix("vision_model."): value for name, value in tower.state_dict().items()}
+    assert kept.keys() == wanted.keys() and all(torch.equal(kept[name], wanted[name]) for name in wanted)
+    language = transformers.AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
+    old = language.get_input_embeddings().weight
+    assert torch.equal(loaded.get_input_embeddings().weight[: len(old)], old)
+    for name, value in language.model.layers.state_dict().items():
+        assert torch.equal(loaded.model.language_model.layers.state_dict()[name], value)
+
+    (tmp_path / "task.py").write_text(
+        "from PIL import Image\n"
+        "def rows(split, seed):\n"
+        "    for n in range(4):\n"
+        "        image = None if n == 3 else Image.new('RGB', (70, 90), (60 * n, 0, 0))\n"
+        "        yield {'prompt': f'Which shade is picture {n}?', 'image': image}\n"
+        "def even(completion_ids, **_):\n"
+        "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
+    )
+    cfg = TrainConfig(
+        model_id=str(folder),
+        generator="hf",
+        compute_dtype="float32",
+        dataset_id=f"{tmp_path}/task.py:rows",
+        reward_funcs=[f"{tmp_path}/task.py:even"],
+        prompts_per_step=4,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=1,
+        learning_rate=1e-3,
+        output_dir=str(tmp_path),
+        run_name="run",
+    )
+    script.train(cfg)
+    (step,) = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
+    assert step["images/processed"] == 3 and step["sampling/logprob_diff_mean"] < 1e-4
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "run" / "checkpoints" / "step_1" / "model.safetensors")
+    for part in ("vision_tower", "multi_modal_projector", "language_model"):
+        assert any(part in name and not torch.equal(before[name], after[name]) for name in after), part
+
+
+def test_a_picture_shows_in_what_it_says(tmp_path):
+    make_tower("Siglip", tmp_path / "tower")
+    model, processor = compose(str(tmp_path / "tower"), make_tiny())
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}],
+        add_generation_prompt=True,
+    )
+    logits = [
+        model(**processor(text=[text], images=[[tiny_vlms.picture(seed)]], return_tensors="pt")).logits
+        for seed in (0, 1)
+    ]
+    assert logits[0].shape == logits[1].shape and (logits[0] - logits[1]).abs().max() > 1e-4
