@@ -280,7 +280,7 @@ def before_and_after(run_dir: Path) -> str:
         return ""
     columns = [pyarrow.parquet.read_table(path).to_pylist() for path in files]
     body = ""
-    for rows in zip(*columns, strict=True):
+    for rows in zip(*columns, strict=False):
         score = [pill(row["reward"], 0.0, 1.0) for row in rows]
         said = [f"{html.escape(shorten(str(row['completion'])))}\n{s}" for row, s in zip(rows, score, strict=True)]
         seen = [

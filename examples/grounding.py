@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
 
 GRID = 32
+EXTENTS = (0.28, 0.42)  # of the shapes, as a share of the image
 SPLITS = {"train": 2000, "test": 200, "test_reasoning": 200}
 MARGIN = 3  # pixels by which "the largest" is larger, "left of the others" further left than the next one
 
@@ -23,12 +24,12 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
     return [row(rng, reasoning=split == "test_reasoning") for _ in range(SPLITS[split])]
 
 
-def row(rng, reasoning: bool = False, fewest: int = 2, most: int = 4) -> dict:
+def row(rng, reasoning: bool = False, fewest: int = 2, most: int = 3) -> dict:
     looks = rng.sample([(color, kind) for color in COLORS for kind in KINDS], rng.randint(fewest, most))
-    shapes = place(rng, looks)
+    shapes = place(rng, looks, EXTENTS)
     named = [(f"the {shape.color} {shape.kind}", shape) for shape in shapes]
     while not (choices := superlatives(shapes) if reasoning else named):
-        shapes = place(rng, looks)
+        shapes = place(rng, looks, EXTENTS)
     description, target = rng.choice(choices)
     return {
         "prompt": f"Where is {description}? Answer with x1 y1 x2 y2.",

@@ -25,14 +25,16 @@ def stream(*names) -> random.Random:
     return random.Random(" ".join(map(str, names)))
 
 
-def place(rng: random.Random, looks: list[tuple[str, str]], size: int = SIZE) -> list[Shape]:
-    """Shapes of the given (color, kind), later ones in front. They overlap at the edges at most."""
+def place(rng: random.Random, looks: list[tuple[str, str]], extents=(0.2, 0.32), size: int = SIZE) -> list[Shape]:
+    """Shapes of the given (color, kind), later ones in front. They overlap at the edges at most.
+
+    extents: their least and largest width, as a share of `size`."""
     margin = size // 16
     while True:
         shapes = []
         for color, kind in looks:
             for _ in range(30):
-                extent = round(rng.uniform(0.2, 0.32) * size)
+                extent = round(rng.uniform(*extents) * size)
                 x, y = (rng.randint(margin, size - margin - extent) for _ in "xy")
                 shape = Shape(color, kind, (x, y, x + extent, y + extent))
                 if all(apart(shape, other) for other in shapes):

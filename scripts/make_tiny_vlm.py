@@ -156,7 +156,7 @@ def answer_loss(model, input_ids, labels, pixel_values):
 
 
 def warm_start(model, processor, steps, seed):
-    """Grounding begins with one shape a scene and grows to the task's four over the first half of the steps: where a
+    """Grounding begins with one shape a scene and grows to the task's three over the first half of the steps: where a
     single shape is, is learned quickly. Without that and the waves, boxes were hardly better than blind ones."""
     import torch
 
@@ -165,7 +165,7 @@ def warm_start(model, processor, steps, seed):
     decay = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, steps)) for o in optimizers]
     begin, losses = time.perf_counter(), {"counting": [], "grounding": []}
     for step in range(1, steps + 1):
-        most = max(1, math.floor(4 * min(2 * step / steps, 1)))
+        most = max(1, math.floor(3 * min(2 * step / steps, 1)))
         tasks = {"counting": counting.row, "grounding": partial(grounding.row, fewest=1, most=most)}
         for name, row in tasks.items():
             rows = [careless(rng, row(rng)) for _ in range(BATCH)]

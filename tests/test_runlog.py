@@ -1,5 +1,6 @@
 """The run folder: what is written, what a resumed run keeps, and the report on whatever there is."""
 
+import io
 import json
 import math
 import os
@@ -10,9 +11,11 @@ import sys
 import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 
 from config import ConfigError, TrainConfig
 from report import write_report
+from rollouts import Trajectory
 from runlog import RunLog, name_run, phases, progress_text, read_metrics
 
 
@@ -53,6 +56,43 @@ def test_lines_are_plain_json(make_log):
     first, second = (json.loads(line, parse_constant=refuse) for line in text)
     assert without_times([first]) == [{"step": 1, "reward": 0.5, "kl": None, "grad_norm": None, "n": 3}]
     assert without_times([second]) == [{"step": 1, "eval/mean@4": 0.25}]
+
+
+def held_out(completion: str, reward: float, image: bytes | None) -> Trajectory:
+    info = {"completion": completion, "rewards": {"marked": reward}}
+    images = [image] if image else []
+    return Trajectory({"prompt": "Where?"}, 0, [1], [2], [1], [0.0], [reward], images=images, info=info)
+
+
+def test_an_evaluation_keeps_pictures(make_log):
+    """Of the first held-out rows, drawn over by a reward function that can; before and after stand in the report."""
+
+    def marked(completions, **columns): ...
+
+    def draw(image, completion, row):
+        image.putpixel((0, 0), (255, 0, 0) if completion == "left" else (0, 0, 255))
+        return image
+
+    png = io.BytesIO()
+    Image.new("RGB", (1000, 500), "gray").save(png, "PNG")
+    log = make_log()
+    log.eval(0, {"eval/mean@4": 0.0}, [held_out("left", 0.0, png.getvalue()), held_out("none", 0.0, None)], {})
+    marked.picture = draw
+    last = [held_out("right", 1.0, png.getvalue()), held_out("none", 0.5, None)] + [held_out("more", 0.0, None)] * 20
+    log.eval(3, {"eval/mean@4": 1.0}, last[:2], {"marked": marked})
+    tables = [pyarrow.parquet.read_table(path).to_pylist() for path in sorted(log.dir.glob("evaluations/*"))]
+    assert [row["completion"] for row in tables[1]] == ["right", "none"]
+    assert [row["rewards/marked"] for row in tables[1]] == [1.0, 0.5]
+    plain, drawn = (Image.open(io.BytesIO(table[0]["picture"])) for table in tables)
+    assert plain.size == drawn.size == (320, 160) and tables[0][1]["picture"] is None
+    assert plain.getpixel((0, 0)) != drawn.getpixel((0, 0)) and plain.getpixel((9, 9)) == drawn.getpixel((9, 9))
+    page = write_report(log.dir).read_text()
+    assert "after step 0" in page and "after step 3" in page and page.count('class="seen"') == 2
+    log.eval(4, {"eval/mean@4": 1.0}, last, {"marked": marked})
+    assert pyarrow.parquet.read_table(log.dir / "evaluations" / "step_000004.parquet").num_rows == 8
+    log.close()
+    make_log(resume_step=3, resume=True)
+    assert sorted(path.stem for path in log.dir.glob("evaluations/*")) == ["step_000000", "step_000003"]
 
 
 def test_text_is_no_metric(make_log):
@@ -203,6 +243,7 @@ def test_wandb_offline_keeps_the_run(make_log, monkeypatch):
 def test_wandb_without_login_is_an_early_error(tmp_path):
     code = f"""
 from config import TrainConfig
+from rollouts import Trajectory
 from runlog import RunLog
 RunLog(TrainConfig(run_name="run", output_dir={str(tmp_path)!r}, report_to=["wandb"]))
 """
