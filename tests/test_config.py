@@ -14,7 +14,8 @@ from typing import Literal
 import pytest
 
 import config
-from config import PRESETS, ConfigError, TrainConfig, check, convert, field_help, load_config
+from cli import field_help
+from config import PRESETS, ConfigError, TrainConfig, check, convert, load_config
 
 ROOT = Path(__file__).parent.parent
 
