@@ -267,11 +267,12 @@ def test_a_subclass_adds_fields_and_changes_defaults():
     assert "Did you mean --my_coef?" in error("--my_coeff 1", Extended)
 
 
-def test_the_config_file_imports_neither_torch_nor_anything_of_ours():
-    tree = ast.parse((ROOT / "config.py").read_text())
+@pytest.mark.parametrize("file, others", [("config.py", {"cli"}), ("cli.py", {"yaml"})])
+def test_config_and_command_line_import_neither_torch_nor_anything_of_ours(file, others):
+    tree = ast.parse((ROOT / file).read_text())
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported - set(sys.stdlib_module_names) == {"yaml"}
+    assert imported - set(sys.stdlib_module_names) == others
 
 
 # ---- the script as it is started -------------------------------------------------------------------------------------
