@@ -21,13 +21,10 @@ The reward of a completion is the sum of weight * value over cfg.reward_weights.
 """
 
 import asyncio
-import concurrent.futures
 import inspect
 import json
 import logging
 import re
-import threading
-import time
 import unicodedata
 from collections.abc import Callable, Iterable, Sized
 from decimal import Decimal
@@ -36,6 +33,7 @@ from math import isfinite, nan
 
 from config import ConfigError, known_name
 from data import function_path, load_function, parse_gym, shorten
+from limits import run_limited
 from reward_model import load as load_reward_model
 from reward_model import reward_model
 from reward_workers import WorkerPool
@@ -361,69 +359,3 @@ def reward_error(name: str, fault: str, arguments: dict, index: int | None = Non
     lines = [f"reward function {name!r} {fault}", f"  row: {shorten(trajectories[shown[0]].row, 1000)}"]
     lines += [f"  completion {i}: {shorten(trajectories[i].info['completion'], 500)}" for i in shown]
     return RewardError("\n".join(lines))
-
-
-# ---- time limits ----------------------------------------------------------------------------------------------------
-
-
-_loop_lock = threading.Lock()
-_loops: list[asyncio.AbstractEventLoop] = []  # none, or the one that async reward functions run on
-
-
-def reward_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of async reward functions, in a daemon thread: one that blocks it cannot hold up the sampling."""
-    with _loop_lock:
-        if not _loops:
-            _loops.append(asyncio.new_event_loop())
-            threading.Thread(target=_loops[0].run_forever, name="async rewards", daemon=True).start()
-        return _loops[0]
-
-
-async def run_limited(function: Callable, kwargs: dict, seconds: float) -> tuple | None:
-    """(result, None) or (None, what it raised); None if it did not end within `seconds`, and is abandoned."""
-    deadline = time.monotonic() + seconds
-    outcome = await result_within(start_thread(function, kwargs), seconds)
-    if outcome is None or not inspect.isawaitable(outcome[0]):
-        return outcome
-    loop = reward_loop()
-    future = asyncio.run_coroutine_threadsafe(settle(outcome[0]), loop)
-    outcome = await result_within(future, deadline - time.monotonic())
-    if outcome is None:
-        future.cancel()
-        # If the loop does not answer, the function blocks it: leave it to that one and give the others a new loop.
-        if await result_within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), loop), 1.0) is None:
-            with _loop_lock:
-                _loops[:] = [other for other in _loops if other is not loop]
-    return outcome
-
-
-def start_thread(function: Callable, kwargs: dict) -> concurrent.futures.Future:
-    """Call the function in a daemon thread, which an exit does not wait for (executors' threads would be joined)."""
-    future: concurrent.futures.Future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so the thread can always set it
-
-    def work():
-        try:
-            future.set_result((function(**kwargs), None))
-        except BaseException as error:  # sys.exit() in a reward function is an error of that function, too
-            future.set_result((None, error))
-
-    threading.Thread(target=work, name=f"reward {function!r:.60}", daemon=True).start()
-    return future
-
-
-async def settle(awaitable) -> tuple:
-    try:
-        return await awaitable, None
-    except BaseException as error:  # as in start_thread; and one it lets through would end the shared loop
-        return None, error
-
-
-async def result_within(future: concurrent.futures.Future, seconds: float):
-    """The future's result, or None after `seconds`. asyncio.wait_for would wait for a cancelled one to end."""
-    waiting = asyncio.wrap_future(future)
-    try:
-        done, _ = await asyncio.wait({waiting}, timeout=max(seconds, 0))
-        return waiting.result() if done else None
-    finally:
-        waiting.cancel()
