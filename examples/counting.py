@@ -11,7 +11,7 @@ import re
 
 from scenes import COLORS, KINDS, draw, place, stream
 
-SPLITS = {"train": 2000, "test": 200}
+SPLITS = {"train": 2000, "test": 400}
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:

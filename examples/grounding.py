@@ -13,7 +13,7 @@ from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
 
 GRID = 32
 EXTENTS = (0.28, 0.42)  # of the shapes, as a share of the image
-SPLITS = {"train": 2000, "test": 200, "test_reasoning": 200}
+SPLITS = {"train": 2000, "test": 400, "test_reasoning": 400}
 MARGIN = 3  # pixels by which "the largest" is larger, "left of the others" further left than the next one
 
 

@@ -4,8 +4,10 @@
 
 An Idefics3 of about 4 million weights (64 x 64 images in 8 x 8 patches, 16 tokens an image) on the tokenizer of
 scripts/make_models.py's tiny model. Its weights start at random and are warm-started by next-token training on fresh
-scenes of examples/counting.py and examples/grounding.py, from random streams that neither task's splits use. It then
-answers in the tasks' formats and is often wrong: something for reinforcement learning to begin with.
+scenes of examples/counting.py and examples/grounding.py, from random streams that neither task's splits use. Their
+answers are a careless annotator's: half of the counts are one off, corners of boxes are noisy. The model learns to see
+from them and to be careless with them, answers in the tasks' formats and is often wrong - as models are that learned
+from people. Reinforcement learning, which is told what is right, has that to take away.
 
 The end of the output says how often, when answers are sampled at temperature 1; with the pictures of other rows the
 same questions show what is guessed rather than seen. A complete folder is left as it is; folders are written aside and
@@ -43,8 +45,8 @@ from scenes import SIZE, stream  # noqa: E402
 
 STEPS, BATCH = 820, 16  # BATCH: scenes of each task a step
 MUON_LEARNING_RATE, ADAMW_LEARNING_RATE = 3e-3, 2e-3
-MISCOUNTED = float(os.environ.get("MIS", 0.4))  # of the counts in the warm start, by one
-BOX_NOISE = float(os.environ.get("BOX", 1.5))  # standard deviation of its boxes' corners, in cells of grounding's grid
+MISCOUNTED = 0.5  # share of the warm start's counts that are off by one
+BOX_NOISE = 3.0  # standard deviation of its boxes' corners, in cells of grounding's grid
 PATCH, SCALE = 8, 2  # SCALE x SCALE patches become one token
 IMAGE_TOKENS = (SIZE // PATCH // SCALE) ** 2
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
@@ -69,10 +71,8 @@ def build_processor(gguf):
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
     tokenizer = first_tokens(load_tokenizer(gguf), TINY_VOCABULARY)
-    tokenizer.eos_token, tokenizer.pad_token = (
-        CHAT_EOS,
-        PAD,
-    )  # before the model: an embedding's padding row is not trained
+    # Before the model is made: an embedding's padding row is not trained.
+    tokenizer.eos_token, tokenizer.pad_token = CHAT_EOS, PAD
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = CHAT_TEMPLATE
     edge = {"longest_edge": SIZE}
