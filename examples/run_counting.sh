@@ -21,7 +21,7 @@ for seed in $seeds; do
     bash scripts/serve_and_train.sh "$name" "$model" 128 train_grpo.py \
       --dataset_id "$file:rows" --reward_funcs "$file:${task#*:}" --seed "$seed" \
       --max_prompt_length 96 --max_completion_length 16 --prompts_per_step 64 --num_generations 16 \
-      --learning_rate 3e-4 --lr_schedule linear --max_steps 80 --eval_steps 20 --compute_dtype float32 "$@"
+      --learning_rate 3e-4 --lr_schedule linear --max_steps 60 --eval_steps 20 --compute_dtype float32 "$@"
     runs+=("runs/$name")
   done
 done
