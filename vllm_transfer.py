@@ -370,14 +370,29 @@ def bare_reason(error: BaseException) -> str:
     return found.group(1) if found else text.removeprefix("Call to collective_rpc method failed: ")
 
 
+def left_out(names: list[str], taken: dict[str, int]) -> set[str]:
+    """Those of `names` that vLLM leaves out on purpose: it builds a vision tower up to the layer whose features are
+    used, LLaVA's last but one, and then without the norm behind the last."""
+    layers = re.compile(r"(.*vision.*\.layers\.)(\d+)\.")
+    used: dict[str, int] = {}  # tower -> its last layer with a place in the server's model
+    for name, count in taken.items():
+        if count and (found := layers.match(name)):
+            used[found[1]] = max(used.get(found[1], 0), int(found[2]))
+    beyond = {name for name in names if (found := layers.match(name)) and int(found[2]) > used.get(found[1], 10**9)}
+    norms = {name for name in names if beyond and "vision" in name and ".post_layernorm." in name}
+    return beyond | norms
+
+
 def check_coverage(reports: list[dict]):
     """ValueError naming what a push lacked or had too much of; `reports` of all workers, which may share parameters."""
     sent = reports[0]["sent"]
     taken = {name: sum(report["taken"].get(name, 0) for report in reports) for name in sent}
     missing = sorted({name for report in reports for name in report["missing"]})
+    unknown = [name for name in sent if taken[name] == 0 and sent[name]]
+    unneeded = left_out(unknown, taken)
     problems = {
         "missing": missing,
-        "unknown to the server's model": [name for name in sent if taken[name] == 0 and sent[name]],
+        "unknown to the server's model": [name for name in unknown if name not in unneeded],
         "larger than the server's": [name for name in sent if 0 < taken[name] < sent[name]],
     }
     found = [f"{what}: {', '.join(names[:8])}" + " ..." * (len(names) > 8) for what, names in problems.items() if names]

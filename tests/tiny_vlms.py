@@ -55,7 +55,7 @@ def tokenizer_of(family: str):
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(make_tiny())
     if not names and special:
         tokenizer.add_special_tokens({"additional_special_tokens": special})
-    if family == "gemma3":  # vLLM looks these up
+    if family in ("gemma3", "paligemma"):  # vLLM looks these up
         tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])
     tokenizer.chat_template = None
     return tokenizer
@@ -190,7 +190,12 @@ def make(family: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.08)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder)
-    if family.startswith("llava"):  # published checkpoints have one level more; transformers takes it off in loading
+    if family in (
+        "llava",
+        "llava_next",
+        "gemma3",
+        "paligemma",
+    ):  # published ones have a level more, taken off in loading
         file = folder / "model.safetensors"
         renamed = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in load_file(file).items()}
         save_file(renamed, file, metadata={"format": "pt"})
