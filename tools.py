@@ -1,0 +1,354 @@
+"""What a model can call between its turns: python functions, MCP servers, other models, other agents.
+
+    --tools calculator my_tools.py:weather      # names in TOOLS, or a function, or a Tool, of a file
+    --mcp_config servers.json                   # {"mcpServers": {"files": {"command": "...", "args": []}, ...}}
+
+A function with type hints and a Google-style docstring is a tool as it is; it may be async. What it returns is shown to
+the model: text, or a list of message parts where it has images. What it raises is shown, too, and counted, as is a call
+that cannot be read: the model may try again. Columns of a data set may narrow this down by row: `tools` to some names,
+`tools_kwargs` ({tool: {argument: value}}) to arguments that the model neither sees nor gives.
+"""
+
+import ast
+import asyncio
+import json
+import math
+import operator
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from config import ConfigError, known_name
+from data import function_path, load_function, shorten
+from limits import run_limited
+from sandbox import run_python
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    description: str
+    parameters: dict  # JSON schema of an object
+    call: Callable  # by keyword; plain or async
+    concurrency: int | None = None  # most calls at the same time, beside --tool_concurrency for all tools together
+    rate: float | None = None  # most calls a second
+
+    def schema(self) -> dict:
+        """As chat templates and OpenAI's API want it."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
+        }
+
+
+@dataclass
+class Call:
+    name: str
+    arguments: dict = field(default_factory=dict)
+    error: str | None = None  # why it could not be read
+
+
+# ---- what a model writes: (text, tools) -> calls --------------------------------------------------------------------
+
+
+def parse_hermes(text: str, tools: dict[str, Tool]) -> list[Call]:
+    """<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, as Hermes, Qwen2.5 and Qwen3 write it."""
+    return [read_json(part.group(1)) for part in re.finditer(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)]
+
+
+def read_json(text: str) -> Call:
+    try:
+        found = json.loads(text)
+        name, arguments = found["name"], found.get("arguments", {})
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Call("", error='a call must be {"name": "...", "arguments": {...}} in JSON, not ' + shorten(text, 200))
+    return Call(name, arguments)
+
+
+def parse_xml(text: str, tools: dict[str, Tool]) -> list[Call]:
+    """<function=add><parameter=a>1</parameter></function>, as Qwen3-Coder writes it. Values that are JSON of the type
+    that the schema names become it; others stay text."""
+    calls = []
+    for name, body, end in re.findall(r"<function=([^>\n]*)>(.*?)(</function>|$)", text, re.DOTALL):
+        schema = tools[name].parameters.get("properties", {}) if name in tools else {}
+        found = re.findall(r"<parameter=([^>\n]*)>(.*?)</parameter>", body, re.DOTALL)
+        arguments = {key: typed(value.strip("\n"), schema.get(key, {}).get("type")) for key, value in found}
+        error = None if end else "a call must end in </function>"
+        calls.append(Call(name, arguments, error))
+    return calls
+
+
+def typed(value: str, kind: str | None):
+    if kind in (None, "string"):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def parse_tags(text: str, tools: dict[str, Tool]) -> list[Call]:
+    """<search>who wrote it</search>: the text is the tool's first argument."""
+    calls = []
+    for name, body, end in re.findall(
+        rf"<({'|'.join(map(re.escape, tools)) or '(?!)'})>(.*?)(</\1>|$)", text, re.DOTALL
+    ):
+        first = next(iter(tools[name].parameters.get("properties", {})), None)
+        arguments = (
+            {first: typed(body.strip(), tools[name].parameters["properties"][first].get("type"))} if first else {}
+        )
+        calls.append(Call(name, arguments, None if end else f"a call must end in </{name}>"))
+    return calls
+
+
+PARSERS: dict[str, Callable[[str, dict[str, Tool]], list[Call]]] = {
+    "hermes": parse_hermes,
+    "xml": parse_xml,
+    "tags": parse_tags,
+}
+
+HOW_TO_CALL = {
+    "hermes": 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.',
+    "xml": "To call one, write <function=NAME><parameter=ARGUMENT>value</parameter></function>.",
+    "tags": "To call one, write <NAME>its argument</NAME>.",
+}
+
+
+def instructions(schemas: list[dict], parser: str) -> str:
+    """What a system message says about the tools, for chat templates that do not say it themselves."""
+    lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
+    return "\n".join(["You can call these tools:", *lines, HOW_TO_CALL[parser]])
+
+
+# ---- where tools come from ------------------------------------------------------------------------------------------
+
+
+def from_function(function: Callable) -> Tool:
+    """A function as a tool; ConfigError where signature and docstring do not say enough."""
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        schema = get_json_schema(function)["function"]
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"the tool {function.__name__!r} needs a type hint on every argument, and a docstring with a line for each "
+            f"under 'Args:' ({error})"
+        ) from None
+    return Tool(schema["name"], schema["description"], schema["parameters"], function)
+
+
+def get_tools(cfg) -> dict[str, Tool]:
+    """{name: Tool} of cfg.tools and of the servers of cfg.mcp_config, which are started."""
+    found = []
+    for given in cfg.tools:
+        if not function_path(given):
+            known_name("--tools (names, or path/to/file.py:function)", given, TOOLS)
+        tool = load_function(given) if function_path(given) else TOOLS[given]
+        found.append(tool if isinstance(tool, Tool) else from_function(tool))
+    if cfg.mcp_config:
+        import mcp_tools
+
+        found += mcp_tools.connect(cfg.mcp_config, cfg.tool_timeout)
+    tools = {}
+    for tool in found:
+        if tool.name in tools:
+            raise ConfigError(f'two tools are named {tool.name!r}; rename one, or give its MCP server a "prefix".')
+        tools[tool.name] = tool
+    return tools
+
+
+def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
+    """The tools that the row's column `tools` allows, without the arguments that its `tools_kwargs` sets."""
+    names, hidden = row.get("tools"), row.get("tools_kwargs") or {}
+    for name in [*(names or ()), *hidden]:
+        known_name("column `tools` or `tools_kwargs`", name, tools)
+    allowed = tools if names is None else {name: tools[name] for name in names}
+    return {name: without(tool, hidden[name]) if hidden.get(name) else tool for name, tool in allowed.items()}
+
+
+def without(tool: Tool, fixed: dict) -> Tool:
+    """The tool with some arguments fixed, and out of its schema."""
+    properties = {key: value for key, value in tool.parameters.get("properties", {}).items() if key not in fixed}
+    required = [key for key in tool.parameters.get("required", []) if key not in fixed]
+    return replace(
+        tool,
+        parameters=tool.parameters | {"properties": properties, "required": required},
+        call=lambda **arguments: tool.call(**arguments | fixed),
+    )
+
+
+def model_tool(name: str, description: str, url: str, model: str, token: str | None = None, **options) -> Tool:
+    """Another model as a tool: one question to any OpenAI-compatible server.  url: up to and with /v1."""
+
+    def ask(question: str) -> str:
+        import requests
+
+        body = {"model": model, "messages": [{"role": "user", "content": question}]} | options
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600)
+        answer.raise_for_status()
+        return answer.json()["choices"][0]["message"]["content"]
+
+    return Tool(name, description, QUESTION, ask)
+
+
+def agent_tool(name: str, description: str, answer: Callable) -> Tool:
+    """Another agent as a tool.  answer: async (question) -> text, such as a nested rollout's (rollouts.ask)."""
+    return Tool(name, description, QUESTION, lambda question: answer(question))
+
+
+QUESTION = {"type": "object", "properties": {"question": {"type": "string"}}, "required": ["question"]}
+
+
+# ---- calling --------------------------------------------------------------------------------------------------------
+
+
+class Toolbox:
+    """Runs calls: all at the same time, as far as the limits let them, each within its time.
+
+    Results are kept from step to step under cfg.tool_cache. Used from one event loop after another: its semaphores
+    belong to the running one.
+    """
+
+    def __init__(self, tools: dict[str, Tool], cfg):
+        self.tools, self.cfg = tools, cfg
+        self._results: dict[tuple, object] = {}
+        self._loop, self._limits, self._next = None, {}, {}
+
+    def _semaphores(self, tool: Tool) -> list[asyncio.Semaphore]:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._limits, self._next = loop, {}, {}
+        limits = {None: self.cfg.tool_concurrency} | ({tool.name: tool.concurrency} if tool.concurrency else {})
+        return [self._limits.setdefault(name, asyncio.Semaphore(limit)) for name, limit in limits.items()]
+
+    async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
+        """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached)"""
+        results = await asyncio.gather(*(self._one(call, tools) for call in calls))
+        messages = [
+            {"role": "tool", "name": call.name, "content": content}
+            for call, (content, _) in zip(calls, results, strict=True)
+        ]
+        return messages, [{"name": call.name} | event for call, (_, event) in zip(calls, results, strict=True)]
+
+    async def _one(self, call: Call, tools: dict[str, Tool]) -> tuple[object, dict]:
+        start, tool = time.perf_counter(), tools.get(call.name)
+        key = (call.name, json.dumps(call.arguments, sort_keys=True, default=str))
+        if fault := call.error or self._fault(call, tools):
+            return f"Error: {fault}", {"seconds": 0.0, "failed": 1, "cached": 0}
+        if self.cfg.tool_cache and key in self._results:
+            return self._results[key], {"seconds": 0.0, "failed": 0, "cached": 1}
+        everyone, *own = self._semaphores(tool)
+        for semaphore in (*own, everyone):  # first its own: what waits there must not take another tool's place
+            await semaphore.acquire()
+        try:
+            await self._until_allowed(tool)
+            outcome = await run_limited(tool.call, call.arguments, self.cfg.tool_timeout)
+        finally:
+            for semaphore in (everyone, *own):
+                semaphore.release()
+        failed = outcome is None or outcome[1] is not None
+        if outcome is None:
+            content = f"Error: {call.name} gave no answer within {self.cfg.tool_timeout:g} s"
+        elif failed:
+            content = f"Error: {type(outcome[1]).__name__}: {outcome[1]}"
+        else:
+            content = outcome[0] if isinstance(outcome[0], (str, list)) else json.dumps(outcome[0], default=str)
+        content = cut(content, self.cfg.max_tool_result)
+        if self.cfg.tool_cache and not failed:
+            self._results[key] = content
+        return content, {"seconds": time.perf_counter() - start, "failed": int(failed), "cached": 0}
+
+    async def _until_allowed(self, tool: Tool) -> None:
+        """Wait for the tool's turn under its rate."""
+        if tool.rate:
+            now = time.monotonic()
+            turn = max(self._next.get(tool.name, now), now)
+            self._next[tool.name] = turn + 1 / tool.rate
+            await asyncio.sleep(turn - now)
+
+    @staticmethod
+    def _fault(call: Call, tools: dict[str, Tool]) -> str | None:
+        if call.name not in tools:
+            return f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"
+        schema = tools[call.name].parameters
+        known, required = schema.get("properties", {}), schema.get("required", [])
+        if missing := [name for name in required if name not in call.arguments]:
+            return f"{call.name} needs {', '.join(missing)}"
+        if unknown := [name for name in call.arguments if name not in known]:
+            return f"{call.name} takes {', '.join(known) or 'no arguments'}, not {', '.join(unknown)}"
+        return None
+
+
+def cut(content, limit: int):
+    """Text, or the text parts of a message, of at most `limit` characters."""
+    if isinstance(content, list):
+        return [part | {"text": cut(part["text"], limit)} if part.get("type") == "text" else part for part in content]
+    return content if len(content) <= limit else f"{content[:limit]}... ({len(content) - limit} more characters)"
+
+
+# ---- tools ----------------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression of numbers, + - * / // % ** and brackets.
+
+    Args:
+        expression: such as "3 * (17 + 4)"
+    """
+
+    def value(node):
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            return node.value
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            base, exponent = value(node.left), value(node.right)
+            if abs(exponent) * math.log2(abs(base) + 2) > 2000:  # 9 ** 9 ** 9 would take hours
+                raise ValueError("the power is too large")
+            return base**exponent
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.operand))
+        raise ValueError("only numbers, + - * / // % ** and brackets are allowed")
+
+    if len(expression) > 1000:
+        raise ValueError("the expression is longer than 1,000 characters")
+    result = value(ast.parse(expression.strip(), mode="eval").body)
+    return str(int(result) if isinstance(result, float) and result.is_integer() else result)
+
+
+def python(code: str) -> str:
+    """Runs a python program and gives what it prints.
+
+    Args:
+        code: the whole program; nothing is kept from one call to the next
+    """
+    result = run_python(code)
+    if result.timed_out:
+        return f"{result.stdout}\nError: it took too long and was ended"
+    return result.stdout + (f"\nError:\n{result.stderr[-2000:]}" if result.status else "")
+
+
+TOOLS: dict[str, Callable | Tool] = {
+    "calculator": calculator,
+    "python": python,  # contained as sandbox.py says
+}
