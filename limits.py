@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
+AT_END: list[Callable[[], None]] = []  # what to call before the process ends: it ends without atexit's help
+
 _loop_lock = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []  # none, or the one that async functions run on
 
