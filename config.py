@@ -50,8 +50,8 @@ class TrainConfig:
     min_pixels: int | None = None  # smaller images are scaled up to it
 
     # --- rollout ---
-    rollout: str = "single_turn"  # name in ROLLOUTS (rollouts.py)
-    max_completion_length: int = 512  # most tokens sampled per completion
+    rollout: str | None = None  # name in ROLLOUTS (rollouts.py); unset: multi_turn with environment or tools
+    max_completion_length: int = 512  # most tokens after the prompt, those of tools and environments included
     min_completion_length: int = 0  # no end-of-turn token before this many (for benchmarks)
     temperature: float = 1.0  # sampling temperature; the trainer divides its logits by it, too
     top_p: float | None = None  # nucleus sampling; off by default, it biases the importance ratio
@@ -64,6 +64,19 @@ class TrainConfig:
     request_timeout: float = 600.0  # seconds one generation request may take
     push_bucket_mb: int = 256  # weights travel in buckets of this size; also the extra memory of a push
 
+    # --- tools and environments ---
+    env: str | None = None  # name in ENVIRONMENTS (envs.py) or file.py:Class, arguments behind it as in NAME?key=value
+    tools: list[str] = field(default_factory=list)  # names in TOOLS (tools.py) or file.py:function
+    mcp_config: str | None = None  # JSON file with `mcpServers`, whose tools are added
+    tool_parser: Literal["hermes", "xml", "tags"] = "hermes"  # how the model writes calls; see PARSERS in tools.py
+    max_turns: int = 8  # most turns of the model in one trajectory
+    max_turn_length: int | None = None  # most tokens sampled per turn; unset: what max_completion_length leaves
+    max_tool_result: int = 4000  # characters of a tool's result that are shown to the model
+    tool_timeout: float = 30.0  # seconds a call may take, and a step of an environment
+    tool_concurrency: int = 64  # most calls at the same time on each rank
+    tool_cache: bool = False  # equal calls of a tool are run once
+    tokenization_check: Literal["strict", "warn", "off"] = "warn"  # tokens of all turns against the chat template's
+
     # --- batch ---
     prompts_per_step: int = 32  # distinct prompts per step, over all ranks
     num_generations: int = 8  # completions sampled per prompt (the group)
@@ -74,8 +87,11 @@ class TrainConfig:
     logprob_chunk: int = 256  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
 
     # --- reward ---
-    reward_funcs: list[str] = field(default_factory=lambda: ["reasoning_gym"])  # names in REWARDS, or file.py:function
+    reward_funcs: list[str] | None = None  # names in REWARDS or file.py:function; unset: environment, or reasoning_gym
     reward_model: str | None = None  # folder, hub id or http address of a classifier, for --reward_funcs reward_model
+    judge_url: str | None = None  # OpenAI-compatible server, up to and with /v1, for --reward_funcs judge
+    judge_model: str = ""  # the judge's name there
+    judge_template: str | None = None  # file with its question; {prompt}, {completion} and every column are filled in
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group
     reward_on_timeout: float = 0.0  # score of completions whose reward function ran out of time
@@ -172,6 +188,12 @@ class TrainConfig:
     hub_repo_id: str | None = None  # where to
     hub_private: bool = True  # as a private repository; --no-hub_private makes it public
 
+    def __post_init__(self):
+        several = self.env or self.tools or self.mcp_config
+        self.rollout = self.rollout or ("multi_turn" if several else "single_turn")
+        if self.reward_funcs is None:
+            self.reward_funcs = ["environment" if self.env else "reasoning_gym"]
+
     @property
     def sequences_per_step(self) -> int:
         return self.prompts_per_step * self.num_generations
@@ -213,9 +235,8 @@ def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
     positive += "tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
-    positive += (
-        "server_timeout request_timeout dist_timeout lora_r save_total_limit log_steps max_grad_norm num_epochs "
-    )
+    positive += "max_turns max_tool_result tool_timeout tool_concurrency server_timeout request_timeout dist_timeout "
+    positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
     positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
     positive += " critic_learning_rate critic_iterations value_clip"  # of train_ppo.py
     for name in positive.split():
@@ -227,7 +248,7 @@ def check_ranges(cfg: TrainConfig) -> None:
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
-    for name in "max_steps eval_steps save_steps top_k ref_sync_steps".split():
+    for name in "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length".split():
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise ConfigError(
                 f"--{name}={getattr(cfg, name)}: at least 1; leave it out, or give none, to switch it off."
@@ -290,6 +311,10 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"({', '.join(c.reward_funcs)}); give one each."),
         ("reward_model" in c.reward_funcs and not c.reward_model,
          "--reward_funcs reward_model needs --reward_model: a folder, a hub id or an http address."),
+        ("judge" in c.reward_funcs and not (c.judge_url and c.judge_model),
+         "--reward_funcs judge needs --judge_url and --judge_model."),
+        (c.judge_template and not os.path.isfile(c.judge_template),
+         f"--judge_template={c.judge_template}: there is no such file."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         (c.push_to_hub and not c.hub_repo_id, "--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO."),

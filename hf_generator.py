@@ -24,6 +24,7 @@ class _Request:
     prompt_ids: list[int]
     model_inputs: dict  # tensors of its images
     n: int
+    max_tokens: int
     options: tuple  # sorted sampling options: requests with equal ones share a batch
     future: asyncio.Future
 
@@ -117,12 +118,12 @@ class HFGenerator:
     # ---- sampling ----
 
     async def generate(
-        self, prompt_ids: list[int], *, n: int = 1, images=(), expanded: Prompt | None = None, **options
+        self, prompt_ids: list[int], *, max_tokens: int, n=1, images=(), expanded: Prompt | None = None, **options
     ) -> list[Completion]:
         """n samples of one prompt. Requests of tasks that are ready together run in one batch.
 
         expanded: of a prompt with images, what the model is given; `images` themselves go to servers only.
-        options: max_tokens, temperature, min_tokens, top_p, top_k, min_p, as in `_sample`.
+        options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k, min_p of `_sample`.
         """
         prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
         if self.window and len(prompt_ids) + 1 > self.window:
@@ -131,10 +132,12 @@ class HFGenerator:
                 "lower --max_prompt_length"
             )
         loop = asyncio.get_running_loop()
-        request = _Request(prompt_ids, inputs, n, tuple(sorted(options.items())), loop.create_future())
+        request = _Request(prompt_ids, inputs, n, max_tokens, tuple(sorted(options.items())), loop.create_future())
         self._queue.append(request)
         if len(self._queue) == 1:
-            loop.call_soon(self._flush)  # after the tasks that are already scheduled have put in theirs
+            loop.call_later(
+                0.003, self._flush
+            )  # what is asked for in the same moment is one batch; tools answer singly
         return await request.future
 
     def _flush(self) -> None:
@@ -157,7 +160,7 @@ class HFGenerator:
                 request.future.set_result(result)
 
     @torch.inference_mode()
-    def _sample(self, batch, *, max_tokens, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):
+    def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):
         """Decode all requests of a batch together; sequences that ended leave it."""
         lengths = [len(request.prompt_ids) for request in batch]
         longest = max(lengths)
@@ -185,7 +188,8 @@ class HFGenerator:
         logits = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])[repeat]  # [S, V]
         mask = mask[repeat]  # [S, T]
         position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
-        budget = min(max_tokens, self.window - longest) if self.window else max_tokens
+        most = torch.tensor([request.max_tokens for request in batch])[repeat.cpu()].tolist()
+        budget = min(max(most), self.window - longest) if self.window else max(most)
         tokens: list[list[int]] = [[] for _ in repeat]
         logprobs: list[list[float]] = [[] for _ in repeat]
         alive = list(range(len(repeat)))
@@ -196,7 +200,7 @@ class HFGenerator:
             for index, t, lp in zip(alive, token[:, 0].tolist(), logprob[:, 0].tolist(), strict=True):
                 tokens[index].append(t)
                 logprobs[index].append(lp)
-            keep = [i for i, index in enumerate(alive) if tokens[index][-1] not in self.eos_ids]
+            keep = [i for i, k in enumerate(alive) if tokens[k][-1] not in self.eos_ids and len(tokens[k]) < most[k]]
             if not keep or count + 1 == budget:
                 break
             if len(keep) < len(alive):

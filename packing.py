@@ -38,6 +38,18 @@ def runs(groups: Tensor) -> list[list[int]]:
     return [list(range(end - n, end)) for end, n in zip(counts.cumsum(0).tolist(), counts.tolist(), strict=True)]
 
 
+def sharing(batch: "Batch") -> list[list[int]]:
+    """`runs` of rows that can share a prompt: those of a group whose images are the prompt's alone. A row with images
+    of its own, from a tool or an environment, stands by itself."""
+    inputs = batch.model_inputs
+    split = []
+    for members in runs(batch.groups):
+        same = not inputs or all(inputs[row].keys() == inputs[members[0]].keys() for row in members)
+        same = same and (not inputs or all(inputs[r][k] is v for r in members for k, v in inputs[members[0]].items()))
+        split += [members] if same else [[row] for row in members]
+    return split
+
+
 def shared_prefix(batch: "Batch", members: list[int]) -> int:
     """How many leading tokens these rows share before any of them was sampled."""
     sampled = batch.loss_mask[members]
@@ -140,7 +152,7 @@ def pack(batch: "Batch", cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor
         return inputs, rows, before, targets
     lengths = batch.attention_mask.sum(1).long().tolist()
     packed, row_of, prefix_of, shift_of, images = [], [], [], [], []
-    for members in runs(batch.groups):
+    for members in sharing(batch):
         prefix = shared_prefix(batch, members)
         pieces = [(members[0], slice(0, prefix), 0)]  # row, tokens, segment
         end = prefix
@@ -181,7 +193,7 @@ def micro_batches(batch: "Batch", cfg: TrainConfig) -> list[list[int]]:
     """
     lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch
     units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what becomes one packed row
-    for members in runs(batch.groups) if cfg.shared_prefix else [[row] for row in range(len(batch))]:
+    for members in sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]:
         prefix, size, rows = shared_prefix(batch, members), 0, []
         for member in members:
             extra = lengths[member] - prefix

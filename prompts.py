@@ -26,8 +26,10 @@ MAX_PIXELS = 20_000_000  # an image; read from its header, before it is decoded.
 FOLLOWED_BY = {"gemma3": 0, "paligemma": 1}
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
+END = "WHERE-THE-ANSWER-ENDS"  # stands for an answer in a made-up conversation
+
 COUNTS = Counter()  # images processed by this process
-_RECENT: OrderedDict[int, tuple[dict, "Prompt"]] = OrderedDict()  # by the row's identity: a row may be sampled twice
+_RECENT: OrderedDict[int, tuple] = OrderedDict()  # prompts by their row's identity: it may be sampled many times
 
 
 @dataclass
@@ -184,7 +186,40 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
     messages = prompt_messages(with_parts(row, count), cfg.system_prompt)
     continued = messages[-1]["role"] == "assistant"
     options = dict(add_generation_prompt=not continued, continue_final_message=continued)
-    return processor.apply_chat_template(messages, tokenize=False, **options)
+    return processor.apply_chat_template(messages, tools=row.get("tool_schemas"), tokenize=False, **options)
+
+
+def with_tools(row: dict, schemas: list[dict], instructions: str, processor) -> dict:
+    """The row with `tool_schemas` for its chat template or, where the template knows no tools, with `instructions` in
+    its system message."""
+    messages = prompt_messages(row)
+    if not schemas:
+        return row | {"prompt": messages}
+    plain, told = (processor.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, schemas))
+    if plain != told:
+        return row | {"prompt": messages, "tool_schemas": schemas}
+    if messages[0]["role"] == "system":
+        instructions = f"{messages[0]['content']}\n\n{instructions}"
+        messages = messages[1:]
+    return row | {"prompt": [{"role": "system", "content": instructions}, *messages]}
+
+
+def observation_text(messages: list[dict], processor, schemas: list[dict] | None = None) -> str:
+    """What the chat template writes from the end of an answer, over `messages`, to where the next answer begins.
+
+    Rendered behind a made-up conversation, so that nothing before it matters: templates add a default system prompt,
+    or take the thinking out of earlier answers. Templates without a role `tool` are given a user's message.
+    """
+    made_up = [{"role": "user", "content": "-"}, {"role": "assistant", "content": END}]
+    if is_vision(processor):
+        made_up, messages = (with_parts({"prompt": m}, 0)["prompt"] for m in (made_up, messages))
+    options = dict(tools=schemas, tokenize=False, add_generation_prompt=True)
+    try:
+        text = processor.apply_chat_template(made_up + messages, **options)
+    except Exception:  # jinja's, raised by the template for a role it does not know
+        messages = [message | {"role": "user"} for message in messages]
+        text = processor.apply_chat_template(made_up + messages, **options)
+    return text[text.rindex(END) + len(END) :]
 
 
 def expand(text: str, images: list, processor, rope_index: Callable | None, special: bool) -> tuple[list[int], dict]:
@@ -207,18 +242,18 @@ def expand(text: str, images: list, processor, rope_index: Callable | None, spec
     return ids[0].tolist(), encoded
 
 
-def build_prompt(row: dict, generator, cfg: TrainConfig) -> Prompt:
-    """The row's prompt, its images decoded and processed once. generator: has the `tokenizer` (of models with images
-    the processor) and `rope_index`."""
-    processor = generator.tokenizer
+def build_prompt(row: dict, generator, cfg: TrainConfig, shown: dict | None = None) -> Prompt:
+    """The row's prompt, or that of `shown`, which an environment made of it; its images decoded and processed once.
+    generator: has the `tokenizer` (of models with images the processor) and `rope_index`."""
+    processor, shown = generator.tokenizer, shown or row
     if not is_vision(processor):
         chat = not cfg.no_apply_chat_template
-        ids = tokenize_prompt(row, processor, apply_chat_template=chat, system_prompt=cfg.system_prompt)
+        ids = tokenize_prompt(shown, processor, apply_chat_template=chat, system_prompt=cfg.system_prompt)
         return Prompt(ids, ids)
-    known, prompt = _RECENT.get(id(row), (None, None))
-    if known is not row:
-        prompt = vision_prompt(row, processor, generator.rope_index, cfg)
-        _RECENT[id(row)] = row, prompt
+    known, messages, prompt = _RECENT.get(id(row), (None, None, None))
+    if known is not row or messages != shown["prompt"]:
+        prompt = vision_prompt(shown, processor, generator.rope_index, cfg)
+        _RECENT[id(row)] = row, shown["prompt"], prompt
         while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
             _RECENT.popitem(last=False)
     return prompt
@@ -238,6 +273,48 @@ def vision_prompt(row: dict, processor, rope_index: Callable | None, cfg: TrainC
         raise ValueError(f"an image of the row with prompt {shorten(row['prompt'])} cannot be read: {error}") from error
     ids, inputs = expand(text, list(images), processor, rope_index, special)
     return Prompt(ids, sent, list(files), inputs)
+
+
+def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None) -> Prompt:
+    """The prompt with `ids` behind it, sampled or of an observation: then `sent` of them for a server, and the model's
+    `inputs` for its images. Positions on several axes count on from the largest, types are a completion's."""
+    import torch
+
+    from packing import join_inputs
+
+    old, new = prompt.model_inputs, inputs or {}
+    joined = join_inputs([old, new]) if new else {k: v for k, v in old.items() if not k.endswith("_ids")}
+    if "position_ids" in old or "position_ids" in new:  # [3, 1, T]
+        before = old.get("position_ids", torch.arange(len(prompt.token_ids)).expand(3, 1, -1))
+        after = new.get("position_ids", torch.arange(len(ids)).expand(3, 1, -1))
+        joined["position_ids"] = torch.cat([before, before.max() + 1 + after], dim=-1)
+    if "token_type_ids" in old or "token_type_ids" in new:  # [1, T + 1]; the last is of what follows
+        before = old.get("token_type_ids", torch.zeros(1, len(prompt.token_ids) + 1, dtype=torch.long))
+        after = new.get("token_type_ids", before[:, -1:].expand(-1, len(ids) + 1))
+        joined["token_type_ids"] = torch.cat([before[:, :-1], after], dim=1)
+    return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
+
+
+def observed(prompt: Prompt, messages: list[dict], generator, schemas: list[dict] | None, cfg: TrainConfig) -> Prompt:
+    """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded.
+
+    A sampler stops at the token that ends its turn: the template's text begins behind it, with the line break there.
+    """
+    processor = generator.tokenizer
+    tokenizer, text = getattr(processor, "tokenizer", processor), observation_text(messages, processor, schemas)
+    sent = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    skip = int(sent[0] == prompt.token_ids[-1])
+    sources = image_sources({"prompt": messages})
+    if not sources:
+        return continued(prompt, sent[skip:])
+    images, files = zip(*(load_image(source, cfg) for source in sources), strict=True)
+    ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
+    for key in ("position_ids", "token_type_ids"):
+        inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
+    if "position_ids" in inputs:
+        inputs["position_ids"] = inputs["position_ids"] - skip  # its first place was taken away
+    grown = continued(prompt, ids[skip:], sent[skip:], inputs)
+    return replace(grown, images=[*prompt.images, *files])
 
 
 def rope_index_of(hf_model) -> Callable | None:

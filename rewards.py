@@ -11,7 +11,10 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
 * A function that names `trajectories` gets the Trajectory objects (rollouts.py), one that names `cfg` the config.
 * It returns one value a completion: a number, None (does not apply: this function is left out of the row's sum), or a
   dict {component: number or None}. The components are logged by name and may differ by row; the row's reward is the
-  component "reward" if there is one, else the sum of all.
+  component "reward" if there is one, else the sum of all. With {"turns": [number a turn]} it is the sum of those, and
+  each is put at the end of its turn.
+* `my_reward.verify = check`, a function (trajectory) -> anything, plain or async, runs first, on all trajectories at
+  once: run the code, ask the data base. Its results arrive as `verification`, None where one took too long.
 * It may be `async def`. Plain functions run in a thread each, async ones on one event loop kept for them, so a client
   they share stays usable; either may block without holding up sampling.
 * Longer than cfg.reward_timeout: every row of the call scores cfg.reward_on_timeout and counts in
@@ -21,11 +24,16 @@ The reward of a completion is the sum of weight * value over cfg.reward_weights.
 """
 
 import asyncio
+import concurrent.futures
 import inspect
 import json
 import logging
 import re
+import secrets
+import statistics
+import string
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sized
 from decimal import Decimal
 from functools import cache
@@ -33,6 +41,7 @@ from math import isfinite, nan
 
 from config import ConfigError, known_name
 from data import function_path, load_function, parse_gym, shorten
+from judge import judge
 from limits import run_limited
 from reward_model import load as load_reward_model
 from reward_model import reward_model
@@ -113,6 +122,71 @@ def exact_match(completions, answer, **columns) -> list[float | None]:
     return scores
 
 
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def squad_tokens(text) -> list[str]:
+    """Words as SQuAD's evaluation compares them (1606.05250): lower case, no punctuation, no articles."""
+    text = "".join(c for c in str(text).lower() if c not in string.punctuation)
+    return ARTICLES.sub(" ", text).split()
+
+
+def squad_scores(completions, answer) -> list[tuple[float, float] | None]:
+    """(exact match, F1 over words) of every completion's `answer_part` with the best of its answers."""
+    scores = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        given, best = squad_tokens(answer_part(completion_text(completion))), (0.0, 0.0)
+        for one in wanted if isinstance(wanted, list) else [wanted]:
+            words = squad_tokens(one)
+            common = sum((Counter(given) & Counter(words)).values())
+            best = max(best, (float(given == words), 2 * common / max(len(given) + len(words), 1)))
+        scores.append(None if wanted is None else best)
+    return scores
+
+
+def squad_em(completions, answer, **columns) -> list[float | None]:
+    """1 if the completion's `answer_part` is an answer, compared as in SQuAD."""
+    return [None if score is None else score[0] for score in squad_scores(completions, answer)]
+
+
+def squad_f1(completions, answer, **columns) -> list[float | None]:
+    """Overlap in words with the best of the answers, 0 to 1."""
+    return [None if score is None else score[1] for score in squad_scores(completions, answer)]
+
+
+def repetition(completion_ids, **columns) -> list[float]:
+    """-(share of 3-grams of tokens that occurred before in the completion), from 0 to -1."""
+    scores = []
+    for ids in completion_ids:
+        grams = list(zip(ids, ids[1:], ids[2:], strict=False))
+        scores.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
+    return scores
+
+
+def code_tests(completions, tests, **columns) -> list[dict]:
+    """Share of the row's `tests` that the completion's program passes, in the sandbox (sandbox.py), all in one process
+    a completion. A test is a line of python, such as `assert add(1, 2) == 3`. The program is the last ```python block
+    of the answer, or the whole answer."""
+    programs = []
+    for completion in completions:
+        text = answer_part(completion_text(completion))
+        programs.append((re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL) or [text])[-1])
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(passed, programs, tests))
+
+
+def passed(program: str, tests: list[str]) -> dict:
+    from sandbox import run_python
+
+    mark = secrets.token_hex(8)  # so that printing or exiting early passes no test; reading its own source might
+    lines = ["import traceback", f"exec(compile({program!r}, 'program', 'exec'))"]
+    for test in tests:
+        lines += ["try:", *(f"    {line}" for line in test.splitlines()), f"    print({mark!r}, flush=True)"]
+        lines += ["except Exception:", "    traceback.print_exc()"]
+    result = run_python("\n".join(lines))
+    return {"reward": result.stdout.count(mark) / max(len(tests), 1), "timeout": float(result.timed_out)}
+
+
 def format_tags(completions, **columns) -> list[float]:
     """1 if the completion is <think>...</think> <answer>...</answer>, each tag once and nothing around them."""
     pattern = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
@@ -173,15 +247,33 @@ def check_gym_task(task: str) -> None:
     parse_gym(task)
 
 
+def environment(trajectories, **columns) -> list[dict]:
+    """What --env gave: every turn's reward at the end of that turn. The numbers of its info are logged, as their means
+    over the turns that have them, and those of its metrics()."""
+    scores = []
+    for trajectory in trajectories:
+        turns = trajectory.info["turns"]
+        names = dict.fromkeys(name for turn in turns for name, v in turn["info"].items() if isinstance(v, (int, float)))
+        means = {name: statistics.fmean(turn["info"][name] for turn in turns if name in turn["info"]) for name in names}
+        scores.append(means | trajectory.info["metrics"] | {"turns": [turn["reward"] for turn in turns]})
+    return scores
+
+
 REWARDS: dict[str, Callable] = {
     "math": math_equal,
     "last_number": last_number,
     "exact_match": exact_match,
+    "squad_em": squad_em,
+    "squad_f1": squad_f1,
+    "code_tests": code_tests,
+    "repetition": repetition,
     "format": format_tags,
     "overlong": overlong,
     "length": length,
     "reasoning_gym": reasoning_gym,
     "reward_model": reward_model,
+    "judge": judge,
+    "environment": environment,
 }
 
 
@@ -209,6 +301,9 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
         load_reward_model(cfg.reward_model)  # here: the first call has a time limit
     for name, function in functions.items() if columns is not None else ():
         available = {*columns, "completions", "prompts", "completion_ids", "trajectories", "cfg"} - {"prompt"}
+        available |= ({"environments"} if cfg.env else set()) | (
+            {"verification"} if hasattr(function, "verify") else set()
+        )
         if fault := missing_arguments(function, available):
             raise ConfigError(f"--reward_funcs {name}: {fault}")
     return functions
@@ -231,7 +326,8 @@ def reward_weights(functions: Iterable[str], cfg) -> list[float]:
 async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) -> None:
     """Run all functions, at the same time, on one group of trajectories. Fills in each trajectory:
 
-    token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1)
+    token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1), rewards
+                            of turns at the last token of theirs
     info["rewards"]         {function: value, "function/component": value}, nan where a function does not apply
     info["reward_components"] [value of each function]
     info["reward"]          the weighted sum; 0 where no function applies, and then
@@ -246,24 +342,30 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
     calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
     results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time
     for index, trajectory in enumerate(trajectories):
-        total, applies, logged = 0.0, False, {}
+        total, applies, logged, ends = 0.0, False, {}, turn_ends(trajectory.loss_mask)
         for (name, values), weight in zip(zip(reward_functions, results, strict=True), weights, strict=True):
-            value, components = (cfg.reward_on_timeout, {}) if values is None else values[index]
+            value, components, turns = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
             logged[name] = nan if value is None else value
             logged |= {f"{name}/{component}": part for component, part in components.items()}
-            if value is not None:
-                total, applies = total + weight * value, True
-        sampled = [position for position, mask in enumerate(trajectory.loss_mask) if mask]
-        if sampled:
-            trajectory.token_rewards[sampled[-1]] += total
+            if value is None:
+                continue
+            total, applies = total + weight * value, True
+            places = ends if turns else ends[-1:]  # nowhere if nothing was sampled
+            for place, part in zip(places, turns or [value], strict=False):
+                trajectory.token_rewards[place] += weight * part
         trajectory.info |= {
             "rewards": logged,
             "reward_components": [logged[name] for name in reward_functions],
             "reward": total,
             "unrewarded": int(not applies),
             "reward_timeouts": sum(values is None for values in results),
-            "reward_without_token": int(not sampled),
+            "reward_without_token": int(not ends),
         }
+
+
+def turn_ends(loss_mask: list[int]) -> list[int]:
+    """The last sampled token of each turn: [0, 1, 1, 0, 1] -> [2, 4]"""
+    return [i for i, (here, after) in enumerate(zip(loss_mask, [*loss_mask[1:], 0], strict=True)) if here and not after]
 
 
 def call_arguments(trajectories: list, cfg) -> dict:
@@ -274,11 +376,14 @@ def call_arguments(trajectories: list, cfg) -> dict:
     completions, completion_ids = [], []
     for trajectory in trajectories:
         text, chat = trajectory.info["completion"], not isinstance(trajectory.row["prompt"], str)
-        completions.append([{"role": "assistant", "content": text}] if chat else text)
+        messages = trajectory.info.get("messages", [{"role": "assistant", "content": text}])  # of all turns
+        completions.append(messages if chat else text)
         start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
         completion_ids.append(list(trajectory.token_ids[start:]))
     prompts = [row["prompt"] for row in rows]
     own = dict(completions=completions, prompts=prompts, completion_ids=completion_ids, trajectories=trajectories)
+    if any("object" in trajectory.info for trajectory in trajectories):  # of TRL's environment classes
+        own["environments"] = [trajectory.info.get("object") for trajectory in trajectories]
     return arguments | own | {"cfg": cfg}
 
 
@@ -294,9 +399,17 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
 
 
 async def call(name: str, function: Callable, arguments: dict, seconds: float) -> list[tuple] | None:
-    """One function on one group: [(value or None, components)] a completion, or None if it took over `seconds`."""
-    if fault := missing_arguments(function, arguments):
+    """One function on one group: (value or None, components, rewards of turns or None) a completion, or None if it took
+    over `seconds`."""
+    known = arguments.keys() | ({"verification"} if hasattr(function, "verify") else set())
+    if fault := missing_arguments(function, known):
         raise reward_error(name, fault, arguments)
+    if hasattr(function, "verify"):
+        checks = (run_limited(function.verify, {"trajectory": t}, seconds) for t in arguments["trajectories"])
+        outcomes = await asyncio.gather(*checks)
+        if broken := next((o[1] for o in outcomes if o and o[1]), None):
+            raise reward_error(name, f"its verify raised {type(broken).__name__}: {broken}", arguments) from broken
+        arguments = arguments | {"verification": [outcome and outcome[0] for outcome in outcomes]}
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     on_request = ("trajectories", "cfg")  # TRL functions with ** do not expect these
@@ -328,15 +441,21 @@ def checked_values(name: str, values, arguments: dict) -> list[tuple]:
         raise reward_error(name, f"returned {len(listed)} values for {count} completions; {RETURN_RULE}", arguments)
     checked = []
     for index, value in enumerate(listed):
-        given = value if isinstance(value, dict) else {"reward": value}
+        given = dict(value) if isinstance(value, dict) else {"reward": value}
+        turns, played = given.pop("turns", None), arguments["trajectories"][index].turns
         try:
+            if turns is not None:
+                turns = [finite(part) for part in turns]
+                given["reward"] = sum(turns)
+                if len(turns) != played:
+                    raise ValueError(f"{len(turns)} rewards for {played} turns")
             parts = {str(component): finite(part) for component, part in given.items()}
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor of several numbers
             fault = f"returned {shorten(value)} for completion {index}: {error}; {RETURN_RULE}"
             raise reward_error(name, fault, arguments, index) from error
         known = {component: part for component, part in parts.items() if part is not None}
         total = parts["reward"] if "reward" in parts else sum(known.values()) if known else None
-        checked.append((total, {component: part for component, part in known.items() if component != "reward"}))
+        checked.append((total, {component: part for component, part in known.items() if component != "reward"}, turns))
     return checked
 
 

@@ -8,13 +8,22 @@ The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py
 """
 
 import asyncio
+import functools
+import logging
 import math
+import random
 import statistics
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from config import TrainConfig
-from prompts import build_prompt, check_echo
+import envs
+from config import ConfigError, TrainConfig
+from data import shorten
+from limits import run_limited
+from prompts import build_prompt, check_echo, continued, is_vision, observed, with_tools
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -69,7 +78,34 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
         -utils.all_max(-min(lengths)),
     )
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
+    if any("turns" in t.info for t in trajectories):
+        out |= turn_metrics(trajectories)
     return out | {"num_tokens": int(utils.all_sum(torch.tensor(tokens)))}
+
+
+def turn_metrics(trajectories: list[Trajectory]) -> dict:
+    """Turns and calls of tools, over all ranks, which all call it. Names of tools may differ by rank."""
+    import torch
+
+    import utils
+
+    calls = [call for t in trajectories for turn in t.info["turns"] for call in turn["info"].get("calls", ())]
+    sums = {"turns": sum(t.turns for t in trajectories), "trajectories": len(trajectories)}
+    sums |= {"calls": len(calls), "failed": sum(call["failed"] for call in calls)}
+    for call in calls:
+        for key, value in (("calls", 1), ("seconds", call["seconds"]), ("cached", call["cached"])):
+            sums[f"{call['name']}/{key}"] = sums.get(f"{call['name']}/{key}", 0) + value
+    names = sorted(set().union(*utils.gather_objects(set(sums))))
+    summed = utils.all_sum(torch.tensor([float(sums.get(name, 0)) for name in names], dtype=torch.float64)).tolist()
+    total = dict(zip(names, summed, strict=True))
+    out = {"turns/mean": total["turns"] / total["trajectories"]}
+    if total["calls"]:
+        out["tools/call_frequency"] = total["calls"] / total["trajectories"]
+        out["tools/failure_frequency"] = total["failed"] / total["calls"]
+    for name in (name.removesuffix("/calls") for name in names if name.endswith("/calls")):
+        for key in ("seconds", "cached"):  # a call, on average
+            out[f"tools/{name or 'unreadable'}/{key}"] = total[f"{name}/{key}"] / total[f"{name}/calls"]
+    return out
 
 
 def reward_means(trajectories: list[Trajectory]) -> dict:
@@ -125,6 +161,217 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
     return [trajectory for group in groups for trajectory in group]
 
 
+# ---- several turns --------------------------------------------------------------------------------------------------
+
+
+def scored_together(cfg: TrainConfig) -> list[TrainConfig]:
+    """How a row's trajectories are divided among calls of its rollout: each call's are scored as soon as it ends. Those
+    of one turn end together; of several turns each is on its own."""
+    return [cfg] if cfg.rollout == "single_turn" else [replace(cfg, num_generations=1)] * cfg.num_generations
+
+
+async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
+    """Model and environment (or tools) by turns. Every trajectory is a task of its own and waits for no other."""
+    make = envs.environment_maker(cfg)
+    played = (
+        play(row, group, make(), generator, cfg) for group, row in enumerate(rows) for _ in range(cfg.num_generations)
+    )
+    return list(await asyncio.gather(*played))
+
+
+def seed_of(row: dict, cfg: TrainConfig) -> int:
+    """The row's column `seed`, or a number made of its prompt: members of a group, and a resumed run, share it."""
+    return row["seed"] if row.get("seed") is not None else cfg.seed ^ zlib.crc32(repr(row["prompt"]).encode())
+
+
+async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) -> Trajectory:
+    """One trajectory, token in, token out: what was sampled is never decoded and tokenised again.
+
+    Ends when the environment is done, a turn is cut by its length, max_turns are over, or the environment's answer does
+    not fit: it is then left out altogether, text and images together.
+    """
+    processor = generator.tokenizer
+    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
+    schemas = [tool.schema() for tool in environment.tools.values()]
+    shown = with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor)
+    prompt = so_far = build_prompt(row, generator, cfg, shown)
+    turns, mask, logprobs, version = [], [], [], None
+    conversation, finish = list(shown["prompt"]), "stop"
+    for number in range(cfg.max_turns):
+        budget = cfg.max_completion_length - len(mask)
+        options = sampling_options(cfg) | {"max_tokens": min(budget, cfg.max_turn_length or budget)}
+        images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
+        (sample,) = await generator.generate(so_far.sent_ids, n=1, **images, **options)
+        check_echo(so_far, [sample])
+        version = sample.policy_version if version is None else min(version, sample.policy_version)
+        so_far = continued(so_far, sample.token_ids)
+        mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
+        stopped = sample.finish_reason == "stop"
+        text = processor.decode(sample.token_ids[:-1] if stopped else sample.token_ids)  # special tokens, too
+        conversation.append({"role": "assistant", "content": text})
+        turn = {"text": text, "reward": 0.0, "observation": None, "info": {}}
+        turns.append(turn)
+        if not stopped:
+            finish = "length"
+            break
+        answers, turn["reward"], done, turn["info"] = await call_environment(environment, "step", row, cfg, text=text)
+        if done or number + 1 == cfg.max_turns:
+            break
+        answered = observed(so_far, answers, generator, schemas, cfg)
+        added = len(answered.token_ids) - len(so_far.token_ids)
+        if len(mask) + added >= cfg.max_completion_length:
+            finish = "length"
+            break
+        turn["observation"] = answers
+        conversation += answers
+        so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
+    turns[-1]["reward"] += environment.score()
+    check_tokenization(so_far.token_ids, conversation, shown, processor, cfg)
+    info = {"completion": turns[-1]["text"], "turns": turns, "metrics": environment.metrics()}
+    # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
+    seen = so_far if len(so_far.images) > len(prompt.images) else prompt
+    info |= {"messages": conversation[len(shown["prompt"]) :], "model_inputs": seen.model_inputs}
+    if hasattr(environment, "inner"):
+        info["object"] = environment.inner  # rewards written for TRL may ask for it
+    return Trajectory(
+        row=row,
+        group=group,
+        prompt_ids=prompt.token_ids,
+        token_ids=so_far.token_ids[len(prompt.token_ids) :],
+        loss_mask=mask,
+        logprobs=logprobs,
+        token_rewards=[0.0] * len(mask),
+        images=so_far.images,
+        finish_reason=finish,
+        turns=len(turns),
+        policy_version=version,
+        info=info,
+    )
+
+
+async def call_environment(environment, method: str, of: dict, cfg: TrainConfig, **arguments):
+    """environment.reset or .step within its time; RuntimeError naming it and the row, `of`, if it fails or is late."""
+    seconds = environment.step_timeout or cfg.tool_timeout
+    outcome = await run_limited(getattr(environment, method), arguments, seconds)
+    if outcome is not None and outcome[1] is None:
+        return outcome[0]
+    fault = f"took over {seconds:g} s (--tool_timeout)" if outcome is None else f"raised {outcome[1]!r}"
+    cause = None if outcome is None else outcome[1]
+    where = f"{type(environment).__name__}.{method}() of the row with prompt {shorten(of['prompt'])}"
+    raise RuntimeError(f"{where} {fault}") from cause
+
+
+def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, processor, cfg: TrainConfig) -> None:
+    """Compare what a trajectory's tokens read with what the chat template writes for the whole conversation.
+
+    They may differ with reason, as where a template takes the thinking out of earlier answers, and training goes by
+    what was sampled. But a template that puts something else between turns shows here.
+    """
+    if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) == len(shown["prompt"]) + 1:
+        return
+    # The last answer is not the last message: templates treat that one otherwise.
+    whole = [*conversation, {"role": "user", "content": ""}]
+    whole = processor.apply_chat_template(whole, tools=shown.get("tool_schemas"), tokenize=False)
+    ours = processor.decode(ids, clean_up_tokenization_spaces=False)
+    if whole.startswith(ours):
+        return
+    same = next((i for i, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), len(whole))
+    texts = [repr(text[max(same - 30, 0) : same + 60]) for text in (ours, whole)]
+    message = f"a trajectory reads {texts[0]} where the chat template writes {texts[1]}"
+    if cfg.tokenization_check == "strict":
+        raise RuntimeError(f"--tokenization_check strict: {message}")
+    warn_once(f"--tokenization_check: {message}. Said once; trained on is what was sampled.")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 ROLLOUTS: dict[str, Callable] = {
     "single_turn": single_turn,
+    "multi_turn": multi_turn,
 }
+
+
+# ---- one environment, without model, server or torch: python rollouts.py --env NAME --policy random ------------------
+
+
+def random_policy(environment, messages: list[dict]) -> str:
+    actions = environment.actions()
+    return random.choice(actions) if actions else "".join(random.choices("abc <>/", k=20))
+
+
+def openai_policy(url: str, model: str, token: str | None) -> Callable:
+    """Asks any OpenAI-compatible server, such as a vllm_server.py.  url: up to and with /v1."""
+    import requests
+
+    def say(environment, messages: list[dict]) -> str:
+        body = {"model": model, "messages": messages, "max_tokens": 512}
+        if environment.tools:
+            body["messages"] = [{"role": "system", "content": environment.instructions}, *messages]
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600)
+        if not answer.ok:
+            raise SystemExit(f"{url} answered {answer.status_code}: {answer.text[:500]}")
+        return answer.json()["choices"][0]["message"]["content"]
+
+    return say
+
+
+async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float:
+    """Play one trajectory with text alone, printing every turn; returns its reward."""
+    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
+    total = 0.0
+    for message in messages:
+        print(f"[{message['role']}] {message['content']}")
+    for number in range(1, cfg.max_turns + 1):
+        text = policy(environment, messages)
+        answers, reward, done, info = await call_environment(environment, "step", row, cfg, text=text)
+        print(f"\n--- turn {number} ---\n[assistant] {text}")
+        for message in answers:
+            print(f"[{message['role']}] {message['content']}")
+        print(f"reward {reward:g}{', done' if done else ''}  {info or ''}")
+        messages, total = [*messages, {"role": "assistant", "content": text}, *answers], total + reward
+        if done:
+            break
+    total += environment.score()
+    print(f"\nreward of the trajectory {total:g}  {environment.metrics() or ''}")
+    return total
+
+
+def main() -> None:
+    import argparse
+    import os
+
+    parser = argparse.ArgumentParser(description="Play an environment by hand, at random, or with a served model.")
+    parser.add_argument("--env", help="name in ENVIRONMENTS or file.py:Class; NAME?key=value sets arguments")
+    parser.add_argument("--tools", nargs="*", default=[], help="instead: names in TOOLS or file.py:function")
+    parser.add_argument("--mcp_config", help="and, or instead: JSON file with `mcpServers`")
+    parser.add_argument("--policy", choices=["random", "hand", "openai", "server"], default="random")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of --policy openai or server")
+    parser.add_argument("--model", default="", help="its name there")
+    parser.add_argument("--prompt", default="", help="of the row, for environments that use it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--episodes", type=int, default=1)
+    parser.add_argument("--max_turns", type=int, default=8)
+    args = parser.parse_args()
+    token = os.environ.get("VLLM_SERVER_TOKEN" if args.policy == "server" else "OPENAI_API_KEY")
+    policies = {"random": random_policy, "hand": lambda environment, messages: input("\nyou: ")}
+    policy = policies.get(args.policy) or openai_policy(args.url, args.model, token)
+    if not (args.env or args.tools or args.mcp_config):
+        parser.error("give --env, --tools or --mcp_config")
+    try:
+        cfg = TrainConfig(env=args.env, tools=args.tools, mcp_config=args.mcp_config, max_turns=args.max_turns)
+        make, rewards = envs.environment_maker(cfg), []
+        for episode in range(args.episodes):
+            random.seed(args.seed + episode)
+            row = {"prompt": args.prompt, "seed": args.seed + episode}
+            rewards.append(asyncio.run(watch(make(), policy, row, cfg)))
+    except ConfigError as error:
+        parser.error(str(error))
+    print(f"mean reward of {len(rewards)} trajectories: {statistics.fmean(rewards):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,7 @@ from models import Policy
 from packing import micro_batches, minibatches, pack, why_not_shared
 from prompts import image_metrics
 from rewards import get_reward_functions, score
-from rollouts import ROLLOUTS, Trajectory, reward_means, rollout_metrics
+from rollouts import ROLLOUTS, Trajectory, reward_means, rollout_metrics, scored_together
 from runlog import RunLog, clock, close_all, completion_rows, describe, name_run
 
 # ==== 1 batch ========================================================================================================
@@ -602,21 +602,21 @@ def format_row(row: dict) -> dict:
 
 
 async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig) -> tuple[list[list], dict]:
-    """Sample and score. One task per prompt: a group is scored while others are still being sampled.
+    """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
     Returns each row's trajectories, and seconds: until the last token was sampled, and what scoring took beyond that.
     """
     start, sampled = time.perf_counter(), []
 
-    async def one_group(row: dict) -> list[Trajectory]:
-        trajectories = await ROLLOUTS[cfg.rollout]([row], generator, cfg)
+    async def together(row: dict, part: TrainConfig) -> list[Trajectory]:
+        trajectories = await ROLLOUTS[cfg.rollout]([row], generator, part)
         sampled.append(time.perf_counter())
         await score(trajectories, reward_functions, cfg)
         return trajectories
 
-    groups = await asyncio.gather(*map(one_group, rows))
+    parts = await asyncio.gather(*(together(row, part) for part in scored_together(cfg) for row in rows))
     seconds = {"time/generate": max(sampled) - start, "time/score": time.perf_counter() - max(sampled)}
-    return groups, seconds
+    return [sum(parts[i :: len(rows)], []) for i in range(len(rows))], seconds
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
@@ -961,8 +961,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         done = step + 1 == cfg.max_steps
         if (step + 1) % cfg.log_steps == 0 or done:
-            advantages = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-            completions = utils.gather_objects(completion_rows(trajectories, batch.scores.tolist(), advantages))
+            means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
+            completions = utils.gather_objects(completion_rows(trajectories, batch.scores.tolist(), means))
             if log:
                 log.step(step + 1, metrics, sum(completions, []))
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or done):  # before saving, so that a resume has it

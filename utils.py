@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import ConfigError, TrainConfig
+from limits import AT_END
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -458,14 +459,15 @@ def explain_sigterm() -> None:
     threading.Thread(target=wait, name="SIGTERM", daemon=True).start()
 
 
-def end_process(status: int, clean_up: Callable[[], None]) -> NoReturn:
+def end_process(status: int, clean_up: Callable[[], None] = lambda: None) -> NoReturn:
     """Clean up as far as that goes, and end with `status` at once: threads would hold up an exit.
 
     Process groups are left to the operating system. To take one down is to wait for gloo's threads while holding the
     GIL, which such a thread may want too: it lets go of Python objects of the backward pass whose all-reduce it ran.
     """
     try:
-        clean_up()
+        for each in (clean_up, *AT_END):
+            each()
     except Exception:  # a report that cannot be written must not hide why the run failed, nor keep it alive
         traceback.print_exc()
         status = status or 1

@@ -119,7 +119,7 @@ def main(strategy: str, out: str) -> None:
         result |= all_gradients(base, rank, world, device)
     if rank == 0:
         torch.save(result, out)
-    utils.end_process(0, lambda: None)
+    utils.end_process(0)
 
 
 if __name__ == "__main__":

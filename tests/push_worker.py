@@ -138,7 +138,7 @@ def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
         results.append(one_case(model_dir, url, compute_dtype, *case, 100 + number) | {"extra_mb": megabytes})
     if rank == 0:
         Path(out).write_text(json.dumps(results))
-    utils.end_process(0, lambda: None)
+    utils.end_process(0)
 
 
 if __name__ == "__main__":

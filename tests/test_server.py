@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 import io
 import socket
 import subprocess
@@ -14,9 +15,11 @@ import requests
 import torch
 from PIL import Image
 from server_fixture import ROOT, free_port, make_tiny_vlm, start_server
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import vllm_client
+from config import TrainConfig
+from rollouts import multi_turn
 from vllm_client import ServerError, VLLMClient, checksum
 
 PROMPT = list(range(100, 140))
@@ -210,6 +213,34 @@ def test_samples_seeds_and_finish_reasons(client, model):
     assert all(one.token_ids[-1] in everything for one in reasons)
     late = generate(client, n=16, max_tokens=200, min_tokens=20, stop_token_ids=everything)
     assert min(len(one.token_ids) for one in late) >= 20
+
+
+def test_several_turns(server, client, model, monkeypatch):
+    """FrozenLake, eight trajectories at a time: what was sampled in each turn is scored alike by the model itself, all
+    tokens before it, answers included, being what the server saw."""
+    cfg = TrainConfig(
+        env="frozenlake",
+        num_generations=4,
+        max_turns=4,
+        max_turn_length=40,
+        max_completion_length=250,
+        compute_dtype="float32",
+        tokenization_check="off",
+    )
+    monkeypatch.setattr(client, "tokenizer", AutoTokenizer.from_pretrained(server.model_dir), raising=False)
+    monkeypatch.setattr(client, "rope_index", None, raising=False)
+    stops = list(range(0, 4096, 12))  # a random model seldom ends a turn by itself
+    monkeypatch.setattr(client, "generate", functools.partial(client.generate, stop_token_ids=stops))
+    rows = [{"prompt": "lake", "seed": 1}, {"prompt": "lake", "seed": 2}]
+    trajectories = asyncio.run(multi_turn(rows, client, cfg))
+    assert max(t.turns for t in trajectories) > 2 and {t.policy_version for t in trajectories} == {0}
+    for t in trajectories:
+        ids = torch.tensor([t.prompt_ids + t.token_ids])
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0].log_softmax(-1)[len(t.prompt_ids) - 1 : -1]
+        expected = logprobs.gather(-1, ids[0, len(t.prompt_ids) :, None])[:, 0]
+        mask = torch.tensor(t.loss_mask, dtype=torch.bool)
+        assert torch.allclose(expected[mask], torch.tensor(t.logprobs)[mask], atol=1e-4)
 
 
 def test_prompt_longer_than_the_window(client):

@@ -45,7 +45,7 @@ def main(strategy: str, out: str, *folders: str) -> None:
             result[Path(folder).name, shared, tokens] = full_gradients(policy)
     if rank == 0:
         torch.save(result, out)
-    utils.end_process(0, lambda: None)
+    utils.end_process(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""A model as judge: `--reward_funcs judge --judge_url http://host:8000/v1 --judge_model NAME`.
+
+Any OpenAI-compatible server will do, the policy's own included (its token: VLLM_SERVER_TOKEN; of others: JUDGE_TOKEN).
+A judge that does not answer, or whose answer holds no score, is asked again; after ATTEMPTS the reward does not apply.
+"""
+
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ATTEMPTS, WAIT = 3, 1.0  # seconds before the second attempt; twice as long before the next
+TEMPLATE = """Judge an answer.
+
+Question: {prompt}
+Reference: {answer}
+Answer: {completion}
+
+Is the answer right? Explain in a sentence, then end with a line "Score: N", N from 0 (wrong) to 10 (right)."""
+SCORE = re.compile(r"Score: *(\d+(?:\.\d+)?)", re.IGNORECASE)
+
+
+def judge(completions, prompts, cfg, **columns) -> list[dict | None]:
+    """The judge's score of every completion, 0 to 1; None where there is none after ATTEMPTS. The template is
+    cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces."""
+    from rewards import completion_text
+
+    template = Path(cfg.judge_template).read_text() if cfg.judge_template else TEMPLATE
+    rows = []
+    for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
+        text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        row = {"answer": "", **{name: values[index] for name, values in columns.items() if isinstance(values, list)}}
+        rows.append(template.format_map(row | {"prompt": text, "completion": completion_text(completion)}))
+    with ThreadPoolExecutor(max(len(rows), 1)) as pool:
+        return list(pool.map(lambda question: ask(question, cfg), rows))
+
+
+def ask(question: str, cfg) -> dict | None:
+    import requests
+
+    token = os.environ.get("JUDGE_TOKEN") or os.environ.get("VLLM_SERVER_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}], "max_tokens": 500}
+    for attempt in range(ATTEMPTS):
+        time.sleep(attempt and WAIT * 2 ** (attempt - 1))
+        try:
+            answer = requests.post(
+                f"{cfg.judge_url}/chat/completions", json=body, headers=headers, timeout=cfg.reward_timeout
+            )
+            answer.raise_for_status()
+            found = SCORE.findall(answer.json()["choices"][0]["message"]["content"])
+        except (requests.RequestException, ValueError, KeyError, IndexError, TypeError):
+            continue
+        if found:
+            return {"reward": min(float(found[-1]) / 10, 1.0), "attempts": attempt + 1}
+    return None

@@ -1,0 +1,467 @@
+"""Several turns: what was sampled is trained on token by token, what was answered never; nothing waits for others."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+import tiny_vlms
+import torch
+from server_fixture import make_tiny
+from transformers import AutoTokenizer
+
+import envs
+import models
+import packing
+import rewards
+import train_grpo as script
+from config import ConfigError, TrainConfig
+from envs import Environment, FrozenLake, ToolEnvironment
+from rollouts import multi_turn, play
+from tools import Call, Tool, Toolbox, from_function, get_tools
+from vllm_client import Completion
+
+TEMPLATES = Path(__file__).parent / "templates"
+ENDS = {"smollm2": "<|im_end|>", "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>"}
+
+
+def tokenizer_of(template: str):
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    names = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", ENDS[template]
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+class Scripted:
+    """A sampler that says given turns, each in odd pieces as a model may spell it, and remembers what it was asked."""
+
+    rope_index = None
+
+    def __init__(self, tokenizer, turns: list[str], delays=None):
+        self.tokenizer, self.turns, self.said, self.delays = tokenizer, turns, [], delays
+
+    async def generate(self, sent, *, n, max_tokens, **options):
+        number = sum(1 for ids in self.said if sent[: len(ids["sent"])] == ids["sent"])
+        text = self.turns[min(number, len(self.turns) - 1)]
+        pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
+        ids = [i for piece in pieces for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
+        ids.append(self.tokenizer.eos_token_id)
+        reason = "stop" if len(ids) <= max_tokens else "length"
+        ids = ids[:max_tokens]
+        self.said.append({"sent": sent, "ids": ids})
+        if self.delays:
+            await asyncio.sleep(self.delays.random() / 20)
+        return [Completion(ids, [-0.5 - i for i in range(len(ids))], reason, 3, list(sent))]
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def config(**settings) -> TrainConfig:
+    settings = dict(tools=["calculator"], max_completion_length=400, num_generations=1) | settings
+    return TrainConfig(**settings)
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+TURNS = [f"Let me see. {CALL}", CALL + CALL, "It is 5."]
+
+
+def tool_environment(cfg, *functions) -> ToolEnvironment:
+    tools = [f if isinstance(f, Tool) else from_function(f) for f in functions or (add,)]
+    return ToolEnvironment(Toolbox({tool.name: tool for tool in tools}, cfg), cfg)
+
+
+@pytest.mark.parametrize("template", ENDS)
+def test_tokens_are_the_samplers_and_the_templates(template):
+    """Under four kinds of templates: spans with mask 1 are what was sampled, id for id, and everything together is what
+    the template writes for the whole conversation."""
+    tokenizer, cfg = tokenizer_of(template), config(tokenization_check="strict")
+    sampler = Scripted(tokenizer, TURNS)
+    t = asyncio.run(play({"prompt": "What is 2 + 3?"}, 0, tool_environment(cfg), sampler, cfg))
+    assert t.turns == 3 and t.finish_reason == "stop" and t.policy_version == 3
+    spans, position = [], 0
+    while position < len(t.token_ids):
+        end = position
+        while end < len(t.token_ids) and t.loss_mask[end] == t.loss_mask[position]:
+            end += 1
+        spans.append((t.loss_mask[position], t.token_ids[position:end], t.logprobs[position:end]))
+        position = end
+    assert [mask for mask, _, _ in spans] == [1, 0, 1, 0, 1]
+    assert [ids for mask, ids, _ in spans if mask] == [turn["ids"] for turn in sampler.said]
+    assert all(lp == 0 for mask, _, lps in spans if not mask for lp in lps)
+    assert [lps[0] for mask, _, lps in spans if mask] == [-0.5, -0.5, -0.5]
+    text = tokenizer.decode(t.prompt_ids + t.token_ids)
+    assert text.count("5") >= 4 and "add" in text  # three results, the answer; the tool is described
+    assert [m["role"] for m in t.info["messages"]] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
+
+
+def test_thinking_of_earlier_turns_stays(caplog):
+    """Qwen3's template takes it out of what came before; the model saw it, so it is trained on."""
+    tokenizer, cfg = tokenizer_of("qwen3"), config()
+    turns = [f"<think>\nHm.\n</think>\n\n{CALL}", "It is 5."]
+    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, turns), cfg))
+    assert "where the chat template writes" in caplog.text
+    strict = config(tokenization_check="strict")
+    with pytest.raises(RuntimeError, match="a trajectory reads .*Hm"):
+        asyncio.run(play({"prompt": "?"}, 0, tool_environment(strict), Scripted(tokenizer, turns), strict))
+    assert tokenizer.decode(t.token_ids).count("Hm.") == 1
+    assert "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(t.token_ids)
+
+
+def test_what_does_not_fit_is_left_out():
+    """An answer beyond the budget ends the trajectory before it; a turn cut by its length ends it, too."""
+    tokenizer = tokenizer_of("qwen2_5")
+
+    def long(a: int) -> str:
+        """Talks.
+
+        Args:
+            a: a number
+        """
+        return "word " * 500
+
+    turns = ['<tool_call>{"name": "long", "arguments": {"a": 2}}</tool_call>', "Never said."]
+    cfg = config(max_completion_length=100)
+    sampler = Scripted(tokenizer, turns)
+    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg, long), sampler, cfg))
+    assert t.finish_reason == "length" and t.turns == 1 and set(t.loss_mask) == {1} and len(sampler.said) == 1
+    cut = config(max_turn_length=5)
+    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cut, long), Scripted(tokenizer, turns), cut))
+    assert t.finish_reason == "length" and len(t.token_ids) == 5
+    few = config(max_turns=2, max_tool_result=20)
+    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(few, long), Scripted(tokenizer, turns[:1]), few))
+    assert t.turns == 2 and t.finish_reason == "stop" and t.loss_mask[-1] == 1
+    assert "word word word word ... (2480 more characters)" in tokenizer.decode(t.token_ids)
+
+
+class Secret(Environment):
+    """Each object has a secret of its own and says it, after a while of its own."""
+
+    def reset(self, row, seed):
+        self.secret, self.random, self.turn = random.random(), random.Random(), 0
+        return [{"role": "user", "content": "Ask."}]
+
+    async def step(self, text):
+        await asyncio.sleep(self.random.random() / 20)
+        self.turn += 1
+        return [{"role": "user", "content": f"secret {self.secret}"}], self.turn / 10, False, {"asked": 1.0}
+
+    def score(self):
+        return 1.0
+
+    def metrics(self):
+        return {"secret": self.secret}
+
+
+def test_answers_reach_whom_they_are_for_and_rewards_their_turns():
+    """Sixteen at the same time, in any order; rewards stand at the end of each turn, the score at the last."""
+    tokenizer = tokenizer_of("qwen2_5")
+    cfg = config(env="x", max_turns=3, num_generations=8, reward_funcs=["environment"], reward_weights=[2.0])
+    sampler = Scripted(tokenizer, ["More."], delays=random.Random(0))
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+
+    async def run():
+        tasks = [play(row, group, Secret(), sampler, cfg) for group, row in enumerate(rows) for _ in range(8)]
+        trajectories = await asyncio.gather(*tasks)
+        await rewards.score(trajectories, {"environment": rewards.environment}, cfg)
+        return trajectories
+
+    trajectories = asyncio.run(run())
+    assert len({t.info["metrics"]["secret"] for t in trajectories}) == 16
+    for t in trajectories:
+        text = tokenizer.decode(t.token_ids)
+        assert text.count(f"secret {t.info['metrics']['secret']}") == text.count("secret") == 2
+        earned = {place: reward for place, reward in enumerate(t.token_rewards) if reward}
+        assert list(earned) == rewards.turn_ends(t.loss_mask) and len(earned) == 3
+        assert list(earned.values()) == pytest.approx([0.2, 0.4, 2.6])
+        assert t.info["reward"] == pytest.approx(3.2) and t.info["rewards"]["environment"] == pytest.approx(1.6)
+        assert t.info["rewards"]["environment/asked"] == 1.0
+
+
+def test_trajectories_do_not_wait_for_each_other():
+    """One environment of sixteen takes 50 times as long; the others end long before it."""
+    tokenizer, cfg, ended = tokenizer_of("qwen2_5"), config(env="x", max_turns=3), {}
+
+    class Slow(Secret):
+        def __init__(self, number):
+            self.number = number
+
+        async def step(self, text):
+            await asyncio.sleep(0.5 if self.number == 0 else 0.01)
+            return [{"role": "user", "content": "."}], 0.0, False, {}
+
+    async def one(number):
+        await play({"prompt": "a"}, 0, Slow(number), Scripted(tokenizer, ["More."]), cfg)
+        ended[number] = time.perf_counter()
+
+    async def run():
+        await asyncio.gather(*(one(number) for number in range(16)))
+
+    start = time.perf_counter()
+    asyncio.run(run())
+    assert max(ended[n] for n in range(1, 16)) - start < 0.8 < ended[0] - start
+
+
+@pytest.mark.parametrize("fault, message", [("raise", "raised ValueError"), ("hang", "took over 0.2 s")])
+def test_an_environment_that_fails_is_named(fault, message):
+    class Broken(Environment):
+        async def step(self, text):
+            if fault == "raise":
+                raise ValueError("no more")
+            time.sleep(5)  # blocks whatever event loop it runs on
+
+    tokenizer, cfg = tokenizer_of("qwen2_5"), config(env="x", tool_timeout=0.2)
+    with pytest.raises(RuntimeError, match=rf"Broken.step\(\) of the row with prompt 'hello' {message}"):
+        asyncio.run(play({"prompt": "hello"}, 0, Broken(), Scripted(tokenizer, ["More."]), cfg))
+
+
+# ---- through the trainer ---------------------------------------------------------------------------------------------
+
+
+def test_sampled_again_and_scored_again():
+    """FrozenLake with a real model: the trainer's log-probs are the sampler's, also with the prompt shared, and only
+    sampled tokens have logits at all - the loss has no gradient with respect to any other."""
+    cfg = config(
+        model_id=make_tiny(),
+        env="frozenlake",
+        tools=[],
+        generator="hf",
+        compute_dtype="float32",
+        num_generations=4,
+        max_turns=4,
+        max_completion_length=300,
+        beta=0.0,
+        tokenization_check="off",
+    )
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    generator = models.make_generator(cfg, inner.hf_model, models.load_processor(cfg.model_id), torch.device("cpu"))
+    generator.eos_ids |= set(range(0, 4096, 12))  # a random model seldom ends a turn
+    rows = [{"prompt": "lake", "seed": seed} for seed in range(3)]
+    trajectories = asyncio.run(multi_turn(rows, generator, cfg))
+    asyncio.run(rewards.score(trajectories, {"environment": rewards.environment}, cfg))
+    assert [t.group for t in trajectories] == [0] * 4 + [1] * 4 + [2] * 4
+    assert max(t.turns for t in trajectories) == 4
+    for group in range(3):
+        assert len({tuple(t.prompt_ids) for t in trajectories if t.group == group}) == 1
+    batch = script.collate(trajectories, 0, torch.device("cpu"))
+    for shared in (True, False):
+        logprobs = script.all_logprobs(policy, batch, TrainConfig(**vars(cfg) | {"shared_prefix": shared}))[0]
+        assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4
+        _, rows_of, columns, targets = packing.pack(batch, TrainConfig(**vars(cfg) | {"shared_prefix": shared}))
+        assert len(targets) == sum(sum(t.loss_mask) for t in trajectories)
+    sampled = [i for t in trajectories for i, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
+    assert sorted(targets.tolist()) == sorted(sampled)
+
+
+# ---- images from an environment --------------------------------------------------------------------------------------
+
+
+class Picture(Environment):
+    """Answers every turn with a picture, or two, of its own."""
+
+    def reset(self, row, seed):
+        self.seed = 10 * random.randrange(1000)
+        return super().reset(row, seed)
+
+    async def step(self, text):
+        self.seed += 1
+        count = 1 + self.seed % 2
+        parts = [{"type": "image", "image": tiny_vlms.picture(self.seed + n, 56 + 28 * n, 56)} for n in range(count)]
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": "And now?"}]}], 0.0, False, {}
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "llava", "gemma3"])
+def test_images_of_an_environment(family, tmp_path):
+    """Shown to the model in later turns and trained on as they were shown, beside rows that have none."""
+    folder = str(tiny_vlms.make(family, tmp_path / "model"))
+    settings = dict(model_id=folder, env="x", tools=[], generator="hf", compute_dtype="float32", num_generations=3)
+    cfg = config(**settings, max_turns=3, max_completion_length=300, max_turn_length=40, beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    cfg.shared_prefix = packing.why_not_shared(inner.hf_model, cfg) is None
+    generator = models.make_generator(cfg, inner.hf_model, models.load_processor(folder), torch.device("cpu"))
+    generator.eos_ids |= set(range(0, 4096, 8))
+    rows = [{"prompt": "Look.", "image": tiny_vlms.picture(1)}, {"prompt": "Wait."}]
+
+    async def run():
+        tasks = [play(row, group, Picture(), generator, cfg) for group, row in enumerate(rows) for _ in range(3)]
+        return await asyncio.gather(*tasks, play(rows[0], 2, Secret(), generator, cfg))
+
+    trajectories = asyncio.run(run())
+    assert max(len(t.images) for t in trajectories) >= 2 and len(trajectories[-1].images) == 1
+    for t in trajectories:
+        assert len(t.token_ids) == len(t.loss_mask) == len(t.logprobs)
+    batch = script.collate(trajectories, 0, torch.device("cpu"))
+    for shared in {cfg.shared_prefix, False}:
+        for budget in (100_000, 200):
+            cut = TrainConfig(**vars(cfg) | {"shared_prefix": shared, "tokens_per_microbatch": budget})
+            logprobs = script.all_logprobs(policy, batch, cut)[0]
+            assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4, (shared, budget)
+
+
+def test_frozen_lake():
+    """The way is walked, holes and the goal end it, an invalid action costs and stays; the seed decides the map."""
+    lake = FrozenLake()
+    first = lake.reset({}, 7)[0]["content"]
+    assert first == FrozenLake().reset({}, 7)[0]["content"] != FrozenLake().reset({}, 8)[0]["content"]
+    _, reward, done, info = asyncio.run(lake.step("I go left"))
+    assert (reward, done, info["valid"]) == (-0.1, False, 0.0)
+    outcomes = set()
+    for seed in range(30):
+        lake = FrozenLake()
+        lake.reset({}, seed)
+        choose, done = random.Random(seed), False
+        while not done:
+            place = lake.place
+            _, reward, done, info = asyncio.run(lake.step(choose.choice(lake.actions())))
+            assert info["valid"] == 1.0 and info["effective"] == float(lake.place != place)
+        assert reward == lake.metrics()["success"] == float(lake.place == lake.goal)
+        outcomes.add(reward)
+    assert outcomes == {0.0, 1.0}
+    slippery = FrozenLake(slippery=True)
+    slippery.reset({}, 3)
+    moved = {sum(abs(a - b) for a, b in zip(slippery.place, slippery.goal, strict=True))}
+    assert moved
+
+
+def test_mistakes_in_flags():
+    with pytest.raises(ConfigError, match="unknown name 'frozenlak'.*Did you mean 'frozenlake'"):
+        envs.get_environment("frozenlak")
+    with pytest.raises(ConfigError, match="argument of --env frozenlake: unknown name 'slipery'"):
+        envs.get_environment("frozenlake?slipery=true")
+    with pytest.raises(ConfigError, match="unknown name 'calculater'"):
+        get_tools(config(tools=["calculater"]))
+    assert envs.get_environment("frozenlake?slippery=true&size=6")().size == 6
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+
+def run_tools(cfg, calls, *tools):
+    toolbox = Toolbox({tool.name: tool for tool in tools}, cfg)
+    return asyncio.run(toolbox.run(calls, toolbox.tools))
+
+
+def test_a_call_that_fails_is_answered():
+    def broken(a: int) -> str:
+        """Breaks.
+
+        Args:
+            a: a number
+        """
+        raise KeyError("nothing there")
+
+    def slow(a: int) -> str:
+        """Sleeps.
+
+        Args:
+            a: a number
+        """
+        time.sleep(5)
+
+    calls = [
+        Call("add", {"a": 1, "b": 2}),
+        Call("add", {"a": 1}),
+        Call("add", {"a": 1, "b": 2, "c": 3}),
+        Call("sub", {}),
+        Call("", {}, "not JSON"),
+        Call("broken", {"a": 1}),
+        Call("slow", {"a": 1}),
+    ]
+    start = time.perf_counter()
+    messages, events = run_tools(config(tool_timeout=0.3), calls, *map(from_function, (add, broken, slow)))
+    assert time.perf_counter() - start < 2
+    wanted = ["3", "add needs b", "takes a, b, not c", "no tool 'sub'; there are add, broken, slow", "not JSON"]
+    wanted += ["KeyError: 'nothing there'", "no answer within 0.3 s"]
+    assert all(want in message["content"] for want, message in zip(wanted, messages, strict=True))
+    assert [event["failed"] for event in events] == [0, 1, 1, 1, 1, 1, 1]
+
+
+def test_limits_and_cache():
+    running, most, count = 0, 0, 0
+
+    async def watched(a: int) -> str:
+        nonlocal running, most, count
+        running, count = running + 1, count + 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return str(a)
+
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    calls = [Call("watched", {"a": n % 4}) for n in range(8)]
+    run_tools(config(tool_concurrency=3), calls, Tool("watched", "", schema, watched))
+    assert most == 3 and count == 8
+    most = count = 0
+    run_tools(config(), calls, Tool("watched", "", schema, watched, concurrency=2))
+    assert most == 2
+    start = time.perf_counter()
+    run_tools(config(), calls[:5], Tool("watched", "", schema, watched, rate=20.0))
+    assert time.perf_counter() - start > 4 / 20
+    count, cfg = 0, config(tool_cache=True)
+    toolbox = Toolbox({"watched": Tool("watched", "", schema, watched)}, cfg)
+    for _ in range(3):  # a new event loop each, as every training step has
+        _, events = asyncio.run(toolbox.run(calls[:4], toolbox.tools))
+    assert count == 4 and [event["cached"] for event in events] == [1] * 4
+
+
+def test_rows_choose_tools_and_arguments():
+    cfg = config()
+    environment = tool_environment(cfg, add, from_function(models_of := add).__class__("other", "", {}, models_of))
+    environment.reset({"prompt": "?", "tools": ["add"], "tools_kwargs": {"add": {"b": 10}}}, 0)
+    assert list(environment.tools) == ["add"] and list(environment.tools["add"].parameters["properties"]) == ["a"]
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    messages, _, done, _ = asyncio.run(environment.step(text))
+    assert messages[0]["content"] == "11" and not done
+    with pytest.raises(ConfigError, match="unknown name 'sub'"):
+        environment.reset({"prompt": "?", "tools": ["sub"]}, 0)
+
+
+PARSED = [
+    ("hermes", CALL, [("add", {"a": 2, "b": 3})]),
+    ("hermes", CALL * 2, [("add", {"a": 2, "b": 3})] * 2),
+    ("hermes", "<tool_call>{'name': add}</tool_call>", ["must be"]),
+    ("hermes", '<tool_call>{"name": "add"', ["must be"]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [("add", {"a": 1})]),
+    ("hermes", "It is 5.", []),
+    (
+        "xml",
+        "<function=add><parameter=a>\n2\n</parameter><parameter=b>3</parameter></function>",
+        [("add", {"a": 2, "b": 3})],
+    ),
+    ("xml", "<function=say><parameter=text>2</parameter></function>", [("say", {"text": "2"})]),
+    ("xml", "<function=add><parameter=a>2</parameter>", ["must end"]),
+    ("tags", "I <say>hello</say>", [("say", {"text": "hello"})]),
+    ("tags", "<say>hello", ["must end"]),
+    ("tags", "<other>hello</other>", []),
+]
+
+
+@pytest.mark.parametrize("parser, text, wanted", PARSED)
+def test_parsers(parser, text, wanted):
+    from tools import PARSERS
+
+    say = Tool("say", "", {"type": "object", "properties": {"text": {"type": "string"}}}, print)
+    calls = PARSERS[parser](text, {"add": from_function(add), "say": say})
+    assert len(calls) == len(wanted)
+    for call, want in zip(calls, wanted, strict=True):
+        if isinstance(want, str):
+            assert want in call.error
+        else:
+            assert (call.name, call.arguments, call.error) == (*want, None)
+
+
+def test_a_function_without_docstring_is_no_tool():
+    def nothing(a): ...
+
+    with pytest.raises(ConfigError, match="the tool 'nothing' needs a type hint"):
+        from_function(nothing)
