@@ -50,6 +50,7 @@ table { border-collapse: collapse; width: 100%; font-size: 13px } td, th { paddi
 vertical-align: top; border-bottom: 1px solid #eef0f3 } th { color: #6b7280; font-weight: 500 }
 td.n { text-align: right; font-variant-numeric: tabular-nums } td.t { white-space: pre-wrap; overflow-wrap: anywhere;
 font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; max-width: 420px }
+.said { border-left: 3px solid #2563eb; padding-left: 7px }
 .pill { border-radius: 9px; padding: 0 8px; font-variant-numeric: tabular-nums }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px } details { margin-top: 10px }
 summary { cursor: pointer; font-weight: 600 } .card img.seen { width: 192px; image-rendering: pixelated }
@@ -240,14 +241,28 @@ def pill(value, low: float, high: float) -> str:
     return f'<span class="pill" style="background: hsl({120 * share:.0f} 70% 88%)">{value:.3g}</span>'
 
 
+def said(row: dict) -> str:
+    """The completion; of several turns each, what is trained on beside a bar and what answered it, masked, without."""
+    if not row.get("turns"):
+        return html.escape(shorten(str(row.get("completion"))))
+    parts = []
+    for turn in json.loads(row["turns"]):
+        earned = f' <span class="dim">reward {turn["reward"]:.3g}</span>' if turn["reward"] else ""
+        parts.append(f'<div class="said">{html.escape(shorten(turn["text"]))}{earned}</div>')
+        if turn["observation"]:
+            calls = f"{html.escape(', '.join(turn['calls']))}\n" if turn["calls"] else ""
+            parts.append(f'<div class="dim">{calls}{html.escape(shorten(chr(10).join(turn["observation"])))}</div>')
+    return "".join(parts)
+
+
 def table_of_completions(rows: list[dict], bounds: dict[str, tuple[float, float]]) -> str:
     """Rows of a completions file; `bounds` are the lowest and highest of each score, for its colour."""
     header = "".join(f"<th>{html.escape(name)}</th>" for name in ["prompt", "completion", *bounds, "ended by"])
     body, previous = [], None
     for row in rows:
         prompt = shorten(readable_prompt(row.get("prompt")))
-        texts = ["″" if prompt == previous else prompt, shorten(str(row.get("completion")))]
-        cells = "".join(f'<td class="t">{html.escape(text)}</td>' for text in texts)
+        texts = ["″" if prompt == previous else html.escape(prompt), said(row)]
+        cells = "".join(f'<td class="t">{text}</td>' for text in texts)
         cells += "".join(f'<td class="n">{pill(row.get(name), *bounds[name])}</td>' for name in bounds)
         body.append(f"<tr>{cells}<td>{html.escape(str(row.get('finish_reason') or ''))}</td></tr>")
         previous = prompt
@@ -282,9 +297,9 @@ def before_and_after(run_dir: Path) -> str:
     body = ""
     for rows in zip(*columns, strict=False):
         score = [pill(row["reward"], 0.0, 1.0) for row in rows]
-        said = [f"{html.escape(shorten(str(row['completion'])))}\n{s}" for row, s in zip(rows, score, strict=True)]
+        texts = [f"{said(row)}\n{s}" for row, s in zip(rows, score, strict=True)]
         seen = [
-            f"{png(row['picture'])}\n{text}" if row["picture"] else text for row, text in zip(rows, said, strict=True)
+            f"{png(row['picture'])}\n{text}" if row["picture"] else text for row, text in zip(rows, texts, strict=True)
         ]
         prompt = html.escape(shorten(readable_prompt(rows[0]["prompt"])))
         body += f'<tr><td class="t">{prompt}</td>{"".join(f"""<td class="t">{text}</td>""" for text in seen)}</tr>'

@@ -121,8 +121,21 @@ def completion_rows(trajectories: list, scores: list[float], advantages: list[fl
     for t, reward, advantage in zip(trajectories, scores, advantages, strict=True):
         row = {"prompt": t.row["prompt"], "completion": t.info["completion"]}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
+        if "turns" in t.info:
+            row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
         rows.append(row | {f"rewards/{name}": value for name, value in t.info["rewards"].items()})
     return rows
+
+
+def shown_turn(turn: dict) -> dict:
+    """A turn of rollouts.play for a reader: what the model wrote, what came back, calls with their seconds, reward."""
+    observation = [
+        part.get("text", "[image]") if isinstance(part, dict) else part
+        for message in turn["observation"] or ()
+        for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
+    ]
+    calls = [f"{c['name']} {c['seconds']:.2f} s" + " failed" * c["failed"] for c in turn["info"].get("calls", ())]
+    return {"text": turn["text"], "observation": observation, "calls": calls, "reward": turn["reward"]}
 
 
 def picture(trajectory, reward_functions: dict) -> bytes | None:
@@ -290,7 +303,13 @@ class RunLog:
         scores = {"reward": row.get("reward"), "advantage": row.get("advantage")}
         summary = [f"{k} {_short(v)}" for k, v in scores.items() if v is not None]
         lines = [f"--- a sample of step {step} ---", _block("prompt", readable_prompt(row["prompt"]))]
-        lines += [_block("completion", row["completion"])]
+        if row.get("turns"):
+            for number, turn in enumerate(json.loads(row["turns"]), 1):
+                lines += [_block(f"turn {number}, trained on, reward {_short(turn['reward'])}", turn["text"])]
+                shown = " ".join(["answered, masked", *turn["calls"]])
+                lines += [_block(shown, "\n".join(turn["observation"]))] if turn["observation"] else []
+        else:
+            lines += [_block("completion", row["completion"])]
         lines += ["  ".join([*summary, f"({parts})" if parts else "", str(row.get("finish_reason") or "")])]
         self.console.print("\n".join(lines), style="dim", markup=False)
 
