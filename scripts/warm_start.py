@@ -1,0 +1,110 @@
+"""A short supervised pass over demonstrations, where a format has to be known before reinforcement learning can begin.
+
+    python scripts/warm_start.py --demonstrations examples/arithmetic.py:demonstrate --tools calculator \\
+        --dataset_id examples/arithmetic.py:rows --model_id models/SmolLM2-135M-Instruct --run_name warm --max_steps 60
+
+A demonstration is a function (row, environment, answers) -> what a model might say next; `answers` holds the messages
+that came back after each turn so far. The environment (or the tools) answer it as they would a model, and the same code
+lays out the same tokens: only what was said is trained on. The result is a `from_pretrained` folder,
+runs/NAME/checkpoints/step_N. Flags are train_grpo.py's; numbers that rest on a warm start should say so.
+"""
+
+import asyncio
+import inspect
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import data  # noqa: E402
+import envs  # noqa: E402
+import models  # noqa: E402
+import train_grpo as script  # noqa: E402
+import utils  # noqa: E402
+from config import ConfigError, TrainConfig, parse_args  # noqa: E402
+from prompts import rope_index_of  # noqa: E402
+from rollouts import play  # noqa: E402
+from vllm_client import Completion  # noqa: E402
+
+
+class WarmConfig(TrainConfig):
+    demonstrations: str | None = None  # file.py:function, (row, environment, answers) -> text
+    policy_loss: str = "reinforce"  # with advantages of 1: the likelihood of what was said
+    loss_agg: str = "token_mean"
+    correction: str = "none"  # nobody sampled it
+    learning_rate: float = 1e-4
+    num_generations: int = 2  # demonstrations of each row
+    generator: str = "hf"  # none is started
+    lr_schedule: str = "cosine"
+
+
+class Demonstrator:
+    """Says in every turn of one trajectory what the function says; takes the sampler's place."""
+
+    def __init__(self, function, row: dict, environment, processor, rope_index):
+        self.function, self.row, self.environment, self.answers = function, row, environment, []
+        self.tokenizer, self.rope_index = processor, rope_index
+        step = environment.step
+
+        async def remembered(text):
+            outcome = step(text)
+            outcome = await outcome if inspect.isawaitable(outcome) else outcome
+            self.answers.append(outcome[0])
+            return outcome
+
+        environment.step = remembered
+
+    async def generate(self, sent, *, n, max_tokens, expanded=None, **options) -> list[Completion]:
+        text = self.function(self.row, self.environment, self.answers)
+        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        reason = "stop" if len(ids) <= max_tokens else "length"
+        seen = expanded.token_ids if expanded else sent
+        return [Completion(ids[:max_tokens], [0.0] * len(ids[:max_tokens]), reason, 0, list(seen))]
+
+
+async def demonstrate(rows: list[dict], function, processor, rope_index, cfg: TrainConfig) -> list:
+    make, tasks = envs.environment_maker(cfg), []
+    for group, row in enumerate(rows):
+        for _ in range(cfg.num_generations):
+            environment = make()
+            shown = Demonstrator(function, row, environment, processor, rope_index)
+            tasks.append(play(row, group, environment, shown, cfg))
+    return await asyncio.gather(*tasks)
+
+
+def main(cfg: WarmConfig) -> None:
+    if not cfg.demonstrations or not data.function_path(cfg.demonstrations):
+        raise ConfigError("--demonstrations: give file.py:function, (row, environment, answers) -> text.")
+    function = data.load_function(cfg.demonstrations)
+    processor = models.load_processor(cfg.model_id)
+    rows, _ = data.load_data(cfg, processor, script.format_row)
+    _, _, device = utils.init_distributed(cfg.dist_timeout)
+    policy, inner = script.load_policy(cfg, device)
+    optimizer, sampler = (
+        models.make_optimizer(policy, cfg),
+        data.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed),
+    )
+    pad_id, start = getattr(processor, "tokenizer", processor).pad_token_id or 0, time.perf_counter()
+    for step in range(cfg.max_steps):
+        chosen = [rows[i] for i in sampler.next(step)]
+        trajectories = asyncio.run(demonstrate(chosen, function, processor, rope_index_of(inner.hf_model), cfg))
+        batch = script.collate(trajectories, pad_id, device)
+        batch.advantages = batch.loss_mask.clone()  # 1: the loss is minus the log-likelihood
+        metrics = script.update(policy, optimizer, batch, cfg, step)
+        if (step + 1) % 10 == 0 or step + 1 == cfg.max_steps:
+            print(f"step {step + 1}/{cfg.max_steps}: loss {metrics['loss']:.3f}, {time.perf_counter() - start:.0f} s")
+    run_dir = Path(cfg.output_dir) / (cfg.run_name or f"{Path(cfg.model_id).name}-warm")
+    utils.save_checkpoint(run_dir, cfg.max_steps, {"policy": (policy, None)}, inner.hf_model, processor, {}, 1)
+    print(f"warm_start: {run_dir}/checkpoints/step_{cfg.max_steps}")
+
+
+if __name__ == "__main__":
+    config = parse_args(WarmConfig, description=__doc__)
+    try:
+        main(replace(config, max_steps=config.max_steps or 60))
+    except ConfigError as error:
+        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
