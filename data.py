@@ -312,8 +312,9 @@ def tokenize_prompt(
     messages = prompt_messages(row, system_prompt)
     continued = messages[-1]["role"] == "assistant"
     # Left to its default, transformers 4 gives a list here and 5 a BatchEncoding; return_dict=True is the same in both.
+    options = dict(add_generation_prompt=not continued, continue_final_message=continued)
     encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=not continued, continue_final_message=continued, return_dict=True
+        messages, tools=row.get("tool_schemas"), tokenize=True, return_dict=True, **options
     )
     return list(encoded["input_ids"])
 
