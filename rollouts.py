@@ -195,6 +195,11 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     schemas = [tool.schema() for tool in environment.tools.values()]
     shown = with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor)
     prompt = so_far = build_prompt(row, generator, cfg, shown)
+    if len(prompt.token_ids) > cfg.max_prompt_length:
+        raise ValueError(
+            f"the prompt {shorten(row['prompt'])} has {len(prompt.token_ids)} tokens with what its tools or environment "
+            f"add; --max_prompt_length is {cfg.max_prompt_length}: raise it, and the server's --max-model-len with it."
+        )
     turns, mask, logprobs, version = [], [], [], None
     conversation, finish = list(shown["prompt"]), "stop"
     for number in range(cfg.max_turns):

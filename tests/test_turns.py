@@ -212,6 +212,12 @@ def test_trajectories_do_not_wait_for_each_other():
     assert max(ended[n] for n in range(1, 16)) - start < 0.8 < ended[0] - start
 
 
+def test_a_prompt_that_its_tools_make_too_long():
+    tokenizer, cfg = tokenizer_of("qwen2_5"), config(max_prompt_length=50)
+    with pytest.raises(ValueError, match="'What now\\?' has .* tokens with what its tools or environment add"):
+        asyncio.run(play({"prompt": "What now?"}, 0, tool_environment(cfg), Scripted(tokenizer, TURNS), cfg))
+
+
 @pytest.mark.parametrize("fault, message", [("raise", "raised ValueError"), ("hang", "took over 0.2 s")])
 def test_an_environment_that_fails_is_named(fault, message):
     class Broken(Environment):
