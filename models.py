@@ -91,6 +91,7 @@ def load_processor(model_id: str):
     """The processor of text and images of a model that takes images, of others the tokenizer."""
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+    checks.check_model_id(model_id)
     try:
         vision = is_vision(AutoConfig.from_pretrained(model_id))
         return (AutoProcessor if vision else AutoTokenizer).from_pretrained(model_id)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import envs
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, known_name
 from data import shorten
 from limits import run_limited
 from prompts import build_prompt, check_echo, continued, is_vision, observed, with_tools
@@ -164,6 +164,15 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
 # ---- several turns --------------------------------------------------------------------------------------------------
 
 
+def check_rollout(cfg: TrainConfig) -> None:
+    """ConfigError for a rollout, environment, tool or MCP server that is not there, before anything else starts."""
+    known_name("--rollout", cfg.rollout, ROLLOUTS)
+    if cfg.rollout == "multi_turn":
+        if not (cfg.env or cfg.tools or cfg.mcp_config):
+            raise ConfigError("--rollout multi_turn needs --env, --tools or --mcp_config.")
+        envs.environment_maker(cfg)()
+
+
 def scored_together(cfg: TrainConfig) -> list[TrainConfig]:
     """How a row's trajectories are divided among calls of its rollout: each call's are scored as soon as it ends. Those
     of one turn end together; of several turns each is on its own."""
@@ -197,8 +206,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     prompt = so_far = build_prompt(row, generator, cfg, shown)
     if len(prompt.token_ids) > cfg.max_prompt_length:
         raise ValueError(
-            f"the prompt {shorten(row['prompt'])} has {len(prompt.token_ids)} tokens with what its tools or environment "
-            f"add; --max_prompt_length is {cfg.max_prompt_length}: raise it, and the server's --max-model-len with it."
+            f"the prompt {shorten(row['prompt'])} has {len(prompt.token_ids)} tokens with what its tools or environment"
+            f" add; --max_prompt_length is {cfg.max_prompt_length}: raise it, and the server's --max-model-len with it."
         )
     turns, mask, logprobs, version = [], [], [], None
     conversation, finish = list(shown["prompt"]), "stop"

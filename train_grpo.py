@@ -52,7 +52,7 @@ from models import Policy
 from packing import micro_batches, minibatches, pack, why_not_shared
 from prompts import image_metrics
 from rewards import get_reward_functions, score
-from rollouts import ROLLOUTS, Trajectory, reward_means, rollout_metrics, scored_together
+from rollouts import ROLLOUTS, Trajectory, check_rollout, reward_means, rollout_metrics, scored_together
 from runlog import RunLog, clock, close_all, completion_rows, describe, name_run
 
 # ==== 1 batch ========================================================================================================
@@ -875,10 +875,10 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
-    registries = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "rollout": ROLLOUTS}
+    registries = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
     for name, known in registries.items():
         known_name(f"--{name}", getattr(cfg, name), known)
-    checks.check_model_id(cfg.model_id)
+    check_rollout(cfg)
     processor = models.load_processor(cfg.model_id)  # a model without images: its tokenizer
     rows, held_out = data.load_data(cfg, processor, format_row)
     reward_functions = get_reward_functions(cfg, columns=set.intersection(*map(set, rows or held_out)))

@@ -197,7 +197,7 @@ def test_config_files_that_cannot_be_read(tmp_path):
             "lower the first or raise",
         ),
         ("--reward_funcs a b --reward_weights 1", "1 values for 2 --reward_funcs (a, b)", "give one each"),
-        ("--reward_funcs none", "--reward_funcs is empty", "give at least one"),
+        ("--reward_funcs", "--reward_funcs is empty", "give at least one"),
         ("--server_urls none", "--server_urls is empty", "--generator hf"),
         ("--report_to wandbb", "'wandbb'", "known are tensorboard, wandb. Did you mean 'wandb'?"),
         ("--push_to_hub", "--push_to_hub", "add --hub_repo_id"),
@@ -239,7 +239,7 @@ def test_help_shows_every_flag_with_its_default_and_choices():
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name}" in text
     assert "--strategy {ddp,fsdp,fsdp2}" in text and "--no-use_peft" in text
-    assert "[1e-06]" in text and "[reasoning_gym]" in text and "[['" not in text
+    assert "[1e-06]" in text and "reasoning_gym [None]" in text and "[['" not in text
 
 
 @dataclasses.dataclass
