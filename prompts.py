@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from config import ConfigError, TrainConfig
 from data import prompt_messages, shorten, tokenize_prompt
 
+ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a complete file ends in
 MAX_PIXELS = 20_000_000  # an image; read from its header, before it is decoded. The server's limit, too
 # Families whose masks treat images or whole prompts apart, and the token type of what is sampled after a prompt.
 FOLLOWED_BY = {"gemma3": 0, "paligemma": 1}
@@ -83,6 +84,8 @@ def open_image(source) -> tuple[Image.Image, bytes | None]:
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken, scale it down")
+    if data is not None and ENDS.get(image.format, b"") not in data[-1024:]:
+        image.load()  # cut short, or with something behind it: decoding tells
     return image, data
 
 

@@ -235,7 +235,15 @@ def bomb(path: Path) -> Path:
     return path
 
 
+def half(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    picture(0, 200, 200).save(buffer, kind)
+    return buffer.getvalue()[: len(buffer.getvalue()) // 2]
+
+
 MISTAKES = {
+    "a JPEG cut short": (lambda folder: {"image": half("JPEG")}, "truncated"),
+    "a PNG cut short": (lambda folder: {"image": half("PNG")}, "truncated"),
     "missing file": (lambda folder: {"image": str(folder / "none.png")}, "is neither a file nor base64"),
     "corrupt": (lambda folder: {"image": b"not an image"}, "cannot identify image file"),
     "huge": (lambda folder: {"image": str(bomb(folder / "big.png"))}, "10000 x 5000 pixels; at most 20,000,000"),
