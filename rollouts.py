@@ -193,6 +193,21 @@ def seed_of(row: dict, cfg: TrainConfig) -> int:
     return row["seed"] if row.get("seed") is not None else cfg.seed ^ zlib.crc32(repr(row["prompt"]).encode())
 
 
+async def begin(row: dict, environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
+    """(the row with the prompt that its environment makes of it, schemas of its tools)"""
+    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
+    schemas = [tool.schema() for tool in environment.tools.values()]
+    return with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor), schemas
+
+
+def check_length(prompt, row: dict, cfg: TrainConfig) -> None:
+    if len(prompt.token_ids) > cfg.max_prompt_length:
+        raise ValueError(
+            f"the prompt {shorten(row['prompt'])} has {len(prompt.token_ids)} tokens with what its tools or environment"
+            f" add; --max_prompt_length is {cfg.max_prompt_length}: raise it, and the server's --max-model-len with it."
+        )
+
+
 async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) -> Trajectory:
     """One trajectory, token in, token out: what was sampled is never decoded and tokenised again.
 
@@ -200,15 +215,9 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     not fit: it is then left out altogether, text and images together.
     """
     processor = generator.tokenizer
-    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
-    schemas = [tool.schema() for tool in environment.tools.values()]
-    shown = with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor)
+    shown, schemas = await begin(row, environment, processor, cfg)
     prompt = so_far = build_prompt(row, generator, cfg, shown)
-    if len(prompt.token_ids) > cfg.max_prompt_length:
-        raise ValueError(
-            f"the prompt {shorten(row['prompt'])} has {len(prompt.token_ids)} tokens with what its tools or environment"
-            f" add; --max_prompt_length is {cfg.max_prompt_length}: raise it, and the server's --max-model-len with it."
-        )
+    check_length(prompt, row, cfg)
     turns, mask, logprobs, version = [], [], [], None
     conversation, finish = list(shown["prompt"]), "stop"
     for number in range(cfg.max_turns):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from server_fixture import make_tiny
 
 import models
+import prompts
 import train_grpo as script
 from config import TrainConfig
 from runlog import read_metrics
@@ -81,6 +82,7 @@ def test_a_composed_model_trains(kind, tmp_path):
         output_dir=str(tmp_path),
         run_name="run",
     )
+    prompts.COUNTS.clear()
     script.train(cfg)
     (step,) = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
     assert step["images/processed"] == 3 and step["sampling/logprob_diff_mean"] < 1e-4

@@ -38,7 +38,7 @@ def make_batch(policy, cfg) -> script.Batch:
     return batch
 
 
-@pytest.mark.parametrize("advantage", sorted(script.ADVANTAGES))
+@pytest.mark.parametrize("advantage", sorted(script.ADVANTAGES.keys() - {"gae"}))  # train_ppo's wants a critic's values
 def test_every_loss_takes_two_steps_with(advantage, policy):
     base = TrainConfig(compute_dtype="float32", advantage=advantage, num_iterations=2, learning_rate=1e-3, max_steps=9)
     start = copy.deepcopy(policy.state_dict())
