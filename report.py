@@ -19,6 +19,7 @@ from runlog import phases, read_metrics, readable_prompt
 PANELS = [
     ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
     ("Held-out rows", "never trained on", ["eval/mean@*", "eval/pass@*"]),
+    ("Held-out rows by function", "parts of the score", ["eval/rewards/*"]),
     ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
     ("Completion length", "tokens", ["completions/mean_length", "completions/max_length"]),
     ("Cut off", "share of completions that hit the length limit", ["completions/clipped_ratio"]),

@@ -16,12 +16,14 @@ python scripts/make_tiny_vlm.py "$model"
 
 begin=$(date +%m%d-%H%M%S) runs=()
 for seed in $seeds; do
-  for task in "counting:count" "grounding:grounding"; do
+  # A box counts as solved from an IoU of .5 on: a score of .5 * .5^2 + .5.
+  for task in "counting:count 1" "grounding:grounding 0.625"; do
+    solved=${task#* } task=${task% *}
     file=examples/${task%:*}.py name=${task%:*}-$begin-seed$seed
     bash scripts/serve_and_train.sh "$name" "$model" 128 train_grpo.py \
       --dataset_id "$file:rows" --reward_funcs "$file:${task#*:}" --seed "$seed" \
       --max_prompt_length 96 --max_completion_length 16 --prompts_per_step 64 --num_generations 16 \
-      --learning_rate 3e-4 --lr_schedule linear --max_steps 60 --eval_steps 20 --compute_dtype float32 "$@"
+      --learning_rate 3e-4 --lr_schedule linear --max_steps 60 --eval_steps 20 --eval_solved "$solved" --compute_dtype float32 "$@"
     runs+=("runs/$name")
   done
 done
