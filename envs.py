@@ -261,11 +261,9 @@ class Gymnasium(Environment):
     def __init__(self, id: str, hint: str = "", penalty: float = 0.1):
         import gymnasium
 
-        try:
+        self.env, self.hint, self.penalty = gymnasium.make(id), hint, penalty
+        if "ansi" in self.env.metadata.get("render_modes", ()):
             self.env = gymnasium.make(id, render_mode="ansi")
-        except Exception:  # each raises another one for a mode that it does not have
-            self.env = gymnasium.make(id)
-        self.hint, self.penalty, self.won = hint, penalty, 0.0
 
     def shown(self, observation) -> str:
         drawn = self.env.render() if self.env.render_mode == "ansi" else None
@@ -391,6 +389,8 @@ def get_environment(spec: str, cfg=None):
         )
     if not callable(getattr(cls, "step", None)):  # its methods are tools, as in TRL
         return lambda: MethodsEnvironment(cls(**arguments), cfg)
+    if not issubclass(cls, Environment):  # what it leaves out comes from there
+        cls = type(cls.__name__, (cls, Environment), {})
     return lambda: cls(**arguments)
 
 

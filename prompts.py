@@ -207,21 +207,29 @@ def with_tools(row: dict, schemas: list[dict], instructions: str, processor) -> 
     return row | {"prompt": [{"role": "system", "content": instructions}, *messages]}
 
 
+def render(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
+    """What the chat template writes. Of a template without a role `tool`, as if a user had said what tools did."""
+    from jinja2 import TemplateError
+
+    try:
+        return processor.apply_chat_template(messages, tools=schemas, tokenize=False, **options)
+    except TemplateError:
+        if all(message["role"] != "tool" for message in messages):
+            raise
+        said = [message | {"role": "user"} if message["role"] == "tool" else message for message in messages]
+        return processor.apply_chat_template(said, tools=schemas, tokenize=False, **options)
+
+
 def observation_text(messages: list[dict], processor, schemas: list[dict] | None = None) -> str:
     """What the chat template writes from the end of an answer, over `messages`, to where the next answer begins.
 
     Rendered behind a made-up conversation, so that nothing before it matters: templates add a default system prompt,
-    or take the thinking out of earlier answers. Templates without a role `tool` are given a user's message.
+    or take the thinking out of earlier answers.
     """
     made_up = [{"role": "user", "content": "-"}, {"role": "assistant", "content": END}]
     if is_vision(processor):
         made_up, messages = (with_parts({"prompt": m}, 0)["prompt"] for m in (made_up, messages))
-    options = dict(tools=schemas, tokenize=False, add_generation_prompt=True)
-    try:
-        text = processor.apply_chat_template(made_up + messages, **options)
-    except Exception:  # jinja's, raised by the template for a role it does not know
-        messages = [message | {"role": "user"} for message in messages]
-        text = processor.apply_chat_template(made_up + messages, **options)
+    text = render(made_up + messages, processor, schemas, add_generation_prompt=True)
     return text[text.rindex(END) + len(END) :]
 
 

@@ -21,7 +21,7 @@ import envs
 from config import ConfigError, TrainConfig, known_name
 from data import shorten
 from limits import run_limited
-from prompts import build_prompt, check_echo, continued, is_vision, observed, with_tools
+from prompts import build_prompt, check_echo, continued, is_vision, observed, render, with_tools
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
         return
     # The last answer is not the last message: templates treat that one otherwise.
     whole = [*conversation, {"role": "user", "content": ""}]
-    whole = processor.apply_chat_template(whole, tools=shown.get("tool_schemas"), tokenize=False)
+    whole = render(whole, processor, shown.get("tool_schemas"))
     ours = processor.decode(ids, clean_up_tokenization_spaces=False)
     if whole.startswith(ours):
         return

@@ -209,6 +209,19 @@ def test_a_class_written_for_trl(tmp_path):
         assert line["reward"] == pytest.approx(line["rewards/environment/mean"])
 
 
+def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Guess:\n"
+        "    def reset(self, row, seed):\n"
+        "        return [{'role': 'user', 'content': 'Guess.'}]\n"
+        "    async def step(self, text):\n"
+        "        return [], 1.0, True, {}\n"
+    )
+    mine = environment_maker(TrainConfig(env=f"{tmp_path}/mine.py:Guess"))()
+    assert mine.reset({}, 0)[0]["content"] == "Guess." and step(mine, "7")[1:3] == (1.0, True)
+    assert (mine.tools, mine.score(), mine.metrics(), mine.step_timeout) == ({}, 0.0, {}, None)
+
+
 def test_a_new_environment_fits_a_page():
     for path in (ROOT / "examples").glob("*.py"):
         if "(Environment)" in (text := path.read_text()):

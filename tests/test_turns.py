@@ -118,6 +118,14 @@ def test_thinking_of_earlier_turns_stays(caplog):
     assert "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(t.token_ids)
 
 
+def test_a_template_without_a_role_for_tools():
+    tokenizer, cfg = tokenizer_of("smollm2"), config()
+    refuses = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('what?') }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, [CALL, "It is 5."]), cfg))
+    assert "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(t.token_ids)
+
+
 def test_what_does_not_fit_is_left_out():
     """An answer beyond the budget ends the trajectory before it; a turn cut by its length ends it, too."""
     tokenizer = tokenizer_of("qwen2_5")

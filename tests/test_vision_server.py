@@ -1,6 +1,7 @@
 """A live vLLM server and the trainer see the same images: before and after a push that changes every part."""
 
 import asyncio
+import os
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,16 @@ import utils
 from config import TrainConfig
 from rollouts import single_turn
 
+# Others, by hand: FAMILIES="llava llava_next gemma3" pytest tests/test_vision_server.py
+FAMILIES = os.environ.get("FAMILIES", "idefics3 qwen2_5_vl").split()
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """Servers of two families, loading side by side: one gives every image a fixed size, one as many patches as fit."""
     folder = tmp_path_factory.mktemp("served")
     servers = {}
-    for family in ("idefics3", "qwen2_5_vl"):
+    for family in FAMILIES:
         path = tiny_vlms.make(family, folder / family)
         servers[family] = start_server(path, "--dtype", "float32", "--max-model-len", "512")
     try:
@@ -45,7 +49,7 @@ def difference(policy, batch, cfg) -> float:
     return float(((logprobs - batch.sampling_logprobs).abs() * batch.loss_mask).sum() / batch.loss_mask.sum())
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_server_and_trainer_see_the_same(served, family):
     server = served[family]
     cfg = TrainConfig(
