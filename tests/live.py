@@ -1,7 +1,10 @@
 """Starting the real scripts in tests: as processes, with a log each, ended with everything they started."""
 
+import atexit
 import contextlib
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+from server_fixture import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,31 +26,84 @@ SMALL += "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_
 SMALL += "--learning_rate 1e-3 --print_samples_every 0"
 
 
-class Process:
-    """A script that runs: `log` is the file of what it prints."""
+# Most scripts here start as forks of a process that has imported what they need: importing torch and transformers
+# takes a core 6 s, and the tests start some eighty of them.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["preloaded"])
 
-    def __init__(self, command: list[str], log: Path, **env: str):
+
+def become(command: list[str], log: Path, env: dict[str, str]) -> None:
+    """In a fork: `python SCRIPT FLAGS`, as far as the script can tell."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(ROOT)
+    sys.argv, sys.path[:] = command, [str((ROOT / command[0]).parent), *sys.path]
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without
+
+
+class Fork:
+    """What subprocess.Popen is to a command, for a script that starts as a fork."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str]):
+        self.process = FORKS.Process(target=become, args=(command, log, env))
+        self.process.start()
+        self.pid, self.kill = self.process.pid, self.process.kill
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, limit: float | None = None) -> int:
+        self.process.join(limit)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", limit)
+        return self.process.exitcode
+
+
+class Process:
+    """A command that runs, or the ranks of a script: `log` is the file of what they print."""
+
+    def __init__(self, command: list[str], log: Path, ranks: int | None = None, **env: str):
+        """ranks: so many forks of the script command[0], with torchrun's variables; None: any command, as it is."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "w") as file:  # one thread: sums in the same order, and the cores are shared anyway
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
-            self.popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
-        self.handle = psutil.Process(self.popen.pid)  # knows its start: a later process of that number is another one
+        log.write_text("")
+        # One thread: sums in the same order, and the cores are shared anyway.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
+        if ranks is None:
+            with open(log, "a") as file:
+                self.members = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)]
+        else:
+            shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            places = [{"RANK": str(r), "LOCAL_RANK": str(r)} | shared for r in range(ranks)] if ranks > 1 else [{}]
+            self.members = [Fork(command, log, environment | place) for place in places]
+        # psutil knows their start: a later process of that number is another one.
+        self.handles = [psutil.Process(member.pid) for member in self.members]
 
     @property
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def children(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return self.handle.children(recursive=True)
-        return []
+        found = []
+        for handle in self.handles:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += handle.children(recursive=True)
+        return found
 
     def until(self, condition: Callable[[], object], limit: float = 240) -> object:
-        """Wait for `condition` to be true; AssertionError with the log if the process ends or `limit` passes."""
+        """Wait for `condition` to be true; AssertionError with the log if a process ends or `limit` passes."""
         deadline = time.monotonic() + limit
         while not (found := condition()):
-            ended = self.popen.poll() is not None
+            ended = any(member.poll() is not None for member in self.members)
             if (found := condition()) or ended or time.monotonic() > deadline:
                 break
             time.sleep(0.002)
@@ -54,29 +111,36 @@ class Process:
         return found
 
     def end(self, limit: float = 240) -> int:
-        """Wait for the end; the exit status. A process that does not end fails the test."""
+        """Wait for the end; the largest exit status. A process that does not end fails the test."""
+        deadline = time.monotonic() + limit
         try:
-            return self.popen.wait(limit)
+            return max(abs(member.wait(max(deadline - time.monotonic(), 0))) for member in self.members)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"still running after {limit} s: {self.text[-4000:]}") from None
 
     def kill(self) -> None:
-        """kill -9, with all it started."""
+        """kill -9, with all they started."""
         family = self.children()
-        self.popen.kill()
+        for member in self.members:
+            member.kill()
         for child in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGKILL)
-        self.popen.wait()
+        for member in self.members:
+            member.wait()
         psutil.wait_procs(family, timeout=10)
 
 
 def trainer(log: Path, *flags: str, ranks: int = 1, script: str = "train_grpo.py", **env: str) -> Process:
-    """A train script, by itself or under torchrun."""
-    launch = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run"]
-    launch += [] if ranks == 1 else ["--standalone", f"--nproc_per_node={ranks}"]
-    return Process([*launch, script, *flags], log, **env)
+    """A train script, on one rank or several."""
+    return Process([script, *flags], log, ranks, **env)
+
+
+def torchrun(log: Path, *command: str, **env: str) -> Process:
+    """A script on two ranks, as users start it."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return Process([*launch, *command], log, **env)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from live import EVEN, ROOT, SMALL, Process, running, trainer
+from live import EVEN, SMALL, Process, running, torchrun, trainer
 from server_fixture import TINY, free_port, make_tiny, start_server
 
 LIMIT = 60  # seconds from a failure to the end of the run; starting the script comes on top on a busy machine
@@ -146,7 +145,7 @@ def test_a_reward_that_never_returns_is_counted_and_the_run_goes_on(endings, fol
 
 def test_one_of_two_ranks_is_killed(folder):
     flags = f"{SMALL} --reward_funcs length --max_steps 500 --output_dir {folder} --run_name ranks"
-    with running(trainer(folder / "ranks.log", *flags.split(), ranks=2)) as run:
+    with running(torchrun(folder / "ranks.log", "train_grpo.py", *flags.split())) as run:
         run.until(lambda: "step 2/" in run.text)
         ranks = [p for p in run.children() if "train_grpo.py" in p.cmdline() and "LOCAL_RANK" in p.environ()]
         victim = next(p for p in ranks if p.environ()["RANK"] == "1")
@@ -238,8 +237,8 @@ def test_a_server_dies_comes_back_and_dies_again(doomed, folder):
     doomed.process, doomed.log = again.process, again.log  # so that the fixture ends this one
     doomed.wait()
     held = folder / "push"
-    command = [sys.executable, str(ROOT / "tests" / "slow_push.py"), str(held), "3", *flags, "--resume"]
-    with running(Process(command, folder / "story_2.log")) as run:
+    more = (str(held), "3", *flags, "--resume")
+    with running(trainer(folder / "story_2.log", *more, script="tests/slow_push.py")) as run:
         run.until(held.with_suffix(".reached").exists, limit=180)
         family = family_of(doomed)
         for process in family[1:]:  # the worker takes nothing in any more: the bucket is stuck on its way ...

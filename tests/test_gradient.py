@@ -1,23 +1,15 @@
 """The gradient does not depend on how an update is cut: micro-batches, ranks, sharding, shared or repeated prompts."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from live import running, trainer
 
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}
-WORKER = str(Path(__file__).parent / "gradient_worker.py")
+WORKER = "tests/gradient_worker.py"
 
 
 def run(strategy, out, ranks) -> dict:
-    command = [sys.executable, WORKER] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run"]
-    if ranks > 1:
-        command += ["--standalone", f"--nproc_per_node={ranks}", WORKER]
-    done = subprocess.run([*command, strategy, str(out)], capture_output=True, text=True, timeout=240, env=ENV)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    with running(trainer(out.with_suffix(".log"), strategy, str(out), ranks=ranks, script=WORKER)) as worker:
+        assert worker.end() == 0, worker.text
     return torch.load(out)
 
 

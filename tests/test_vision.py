@@ -3,9 +3,6 @@
 import asyncio
 import base64
 import io
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_vlms
 import torch
+from live import running, trainer
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_vlms import batch_of, picture, rows_of
@@ -194,15 +192,11 @@ def test_both_scripts_train_it(algorithm, tmp_path):
 
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
-WORKER = str(Path(__file__).parent / "vision_worker.py")
-
 
 def run_worker(strategy: str, ranks: int, out: Path, folders: list[str]) -> dict:
-    launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [sys.executable, *launch, WORKER, strategy, str(out), *folders]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    flags = [strategy, str(out), *folders]
+    with running(trainer(out.with_suffix(".log"), *flags, ranks=ranks, script="tests/vision_worker.py")) as worker:
+        assert worker.end() == 0, worker.text
     return torch.load(out)
 
 

@@ -1,0 +1,17 @@
+"""What the process that tests fork their scripts from has imported: see live.py. No tensor is made: no thread runs."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+
+import matplotlib.figure  # noqa: E402, F401
+import peft  # noqa: E402, F401
+import torch.distributed.checkpoint  # noqa: E402, F401
+import torch.distributed.fsdp  # noqa: E402, F401
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor  # noqa: E402, F401
+from transformers.models.llama import modeling_llama  # noqa: E402, F401
+
+import train_grpo  # noqa: E402, F401
