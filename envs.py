@@ -99,11 +99,20 @@ class FrozenLake(Environment):
     """Walk over a frozen lake to the goal without falling into a hole (gymnasium's toy text game).
 
     The map comes from the seed and always has a way. An invalid action costs `penalty` and does not move; on slippery
-    ice a move goes sideways two times in three. Reaching the goal earns 1.
+    ice a move goes sideways two times in three. Reaching the goal earns 1. `coordinates` says in words, too, where you
+    and the goal are: small models read no maps.
     """
 
-    def __init__(self, size: int = 4, frozen: float = 0.8, slippery: bool = False, penalty: float = 0.1):
+    def __init__(
+        self,
+        size: int = 4,
+        frozen: float = 0.8,
+        slippery: bool = False,
+        penalty: float = 0.1,
+        coordinates: bool = False,
+    ):
         self.size, self.frozen, self.slippery, self.penalty = size, frozen, slippery, penalty
+        self.coordinates = coordinates
 
     def reset(self, row, seed):
         self.random = random.Random(seed)
@@ -125,7 +134,11 @@ class FrozenLake(Environment):
     def picture(self) -> str:
         shown = [row[:] for row in self.cells]
         shown[self.place[0]][self.place[1]] = "P"
-        return "\n".join(" ".join(row) for row in shown)
+        lines = [" ".join(row) for row in shown]
+        if self.coordinates:
+            (r, c), (goal_r, goal_c) = self.place, self.goal
+            lines.append(f"P is in row {r}, column {c}, G in row {goal_r}, column {goal_c}.")
+        return "\n".join(lines)
 
     async def step(self, text):
         move = read_move(text)

@@ -24,28 +24,36 @@ The reward of a completion is the sum of weight * value over cfg.reward_weights.
 """
 
 import asyncio
-import concurrent.futures
 import inspect
 import json
 import logging
-import re
-import secrets
 import statistics
-import string
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable, Sized
-from decimal import Decimal
 from functools import cache
 from math import isfinite, nan
 
 from config import ConfigError, known_name
 from data import function_path, load_function, parse_gym, shorten
+from instructions import instructions
 from judge import judge
 from limits import run_limited
 from reward_model import load as load_reward_model
 from reward_model import reward_model
 from reward_workers import WorkerPool
+from text_rewards import (  # noqa: F401 - some are for reward functions elsewhere
+    answer_part,
+    code_tests,
+    completion_text,
+    exact_match,
+    format_tags,
+    last_number,
+    multiple_choice,
+    normalise,
+    numbers,
+    repetition,
+    squad_em,
+    squad_f1,
+)
 
 OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
 RETURN_RULE = "return a list with one number, None (does not apply) or {component: number} a completion"
@@ -60,139 +68,6 @@ class RewardError(RuntimeError):
 
 
 # ---- reward functions -----------------------------------------------------------------------------------------------
-
-
-def completion_text(completion) -> str:
-    """The text of a completion: a string itself, or the assistant's part of a list of chat messages."""
-    if isinstance(completion, str):
-        return completion
-    texts = []
-    for message in completion:
-        content = message.get("content") or ""
-        if message.get("role") == "assistant":
-            texts += [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    return "\n".join(texts)
-
-
-def answer_part(text: str) -> str:
-    """What the model commits to: text after the last </think>, and within it the last <answer>...</answer>, if any."""
-    text = text.rpartition("</think>")[2]
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end].strip() if start >= 0 else text.strip()
-
-
-NUMBER = re.compile(
-    r"(?:(?<![\w)])[-\u2212])?"  # a minus, unless it subtracts: "5-3" is 5 and 3
-    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"  # 1,234 or 1234 or nothing before .5
-    r"(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
-)
-
-
-def numbers(text: str) -> list[Decimal]:
-    """All numbers in the text, exactly: "1,234.50 and -3" -> [1234.50, -3]."""
-    return [Decimal(found.replace(",", "").replace("\u2212", "-")) for found in NUMBER.findall(text)]
-
-
-def last_number(completions, answer, **columns) -> list[float | None]:
-    """1 if the last number in the completion equals the answer's; GSM8K's "... #### 72" may stay as it is."""
-    scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        target = numbers(str(wanted).rpartition("####")[2])
-        if wanted is not None and len(target) != 1:
-            raise ValueError(f"answer {wanted!r} is not one number; use --reward_funcs math or exact_match for it")
-        found = numbers(completion_text(completion))
-        scores.append(None if wanted is None else float(bool(found) and found[-1] == target[0]))
-    return scores
-
-
-def normalise(text) -> str:
-    """Unicode form, case, white space and punctuation at the ends do not count."""
-    text = " ".join(unicodedata.normalize("NFKC", str(text)).casefold().split())
-    return text.strip(" .,;:!?'\"`*")
-
-
-def exact_match(completions, answer, **columns) -> list[float | None]:
-    """1 if the completion's `answer_part` is the answer, or one of them where the answer is a list, both normalised."""
-    scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        allowed = wanted if isinstance(wanted, list) else [wanted]
-        given = normalise(answer_part(completion_text(completion)))
-        scores.append(None if wanted is None else float(given in [normalise(each) for each in allowed]))
-    return scores
-
-
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-
-
-def squad_tokens(text) -> list[str]:
-    """Words as SQuAD's evaluation compares them (1606.05250): lower case, no punctuation, no articles."""
-    text = "".join(c for c in str(text).lower() if c not in string.punctuation)
-    return ARTICLES.sub(" ", text).split()
-
-
-def squad_scores(completions, answer) -> list[tuple[float, float] | None]:
-    """(exact match, F1 over words) of every completion's `answer_part` with the best of its answers."""
-    scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        given, best = squad_tokens(answer_part(completion_text(completion))), (0.0, 0.0)
-        for one in wanted if isinstance(wanted, list) else [wanted]:
-            words = squad_tokens(one)
-            common = sum((Counter(given) & Counter(words)).values())
-            best = max(best, (float(given == words), 2 * common / max(len(given) + len(words), 1)))
-        scores.append(None if wanted is None else best)
-    return scores
-
-
-def squad_em(completions, answer, **columns) -> list[float | None]:
-    """1 if the completion's `answer_part` is an answer, compared as in SQuAD."""
-    return [None if score is None else score[0] for score in squad_scores(completions, answer)]
-
-
-def squad_f1(completions, answer, **columns) -> list[float | None]:
-    """Overlap in words with the best of the answers, 0 to 1."""
-    return [None if score is None else score[1] for score in squad_scores(completions, answer)]
-
-
-def repetition(completion_ids, **columns) -> list[float]:
-    """-(share of 3-grams of tokens that occurred before in the completion), from 0 to -1."""
-    scores = []
-    for ids in completion_ids:
-        grams = list(zip(ids, ids[1:], ids[2:], strict=False))
-        scores.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
-    return scores
-
-
-def code_tests(completions, tests, **columns) -> list[dict]:
-    """Share of the row's `tests` that the completion's program passes, in the sandbox (sandbox.py), all in one process
-    a completion. A test is a line of python, such as `assert add(1, 2) == 3`. The program is the last ```python block
-    of the answer, or the whole answer."""
-    programs = []
-    for completion in completions:
-        text = answer_part(completion_text(completion))
-        programs.append((re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL) or [text])[-1])
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return list(pool.map(passed, programs, tests))
-
-
-def passed(program: str, tests: list[str]) -> dict:
-    from sandbox import run_python
-
-    mark = secrets.token_hex(8)  # so that printing or exiting early passes no test; reading its own source might
-    lines = ["import traceback", f"exec(compile({program!r}, 'program', 'exec'))"]
-    for test in tests:
-        lines += ["try:", *(f"    {line}" for line in test.splitlines()), f"    print({mark!r}, flush=True)"]
-        lines += ["except Exception:", "    traceback.print_exc()"]
-    result = run_python("\n".join(lines))
-    return {"reward": result.stdout.count(mark) / max(len(tests), 1), "timeout": float(result.timed_out)}
-
-
-def format_tags(completions, **columns) -> list[float]:
-    """1 if the completion is <think>...</think> <answer>...</answer>, each tag once and nothing around them."""
-    pattern = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    texts = [completion_text(completion) for completion in completions]
-    return [float(all(text.count(tag) == 1 for tag in tags) and bool(pattern.fullmatch(text))) for text in texts]
 
 
 def overlong(completion_ids, cfg, **columns) -> list[float]:
@@ -259,10 +134,27 @@ def environment(trajectories, **columns) -> list[dict]:
     return scores
 
 
+def tool_use(trajectories, **columns) -> list[float | None]:
+    """Share of the tool calls that were of use: that did not fail, and were not made before in the trajectory. None
+    where there was none, so that a weight on it neither asks for tools nor forbids them."""
+    scores = []
+    for trajectory in trajectories:
+        calls = [call for turn in trajectory.info.get("turns", []) for call in turn["info"].get("calls", [])]
+        useful = {call["call"] for call in calls if not call["failed"]}
+        scores.append(len(useful) / len(calls) if calls else None)
+    return scores
+
+
+def few_turns(trajectories, cfg, **columns) -> list[float]:
+    """-(turns beyond the first) / (max_turns - 1), from 0 to -1: with a small weight, as few calls as will do."""
+    return [-(trajectory.turns - 1) / max(cfg.max_turns - 1, 1) for trajectory in trajectories]
+
+
 REWARDS: dict[str, Callable] = {
     "math": math_equal,
     "last_number": last_number,
     "exact_match": exact_match,
+    "multiple_choice": multiple_choice,
     "squad_em": squad_em,
     "squad_f1": squad_f1,
     "code_tests": code_tests,
@@ -274,6 +166,9 @@ REWARDS: dict[str, Callable] = {
     "reward_model": reward_model,
     "judge": judge,
     "environment": environment,
+    "tool_use": tool_use,
+    "few_turns": few_turns,
+    "instructions": instructions,
 }
 
 

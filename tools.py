@@ -221,17 +221,16 @@ class Toolbox:
     def __init__(self, tools: dict[str, Tool], cfg):
         self.tools, self.cfg = tools, cfg
         self._results: dict[tuple, object] = {}
-        self._loop, self._limits, self._next = None, {}, {}
+        self._loop, self._limits, self._next, self._locks = None, {}, {}, {}
 
     def _semaphores(self, tool: Tool) -> list[asyncio.Semaphore]:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._limits, self._next = loop, {}, {}
         limits = {None: self.cfg.tool_concurrency} | ({tool.name: tool.concurrency} if tool.concurrency else {})
         return [self._limits.setdefault(name, asyncio.Semaphore(limit)) for name, limit in limits.items()]
 
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
         """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached)"""
+        if (loop := asyncio.get_running_loop()) is not self._loop:
+            self._loop, self._limits, self._next, self._locks = loop, {}, {}, {}
         results = await asyncio.gather(*(self._one(call, tools) for call in calls))
         messages = [
             {"role": "tool", "name": call.name, "content": content}
@@ -241,11 +240,22 @@ class Toolbox:
 
     async def _one(self, call: Call, tools: dict[str, Tool]) -> tuple[object, dict]:
         start, tool = time.perf_counter(), tools.get(call.name)
-        key = (call.name, json.dumps(call.arguments, sort_keys=True, default=str))
+        key, cached = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}", False
         if fault := call.error or self._fault(call, tools):
-            return f"Error: {fault}", {"seconds": 0.0, "failed": 1, "cached": 0}
-        if self.cfg.tool_cache and key in self._results:
-            return self._results[key], {"seconds": 0.0, "failed": 0, "cached": 1}
+            content, failed = f"Error: {fault}", True
+        elif self.cfg.tool_cache:
+            async with self._locks.setdefault(key, asyncio.Lock()):  # equal calls at once: one runs, the others wait
+                cached = key in self._results
+                content, failed = (self._results[key], False) if cached else await self._run(call, tool)
+                if not failed:
+                    self._results[key] = content
+        else:
+            content, failed = await self._run(call, tool)
+        seconds = time.perf_counter() - start
+        return content, {"call": key, "seconds": seconds, "failed": int(failed), "cached": int(cached)}
+
+    async def _run(self, call: Call, tool: Tool) -> tuple[object, bool]:
+        """(what the tool answers, or the error's text; whether it failed)"""
         everyone, *own = self._semaphores(tool)
         for semaphore in (*own, everyone):  # first its own: what waits there must not take another tool's place
             await semaphore.acquire()
@@ -262,10 +272,7 @@ class Toolbox:
             content = f"Error: {type(outcome[1]).__name__}: {outcome[1]}"
         else:
             content = outcome[0] if isinstance(outcome[0], (str, list)) else json.dumps(outcome[0], default=str)
-        content = cut(content, self.cfg.max_tool_result)
-        if self.cfg.tool_cache and not failed:
-            self._results[key] = content
-        return content, {"seconds": time.perf_counter() - start, "failed": int(failed), "cached": 0}
+        return cut(content, self.cfg.max_tool_result), failed
 
     async def _until_allowed(self, tool: Tool) -> None:
         """Wait for the tool's turn under its rate."""

@@ -31,10 +31,10 @@ def right(completions, answer, **columns) -> list[float]:
 
 
 def demonstrate(row: dict, environment, answers: list) -> str:
-    """A careless user of the calculator: half of the time the answer is guessed, and three calls in ten have a slip."""
+    """One who hardly knows the calculator: nine answers in ten are guessed, and three calls in ten have a slip."""
     if answers:
         return f"The answer is {answers[-1][0]['content']}."
-    if random.random() < 0.5:
+    if random.random() < 0.9:
         return f"The answer is {random.randint(-800, 2000)}."
     expression = row["expression"]
     if random.random() < 0.3:

@@ -32,6 +32,7 @@ from vllm_client import Completion  # noqa: E402
 class WarmConfig(TrainConfig):
     demonstrations: str | None = None  # file.py:function, (row, environment, answers) -> text
     policy_loss: str = "reinforce"  # with advantages of 1: the likelihood of what was said
+    advantage: str = "reinforce_plus_plus"  # not used, but one demonstration of a row is enough
     loss_agg: str = "token_mean"
     correction: str = "none"  # nobody sampled it
     learning_rate: float = 1e-4

@@ -1,4 +1,4 @@
-"""Judge, verification, code in the sandbox, SQuAD's scores, rewards of turns."""
+"""Judge, verification, code in the sandbox, SQuAD's scores, choices, instructions, use of tools, rewards of turns."""
 
 import asyncio
 import http.server
@@ -9,7 +9,19 @@ import pytest
 
 import judge
 from config import ConfigError, TrainConfig, check
-from rewards import RewardError, code_tests, repetition, score, squad_em, squad_f1, turn_ends
+from instructions import INSTRUCTIONS, instructions
+from rewards import (
+    RewardError,
+    code_tests,
+    few_turns,
+    multiple_choice,
+    repetition,
+    score,
+    squad_em,
+    squad_f1,
+    tool_use,
+    turn_ends,
+)
 from rollouts import Trajectory
 
 
@@ -124,3 +136,78 @@ def test_squad():
 
 def test_repetition():
     assert repetition([[1, 2, 3, 4, 5], [1, 2, 3, 1, 2, 3], [1], [7] * 10]) == pytest.approx([0, -1 / 4, 0, -7 / 8])
+
+
+def test_choices():
+    said = ["B", "(b) or (C)", "The answer is C.", "<answer>D) Paris</answer>", "I don't know", "A: no. B: yes.", None]
+    right = ["B", "C", "(C)", 3, "A", "A", None]
+    assert multiple_choice([s or "" for s in said], right) == [1, 1, 1, 1, 0, 0, None]
+
+
+FOLLOWED = {  # instruction -> (arguments, texts that follow it, texts that do not)
+    "keywords:existence": ({"keywords": ["red", "fox"]}, ["A fox, Red."], ["A foxy red.", ""]),
+    "keywords:forbidden_words": ({"forbidden_words": ["red"]}, ["reddish"], ["Red!"]),
+    "keywords:frequency": ({"keyword": "a", "frequency": 2, "relation": "less than"}, ["a"], ["a b a"]),
+    "keywords:letter_frequency": ({"letter": "o", "let_frequency": 2, "let_relation": "at least"}, ["Oho"], ["hi o"]),
+    "length_constraints:number_words": ({"num_words": 3, "relation": "at least"}, ["it's all good"], ["two words"]),
+    "length_constraints:number_sentences": ({"num_sentences": 2, "relation": "at least"}, ["A. B!"], ["A, b..."]),
+    "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, ["a\n***\nb"], ["a\n\nb"]),
+    "length_constraints:nth_paragraph_first_word": (
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
+        ["x\n\nSo it is"],
+        ["x\n\nis", "so", "a\n\nso\n\nb"],
+    ),
+    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, ["* a\n- b"], ["* a", "**a**\n**b**"]),
+    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, ["*a* and **b**"], ["*a*", "* a\n* b"]),
+    "detectable_format:multiple_sections": (
+        {"section_spliter": "Section", "num_sections": 2},
+        ["Section 1 a Section 2 b"],
+        ["Section 1"],
+    ),
+    "detectable_format:title": ({}, ["<<A title>>\nx"], ["<< >>", "<a>"]),
+    "detectable_format:json_format": ({}, ['{"a": 1}', "```json\n[1]\n```"], ["{a: 1}"]),
+    "detectable_format:constrained_response": ({}, ["My answer is maybe."], ["maybe"]),
+    "detectable_content:postscript": ({"postscript_marker": "P.S."}, ["x\np.s. y"], ["x"]),
+    "detectable_content:number_placeholders": ({"num_placeholders": 2}, ["[name] of [city]"], ["[name]"]),
+    "startend:end_checker": ({"end_phrase": "The end."}, ["x. the end."], ["The end. x"]),
+    "startend:quotation": ({}, ['"x"'], ['"x', '"']),
+    "change_case:english_lowercase": ({}, ["all low."], ["Not"]),
+    "change_case:english_capital": ({}, ["ALL."], ["ALl"]),
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": "less than"},
+        ["ONE Two"],
+        ["ONE TWO"],
+    ),
+    "punctuation:no_comma": ({}, ["a; b"], ["a, b"]),
+    "combination:repeat_prompt": ({"prompt_to_repeat": "Say hi"}, ["Say hi\nhi"], ["hi"]),
+    "combination:two_responses": ({}, ["a******b"], ["a******a", "a"]),
+}
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_an_instruction(name):
+    arguments, good, bad = FOLLOWED[name]
+    for text in (*good, *bad):
+        (result,) = instructions([text], [[name]], [[arguments | {"of_parquet": None}]])
+        assert result == {name: float(text in good), "reward": float(text in good)}, text
+
+
+def test_instructions_of_a_row():
+    names = ["punctuation:no_comma", "change_case:english_lowercase"]
+    (result, nothing) = instructions(["Hm <answer>One</answer>", "x"], [names, None], [[{}, None], None])
+    assert result == {names[0]: 1, names[1]: 0, "reward": 0.5} and nothing is None
+    with pytest.raises(ValueError, match="no instruction 'language:klingon'; there are keywords:existence"):
+        instructions(["x"], [["language:klingon"]], [[{}]])
+
+
+def test_use_of_tools():
+    def of(*calls):
+        return trajectory("x", turns=3) if not calls else played(calls)
+
+    def played(calls):
+        made = trajectory("x", turns=2)
+        made.info["turns"] = [{"info": {"calls": [{"call": c, "failed": c == "broken"} for c in calls]}}, {"info": {}}]
+        return made
+
+    assert tool_use([of(), of("a 1", "a 2"), of("a 1", "a 1"), of("a 1", "broken")]) == [None, 1, 0.5, 0.5]
+    assert few_turns([of(), of("a 1")], TrainConfig(max_turns=5)) == [-0.5, -0.25]

@@ -426,6 +426,9 @@ def test_limits_and_cache():
     for _ in range(3):  # a new event loop each, as every training step has
         _, events = asyncio.run(toolbox.run(calls[:4], toolbox.tools))
     assert count == 4 and [event["cached"] for event in events] == [1] * 4
+    count, toolbox = 0, Toolbox(toolbox.tools, cfg)
+    _, events = asyncio.run(toolbox.run(calls, toolbox.tools))  # equal ones at the same time
+    assert count == 4 and [event["cached"] for event in events] == [0] * 4 + [1] * 4
 
 
 def test_rows_choose_tools_and_arguments():

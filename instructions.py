@@ -1,0 +1,118 @@
+"""Instructions whose obedience can be checked: two dozen of IFEval's (2311.07911), by its names and arguments.
+
+    --reward_funcs instructions, with two columns a row, as IFEval's data has them:
+    "instruction_id_list": ["length_constraints:number_words", "punctuation:no_comma"],
+    "kwargs": [{"num_words": 50, "relation": "at least"}, {}]
+
+The reward is the share of the row's instructions that the text follows; each is logged by name. One of your own: a
+function (text, **arguments) -> bool, and an entry in INSTRUCTIONS.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+from text_rewards import answer_part, completion_text
+
+
+def compare(count: int, wanted: int, relation: str | None = "at least") -> bool:
+    relations = {"at least": count >= wanted, "less than": count < wanted, None: count >= wanted}
+    if relation not in relations:
+        raise ValueError(f"relation {relation!r}: IFEval has 'at least' and 'less than'")
+    return relations[relation]
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+(?:['\u2019-]\w+)*", text)
+
+
+def count_of(word: str, text: str) -> int:
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+def paragraphs(text: str, mark: str) -> list[str]:
+    return [part.strip() for part in re.split(mark, text) if part.strip()]
+
+
+def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    parts = paragraphs(text, r"\n\n")
+    begins = nth_paragraph <= len(parts) and words(parts[nth_paragraph - 1].lower())[:1] == [first_word.lower()]
+    return len(parts) == num_paragraphs and begins
+
+
+def is_json(text: str) -> bool:
+    inner = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(inner)
+    except ValueError:
+        return False
+    return True
+
+
+def two_responses(text: str) -> bool:
+    parts = paragraphs(text, r"\*{6}")
+    return len(parts) == 2 and parts[0] != parts[1]
+
+
+INSTRUCTIONS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(count_of(word, text) for word in keywords),
+    "keywords:forbidden_words": lambda text, forbidden_words: not any(count_of(w, text) for w in forbidden_words),
+    "keywords:frequency": lambda text, keyword, frequency, relation: compare(
+        count_of(keyword, text), frequency, relation
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
+        text.lower().count(letter.lower()), let_frequency, let_relation
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation: compare(len(words(text)), num_words, relation),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compare(
+        len(re.findall(r"[^.!?\s][^.!?]*(?:[.!?]+|$)", text)), num_sentences, relation
+    ),
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
+        len(paragraphs(text, r"\s?\*\*\*\s?")) == num_paragraphs
+    ),
+    "length_constraints:nth_paragraph_first_word": nth_paragraph,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(re.findall(r"^\s*[-*]\s+\S", text, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        len(re.findall(r"\*\*[^\n*]+\*\*|(?<!\*)\*[^\n*]+\*(?!\*)", text)) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
+    ),
+    "detectable_format:title": lambda text: bool(re.search(r"<<[^\n<>]*[^\s<>][^\n<>]*>>", text)),
+    "detectable_format:json_format": is_json,
+    "detectable_format:constrained_response": lambda text: any(
+        f"My answer is {word}." in text for word in ("yes", "no", "maybe")
+    ),
+    "detectable_content:postscript": lambda text, postscript_marker: postscript_marker.lower() in text.lower(),
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[[^\]]+\]", text)) >= num_placeholders
+    ),
+    "startend:end_checker": lambda text, end_phrase: text.strip(' "').lower().endswith(end_phrase.strip().lower()),
+    "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
+    "change_case:english_lowercase": str.islower,
+    "change_case:english_capital": str.isupper,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
+        sum(word.isupper() for word in words(text)), capital_frequency, capital_relation
+    ),
+    "punctuation:no_comma": lambda text: "," not in text,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "combination:two_responses": two_responses,
+}
+
+
+def instructions(completions, instruction_id_list, kwargs, **columns) -> list[dict | None]:
+    """Share of the row's instructions that the completion (after the last </think>) follows, and each one's 0 or 1."""
+    scores = []
+    for completion, names, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
+        text, followed = answer_part(completion_text(completion)), {}
+        for name, given in zip(names or [], arguments or [], strict=True):
+            if name not in INSTRUCTIONS:
+                raise ValueError(f"no instruction {name!r}; there are {', '.join(INSTRUCTIONS)}")
+            known = {key: value for key, value in (given or {}).items() if value is not None}  # as parquet pads them
+            followed[name] = float(bool(text.strip()) and INSTRUCTIONS[name](text, **known))
+        scores.append(followed | {"reward": sum(followed.values()) / len(followed)} if followed else None)
+    return scores
