@@ -99,8 +99,8 @@ class FrozenLake(Environment):
     """Walk over a frozen lake to the goal without falling into a hole (gymnasium's toy text game).
 
     The map comes from the seed and always has a way. An invalid action costs `penalty` and does not move; on slippery
-    ice a move goes sideways two times in three. Reaching the goal earns 1. `coordinates` says in words, too, where you
-    and the goal are: small models read no maps.
+    ice a move goes sideways two times in three. Reaching the goal earns 1. `compass` adds how far the goal is and
+    which way: small models read no maps.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class FrozenLake(Environment):
         frozen: float = 0.8,
         slippery: bool = False,
         penalty: float = 0.1,
-        coordinates: bool = False,
+        compass: bool = False,
     ):
         self.size, self.frozen, self.slippery, self.penalty = size, frozen, slippery, penalty
-        self.coordinates = coordinates
+        self.compass = compass
 
     def reset(self, row, seed):
         self.random = random.Random(seed)
@@ -135,9 +135,10 @@ class FrozenLake(Environment):
         shown = [row[:] for row in self.cells]
         shown[self.place[0]][self.place[1]] = "P"
         lines = [" ".join(row) for row in shown]
-        if self.coordinates:
-            (r, c), (goal_r, goal_c) = self.place, self.goal
-            lines.append(f"P is in row {r}, column {c}, G in row {goal_r}, column {goal_c}.")
+        if self.compass:
+            down, right = (goal - here for goal, here in zip(self.goal, self.place, strict=True))
+            ways = [(down, "Down", "Up"), (right, "Right", "Left")]
+            lines.append("To G: " + ", ".join(f"{abs(n)} {a if n > 0 else b}" for n, a, b in ways if n) + ".")
         return "\n".join(lines)
 
     async def step(self, text):

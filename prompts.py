@@ -193,14 +193,15 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
 
 
 def with_tools(row: dict, schemas: list[dict], instructions: str, processor) -> dict:
-    """The row with `tool_schemas` for its chat template or, where the template knows no tools, with `instructions` in
-    its system message."""
+    """The row with `tool_schemas` for its chat template or, where the template knows no tools or none are given to it,
+    with `instructions` in its system message."""
     messages = prompt_messages(row)
-    if not schemas:
+    if schemas:
+        plain, told = (processor.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, schemas))
+        if plain != told:
+            return row | {"prompt": messages, "tool_schemas": schemas}
+    if not instructions:
         return row | {"prompt": messages}
-    plain, told = (processor.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, schemas))
-    if plain != told:
-        return row | {"prompt": messages, "tool_schemas": schemas}
     if messages[0]["role"] == "system":
         instructions = f"{messages[0]['content']}\n\n{instructions}"
         messages = messages[1:]

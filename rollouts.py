@@ -194,9 +194,10 @@ def seed_of(row: dict, cfg: TrainConfig) -> int:
 
 
 async def begin(row: dict, environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
-    """(the row with the prompt that its environment makes of it, schemas of its tools)"""
+    """(the row with the prompt that its environment makes of it, schemas of its tools for the chat template)"""
     messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
-    schemas = [tool.schema() for tool in environment.tools.values()]
+    # No chat template asks for plain tags: the environment's own words do.
+    schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
     return with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor), schemas
 
 
@@ -327,17 +328,15 @@ def random_policy(environment, messages: list[dict]) -> str:
 
 def openai_policy(url: str, model: str, token: str | None) -> Callable:
     """Asks any OpenAI-compatible server, such as a vllm_server.py.  url: up to and with /v1."""
-    import requests
+    from tools import chat
 
     def say(environment, messages: list[dict]) -> str:
-        body = {"model": model, "messages": messages, "max_tokens": 512}
         if environment.tools:
-            body["messages"] = [{"role": "system", "content": environment.instructions}, *messages]
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600)
-        if not answer.ok:
-            raise SystemExit(f"{url} answered {answer.status_code}: {answer.text[:500]}")
-        return answer.json()["choices"][0]["message"]["content"]
+            messages = [{"role": "system", "content": environment.instructions}, *messages]
+        try:
+            return chat(url, model, messages, token, max_tokens=512)
+        except (RuntimeError, OSError) as error:
+            raise SystemExit(f"rollouts.py: {error}") from None
 
     return say
 

@@ -114,13 +114,21 @@ PARSERS: dict[str, Callable[[str, dict[str, Tool]], list[Call]]] = {
 HOW_TO_CALL = {
     "hermes": 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.',
     "xml": "To call one, write <function=NAME><parameter=ARGUMENT>value</parameter></function>.",
-    "tags": "To call one, write <NAME>its argument</NAME>.",
+    "tags": "To call one, write its tags with the argument between them.",
 }
 
 
 def instructions(schemas: list[dict], parser: str) -> str:
     """What a system message says about the tools, for chat templates that do not say it themselves."""
-    lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
+    functions = [schema["function"] for schema in schemas]
+    if parser == "tags":  # as short as the calls
+        firsts = [next(iter(f["parameters"].get("properties", {})), "") for f in functions]
+        lines = [
+            f"<{f['name']}>{first}</{f['name']}>: {f['description']}"
+            for f, first in zip(functions, firsts, strict=True)
+        ]
+    else:
+        lines = [json.dumps(function, ensure_ascii=False) for function in functions]
     return "\n".join(["You can call these tools:", *lines, HOW_TO_CALL[parser]])
 
 
@@ -185,24 +193,49 @@ def without(tool: Tool, fixed: dict) -> Tool:
     )
 
 
+def chat(url: str, model: str, messages: list[dict], token: str | None = None, **options) -> str:
+    """What a model behind an OpenAI-compatible server says next.  url: up to and with /v1"""
+    import requests
+
+    body = {"model": model, "messages": messages} | options
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600)
+    if not answer.ok:
+        raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
+    return answer.json()["choices"][0]["message"]["content"]
+
+
 def model_tool(name: str, description: str, url: str, model: str, token: str | None = None, **options) -> Tool:
-    """Another model as a tool: one question to any OpenAI-compatible server.  url: up to and with /v1."""
+    """Another model as a tool: one question, one answer."""
 
     def ask(question: str) -> str:
-        import requests
-
-        body = {"model": model, "messages": [{"role": "user", "content": question}]} | options
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600)
-        answer.raise_for_status()
-        return answer.json()["choices"][0]["message"]["content"]
+        return chat(url, model, [{"role": "user", "content": question}], token, **options)
 
     return Tool(name, description, QUESTION, ask)
 
 
-def agent_tool(name: str, description: str, answer: Callable) -> Tool:
-    """Another agent as a tool.  answer: async (question) -> text, such as a nested rollout's (rollouts.ask)."""
-    return Tool(name, description, QUESTION, lambda question: answer(question))
+def agent_tool(
+    name: str, description: str, tools: list[Tool], cfg, url: str, model: str, token: str | None = None, **options
+) -> Tool:
+    """An agent as a tool: another model, which answers a question with tools of its own - a rollout in the rollout.
+
+    cfg: the limits of its calls, how it writes them (tool_parser), and max_turns, after which its last words count.
+    """
+    toolbox = Toolbox({tool.name: tool for tool in tools}, cfg)
+    told = instructions([tool.schema() for tool in tools], cfg.tool_parser)
+
+    async def answer(question: str) -> str:
+        messages, said = [{"role": "system", "content": told}, {"role": "user", "content": question}], ""
+        for _ in range(cfg.max_turns):
+            said = await asyncio.to_thread(chat, url, model, messages, token, **options)
+            if not (calls := PARSERS[cfg.tool_parser](said, toolbox.tools)):
+                break
+            answers, _ = await toolbox.run(calls, toolbox.tools)
+            # As a user's message: the role `tool` wants ids of calls that the server has read, and we read them.
+            messages += [{"role": "assistant", "content": said}, *(a | {"role": "user"} for a in answers)]
+        return said
+
+    return Tool(name, description, QUESTION, answer)
 
 
 QUESTION = {"type": "object", "properties": {"question": {"type": "string"}}, "required": ["question"]}

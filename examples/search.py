@@ -1,7 +1,8 @@
 """Questions about an invented country, which no model can know, with a search engine behind a real MCP server.
 
-    echo '{"mcpServers": {"search": {"command": "python", "args": ["examples/search_server.py"]}}}' > search.json
-    ... --mcp_config search.json --dataset_id examples/search.py:rows --reward_funcs squad_em
+    bash examples/run_turns.sh search      # warm start, three seeds beside a live server, and what the mask is for
+    ... --mcp_config examples/search.json --tool_parser tags --dataset_id examples/search.py:rows \\
+        --reward_funcs squad_em
 
 Everyone in it has a birthplace, a trade, an instrument and a friend; half of the questions take two look-ups ("the
 trade of the friend of Ada"). Held-out questions are about other people, whose articles the engine has as well.
@@ -79,9 +80,9 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
 
 
 def demonstrate(row: dict, environment, answers: list) -> str:
-    """A careless reader: half of the time it answers out of the blue, else looks up and answers from what it read."""
+    """A careless reader: seven times in ten it answers out of the blue, else looks up and answers from what it read."""
     wanted = [row["about"], *([row["friend"]] if row["friend"] else [])]
-    if len(answers) < len(wanted) and random.random() < (0.5 if not answers else 0.9):
-        return f'<tool_call>{{"name": "search", "arguments": {{"query": "{wanted[len(answers)]}"}}}}</tool_call>'
+    if len(answers) < len(wanted) and random.random() < (0.3 if not answers else 0.9):
+        return f"<search>{wanted[len(answers)]}</search>"
     guess = random.choice({"birthplace": PLACES, "trade": TRADES, "instrument": INSTRUMENTS}[row["asked"]])
     return f"<answer>{row['answer'] if len(answers) == len(wanted) else guess}</answer>"

@@ -3,12 +3,14 @@
 import asyncio
 import http.server
 import json
+import re
 import threading
 
 import pytest
 
 import judge
 from config import ConfigError, TrainConfig, check
+from data import load_function
 from instructions import INSTRUCTIONS, instructions
 from rewards import (
     RewardError,
@@ -211,3 +213,15 @@ def test_use_of_tools():
 
     assert tool_use([of(), of("a 1", "a 2"), of("a 1", "a 1"), of("a 1", "broken")]) == [None, 1, 0.5, 0.5]
     assert few_turns([of(), of("a 1")], TrainConfig(max_turns=5)) == [-0.5, -0.25]
+
+
+def test_the_coding_example(tmp_path):
+    """What each task asks for passes its tests, and something else does not."""
+    rows = load_function("examples/coding.py:rows")("test", 0)[:10]
+    wanted = ["x + {}", "{} * x", "x - {}", None, "x ** 2 - {}", "x % {}", "max(x, {})", "x > {}", "[x, {}]"]
+    right = [w and f"def f(x):\n    return {w}" for w in wanted]
+    asked = [[int(n) for n in re.findall(r"\d+", row["prompt"][0]["content"])] for row in rows]
+    programs = [p.format(a[0]) for p, a in zip(right, asked, strict=False) if p]
+    tests = [row["tests"] for row, p in zip(rows, right, strict=False) if p]
+    assert [score["reward"] for score in code_tests(programs, tests)] == [1.0] * 8
+    assert all(score["reward"] < 1 for score in code_tests(["def f(x):\n    return 77"] * 8, tests))

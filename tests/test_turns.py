@@ -1,7 +1,10 @@
 """Several turns: what was sampled is trained on token by token, what was answered never; nothing waits for others."""
 
 import asyncio
+import http.server
+import json
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +22,7 @@ import train_grpo as script
 from config import ConfigError, TrainConfig
 from envs import Environment, FrozenLake, ToolEnvironment
 from rollouts import multi_turn, play
-from tools import Call, Tool, Toolbox, from_function, get_tools
+from tools import Call, Tool, Toolbox, agent_tool, from_function, get_tools, model_tool
 from vllm_client import Completion
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -341,6 +344,12 @@ def test_frozen_lake():
         assert reward == lake.metrics()["success"] == float(lake.place == lake.goal)
         outcomes.add(reward)
     assert outcomes == {0.0, 1.0}
+    lake = FrozenLake(compass=True)
+    lake.reset({}, 7)
+    (row, column), (goal_row, goal_column) = lake.place, lake.goal
+    ways = [("Down", goal_row - row), ("Up", row - goal_row), ("Right", goal_column - column)]
+    ways = [f"{n} {way}" for way, n in [*ways, ("Left", column - goal_column)] if n > 0]
+    assert lake.picture().splitlines()[-1] == f"To G: {', '.join(ways)}."
     slippery = FrozenLake(slippery=True)
     slippery.reset({}, 3)
     moved = {sum(abs(a - b) for a, b in zip(slippery.place, slippery.goal, strict=True))}
@@ -482,3 +491,38 @@ def test_a_function_without_docstring_is_no_tool():
 
     with pytest.raises(ConfigError, match="the tool 'nothing' needs a type hint"):
         from_function(nothing)
+
+
+class Talker(http.server.BaseHTTPRequestHandler):
+    """Calls `add` until it has read a sum, then says it."""
+
+    def do_POST(self):
+        messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+        Talker.seen = messages
+        last = messages[-1]["content"]
+        call = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
+        said = f"It is {last}." if last.isdigit() else "Who knows." if len(messages) == 1 else call
+        body = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200 if self.headers["Authorization"] == "Bearer secret" else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args): ...
+
+
+def test_a_model_and_an_agent_as_tools():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Talker)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, cfg = f"http://127.0.0.1:{server.server_address[1]}/v1", config(max_turns=3)
+    tools = [
+        model_tool("model", "", url, "m", "secret"),
+        agent_tool("agent", "", [from_function(add)], cfg, url, "m", "secret"),
+        model_tool("locked", "", url, "m", "wrong"),
+    ]
+    calls = [Call(tool.name, {"question": "What is 20 + 22?"}) for tool in tools]
+    answers, events = run_tools(cfg, calls, *tools)
+    assert [answer["content"] for answer in answers[:2]] == ["Who knows.", "It is 42."]
+    assert "answered 401" in answers[2]["content"] and [event["failed"] for event in events] == [0, 0, 1]
+    assert "add" in Talker.seen[0]["content"] and len(Talker.seen) in (1, 4)
+    server.shutdown()

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Learning with tools and environments, one command a task: install, the model, a short supervised warm start on the
+# example's careless demonstrations, then for each seed a vLLM server and GRPO with a push after every step.
+#
+#   bash examples/run_turns.sh arithmetic     sums and products of three-digit numbers, with a calculator
+#   bash examples/run_turns.sh search         an invented country, with a search engine behind a real MCP server; at the
+#                                             end once more with the observation mask off, to show what it is for
+#   bash examples/run_turns.sh frozenlake     a game of several moves
+#   SEEDS=0 bash examples/run_turns.sh search --max_steps 5      one seed; flags go to the train script
+set -euo pipefail
+cd "$(dirname "$0")/.."
+task=${1:-} seeds=${SEEDS:-0 1 2}
+[ $# = 0 ] || shift
+
+smollm2=models/SmolLM2-135M-Instruct rewards=() warm=() train=() alone=()
+case $task in
+  arithmetic)
+    model=smollm2 folder=$smollm2 shown=eval/mean@2
+    common=(--dataset_id examples/arithmetic.py:rows --tools calculator --max_prompt_length 256 --max_turns 3)
+    common+=(--max_turn_length 48 --max_completion_length 192)
+    rewards=(--reward_funcs examples/arithmetic.py:right)
+    alone=(--dataset_id examples/arithmetic.py:rows --max_prompt_length 256 --max_completion_length 64)
+    warm=(--demonstrations examples/arithmetic.py:demonstrate --max_steps 30 --prompts_per_step 16)
+    train=(--use_peft --learning_rate 3e-4 --prompts_per_step 4 --num_generations 8 --max_steps 10 --eval_generations 2)
+    ;;
+  search)
+    model=smollm2 folder=$smollm2 shown=eval/mean@2
+    common=(--dataset_id examples/search.py:rows --mcp_config examples/search.json --tool_parser tags)
+    common+=(--max_prompt_length 256 --max_turns 4 --max_turn_length 24 --max_completion_length 288)
+    rewards=(--reward_funcs squad_em)
+    alone=(--dataset_id examples/search.py:rows --max_prompt_length 256 --max_completion_length 64)
+    warm=(--demonstrations examples/search.py:demonstrate --max_steps 40 --prompts_per_step 16)
+    train=(--use_peft --learning_rate 3e-4 --prompts_per_step 8 --num_generations 8 --max_steps 15 --eval_generations 2)
+    ;;
+  frozenlake)
+    model=tiny folder=models/tiny shown=eval/rewards/environment/success/mean
+    common=(--dataset_id examples/games.py:rows --env "frozenlake?compass=true" --max_turns 8 --max_turn_length 24)
+    common+=(--max_completion_length 768 --compute_dtype float32)
+    warm=(--demonstrations examples/games.py:demonstrate --max_steps 300 --prompts_per_step 64 --learning_rate 2e-3)
+    train=(--learning_rate 3e-4 --prompts_per_step 16 --num_generations 16 --max_steps 40 --eval_generations 4)
+    ;;
+  *)
+    sed -n '2,9p' "$0" >&2
+    exit 2
+    ;;
+esac
+
+bash scripts/install.sh
+. .venv/bin/activate
+python scripts/make_models.py "$model" "$folder"
+start=runs/warm-$task/checkpoints/step_$(sed 's/.*--max_steps \([0-9]*\).*/\1/' <<<"${warm[*]}")
+if [ ! -d "$start" ]; then
+  rm -rf "runs/warm-$task"
+  python scripts/warm_start.py --run_name "warm-$task" --model_id "$folder" --num_generations 1 "${common[@]}" "${warm[@]}"
+fi
+if [ ${#alone[@]} != 0 ]; then # the model as it was, by itself
+  python train_grpo.py --eval_only --generator hf --model_id "$folder" "${alone[@]}" "${rewards[@]}" --eval_generations 2 |
+    sed -n 's|^evaluation after step 0|without warm start and tool|p'
+fi
+
+begin=$(date +%m%d-%H%M%S) runs=()
+learn() { # name, script, flags
+  bash scripts/serve_and_train.sh "$1" "$start" 1024 "$2" "${common[@]}" "${rewards[@]}" "${train[@]}" \
+    --tokens_per_microbatch 4096 --eval_steps 5 "${@:3}"
+  runs+=("runs/$1")
+}
+for seed in $seeds; do
+  learn "$task-$begin-seed$seed" train_grpo.py --seed "$seed" "$@"
+done
+if [ "$task" = search ]; then
+  learn "search-$begin-unmasked" benchmarks/unmasked.py --seed 0 --correction none --logprob_diff_limit 99 "$@"
+elif [ "$task" = frozenlake ]; then
+  learn "frozenlake-$begin-slippery" train_grpo.py --seed 0 "$@" --env "frozenlake?compass=true&slippery=true"
+fi
+
+python - "$shown" "${runs[@]}" <<'PY'
+import sys
+from runlog import read_metrics
+
+print("\nheld-out rows, warm-started -> trained")
+for folder in sys.argv[2:]:
+    evals = [line for line in read_metrics(folder) if "eval/reward" in line]
+    keys = [sys.argv[1], *(key for key in evals[0] if key.endswith(("/valid/mean", "/effective/mean")))]
+    for key in keys:
+        print(f"  {folder}: {key} " + " -> ".join(f"{line[key]:.3f}" for line in evals))
+PY
