@@ -51,11 +51,8 @@ def test_examples_are_careless(task):
 
 def test_a_careless_walker():
     cfg = TrainConfig(env="frozenlake?compass=true", num_generations=1, advantage="reinforce_plus_plus")
-    rows, processor = (
-        load_function(f"{ROOT}/examples/games.py:rows")("train", 0)[:60],
-        AutoTokenizer.from_pretrained(make_tiny()),
-    )
-    walk = load_function(f"{ROOT}/examples/games.py:demonstrate")
+    rows, walk = (load_function(f"{ROOT}/examples/games.py:{name}") for name in ("rows", "demonstrate"))
+    processor = AutoTokenizer.from_pretrained(make_tiny())
     trajectories = asyncio.run(demonstrate(rows("train", 0)[:60], walk, processor, None, cfg))
     assert 0.3 < statistics.fmean(t.info["metrics"]["success"] for t in trajectories) < 0.9
     moves = [turn["info"]["valid"] for t in trajectories for turn in t.info["turns"]]
