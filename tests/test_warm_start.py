@@ -50,7 +50,9 @@ def test_examples_are_careless(task):
 
 
 def test_a_careless_walker():
-    cfg = TrainConfig(env="frozenlake?compass=true", num_generations=1, advantage="reinforce_plus_plus")
+    cfg = TrainConfig(
+        env="frozenlake?compass=true", num_generations=1, max_completion_length=1500, advantage="reinforce_plus_plus"
+    )
     rows, walk = (load_function(f"{ROOT}/examples/games.py:{name}") for name in ("rows", "demonstrate"))
     processor = AutoTokenizer.from_pretrained(make_tiny())
     trajectories = asyncio.run(demonstrate(rows("train", 0)[:60], walk, processor, None, cfg))
