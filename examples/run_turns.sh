@@ -24,20 +24,20 @@ case $task in
     train=(--use_peft --learning_rate 3e-4 --prompts_per_step 4 --num_generations 8 --max_steps 10 --eval_generations 2)
     ;;
   search)
-    model=smollm2 folder=$smollm2 shown=eval/mean@2
+    model=smollm2 folder=$smollm2 shown=eval/mean@1
     common=(--dataset_id examples/search.py:rows --mcp_config examples/search.json --tool_parser tags)
     common+=(--max_prompt_length 256 --max_turns 4 --max_turn_length 24 --max_completion_length 288)
     rewards=(--reward_funcs squad_em)
     alone=(--dataset_id examples/search.py:rows --max_prompt_length 256 --max_completion_length 64)
     warm=(--demonstrations examples/search.py:demonstrate --max_steps 40 --prompts_per_step 16)
-    train=(--use_peft --learning_rate 3e-4 --prompts_per_step 8 --num_generations 8 --max_steps 15 --eval_generations 2)
+    train=(--use_peft --learning_rate 3e-4 --prompts_per_step 6 --num_generations 8 --max_steps 15 --eval_generations 1)
     ;;
   frozenlake)
     model=tiny folder=models/tiny shown=eval/rewards/environment/success/mean
     common=(--dataset_id examples/games.py:rows --env "frozenlake?compass=true" --max_turns 8 --max_turn_length 24)
     common+=(--max_completion_length 768 --compute_dtype float32)
-    warm=(--demonstrations examples/games.py:demonstrate --max_steps 300 --prompts_per_step 64 --learning_rate 2e-3)
-    train=(--learning_rate 3e-4 --prompts_per_step 16 --num_generations 16 --max_steps 40 --eval_generations 4)
+    warm=(--demonstrations examples/games.py:demonstrate --max_steps 200 --prompts_per_step 64 --learning_rate 2e-3)
+    train=(--learning_rate 5e-4 --prompts_per_step 8 --num_generations 16 --max_steps 30 --eval_generations 4)
     ;;
   *)
     sed -n '2,9p' "$0" >&2
@@ -51,7 +51,8 @@ python scripts/make_models.py "$model" "$folder"
 start=runs/warm-$task/checkpoints/step_$(sed 's/.*--max_steps \([0-9]*\).*/\1/' <<<"${warm[*]}")
 if [ ! -d "$start" ]; then
   rm -rf "runs/warm-$task"
-  python scripts/warm_start.py --run_name "warm-$task" --model_id "$folder" --num_generations 1 "${common[@]}" "${warm[@]}"
+  python scripts/warm_start.py --run_name "warm-$task" --model_id "$folder" --num_generations 1 \
+    --tokens_per_microbatch 4096 "${common[@]}" "${warm[@]}"
 fi
 if [ ${#alone[@]} != 0 ]; then # the model as it was, by itself
   python train_grpo.py --eval_only --generator hf --model_id "$folder" "${alone[@]}" "${rewards[@]}" --eval_generations 2 |
@@ -61,7 +62,7 @@ fi
 begin=$(date +%m%d-%H%M%S) runs=()
 learn() { # name, script, flags
   bash scripts/serve_and_train.sh "$1" "$start" 1024 "$2" "${common[@]}" "${rewards[@]}" "${train[@]}" \
-    --tokens_per_microbatch 4096 --eval_steps 5 "${@:3}"
+    --tokens_per_microbatch 4096 --eval_steps 1000 "${@:3}" # evaluated before and after
   runs+=("runs/$1")
 }
 for seed in $seeds; do

@@ -10,7 +10,7 @@ trade of the friend of Ada"). Held-out questions are about other people, whose a
 
 import random
 
-PEOPLE, HELD_OUT = 300, 60
+PEOPLE, HELD_OUT = 300, 20
 BEGIN = ["Bar", "Dor", "Fen", "Gal", "Hul", "Jor", "Kel", "Lum", "Mer", "Nov", "Pel", "Ros", "Sul", "Tam", "Vor", "Zan"]
 MIDDLE, END = ["a", "e", "i", "o", "u"], ["bek", "din", "fal", "gor", "len", "mir", "nas", "rik", "sun", "tov"]
 PLACES = [
