@@ -30,12 +30,12 @@ case $task in
     rewards=(--reward_funcs squad_em)
     alone=(--dataset_id examples/search.py:rows --max_prompt_length 256 --max_completion_length 64)
     warm=(--demonstrations examples/search.py:demonstrate --max_steps 40 --prompts_per_step 16)
-    train=(--use_peft --learning_rate 3e-4 --prompts_per_step 6 --num_generations 8 --max_steps 15 --eval_generations 1)
+    train=(--use_peft --learning_rate 2e-4 --prompts_per_step 6 --num_generations 8 --max_steps 15 --eval_generations 1)
     ;;
   frozenlake)
     model=tiny folder=models/tiny shown=eval/rewards/environment/success/mean
     common=(--dataset_id examples/games.py:rows --env "frozenlake?compass=true" --max_turns 8 --max_turn_length 24)
-    common+=(--max_completion_length 768 --compute_dtype float32)
+    common+=(--max_prompt_length 256 --max_completion_length 768 --compute_dtype float32)
     warm=(--demonstrations examples/games.py:demonstrate --max_steps 200 --prompts_per_step 64 --learning_rate 2e-3)
     train=(--learning_rate 5e-4 --prompts_per_step 8 --num_generations 16 --max_steps 30 --eval_generations 4)
     ;;

@@ -35,7 +35,11 @@ trap 'exit 130' INT # a shell that starts this in its background ignores INT: se
 trap 'exit 143' TERM HUP
 
 shared_gpu=()
-if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then shared_gpu=(--gpu-memory-utilization 0.3); fi
+if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+  shared_gpu=(--gpu-memory-utilization 0.3)
+else # both on the same cores: whoever waits must not spin
+  export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+fi
 
 mkdir -p runs
 set -m # each background job is a process group of its own, so that stop() reaches its children, too
