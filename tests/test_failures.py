@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def doomed():
-    """A server to be killed. It loads while the first tests run; whoever needs it waits for it."""
+    """A server that the last test kills. It loads while the first ones run; whoever needs it waits for it."""
     address = ("--port", str(free_port()), "--token", "secret")
     server = start_server(make_tiny(), *address, "--dtype", "float32", "--max-model-len", "512")
     server.url, server.token, server.again = f"http://127.0.0.1:{address[1]}", "secret", address
@@ -173,7 +173,8 @@ def other_model(folder):
     return folder / "other"
 
 
-def test_what_does_not_fit_the_server_is_said_before_training(server, folder, other_model):
+def test_what_does_not_fit_the_server_is_said_before_training(doomed, folder, other_model):
+    server = doomed.wait()
     served = f"{SMALL_SERVED} --reward_funcs length --max_steps 2 --server_urls {server.url} --output_dir {folder} "
     flags = {
         "wrong token": served + "--server_token wrong",
@@ -204,8 +205,9 @@ def ending_of(run: Process, start: float) -> SimpleNamespace:
     return SimpleNamespace(status=run.end(3 * LIMIT), seconds=time.monotonic() - start, text=run.text)
 
 
-def test_a_frozen_server(server, folder):
+def test_a_frozen_server(doomed, folder):
     """It keeps its connections open and answers nothing, as a machine does that hangs."""
+    server = doomed.wait()
     flags = [*served_flags(server, folder, "frozen"), "--server_timeout", "5"]
     with running(trainer(folder / "frozen.log", *flags)) as run:
         wait_until_generating(run, folder, "frozen", 1)
