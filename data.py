@@ -21,6 +21,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import unquote
@@ -160,8 +161,12 @@ def load_function(spec: str):
             raise
     names = vars(sys.modules[module_name])
     if not callable(names.get(name)):
-        own = [n for n, f in names.items() if inspect.isfunction(f) and f.__module__ == module_name and n[0] != "_"]
-        raise ConfigError(f"{spec}: {path} has no function {name!r}; its functions are: {', '.join(own) or 'none'}.")
+        own = [
+            n for n, f in names.items() if (inspect.isfunction(f) or inspect.isclass(f)) and f.__module__ == module_name
+        ]
+        raise ConfigError(
+            f"{spec}: {path} has no {name!r}; it has {', '.join(n for n in own if n[0] != '_') or 'nothing'}."
+        )
     return names[name]
 
 
@@ -422,6 +427,9 @@ def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[
         sources.append((held_out, cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split))
     for target, dataset_id, split in sources:
         loaded = load_rows(dataset_id, cfg.dataset_config, split, cfg.seed, format_row)
+        for number, row in enumerate(loaded if cfg.env else ()):
+            if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
+                row["seed"] = zlib.crc32(f"{cfg.seed} {split} {number}".encode())
         lengths = prompt_lengths(loaded, f"{dataset_id} [{split}]", processor, cfg)
         kept, dropped = filter_overlong(loaded, lengths, cfg.max_prompt_length)
         target += kept

@@ -5,19 +5,29 @@
 
 An environment is one object a trajectory, and a class like this:
 
+    import random
+    from envs import Environment
+
     class Guess(Environment):
-        def reset(self, row, seed):                 # -> the prompt: chat messages; members of a group share the seed
-            self.secret = random.Random(seed).randint(1, 9)
-            return [{"role": "user", "content": "Guess my number from 1 to 9."}]
+        def reset(self, row, seed):                 # -> the prompt: text or chat messages
+            self.secret, self.right = random.Random(seed).randint(1, 9), False
+            return "Guess my number from 1 to 9."
 
-        async def step(self, text):                 # the model's turn -> (messages, reward of the turn, done, info)
-            right = text.strip() == str(self.secret)
-            return [{"role": "user", "content": "No."}], float(right), right, {"right": float(right)}
+        async def step(self, text):                 # the model's turn -> (answer to it, reward of the turn, done, info)
+            self.right = text.strip() == str(self.secret)
+            return "No.", float(self.right), self.right, {"valid": float(text.strip().isdigit())}
 
-Both may be plain or async; each has --tool_timeout seconds. The numbers of `info` are logged, their means over a
-trajectory's turns as rewards/environment/NAME; `metrics()` gives more of them at the end, `score()` is added to the
-last turn's reward. `tools` is what the
-model can call ({name: Tool}); most environments have none and read the text.
+        def metrics(self):                          # logged once a trajectory
+            return {"success": float(self.right)}
+
+        def actions(self):                          # what --policy random chooses from
+            return [str(n) for n in range(1, 10)]
+
+reset and step may be plain or async, have --tool_timeout seconds each; what they raise ends the run. The seed is the
+row's column `seed`, or its number in the data set: the members of a group share it. The numbers of `info` are logged,
+their means over a trajectory's turns, as rewards/environment/NAME; `score()` is added to the last turn's reward. A turn
+that is cut by its length ends the trajectory without a step. `tools` is what the model can call ({name: Tool}); most
+environments have none and read the text.
 
 `python rollouts.py --env NAME --policy random` plays one without model, server or torch.distributed.
 """
@@ -73,7 +83,8 @@ class ToolEnvironment(Environment):
 
     def reset(self, row, seed):
         self.tools = tools_of(row, self.toolbox.tools)
-        self.instructions = instructions([tool.schema() for tool in self.tools.values()], self.parser)
+        schemas = [tool.schema() for tool in self.tools.values()]
+        self.instructions = instructions(schemas, self.parser) if schemas else ""
         return super().reset(row, seed)
 
     async def step(self, text):
@@ -339,7 +350,9 @@ class MethodsEnvironment(ToolEnvironment):
         messages = super().reset(
             {key: value for key, value in row.items() if key not in ("tools", "tools_kwargs")}, seed
         )
-        added = self.inner.reset(**row)
+        parameters = inspect.signature(self.inner.reset).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        added = self.inner.reset(**{key: value for key, value in row.items() if takes_all or key in parameters})
         if isinstance(added, list):
             return added
         if added and messages[-1]["role"] == "user":
@@ -401,7 +414,15 @@ def get_environment(spec: str, cfg=None):
         raise ConfigError(
             f"--env {spec}: {cls.__name__} has no reset(); see the top of envs.py for a whole environment."
         )
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"--env {spec}: {cls.__name__} {error}; give it as --env '{name}?argument=value'.") from None
     if not callable(getattr(cls, "step", None)):  # its methods are tools, as in TRL
+        if cfg and cfg.reward_funcs == ["environment"] and not hasattr(cls, "get_reward"):
+            raise ConfigError(
+                f"--env {spec}: {cls.__name__} has no get_reward(), so --reward_funcs has to give a reward."
+            )
         return lambda: MethodsEnvironment(cls(**arguments), cfg)
     if not issubclass(cls, Environment):  # what it leaves out comes from there
         cls = type(cls.__name__, (cls, Environment), {})
@@ -415,6 +436,8 @@ def environment_maker(cfg):
     """A function without arguments that makes one trajectory's environment: of --env, or of the tools alone."""
     key = (cfg.env, tuple(cfg.tools), cfg.mcp_config, cfg.tool_parser, cfg.tool_timeout)
     if key not in _MADE:
+        if cfg.env and (cfg.tools or cfg.mcp_config):
+            raise ConfigError(f"--env {cfg.env} brings its own tools: leave out --tools and --mcp_config, or --env.")
         if cfg.env:
             _MADE[key] = get_environment(cfg.env, cfg)
         else:

@@ -5,7 +5,8 @@
     "kwargs": [{"num_words": 50, "relation": "at least"}, {}]
 
 The reward is the share of the row's instructions that the text follows; each is logged by name. One of your own: a
-function (text, **arguments) -> bool, and an entry in INSTRUCTIONS.
+function (text, **arguments) -> bool, and an entry in INSTRUCTIONS. Of IFEval's, language:response_language is missing:
+leave its rows out.
 """
 
 import json
@@ -109,10 +110,16 @@ def instructions(completions, instruction_id_list, kwargs, **columns) -> list[di
     scores = []
     for completion, names, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
         text, followed = answer_part(completion_text(completion)), {}
-        for name, given in zip(names or [], arguments or [], strict=True):
+        names, arguments = names or [], arguments or []
+        if len(names) != len(arguments):
+            raise ValueError(f"instruction_id_list has {len(names)} names, kwargs {len(arguments)}: one dict each")
+        for name, given in zip(names, arguments, strict=True):
             if name not in INSTRUCTIONS:
                 raise ValueError(f"no instruction {name!r}; there are {', '.join(INSTRUCTIONS)}")
             known = {key: value for key, value in (given or {}).items() if value is not None}  # as parquet pads them
-            followed[name] = float(bool(text.strip()) and INSTRUCTIONS[name](text, **known))
+            try:
+                followed[name] = float(bool(text.strip()) and INSTRUCTIONS[name](text, **known))
+            except TypeError as error:
+                raise ValueError(f"instruction {name} with {known}: {error}") from None
         scores.append(followed | {"reward": sum(followed.values()) / len(followed)} if followed else None)
     return scores

@@ -11,6 +11,7 @@ call, at most RESTARTS times. All connections live on one event loop of their ow
 import asyncio
 import contextlib
 import json
+import shlex
 import sys
 import threading
 from functools import partial
@@ -21,7 +22,20 @@ from limits import AT_END
 from tools import Tool
 
 RESTARTS = 3
-KEYS = {"command", "args", "env", "cwd", "url", "headers", "type", "prefix", "instances", "concurrency", "rate"}
+KEYS = {
+    "command",
+    "args",
+    "env",
+    "cwd",
+    "url",
+    "headers",
+    "type",
+    "prefix",
+    "instances",
+    "concurrency",
+    "rate",
+    "disabled",
+}
 
 _loop = asyncio.new_event_loop()
 _connections: list["Connection"] = []
@@ -41,7 +55,11 @@ def connect(path: str, seconds: float) -> list[Tool]:
     tools = []
     for name, settings in servers.items():
         if unknown := settings.keys() - KEYS:
-            raise ConfigError(f"--mcp_config={path}, {name}: unknown {', '.join(sorted(unknown))}.")
+            raise ConfigError(
+                f"--mcp_config={path}, {name}: unknown {', '.join(sorted(unknown))}; known: {', '.join(sorted(KEYS))}."
+            )
+        if settings.get("disabled"):
+            continue
         if ("command" in settings) == ("url" in settings):
             raise ConfigError(f"--mcp_config={path}, {name}: give either a command (stdio) or a url (streamable HTTP).")
         instances = [Connection(name, settings, seconds) for _ in range(settings.get("instances", 1))]
@@ -49,10 +67,16 @@ def connect(path: str, seconds: float) -> list[Tool]:
         try:
             listed = [on_loop(instance.list_tools()).result(2 * seconds) for instance in instances][0]
         except Exception as error:
-            raise ConfigError(
-                f"--mcp_config={path}: server {name!r} did not start or list its tools ({reason(error)}); run "
-                f"{settings.get('url') or ' '.join([settings['command'], *settings.get('args', [])])} by hand to see."
-            ) from None
+            command = shlex.join([settings.get("command", ""), *settings.get("args", [])])
+            look = (
+                f"is something listening at {settings['url']}?"
+                if "url" in settings
+                else f"run {command} by hand to see."
+            )
+            if " " in settings.get("command", "") and not Path(settings["command"]).exists():
+                look = '"command" is the program alone; what follows it belongs in "args", a list.'
+            message = f"--mcp_config={path}: server {name!r} did not start or list its tools ({reason(error)}); {look}"
+            raise ConfigError(message) from None
         for tool in listed:
             tools.append(
                 Tool(

@@ -23,6 +23,8 @@ PANELS = [
     ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
     ("Completion length", "tokens", ["completions/mean_length", "completions/max_length"]),
     ("Cut off", "share of completions that hit the length limit", ["completions/clipped_ratio"]),
+    ("Turns", "a trajectory, on average", ["turns/mean", "tools/call_frequency"]),
+    ("Failed calls", "share of the calls of tools", ["tools/failure_frequency"]),
     ("Entropy", "towards 0 the policy has stopped exploring", ["entropy"]),
     ("Clipped tokens", "share of tokens the policy loss clips", ["clip_ratio/*"]),
     ("KL", "distance from the reference model", ["kl", "kl/*"]),
@@ -250,7 +252,7 @@ def said(row: dict) -> str:
     for turn in json.loads(row["turns"]):
         earned = f' <span class="dim">reward {turn["reward"]:.3g}</span>' if turn["reward"] else ""
         parts.append(f'<div class="said">{html.escape(shorten(turn["text"]))}{earned}</div>')
-        if turn["observation"]:
+        if turn["observation"] or turn["calls"]:  # calls whose answer did not fit, too
             calls = f"{html.escape(', '.join(turn['calls']))}\n" if turn["calls"] else ""
             parts.append(f'<div class="dim">{calls}{html.escape(shorten(chr(10).join(turn["observation"])))}</div>')
     return "".join(parts)

@@ -7,7 +7,9 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
 
 * Every argument is passed by keyword and is a list with one element a completion. `completions` are strings, or
   [{"role": "assistant", "content": ...}] where the prompt is chat messages; `completion_text` takes both. `prompts` are
-  the rows' prompts, `completion_ids` the token ids. A function without ** gets only what its signature names.
+  the rows' prompts, `completion_ids` the token ids. A function without ** gets only what its signature names. Of
+  several turns the messages have all, answers of tools included; a string has what the model said.
+* A call has the completions of one prompt together; of several turns one trajectory, which is scored as it ends.
 * A function that names `trajectories` gets the Trajectory objects (rollouts.py), one that names `cfg` the config.
 * It returns one value a completion: a number, None (does not apply: this function is left out of the row's sum), or a
   dict {component: number or None}. The components are logged by name and may differ by row; the row's reward is the
@@ -272,7 +274,7 @@ def call_arguments(trajectories: list, cfg) -> dict:
     for trajectory in trajectories:
         text, chat = trajectory.info["completion"], not isinstance(trajectory.row["prompt"], str)
         messages = trajectory.info.get("messages", [{"role": "assistant", "content": text}])  # of all turns
-        completions.append(messages if chat else text)
+        completions.append(messages if chat else completion_text(messages))
         start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
         completion_ids.append(list(trajectory.token_ids[start:]))
     prompts = [row["prompt"] for row in rows]

@@ -1,4 +1,4 @@
-"""Prompts in, trajectories out: asyncio, one task per prompt (later: per trajectory), no lock-step.
+"""Prompts in, trajectories out: asyncio, one task a prompt, or a trajectory where there are several turns.
 
 A rollout is a plain coroutine `(rows, generator, cfg) -> list[Trajectory]`: for each row `cfg.num_generations`
 trajectories, those of one row adjacent. To add one: write it below and enter it in ROLLOUTS.
@@ -167,10 +167,19 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
 def check_rollout(cfg: TrainConfig) -> None:
     """ConfigError for a rollout, environment, tool or MCP server that is not there, before anything else starts."""
     known_name("--rollout", cfg.rollout, ROLLOUTS)
+    several = bool(cfg.env or cfg.tools or cfg.mcp_config)
     if cfg.rollout == "multi_turn":
-        if not (cfg.env or cfg.tools or cfg.mcp_config):
+        if not several:
             raise ConfigError("--rollout multi_turn needs --env, --tools or --mcp_config.")
         envs.environment_maker(cfg)()
+    elif cfg.rollout == "single_turn" and several:
+        raise ConfigError(
+            "--rollout single_turn asks no environment or tool; leave it out, or --env, --tools, --mcp_config."
+        )
+    if "environment" in cfg.reward_funcs and not cfg.env:
+        raise ConfigError("--reward_funcs environment: there is no --env to give a reward.")
+    if several and cfg.reward_funcs == ["reasoning_gym"] and not cfg.dataset_id.startswith("reasoning_gym:"):
+        raise ConfigError("tools bring no reward: give --reward_funcs, such as last_number or my_rewards.py:right.")
 
 
 def scored_together(cfg: TrainConfig) -> list[TrainConfig]:
@@ -196,6 +205,9 @@ def seed_of(row: dict, cfg: TrainConfig) -> int:
 async def begin(row: dict, environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
     """(the row with the prompt that its environment makes of it, schemas of its tools for the chat template)"""
     messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    check_messages(messages, f"{type(environment).__name__}.reset()")
     # No chat template asks for plain tags: the environment's own words do.
     schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
     return with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor), schemas
@@ -238,7 +250,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         if not stopped:
             finish = "length"
             break
-        answers, turn["reward"], done, turn["info"] = await call_environment(environment, "step", row, cfg, text=text)
+        outcome = await call_environment(environment, "step", row, cfg, text=text)
+        answers, turn["reward"], done, turn["info"] = checked_step(outcome, environment)
         if done or number + 1 == cfg.max_turns:
             break
         answered = observed(so_far, answers, generator, schemas, cfg)
@@ -251,7 +264,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
     turns[-1]["reward"] += environment.score()
     check_tokenization(so_far.token_ids, conversation, shown, processor, cfg)
-    info = {"completion": turns[-1]["text"], "turns": turns, "metrics": environment.metrics()}
+    info = {"completion": turns[-1]["text"], "turns": turns, "metrics": environment.metrics(), "shown": shown["prompt"]}
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
     seen = so_far if len(so_far.images) > len(prompt.images) else prompt
     info |= {"messages": conversation[len(shown["prompt"]) :], "model_inputs": seen.model_inputs}
@@ -271,6 +284,31 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         policy_version=version,
         info=info,
     )
+
+
+def check_messages(messages, whose: str) -> None:
+    usable = isinstance(messages, list) and all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    )
+    if not usable:
+        form = '[{"role": "user", "content": "..."}]'
+        raise TypeError(f"{whose} must give chat messages, such as {form}; it gave {shorten(messages)}")
+
+
+def checked_step(outcome, environment) -> tuple[list[dict], float, bool, dict]:
+    """What step() returned, text made a user's message and None no info; TypeError naming it if it is no such."""
+    whose = f"{type(environment).__name__}.step()"
+    if not isinstance(outcome, tuple) or len(outcome) != 4:
+        raise TypeError(f"{whose} must return (messages, reward, done, info); it returned {shorten(outcome)}")
+    answers, reward, done, info = outcome
+    answers = [{"role": "user", "content": answers}] if isinstance(answers, str) else answers
+    check_messages(answers, whose)
+    try:
+        return answers, float(reward), bool(done), {} if info is None else dict(info)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{whose}: reward {shorten(reward)} and info {shorten(info)} must be number and dict"
+        ) from error
 
 
 async def call_environment(environment, method: str, of: dict, cfg: TrainConfig, **arguments):
@@ -321,9 +359,19 @@ ROLLOUTS: dict[str, Callable] = {
 # ---- one environment, without model, server or torch: python rollouts.py --env NAME --policy random ------------------
 
 
+CHANCE = random.Random()  # the random policy's own: an environment may draw from the same seed
+
+
 def random_policy(environment, messages: list[dict]) -> str:
     actions = environment.actions()
-    return random.choice(actions) if actions else "".join(random.choices("abc <>/", k=20))
+    return CHANCE.choice(actions) if actions else "".join(CHANCE.choices("abc <>/", k=20))
+
+
+def by_hand(environment, messages: list[dict]) -> str:
+    try:
+        return input("\nyou: ")
+    except EOFError:
+        raise SystemExit("\nrollouts.py: the input has ended, the game has not") from None
 
 
 def openai_policy(url: str, model: str, token: str | None) -> Callable:
@@ -344,12 +392,14 @@ def openai_policy(url: str, model: str, token: str | None) -> Callable:
 async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float:
     """Play one trajectory with text alone, printing every turn; returns its reward."""
     messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
-    total = 0.0
+    messages, total = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages, 0.0
+    check_messages(messages, f"{type(environment).__name__}.reset()")
     for message in messages:
         print(f"[{message['role']}] {message['content']}")
     for number in range(1, cfg.max_turns + 1):
         text = policy(environment, messages)
-        answers, reward, done, info = await call_environment(environment, "step", row, cfg, text=text)
+        outcome = await call_environment(environment, "step", row, cfg, text=text)
+        answers, reward, done, info = checked_step(outcome, environment)
         print(f"\n--- turn {number} ---\n[assistant] {text}")
         for message in answers:
             print(f"[{message['role']}] {message['content']}")
@@ -379,7 +429,7 @@ def main() -> None:
     parser.add_argument("--max_turns", type=int, default=8)
     args = parser.parse_args()
     token = os.environ.get("VLLM_SERVER_TOKEN" if args.policy == "server" else "OPENAI_API_KEY")
-    policies = {"random": random_policy, "hand": lambda environment, messages: input("\nyou: ")}
+    policies = {"random": random_policy, "hand": by_hand}
     policy = policies.get(args.policy) or openai_policy(args.url, args.model, token)
     if not (args.env or args.tools or args.mcp_config):
         parser.error("give --env, --tools or --mcp_config")
@@ -387,7 +437,7 @@ def main() -> None:
         cfg = TrainConfig(env=args.env, tools=args.tools, mcp_config=args.mcp_config, max_turns=args.max_turns)
         make, rewards = envs.environment_maker(cfg), []
         for episode in range(args.episodes):
-            random.seed(args.seed + episode)
+            CHANCE.seed(f"policy {args.seed + episode}")
             row = {"prompt": args.prompt, "seed": args.seed + episode}
             rewards.append(asyncio.run(watch(make(), policy, row, cfg)))
     except ConfigError as error:

@@ -119,7 +119,8 @@ def completion_rows(trajectories: list, scores: list[float], advantages: list[fl
     """What the run folder keeps of each trajectory."""
     rows = []
     for t, reward, advantage in zip(trajectories, scores, advantages, strict=True):
-        row = {"prompt": t.row["prompt"], "completion": t.info["completion"]}
+        prompt = t.info.get("shown", t.row["prompt"])  # as environment and tools made it
+        row = {"prompt": prompt, "completion": t.info["completion"]}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
         if "turns" in t.info:
             row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
@@ -221,9 +222,11 @@ class RunLog:
                 f"Resuming {self.dir} after step {resume_step}"
                 + (f" with other settings: {', '.join(changed)}" if changed else "")
             )
-        for spec in (*self.cfg.reward_funcs, self.cfg.dataset_id):  # what ran, and may be edited afterwards
-            if ".py:" in spec and Path(spec.rpartition(":")[0]).is_file():
-                shutil.copy(spec.rpartition(":")[0], self.dir)
+        specs = [*self.cfg.reward_funcs, self.cfg.dataset_id, *self.cfg.tools, self.cfg.env, self.cfg.mcp_config]
+        for spec in filter(None, specs):  # what ran, and may be edited afterwards
+            path = spec.partition("?")[0].rpartition(":")[0] if ".py:" in spec else spec
+            if Path(path).suffix in (".py", ".json") and Path(path).is_file():
+                shutil.copy(path, self.dir)
         (self.dir / "config.json").write_text(json.dumps(public_config(self.cfg), indent=2) + "\n")
         ranks = {k: os.environ[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if k in os.environ}
         command = "".join(f"{k}={v} " for k, v in ranks.items()) + shlex.join([sys.executable, *sys.argv])
@@ -339,6 +342,9 @@ def progress_text(line: dict, num_steps: int | None) -> str:
         parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
     if "completions/mean_length" in line:
         parts.append(f"length {_short(line['completions/mean_length'])}")
+    for key, label in (("completions/clipped_ratio", "cut off"), ("tools/failure_frequency", "calls failed")):
+        if (line.get(key) or 0) > 0.2:
+            parts.append(f"{label} {line[key]:.0%}")
     if "time/tokens_per_second" in line:
         parts.append(f"{line['time/tokens_per_second']:.0f} tok/s")
     seconds = phases(line)

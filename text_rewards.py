@@ -82,6 +82,8 @@ def multiple_choice(completions, answer, **columns) -> list[float | None]:
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
         right = chr(ord("A") + wanted) if isinstance(wanted, int) else str(wanted).strip(" ().").upper()
+        if wanted is not None and not CHOICE.fullmatch(right):
+            raise ValueError(f"answer {wanted!r} is no letter from A to H, nor its number from 0")
         found = CHOICE.findall(answer_part(completion_text(completion)))
         scores.append(None if wanted is None else float(bool(found) and found[-1] == right))
     return scores

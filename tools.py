@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import jsonschema
+
 from config import ConfigError, known_name
 from data import function_path, load_function, shorten
 from limits import run_limited
@@ -157,6 +159,8 @@ def get_tools(cfg) -> dict[str, Tool]:
     """{name: Tool} of cfg.tools and of the servers of cfg.mcp_config, which are started."""
     found = []
     for given in cfg.tools:
+        if given.endswith(".py"):
+            raise ConfigError(f"--tools {given}: which function of it? Give {given}:NAME.")
         if not function_path(given):
             known_name("--tools (names, or path/to/file.py:function)", given, TOOLS)
         tool = load_function(given) if function_path(given) else TOOLS[given]
@@ -176,8 +180,15 @@ def get_tools(cfg) -> dict[str, Tool]:
 def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
     """The tools that the row's column `tools` allows, without the arguments that its `tools_kwargs` sets."""
     names, hidden = row.get("tools"), row.get("tools_kwargs") or {}
-    for name in [*(names or ()), *hidden]:
+    if isinstance(names, str):
+        raise ConfigError(f"column `tools`: {names!r} is text; give a list of names, as [{names!r}].")
+    # parquet and jsonl pad what a row does not have with None
+    hidden = {name: {k: v for k, v in (fixed or {}).items() if v is not None} for name, fixed in hidden.items()}
+    for name in [*(names or ()), *(name for name, fixed in hidden.items() if fixed)]:
         known_name("column `tools` or `tools_kwargs`", name, tools)
+    for name, fixed in hidden.items():
+        for key in fixed:
+            known_name(f"column `tools_kwargs`, {name}", key, tools[name].parameters.get("properties", {}))
     allowed = tools if names is None else {name: tools[name] for name in names}
     return {name: without(tool, hidden[name]) if hidden.get(name) else tool for name, tool in allowed.items()}
 
@@ -304,7 +315,11 @@ class Toolbox:
         elif failed:
             content = f"Error: {type(outcome[1]).__name__}: {outcome[1]}"
         else:
-            content = outcome[0] if isinstance(outcome[0], (str, list)) else json.dumps(outcome[0], default=str)
+            content = (
+                outcome[0]
+                if isinstance(outcome[0], str) or is_parts(outcome[0])
+                else json.dumps(outcome[0], default=str)
+            )
         return cut(content, self.cfg.max_tool_result), failed
 
     async def _until_allowed(self, tool: Tool) -> None:
@@ -325,7 +340,13 @@ class Toolbox:
             return f"{call.name} needs {', '.join(missing)}"
         if unknown := [name for name in call.arguments if name not in known]:
             return f"{call.name} takes {', '.join(known) or 'no arguments'}, not {', '.join(unknown)}"
-        return None
+        wrong = jsonschema.Draft202012Validator(schema).iter_errors(call.arguments)
+        return next((f"{call.name}, {'.'.join(map(str, error.path))}: {error.message}" for error in wrong), None)
+
+
+def is_parts(result) -> bool:
+    """Whether a tool answered with parts of a message - {"type": "text" or "image", ...} - and not just some list."""
+    return isinstance(result, list) and bool(result) and all(isinstance(p, dict) and "type" in p for p in result)
 
 
 def cut(content, limit: int):

@@ -143,7 +143,8 @@ def test_a_public_server(tmp_path):
         ('{"mcpServers": {"a": {}}}', "either a command"),
         ('{"mcpServers": {"a": {"command": "x", "colour": 1}}}', "unknown colour"),
         ('{"mcpServers": {"a": {"command": "no-such-command"}}}', "server 'a' did not start"),
-        ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "server 'a' did not start"),
+        ('{"mcpServers": {"a": {"command": "python server.py"}}}', 'what follows it belongs in "args"'),
+        ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "is something listening at http"),
     ],
 )
 def test_mistakes_in_the_file(content, message, tmp_path):

@@ -225,3 +225,13 @@ def test_the_coding_example(tmp_path):
     tests = [row["tests"] for row, p in zip(rows, right, strict=False) if p]
     assert [score["reward"] for score in code_tests(programs, tests)] == [1.0] * 8
     assert all(score["reward"] < 1 for score in code_tests(["def f(x):\n    return 77"] * 8, tests))
+
+
+def test_first_mistakes_with_choices_and_instructions():
+    for wanted in ("red", "1"):
+        with pytest.raises(ValueError, match="is no letter from A to H"):
+            multiple_choice(["B"], [wanted])
+    with pytest.raises(ValueError, match="instruction keywords:existence with {}: .*'keywords'"):
+        instructions(["x"], [["keywords:existence"]], [[{}]])
+    with pytest.raises(ValueError, match="has 1 names, kwargs 0"):
+        instructions(["x"], [["punctuation:no_comma"]], [[]])

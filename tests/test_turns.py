@@ -21,7 +21,7 @@ import rewards
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from envs import Environment, FrozenLake, ToolEnvironment
-from rollouts import multi_turn, play
+from rollouts import check_rollout, multi_turn, play
 from tools import Call, Tool, Toolbox, agent_tool, from_function, get_tools, model_tool
 from vllm_client import Completion
 
@@ -526,3 +526,102 @@ def test_a_model_and_an_agent_as_tools():
     assert "answered 401" in answers[2]["content"] and [event["failed"] for event in events] == [0, 0, 1]
     assert "add" in Talker.seen[0]["content"] and len(Talker.seen) in (1, 4)
     server.shutdown()
+
+
+# ---- first mistakes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        (("No.", 0.0, False), r"Odd.step\(\) must return \(messages, reward, done, info\); it returned"),
+        (({"role": "user"}, 0.0, False, {}), r"Odd.step\(\) must give chat messages, such as"),
+        (("No.", None, False, {}), r"Odd.step\(\): reward .*None.* and info .* must be number and dict"),
+        (("No.", 1, True, None), None),
+    ],
+)
+def test_what_a_step_returns(returned, message):
+    class Odd(Environment):
+        def reset(self, row, seed):
+            return "Begin."
+
+        def step(self, text):
+            return returned
+
+    play_one = play({"prompt": "hello"}, 0, Odd(), Scripted(tokenizer_of("qwen2_5"), ["More."]), config(env="x"))
+    if message:
+        with pytest.raises(TypeError, match=message):
+            asyncio.run(play_one)
+    else:
+        trajectory = asyncio.run(play_one)
+        assert trajectory.info["turns"][0]["reward"] == 1.0
+        assert trajectory.info["shown"] == [{"role": "user", "content": "Begin."}]
+
+
+def test_what_a_tool_returns_and_is_given():
+    def anything(kind: str, count: int = 1):
+        """Returns something.
+
+        Args:
+            kind: what
+            count: how often
+        """
+        return {"list": ["a"], "dicts": [{"title": "a"}], "parts": [{"type": "text", "text": "a"}]}[kind]
+
+    arguments = [{"kind": "list"}, {"kind": "dicts"}, {"kind": "parts"}, {"kind": "list", "count": "2"}]
+    answers, events = run_tools(config(), [Call("anything", a) for a in arguments], from_function(anything))
+    contents = [answer["content"] for answer in answers]
+    assert contents[:3] == ['["a"]', '[{"title": "a"}]', [{"type": "text", "text": "a"}]]
+    assert contents[3] == "Error: anything, count: '2' is not of type 'integer'"
+    assert [event["failed"] for event in events] == [0, 0, 0, 1]
+
+
+def test_tools_of_a_row_that_are_wrong():
+    environment = tool_environment(config(), add)
+    environment.reset({"prompt": "?", "tools": []}, 0)
+    assert environment.instructions == "" and environment.tools == {}
+    environment.reset(
+        {"prompt": "?", "tools_kwargs": {"add": {"a": 1, "b": None}, "other": None}}, 0
+    )  # as parquet pads
+    assert list(environment.tools["add"].parameters["properties"]) == ["b"]
+    for row, message in (
+        ({"tools": "add"}, "'add' is text; give a list of names"),
+        ({"tools_kwargs": {"add": {"c": 1}}}, "unknown name 'c'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            environment.reset({"prompt": "?"} | row, 0)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(tools=["my_tools.py"], reward_funcs=["length"]), "which function of it"),
+        (dict(env="frozenlake"), "brings its own tools"),
+        (dict(rollout="single_turn", reward_funcs=["length"]), "asks no environment or tool"),
+        (dict(reward_funcs=["environment"]), "there is no --env to give a reward"),
+        (dict(dataset_id="rows.jsonl"), "tools bring no reward: give --reward_funcs"),
+    ],
+)
+def test_flags_that_do_not_go_together(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_rollout(config(**settings))
+
+
+def test_a_class_of_trls_without_a_reward(tmp_path):
+    text = "class Silent:\n    def __init__(self, size):\n        pass\n\n    def reset(self):\n        pass\n\n"
+    text += '    def look(self) -> str:\n        "Looks."\n        return ""\n'
+    (tmp_path / "mine.py").write_text(text)
+    cfg = config(tools=[], env="x")
+    with pytest.raises(ConfigError, match="missing a required argument: 'size'; give it as"):
+        envs.get_environment(f"{tmp_path}/mine.py:Silent", cfg)
+    with pytest.raises(ConfigError, match=r"has no get_reward\(\), so --reward_funcs"):
+        envs.get_environment(f"{tmp_path}/mine.py:Silent?size=1", cfg)
+    with pytest.raises(ConfigError, match="has no 'Loud'; it has Silent"):
+        envs.get_environment(f"{tmp_path}/mine.py:Loud", cfg)
+
+
+def test_string_prompts_have_all_that_was_said():
+    sampler = Scripted(tokenizer_of("qwen2_5"), TURNS)
+    trajectory = asyncio.run(play({"prompt": "hello"}, 0, tool_environment(config(), add), sampler, config()))
+    (text,) = rewards.call_arguments([trajectory], config())["completions"]
+    assert text.count("<tool_call>") == 3 and "It is 5." in text
