@@ -189,7 +189,7 @@ def test_function_gets_split_and_seed_and_its_neighbours(tmp_path):
     "name, parts",
     [
         ("absent.py:rows", ["no file", "absent.py"]),
-        ("mine.py:row", ["no function 'row'", "rows, seedless, text"]),
+        ("mine.py:row", ["has no 'row'", "rows, seedless, text"]),
         ("mine.py:seedless", ["f(split=..., seed=...)", "seed"]),
         ("mine.py:text", ["returned a str"]),
     ],

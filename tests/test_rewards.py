@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,7 +101,7 @@ def test_answer_part(text, part):
     ],
 )
 def test_numbers(text, expected):
-    assert numbers(text) == [rewards.Decimal(number) for number in expected]
+    assert numbers(text) == [Decimal(number) for number in expected]
 
 
 def test_last_number():
@@ -250,7 +251,7 @@ def test_own_function_from_a_file(tmp_path):
     assert get_reward_function(f"{tmp_path}/mine.py:brevity")(completions=["ab"]) == [-2]
     functions = get_reward_functions(TrainConfig(reward_funcs=["length", f"{tmp_path}/mine.py:brevity"]))
     assert list(functions) == ["length", "brevity"]
-    with pytest.raises(ConfigError, match="no function 'brief'.*brevity, other"):
+    with pytest.raises(ConfigError, match="has no 'brief'.*brevity, other"):
         get_reward_function(f"{tmp_path}/mine.py:brief")
     with pytest.raises(ConfigError, match="no file"):
         get_reward_function(f"{tmp_path}/yours.py:brevity")
@@ -259,7 +260,7 @@ def test_own_function_from_a_file(tmp_path):
 
 
 def test_unknown_names_missing_columns_and_wrong_weights_are_found_early():
-    with pytest.raises(ConfigError, match="'mat'.*exact_match, format, .*last_number.*Did you mean 'math'"):
+    with pytest.raises(ConfigError, match="'mat'.*exact_match, few_turns, format, .*last_number.*Did you mean 'math'"):
         get_reward_function("mat")
     with pytest.raises(ConfigError, match="reward_weights has 1 values for 2 reward functions"):
         get_reward_functions(SimpleNamespace(reward_funcs=["math", "format"], reward_weights=[1.0]))
