@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import rewards
 from config import ConfigError, TrainConfig
 from data import load_rows
 from reward_workers import WorkerPool
