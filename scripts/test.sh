@@ -19,4 +19,4 @@ ruff check .
 ruff format --check .
 
 # Two files at a time: most tests start processes of their own, which leave a core idle while they load.
-exec python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --timeout="${TEST_TIMEOUT:-300}" --durations=15 --durations-min=2 -ra "$@"
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout="${TEST_TIMEOUT:-300}" --durations=15 --durations-min=2 -ra "$@"

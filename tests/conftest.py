@@ -1,5 +1,7 @@
 """Fixtures that several test files share."""
 
+from pathlib import Path
+
 import pytest
 from server_fixture import server  # noqa: F401
 
@@ -18,11 +20,21 @@ LONGEST = [
 ]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
+SERVED = ("test_push", "test_server")  # use the shared server: run by one process, as starting one takes a core 30 s
+
+
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
-    # A file is run by one process, and those that use the shared server by the same: starting one takes a core 30 s.
-    served = {item.path.stem for item in items if "server" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("served" if item.path.stem in served else item.path.stem))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "served" if Path(file).stem in SERVED else file
+
+    return ByServer(config, log)
