@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import psutil
 from server_fixture import free_port
@@ -54,7 +55,10 @@ class Fork:
 
     def __init__(self, command: list[str], log: Path, env: dict[str, str]):
         self.process = FORKS.Process(target=become, args=(command, log, env))
-        self.process.start()
+        with mock.patch.dict(
+            os.environ, PYTHONPATH=str(ROOT / "tests")
+        ):  # else it does not find `preloaded`, in silence
+            self.process.start()
         self.pid, self.kill = self.process.pid, self.process.kill
 
     def poll(self) -> int | None:

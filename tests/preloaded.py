@@ -8,7 +8,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 import matplotlib.figure  # noqa: E402, F401
+import pandas  # noqa: E402, F401 - datasets and pyarrow want it
 import peft  # noqa: E402, F401
+import pyarrow.compute  # noqa: E402, F401
+import pyarrow.parquet  # noqa: E402, F401
+import rich.progress  # noqa: E402, F401
 import torch.distributed.checkpoint  # noqa: E402, F401
 import torch.distributed.fsdp  # noqa: E402, F401
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor  # noqa: E402, F401
