@@ -429,7 +429,7 @@ def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[
         loaded = load_rows(dataset_id, cfg.dataset_config, split, cfg.seed, format_row)
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
-                row["seed"] = zlib.crc32(f"{cfg.seed} {split} {number}".encode())
+                row["seed"] = zlib.crc32(f"{cfg.seed} {dataset_id} {split} {number}".encode())
         lengths = prompt_lengths(loaded, f"{dataset_id} [{split}]", processor, cfg)
         kept, dropped = filter_overlong(loaded, lengths, cfg.max_prompt_length)
         target += kept

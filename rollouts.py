@@ -202,12 +202,17 @@ def seed_of(row: dict, cfg: TrainConfig) -> int:
     return row["seed"] if row.get("seed") is not None else cfg.seed ^ zlib.crc32(repr(row["prompt"]).encode())
 
 
+async def reset(environment, row: dict, cfg: TrainConfig) -> list[dict]:
+    """The environment's prompt as chat messages; it may be text."""
+    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    check_messages(messages, f"{type(environment).__name__}.reset()")
+    return messages
+
+
 async def begin(row: dict, environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
     """(the row with the prompt that its environment makes of it, schemas of its tools for the chat template)"""
-    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    check_messages(messages, f"{type(environment).__name__}.reset()")
+    messages = await reset(environment, row, cfg)
     # No chat template asks for plain tags: the environment's own words do.
     schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
     return with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor), schemas
@@ -391,9 +396,7 @@ def openai_policy(url: str, model: str, token: str | None) -> Callable:
 
 async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float:
     """Play one trajectory with text alone, printing every turn; returns its reward."""
-    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
-    messages, total = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages, 0.0
-    check_messages(messages, f"{type(environment).__name__}.reset()")
+    messages, total = await reset(environment, row, cfg), 0.0
     for message in messages:
         print(f"[{message['role']}] {message['content']}")
     for number in range(1, cfg.max_turns + 1):

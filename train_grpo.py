@@ -765,9 +765,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
     if cfg.old_logprobs == "sampler":
         part.old_logprobs = part.sampling_logprobs
-    elif (
-        part.old_logprobs is None or cfg.old_logprobs == "current"
-    ):  # pi_old is pi: ratio 1, which carries the gradient
+    elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: ratio 1, with its gradient
         part.old_logprobs = logprobs.detach()
     per_token, stats = checks.check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     scale, mismatch = correction(logprobs, part, cfg)

@@ -20,7 +20,8 @@ case $task in
     common+=(--max_turn_length 48 --max_completion_length 192)
     rewards=(--reward_funcs examples/arithmetic.py:right)
     alone=(--dataset_id examples/arithmetic.py:rows --max_prompt_length 256 --max_completion_length 64)
-    warm=(--demonstrations examples/arithmetic.py:demonstrate --max_steps 30 --prompts_per_step 16)
+    warm=(--demonstrations examples/arithmetic.py:demonstrate --prompts_per_step 16)
+    steps=30
     train=(--use_peft --learning_rate 3e-4 --prompts_per_step 4 --num_generations 8 --max_steps 10 --eval_generations 2)
     ;;
   search)
@@ -29,14 +30,16 @@ case $task in
     common+=(--max_prompt_length 256 --max_turns 4 --max_turn_length 24 --max_completion_length 288)
     rewards=(--reward_funcs squad_em)
     alone=(--dataset_id examples/search.py:rows --max_prompt_length 256 --max_completion_length 64)
-    warm=(--demonstrations examples/search.py:demonstrate --max_steps 40 --prompts_per_step 16)
+    warm=(--demonstrations examples/search.py:demonstrate --prompts_per_step 16)
+    steps=40
     train=(--use_peft --learning_rate 2e-4 --prompts_per_step 6 --num_generations 8 --max_steps 15 --eval_generations 1)
     ;;
   frozenlake)
     model=tiny folder=models/tiny shown=eval/rewards/environment/success/mean
     common=(--dataset_id examples/games.py:rows --env "frozenlake?compass=true" --max_turns 8 --max_turn_length 24)
     common+=(--max_prompt_length 256 --max_completion_length 768 --compute_dtype float32)
-    warm=(--demonstrations examples/games.py:demonstrate --max_steps 200 --prompts_per_step 64 --learning_rate 2e-3)
+    warm=(--demonstrations examples/games.py:demonstrate --prompts_per_step 64 --learning_rate 2e-3)
+    steps=200
     train=(--learning_rate 5e-4 --prompts_per_step 8 --num_generations 16 --max_steps 30 --eval_generations 4)
     ;;
   *)
@@ -48,10 +51,10 @@ esac
 bash scripts/install.sh
 . .venv/bin/activate
 python scripts/make_models.py "$model" "$folder"
-start=runs/warm-$task/checkpoints/step_$(sed 's/.*--max_steps \([0-9]*\).*/\1/' <<<"${warm[*]}")
+start=runs/warm-$task/checkpoints/step_$steps # of the warm start
 if [ ! -d "$start" ]; then
   rm -rf "runs/warm-$task"
-  python scripts/warm_start.py --run_name "warm-$task" --model_id "$folder" --num_generations 1 \
+  python scripts/warm_start.py --run_name "warm-$task" --model_id "$folder" --max_steps $steps --num_generations 1 \
     --tokens_per_microbatch 4096 "${common[@]}" "${warm[@]}"
 fi
 if [ ${#alone[@]} != 0 ]; then # the model as it was, by itself
