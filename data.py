@@ -417,6 +417,8 @@ def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[
 
     processor: the model's, or of a model without images its tokenizer.
     """
+    import envs
+    import rollouts
     from prompts import prompt_lengths
 
     rows, held_out = [], []
@@ -430,7 +432,11 @@ def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
                 row["seed"] = zlib.crc32(f"{cfg.seed} {dataset_id} {split} {number}".encode())
-        lengths = prompt_lengths(loaded, f"{dataset_id} [{split}]", processor, cfg)
+        told = loaded
+        if cfg.tools or cfg.mcp_config:  # what they add to a prompt counts
+            environment = envs.environment_maker(cfg)()
+            told = [rollouts.begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in loaded]
+        lengths = prompt_lengths(told, f"{dataset_id} [{split}]", processor, cfg)
         kept, dropped = filter_overlong(loaded, lengths, cfg.max_prompt_length)
         target += kept
         if os.environ.get("RANK", "0") == "0":

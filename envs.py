@@ -147,9 +147,7 @@ class FrozenLake(Environment):
         shown[self.place[0]][self.place[1]] = "P"
         lines = [" ".join(row) for row in shown]
         if self.compass:
-            down, right = (goal - here for goal, here in zip(self.goal, self.place, strict=True))
-            ways = [(down, "Down", "Up"), (right, "Right", "Left")]
-            lines.append("To G: " + ", ".join(f"{abs(n)} {a if n > 0 else b}" for n, a, b in ways if n) + ".")
+            lines.append(f"To G: {way(self.place, self.goal)}.")
         return "\n".join(lines)
 
     async def step(self, text):
@@ -194,10 +192,11 @@ class Sokoban(Environment):
 
     -0.1 a step, +1 and -1 for a box pushed onto and off a target, +10 when all are on one; an invalid action costs as
     a step does. The level comes from the seed, made by pulling boxes off their targets, so that it can be solved.
+    `compass` says of each box where it is and where the next target, as FrozenLake's.
     """
 
-    def __init__(self, size: int = 6, boxes: int = 1, walls: float = 0.1, pulls: int = 12):
-        self.size, self.count, self.walls, self.pulls = size, boxes, walls, pulls
+    def __init__(self, size: int = 6, boxes: int = 1, walls: float = 0.1, pulls: int = 12, compass: bool = False):
+        self.size, self.count, self.walls, self.pulls, self.compass = size, boxes, walls, pulls, compass
 
     def reset(self, row, seed):
         chance = random.Random(seed)
@@ -218,8 +217,11 @@ class Sokoban(Environment):
         rules += "time with one move: <answer>Left</answer>, <answer>Down</answer>, <answer>Right</answer> or "
         return [{"role": "user", "content": f"{rules}<answer>Up</answer>.\n{self.picture()}"}]
 
+    def open(self, place) -> bool:
+        return all(0 < x < self.size - 1 for x in place) and place not in self.blocked
+
     def free(self, place) -> bool:
-        return all(0 < x < self.size - 1 for x in place) and place not in self.blocked and place not in self.boxes
+        return self.open(place) and place not in self.boxes
 
     def scramble(self, chance) -> None:
         """Walk about at random, pulling a box along whenever one is behind."""
@@ -242,10 +244,13 @@ class Sokoban(Environment):
                 return "P"
             if place in self.boxes:
                 return "*" if place in self.targets else "B"
-            inside = all(0 < x < self.size - 1 for x in place) and place not in self.blocked
-            return "#" if not inside else "T" if place in self.targets else "."
+            return "#" if not self.open(place) else "T" if place in self.targets else "."
 
-        return "\n".join(" ".join(cell((r, c)) for c in range(self.size)) for r in range(self.size))
+        lines = [" ".join(cell((r, c)) for c in range(self.size)) for r in range(self.size)]
+        for box in sorted(self.boxes - self.targets) if self.compass else ():
+            target = min(self.targets, key=lambda target: math.dist(box, target))
+            lines.append(f"To B: {way(self.place, box)}. From B to T: {way(box, target)}.")
+        return "\n".join(lines)
 
     async def step(self, text):
         move = read_move(text)
@@ -272,6 +277,12 @@ class Sokoban(Environment):
 
 def moved(place: tuple[int, int], by: tuple[int, int], times: int = 1) -> tuple[int, int]:
     return place[0] + times * by[0], place[1] + times * by[1]
+
+
+def way(start: tuple[int, int], goal: tuple[int, int]) -> str:
+    """Such as "2 Down, 1 Left"."""
+    steps = zip(start, goal, (("Up", "Down"), ("Left", "Right")), strict=True)
+    return ", ".join(f"{abs(b - a)} {names[b > a]}" for a, b, names in steps if a != b)
 
 
 # ---- other people's environments ------------------------------------------------------------------------------------
@@ -418,7 +429,7 @@ def get_environment(spec: str, cfg=None):
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"--env {spec}: {cls.__name__} {error}; give it as --env '{name}?argument=value'.") from None
-    if not callable(getattr(cls, "step", None)):  # its methods are tools, as in TRL
+    if not plays(cls):  # its methods are tools, as in TRL
         if cfg and cfg.reward_funcs == ["environment"] and not hasattr(cls, "get_reward"):
             raise ConfigError(
                 f"--env {spec}: {cls.__name__} has no get_reward(), so --reward_funcs has to give a reward."
@@ -427,6 +438,12 @@ def get_environment(spec: str, cfg=None):
     if not issubclass(cls, Environment):  # what it leaves out comes from there
         cls = type(cls.__name__, (cls, Environment), {})
     return lambda: cls(**arguments)
+
+
+def plays(cls: type) -> bool:
+    """Whether a class answers turns, by reset(row, seed) and step(text). Of TRL's, `step` may be a tool like others."""
+    takes = inspect.signature(cls.reset).parameters
+    return hasattr(cls, "step") and (issubclass(cls, Environment) or {"row", "seed"} <= takes.keys())
 
 
 _MADE: dict[tuple, object] = {}  # tools keep their servers, results and limits from step to step

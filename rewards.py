@@ -9,7 +9,8 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
   [{"role": "assistant", "content": ...}] where the prompt is chat messages; `completion_text` takes both. `prompts` are
   the rows' prompts, `completion_ids` the token ids. A function without ** gets only what its signature names. Of
   several turns the messages have all, answers of tools included; a string has what the model said.
-* A call has the completions of one prompt together; of several turns one trajectory, which is scored as it ends.
+* A call has the completions of one prompt together; of several turns one trajectory, which is scored as it ends, or
+  with `my_reward.whole_group = True` all of the prompt's, when the last has ended.
 * A function that names `trajectories` gets the Trajectory objects (rollouts.py), one that names `cfg` the config.
 * It returns one value a completion: a number, None (does not apply: this function is left out of the row's sum), or a
   dict {component: number or None}. The components are logged by name and may differ by row; the row's reward is the

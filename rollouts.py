@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, replace
 
 import envs
 from config import ConfigError, TrainConfig, known_name
-from data import shorten
+from data import load_rows, shorten
 from limits import run_limited
 from prompts import build_prompt, check_echo, continued, is_vision, observed, render, with_tools
+from tools import PARSERS, chat
 
 logger = logging.getLogger(__name__)
 
@@ -182,10 +183,11 @@ def check_rollout(cfg: TrainConfig) -> None:
         raise ConfigError("tools bring no reward: give --reward_funcs, such as last_number or my_rewards.py:right.")
 
 
-def scored_together(cfg: TrainConfig) -> list[TrainConfig]:
+def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> list[TrainConfig]:
     """How a row's trajectories are divided among calls of its rollout: each call's are scored as soon as it ends. Those
-    of one turn end together; of several turns each is on its own."""
-    return [cfg] if cfg.rollout == "single_turn" else [replace(cfg, num_generations=1)] * cfg.num_generations
+    of one turn end together; of several turns each is on its own, unless a reward wants the whole group."""
+    whole = cfg.rollout == "single_turn" or any(getattr(f, "whole_group", False) for f in reward_functions.values())
+    return [cfg] if whole else [replace(cfg, num_generations=1)] * cfg.num_generations
 
 
 async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
@@ -210,9 +212,8 @@ async def reset(environment, row: dict, cfg: TrainConfig) -> list[dict]:
     return messages
 
 
-async def begin(row: dict, environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
-    """(the row with the prompt that its environment makes of it, schemas of its tools for the chat template)"""
-    messages = await reset(environment, row, cfg)
+def begun(row: dict, messages: list[dict], environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
+    """(the row with the prompt that its environment made of it, schemas of its tools for the chat template)"""
     # No chat template asks for plain tags: the environment's own words do.
     schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
     return with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor), schemas
@@ -221,8 +222,8 @@ async def begin(row: dict, environment, processor, cfg: TrainConfig) -> tuple[di
 def check_length(prompt, row: dict, cfg: TrainConfig) -> None:
     if len(prompt.token_ids) > cfg.max_prompt_length:
         raise ValueError(
-            f"the prompt {shorten(row['prompt'])} has {len(prompt.token_ids)} tokens with what its tools or environment"
-            f" add; --max_prompt_length is {cfg.max_prompt_length}: raise it, and the server's --max-model-len with it."
+            f"the prompt {shorten(row['prompt'])} has {len(prompt.token_ids)} tokens with what its environment adds; "
+            f"--max_prompt_length is {cfg.max_prompt_length}: raise it, and the server's --max-model-len with it."
         )
 
 
@@ -233,7 +234,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     not fit: it is then left out altogether, text and images together.
     """
     processor = generator.tokenizer
-    shown, schemas = await begin(row, environment, processor, cfg)
+    shown, schemas = begun(row, await reset(environment, row, cfg), environment, processor, cfg)
     prompt = so_far = build_prompt(row, generator, cfg, shown)
     check_length(prompt, row, cfg)
     turns, mask, logprobs, version = [], [], [], None
@@ -381,7 +382,6 @@ def by_hand(environment, messages: list[dict]) -> str:
 
 def openai_policy(url: str, model: str, token: str | None) -> Callable:
     """Asks any OpenAI-compatible server, such as a vllm_server.py.  url: up to and with /v1."""
-    from tools import chat
 
     def say(environment, messages: list[dict]) -> str:
         if environment.tools:
@@ -423,6 +423,9 @@ def main() -> None:
     parser.add_argument("--env", help="name in ENVIRONMENTS or file.py:Class; NAME?key=value sets arguments")
     parser.add_argument("--tools", nargs="*", default=[], help="instead: names in TOOLS or file.py:function")
     parser.add_argument("--mcp_config", help="and, or instead: JSON file with `mcpServers`")
+    parser.add_argument("--tool_parser", choices=list(PARSERS), default="hermes", help="how calls are written")
+    parser.add_argument("--tool_timeout", type=float, default=30.0, help="seconds a call, reset or step may take")
+    parser.add_argument("--dataset_id", help="play its rows, as the train scripts take them")
     parser.add_argument("--policy", choices=["random", "hand", "openai", "server"], default="random")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of --policy openai or server")
     parser.add_argument("--model", default="", help="its name there")
@@ -437,11 +440,13 @@ def main() -> None:
     if not (args.env or args.tools or args.mcp_config):
         parser.error("give --env, --tools or --mcp_config")
     try:
-        cfg = TrainConfig(env=args.env, tools=args.tools, mcp_config=args.mcp_config, max_turns=args.max_turns)
+        names = ("env", "tools", "mcp_config", "max_turns", "tool_parser", "tool_timeout")
+        cfg = TrainConfig(**{name: getattr(args, name) for name in names})
         make, rewards = envs.environment_maker(cfg), []
+        rows = load_rows(args.dataset_id) if args.dataset_id else [{"prompt": args.prompt}]
         for episode in range(args.episodes):
             CHANCE.seed(f"policy {args.seed + episode}")
-            row = {"prompt": args.prompt, "seed": args.seed + episode}
+            row = {"seed": args.seed + episode} | rows[episode % len(rows)]
             rewards.append(asyncio.run(watch(make(), policy, row, cfg)))
     except ConfigError as error:
         parser.error(str(error))

@@ -614,7 +614,8 @@ async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: Trai
         await score(trajectories, reward_functions, cfg)
         return trajectories
 
-    parts = await asyncio.gather(*(together(row, part) for part in scored_together(cfg) for row in rows))
+    divided = scored_together(cfg, reward_functions)
+    parts = await asyncio.gather(*(together(row, part) for part in divided for row in rows))
     seconds = {"time/generate": max(sampled) - start, "time/score": time.perf_counter() - max(sampled)}
     return [sum(parts[i :: len(rows)], []) for i in range(len(rows))], seconds
 

@@ -8,7 +8,7 @@ The reward is the environment's, turn by turn. Watch rewards/environment/success
 
 import random
 
-from envs import MOVES, moved
+from envs import MOVES, FrozenLake, Sokoban, moved
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:
@@ -19,13 +19,14 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
 
 
 def demonstrate(row: dict, environment, answers: list) -> str:
-    """A careless walker over the frozen lake: half of the moves are the best one, nine in ten of the others any."""
+    """A careless player: half of the moves are the best one, nine in ten of the others any."""
     chance = random.random()
-    move = next_move(environment) if chance < 0.5 else random.choice(list(MOVES) if chance < 0.95 else ["Jump", "Stay"])
+    best = next_push if isinstance(environment, Sokoban) else next_step
+    move = best(environment) if chance < 0.5 else random.choice(list(MOVES) if chance < 0.95 else ["Jump", "Stay"])
     return f"<answer>{move.capitalize()}</answer>"
 
 
-def next_move(lake) -> str:
+def next_step(lake: FrozenLake) -> str:
     """The first move of a shortest way to the goal, around the holes."""
     away, todo = {lake.goal: 0}, [lake.goal]
     for place in todo:
@@ -37,3 +38,20 @@ def next_move(lake) -> str:
                 todo.append(near)
     ways = [move for move, by in MOVES.items() if away.get(moved(lake.place, by), 99) < away[lake.place]]
     return random.choice(ways)
+
+
+def next_push(game: Sokoban) -> str:
+    """The first move of a shortest solution; any, where a box is stuck for good."""
+    here = (game.place, frozenset(game.boxes))
+    first, todo = {here: None}, [here]
+    for place, boxes in todo:
+        if boxes == game.targets:
+            return first[place, boxes]
+        for move in random.sample(list(MOVES), len(MOVES)):
+            ahead, beyond = moved(place, MOVES[move]), moved(place, MOVES[move], 2)
+            after = boxes - {ahead} | {beyond} if ahead in boxes else boxes
+            blocked = not game.open(ahead) or (ahead in boxes and (beyond in boxes or not game.open(beyond)))
+            if not blocked and (ahead, after) not in first:
+                first[ahead, after] = first[place, boxes] or move
+                todo.append((ahead, after))
+    return random.choice(list(MOVES))

@@ -186,6 +186,11 @@ def test_a_class_written_for_trl(tmp_path):
     answers, reward, done, _ = step(environment, call)
     assert (answers[0]["content"], reward, done, environment.score()) == ("10", 0.0, False, 10.0)
 
+    (tmp_path / "named.py").write_text(TRL_FILE.replace("increment", "step"))  # a tool like any other
+    named = environment_maker(TrainConfig(env=f"{tmp_path}/named.py:Counter"))()
+    named.reset({"prompt": "Count to ten."}, 0)
+    assert list(named.tools) == ["step"] and step(named, call.replace("increment", "step"))[0][0]["content"] == "6"
+
     settings = dict(
         model_id=str(make_tiny()),
         env=spec,
@@ -228,7 +233,7 @@ def test_a_new_environment_fits_a_page():
             assert len(text.splitlines()) <= 40, path
 
 
-def test_played_from_the_command_line():
+def test_played_from_the_command_line(tmp_path):
     """Seconds, without torch, model or server; mistakes are explained."""
     command = [sys.executable, str(ROOT / "rollouts.py"), "--env"]
     start = time.perf_counter()
@@ -236,6 +241,10 @@ def test_played_from_the_command_line():
         [*command, "frozenlake", "--policy", "random", "--episodes", "3"], capture_output=True, text=True
     )
     assert done.returncode == 0 and "mean reward of 3 trajectories" in done.stdout and time.perf_counter() - start < 10
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
+    flags = ["--tools", "calculator", "--tool_parser", "tags", "--dataset_id", f"{tmp_path}/rows.jsonl"]
+    done = subprocess.run([*command[:-1], *flags, "--episodes", "2"], capture_output=True, text=True)
+    assert done.returncode == 0 and "[user] One?" in done.stdout and "[user] Two?" in done.stdout, done.stderr
     code = "import sys, rollouts; assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     for wrong, message in (("frozenlak", "Did you mean 'frozenlake'"), ("frozenlake?sise=3", "unknown name 'sise'")):

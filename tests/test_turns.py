@@ -20,6 +20,7 @@ import packing
 import rewards
 import train_grpo as script
 from config import ConfigError, TrainConfig
+from data import load_data
 from envs import Environment, FrozenLake, ToolEnvironment
 from rollouts import check_rollout, multi_turn, play
 from tools import Call, Tool, Toolbox, agent_tool, from_function, get_tools, model_tool
@@ -223,10 +224,19 @@ def test_trajectories_do_not_wait_for_each_other():
     assert max(ended[n] for n in range(1, 16)) - start < 0.8 < ended[0] - start
 
 
-def test_a_prompt_that_its_tools_make_too_long():
+def test_a_prompt_that_its_tools_make_too_long(tmp_path):
+    """Left out before training begins; one that its environment makes too long is known when it is played."""
     tokenizer, cfg = tokenizer_of("qwen2_5"), config(max_prompt_length=50)
-    with pytest.raises(ValueError, match="'What now\\?' has .* tokens with what its tools or environment add"):
+    with pytest.raises(ValueError, match="'What now\\?' has .* tokens with what its environment adds"):
         asyncio.run(play({"prompt": "What now?"}, 0, tool_environment(cfg), Scripted(tokenizer, TURNS), cfg))
+    rows = [{"prompt": "What now?", "tools": []}, {"prompt": "What now?", "tools": ["calculator"]}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = config(dataset_id=f"{tmp_path}/rows.jsonl", tools=["calculator"], max_prompt_length=50)
+    kept, _ = load_data(cfg, tokenizer, dict)
+    assert [row["tools"] for row in kept] == [[]]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"tools": ["calculate"]}))
+    with pytest.raises(ConfigError, match="Did you mean 'calculator'"):
+        load_data(cfg, tokenizer, dict)
 
 
 @pytest.mark.parametrize("fault, message", [("raise", "raised ValueError"), ("hang", "took over 0.2 s")])
@@ -625,3 +635,21 @@ def test_string_prompts_have_all_that_was_said():
     trajectory = asyncio.run(play({"prompt": "hello"}, 0, tool_environment(config(), add), sampler, config()))
     (text,) = rewards.call_arguments([trajectory], config())["completions"]
     assert text.count("<tool_call>") == 3 and "It is 5." in text
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_reward_may_want_the_whole_group(whole):
+    """Of several turns each trajectory is scored as it ends; not so where completions are compared."""
+    calls = []
+
+    def compared(completions, **columns):
+        calls.append(len(completions))
+        return [float(len(calls))] * len(completions)
+
+    compared.whole_group = whole
+    cfg = config(tools=["calculator"], num_generations=4)
+    rows = [{"prompt": "hello"}, {"prompt": "goodbye"}]
+    sampler = Scripted(tokenizer_of("qwen2_5"), ["Good."])
+    groups, _ = asyncio.run(script.rollout(rows, sampler, {"compared": compared}, cfg))
+    assert calls == ([4, 4] if whole else [1] * 8) and [len(group) for group in groups] == [4, 4]
+    assert [{t.row["prompt"] for t in group} for group in groups] == [{"hello"}, {"goodbye"}]
