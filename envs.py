@@ -192,7 +192,7 @@ class Sokoban(Environment):
 
     -0.1 a step, +1 and -1 for a box pushed onto and off a target, +10 when all are on one; an invalid action costs as
     a step does. The level comes from the seed, made by pulling boxes off their targets, so that it can be solved.
-    `compass` says of each box where it is and where the next target, as FrozenLake's.
+    `compass` says of each box where it is and where the nearest free target, as FrozenLake's.
     """
 
     def __init__(self, size: int = 6, boxes: int = 1, walls: float = 0.1, pulls: int = 12, compass: bool = False):
@@ -248,7 +248,7 @@ class Sokoban(Environment):
 
         lines = [" ".join(cell((r, c)) for c in range(self.size)) for r in range(self.size)]
         for box in sorted(self.boxes - self.targets) if self.compass else ():
-            target = min(self.targets, key=lambda target: math.dist(box, target))
+            target = min(self.targets - self.boxes, key=lambda target: math.dist(box, target))
             lines.append(f"To B: {way(self.place, box)}. From B to T: {way(box, target)}.")
         return "\n".join(lines)
 

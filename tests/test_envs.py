@@ -20,6 +20,8 @@ from envs import MOVES, Sokoban, environment_maker, get_environment
 from runlog import read_metrics
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "examples"))
+import games  # noqa: E402
 
 
 def step(environment, text):
@@ -60,6 +62,10 @@ def test_every_sokoban_can_be_solved(boxes):
             assert info == {"valid": 1.0, "effective": 1.0} and done == (number == len(moves))
         assert total == pytest.approx(10 + boxes - 0.1 * len(moves)) and level.metrics() == {"success": 1.0}
         lengths.append(len(moves))
+        level.reset({}, seed)  # the example's player finds a way as short
+        for number in range(len(moves)):
+            done = step(level, f"<answer>{games.next_push(level)}</answer>")[2]
+            assert done == (number + 1 == len(moves))
     assert min(lengths) >= 1 and sorted(lengths)[12] >= 5
 
 
@@ -72,6 +78,13 @@ def test_sokoban_costs():
     level.place, level.boxes, level.targets, level.blocked = (2, 2), {(2, 3)}, {(2, 3)}, set()
     assert step(level, "<answer>right</answer>")[1] == pytest.approx(-1.1)  # off its target
     assert level.boxes == {(2, 4)} and step(level, "<answer>right</answer>")[3]["effective"] == 0.0  # a wall behind it
+
+
+def test_the_compass_says_what_the_map_shows():
+    level = Sokoban(compass=True)
+    level.reset({}, 0)
+    level.place, level.boxes, level.targets = (1, 1), {(3, 2), (4, 4)}, {(2, 4), (4, 4)}
+    assert level.picture().splitlines()[level.size :] == ["To B: 2 Down, 1 Right. From B to T: 1 Up, 2 Right."]
 
 
 def test_gymnasium():
