@@ -384,8 +384,6 @@ def openai_policy(url: str, model: str, token: str | None) -> Callable:
     """Asks any OpenAI-compatible server, such as a vllm_server.py.  url: up to and with /v1."""
 
     def say(environment, messages: list[dict]) -> str:
-        if environment.tools:
-            messages = [{"role": "system", "content": environment.instructions}, *messages]
         try:
             return chat(url, model, messages, token, max_tokens=512)
         except (RuntimeError, OSError) as error:
@@ -397,6 +395,8 @@ def openai_policy(url: str, model: str, token: str | None) -> Callable:
 async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float:
     """Play one trajectory with text alone, printing every turn; returns its reward."""
     messages, total = await reset(environment, row, cfg), 0.0
+    if environment.instructions:
+        messages = [{"role": "system", "content": environment.instructions}, *messages]
     for message in messages:
         print(f"[{message['role']}] {message['content']}")
     for number in range(1, cfg.max_turns + 1):

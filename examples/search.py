@@ -3,6 +3,7 @@
     bash examples/run_turns.sh search      # warm start, three seeds beside a live server, and what the mask is for
     ... --mcp_config examples/search.json --tool_parser tags --dataset_id examples/search.py:rows \\
         --reward_funcs squad_em
+    ... --tools examples/search_server.py:search        # the same without MCP
 
 Everyone in it has a birthplace, a trade, an instrument and a friend; half of the questions take two look-ups ("the
 trade of the friend of Ada"). Held-out questions are about other people, whose articles the engine has as well.
