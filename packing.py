@@ -1,15 +1,19 @@
 """How a Batch is cut into forward passes: rows of a group packed behind their shared prompt, passes by a token budget.
 
-Nothing here changes the gradient; tests/test_gradient.py says so. Its callers know `pack` and `micro_batches`.
+Nothing here changes the gradient; tests/test_gradient.py says so. Its callers know `pack`, `learning_rows` and
+`micro_batches`.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 import utils
+from checks import check_loss
 from config import TrainConfig
 from prompts import FOLLOWED_BY
 
@@ -185,11 +189,25 @@ def pack(batch: "Batch", cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor
     return inputs | join_inputs(images, device), row_of, columns, targets
 
 
-def micro_batches(batch: "Batch", cfg: TrainConfig) -> list[list[int]]:
+def learning_rows(batch: "Batch", loss: Callable | None, cfg: TrainConfig) -> list[bool]:
+    """Of which rows a policy loss can have a gradient; under most it has none of a group whose scores are all alike.
+
+    Found by trying it a little off policy, so that a new loss need not say so. None: of all rows with a loss token.
+    """
+    found = torch.ones_like(batch.loss_mask, dtype=torch.bool)
+    if loss and cfg.entropy_coef == 0 and (batch.ref_logprobs is None or cfg.kl_in_reward):
+        logprobs = (batch.sampling_logprobs - 0.1).requires_grad_()
+        per_token, _ = check_loss(loss(logprobs, replace(batch, old_logprobs=batch.sampling_logprobs), cfg), batch, cfg)
+        found = (torch.autograd.grad(per_token.sum(), logprobs)[0] != 0) | (batch.advantages != 0)
+    return (found & (batch.loss_mask > 0)).any(1).tolist()
+
+
+def micro_batches(batch: "Batch", cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
     """Row numbers of each forward pass, at most --tokens_per_microbatch tokens with padding; as many on every rank.
 
-    Groups stay together while they fit, since they share their prompt. Longest first, so that rows of a pass are alike
-    in length. A rank with fewer passes gets empty ones: FSDP's collectives would wait for each other.
+    Groups stay together while they fit, since they share their prompt. Rows of a pass are alike in length; those that
+    are `learning` (unset: all) come last. A rank with fewer passes gets empty ones first: FSDP's collectives would wait
+    for each other.
     """
     lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch
     units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what becomes one packed row
@@ -205,14 +223,16 @@ def micro_batches(batch: "Batch", cfg: TrainConfig) -> list[list[int]]:
         units.append((size, rows))
     passes: list[list[int]] = []
     longest = used = 0
-    for size, rows in sorted(units, reverse=True):
+    learning = learning or [True] * len(batch)
+    for size, rows in sorted(units, key=lambda unit: (any(learning[row] for row in unit[1]), unit), reverse=True):
+        longest = max(longest, size)
         if passes and (used + 1) * longest <= limit:
             passes[-1] += rows
             used += 1
         else:
             passes.append(list(rows))
             longest, used = size, 1
-    return passes + [[]] * (int(utils.all_max(len(passes))) - len(passes))
+    return [[]] * (int(utils.all_max(len(passes))) - len(passes)) + passes[::-1]
 
 
 def minibatches(batch: "Batch", cfg: TrainConfig) -> list["Batch"]:

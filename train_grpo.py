@@ -49,7 +49,7 @@ import data
 import models
 import utils
 from models import Policy
-from packing import micro_batches, minibatches, pack, why_not_shared
+from packing import learning_rows, micro_batches, minibatches, pack, why_not_shared
 from prompts import image_metrics
 from rewards import get_reward_functions, score
 from rollouts import ROLLOUTS, Trajectory, check_rollout, reward_means, rollout_metrics, scored_together
@@ -784,28 +784,30 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
 
     Returns this rank's sums over tokens {name: []}: "loss", "tokens" and the statistics. Counts are global and taken
     before the loop; DDP and FSDP average over ranks, so the loss is multiplied by their number: without it ranks with
-    short completions would count more.
+    short completions would count more. Groups that teach nothing are passed forward alone, for the statistics.
     """
     if loss_of is micro_loss and cfg.policy_loss in ("clip_cov", "kl_cov"):  # among all tokens, however they are cut
         now = all_logprobs(policy, batch, cfg)[0]
         old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
         seen = replace(batch, old_logprobs=now if old is None or cfg.old_logprobs == "current" else old)
         batch = replace(batch, chosen=chosen_by_covariance(now, seen, cfg))
-    nonempty = batch.loss_mask.any(1).sum()
-    sequences = torch.tensor(float(len(batch))) if cfg.loss_agg == "constant" else nonempty.cpu()
-    tokens, sequences = utils.all_sum(torch.stack([batch.loss_mask.sum().cpu(), sequences])).tolist()
+    rows = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
+    tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(rows)])).tolist()
     counts = dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-    passes = micro_batches(batch, cfg)
-    for number, rows in enumerate(passes):
+    learning = learning_rows(batch, POLICY_LOSSES[cfg.policy_loss] if loss_of is micro_loss else None, cfg)
+    passes = micro_batches(batch, cfg, learning)
+    backward = max(utils.all_max(sum(any(learning[row] for row in rows) for rows in passes)), 1)  # so many, at the end
+    ddp = isinstance(policy, nn.parallel.DistributedDataParallel)
+    for left, rows in zip(range(len(passes), 0, -1), passes, strict=True):
         part = batch.select(rows or [0])
         if not rows:
             part.loss_mask = torch.zeros_like(part.loss_mask)
-        last = number + 1 == len(passes)
-        ddp = isinstance(policy, nn.parallel.DistributedDataParallel)
-        with policy.no_sync() if ddp and not last else contextlib.nullcontext():
+        alone = policy.no_sync if ddp and left > 1 else contextlib.nullcontext
+        with torch.set_grad_enabled(left <= backward), alone():
             loss, stats = loss_of(policy, part, cfg, counts)
-            (loss * utils.world_size()).backward()
+            if left <= backward:
+                (loss * utils.world_size()).backward()
         sums["loss"] += loss.detach().double().cpu()
         sums["tokens"] += part.loss_mask.sum().double().cpu()
         for name, matrix in stats.items():
@@ -874,8 +876,7 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
-    registries = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
-    for name, known in registries.items():
+    for name, known in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("kl", KL_ESTIMATORS)):
         known_name(f"--{name}", getattr(cfg, name), known)
     check_rollout(cfg)
     processor = models.load_processor(cfg.model_id)  # a model without images: its tokenizer

@@ -105,6 +105,16 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
             cuts |= {"plain rows, many": replace(plain, tokens_per_microbatch=40)} if loss == "ppo" else {}
         for cut, cut_cfg in cuts.items():
             result[base.use_peft, loss, mode, cut] = gradients(policy, inner, batch, cut_cfg)
+    # Groups without advantage, one on each rank: no backward pass for them, or one for all.
+    speak = (batch.groups != 1) & (batch.groups != 3)
+    batch = replace(batch, ref_logprobs=None, advantages=batch.advantages * speak[:, None])
+    for loss in losses:
+        cfg = replace(base, policy_loss=loss, beta=0.0, tokens_per_microbatch=40, **SETTINGS.get(loss, {}))
+        result[base.use_peft, loss, "silent", "skipped"] = gradients(policy, inner, batch, cfg)
+        if world == 1:
+            skipping, script.learning_rows = script.learning_rows, lambda batch, *_: [True] * len(batch)
+            result[base.use_peft, loss, "silent", "one"] = gradients(policy, inner, batch, cfg)
+            script.learning_rows = skipping
     return result
 
 
