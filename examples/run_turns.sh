@@ -34,9 +34,9 @@ case $task in
     rewards=(--reward_funcs squad_em)
     alone=(--dataset_id examples/search.py:rows --max_prompt_length 256 --max_completion_length 64)
     warm=(--demonstrations examples/search.py:demonstrate --prompts_per_step 16)
-    steps=40
+    steps=50
     train=(--use_peft --learning_rate 1.5e-4 --lr_schedule linear --prompts_per_step 6 --num_generations 8)
-    train+=(--max_steps 20 --eval_generations 1)
+    train+=(--max_steps 15 --eval_generations 1)
     ;;
   frozenlake | sokoban)
     model=tiny folder=models/tiny shown=eval/rewards/environment/success/mean

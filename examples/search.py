@@ -81,9 +81,9 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
 
 
 def demonstrate(row: dict, environment, answers: list) -> str:
-    """A careless reader: seven times in ten it answers out of the blue, else looks up and answers from what it read."""
+    """A careless reader: half of the time it answers out of the blue, else looks up and answers from what it read."""
     wanted = [row["about"], *([row["friend"]] if row["friend"] else [])]
-    if len(answers) < len(wanted) and random.random() < (0.3 if not answers else 0.9):
+    if len(answers) < len(wanted) and random.random() < (0.5 if not answers else 0.9):
         return f"<search>{wanted[len(answers)]}</search>"
     guess = random.choice({"birthplace": PLACES, "trade": TRADES, "instrument": INSTRUMENTS}[row["asked"]])
     return f"<answer>{row['answer'] if len(answers) == len(wanted) else guess}</answer>"
