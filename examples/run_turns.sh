@@ -35,7 +35,7 @@ case $task in
     alone=(--dataset_id examples/search.py:rows --max_prompt_length 256 --max_completion_length 64)
     warm=(--demonstrations examples/search.py:demonstrate --prompts_per_step 16)
     steps=50
-    train=(--use_peft --learning_rate 1.5e-4 --lr_schedule linear --prompts_per_step 6 --num_generations 8)
+    train=(--use_peft --learning_rate 1.5e-4 --lr_schedule linear --prompts_per_step 12 --num_generations 4)
     train+=(--max_steps 15 --eval_generations 1)
     ;;
   frozenlake | sokoban)
