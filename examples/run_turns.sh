@@ -36,7 +36,7 @@ case $task in
     warm=(--demonstrations examples/search.py:demonstrate --prompts_per_step 16)
     steps=50
     train=(--use_peft --learning_rate 1.5e-4 --lr_schedule linear --prompts_per_step 12 --num_generations 4)
-    train+=(--max_steps 15 --eval_generations 1)
+    train+=(--loss_agg token_mean --max_steps 15 --eval_generations 1) # seq_mean: a second look-up counts for less
     ;;
   frozenlake | sokoban)
     model=tiny folder=models/tiny shown=eval/rewards/environment/success/mean
