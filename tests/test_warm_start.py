@@ -23,7 +23,7 @@ from warm_start import demonstrate  # noqa: E402
 
 @pytest.mark.parametrize("task", ["arithmetic", "search"])
 def test_examples_are_careless(task):
-    """A few demonstrations use the tool and are right, most guess: there is something left to learn."""
+    """Some demonstrations use the tool and are mostly right, the others guess: there is something left to learn."""
     example, tools = (
         f"{ROOT}/examples/{task}.py",
         dict(tools=["calculator"], reward_funcs=[f"{ROOT}/examples/arithmetic.py:right"]),
@@ -39,7 +39,7 @@ def test_examples_are_careless(task):
     finally:
         mcp_tools.close_all()
     called = [t for t in trajectories if t.turns > 1]
-    assert 5 < len(called) < 90
+    assert 0.02 < len(called) / len(trajectories) < 0.6
     assert not any(call["failed"] for t in called for call in t.info["turns"][0]["info"]["calls"])
     right = [
         statistics.fmean(t.info["reward"] for t in trajectories if (t in called) == used) for used in (True, False)
