@@ -432,11 +432,11 @@ def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
                 row["seed"] = zlib.crc32(f"{cfg.seed} {dataset_id} {split} {number}".encode())
-        told = loaded
+        shown = loaded
         if cfg.tools or cfg.mcp_config:  # what they add to a prompt counts
             environment = envs.environment_maker(cfg)()
-            told = [rollouts.begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in loaded]
-        lengths = prompt_lengths(told, f"{dataset_id} [{split}]", processor, cfg)
+            shown = [rollouts.begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in loaded]
+        lengths = prompt_lengths(shown, f"{dataset_id} [{split}]", processor, cfg)
         kept, dropped = filter_overlong(loaded, lengths, cfg.max_prompt_length)
         target += kept
         if os.environ.get("RANK", "0") == "0":

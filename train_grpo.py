@@ -784,27 +784,27 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
 
     Returns this rank's sums over tokens {name: []}: "loss", "tokens" and the statistics. Counts are global and taken
     before the loop; DDP and FSDP average over ranks, so the loss is multiplied by their number: without it ranks with
-    short completions would count more. Groups that teach nothing are passed forward alone, for the statistics.
+    short completions would count more. Rows without gradient get a forward pass, for the statistics, and no other.
     """
     if loss_of is micro_loss and cfg.policy_loss in ("clip_cov", "kl_cov"):  # among all tokens, however they are cut
         now = all_logprobs(policy, batch, cfg)[0]
         old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
         seen = replace(batch, old_logprobs=now if old is None or cfg.old_logprobs == "current" else old)
         batch = replace(batch, chosen=chosen_by_covariance(now, seen, cfg))
-    rows = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
-    tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(rows)])).tolist()
+    number = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
+    tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(number)])).tolist()
     counts = dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     learning = learning_rows(batch, POLICY_LOSSES[cfg.policy_loss] if loss_of is micro_loss else None, cfg)
     passes = micro_batches(batch, cfg, learning)
-    backward = max(utils.all_max(sum(any(learning[row] for row in rows) for rows in passes)), 1)  # so many, at the end
+    backward = max(utils.all_max(sum(any(learning[row] for row in rows) for rows in passes)), 1)  # the last so many
     ddp = isinstance(policy, nn.parallel.DistributedDataParallel)
     for left, rows in zip(range(len(passes), 0, -1), passes, strict=True):
         part = batch.select(rows or [0])
         if not rows:
             part.loss_mask = torch.zeros_like(part.loss_mask)
-        alone = policy.no_sync if ddp and left > 1 else contextlib.nullcontext
-        with torch.set_grad_enabled(left <= backward), alone():
+        local = policy.no_sync if ddp and left > 1 else contextlib.nullcontext
+        with torch.set_grad_enabled(left <= backward), local():
             loss, stats = loss_of(policy, part, cfg, counts)
             if left <= backward:
                 (loss * utils.world_size()).backward()
