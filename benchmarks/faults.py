@@ -128,6 +128,7 @@ def environment(folder: Path, server) -> dict[str, str]:
 def inside(fault: Fault, folder: Path, server, patience: float, writer: int) -> None:
     """In the fault's process: run it, look for what it left, report."""
     os.setsid()
+    here = os.getpid()
     prctl(SUBREAPER, 1)  # whatever is orphaned becomes this process's child, and is found
     prctl(DIE_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -146,6 +147,8 @@ def inside(fault: Fault, folder: Path, server, patience: float, writer: int) -> 
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is this fault's result
         traceback.print_exc()
         seen = case.Seen("broken", f"{type(error).__name__}: {error}")
+    if os.getpid() != here:
+        os._exit(0)  # a fault forked, and its child came back: this process has reported, or will
     try:
         at.close()
         seen = case.checked(at, seen, hidden) if seen.verdict != "skipped" else seen

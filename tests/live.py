@@ -44,11 +44,13 @@ def become(command: list[str], log: Path, env: dict[str, str]) -> None:
     os.environ.update(env)
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started the tests in the background
+    exit_at_once = os._exit
     sys.argv, sys.path[:] = command, [str((ROOT / command[0]).parent), *sys.path]
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends its processes without
+        os._exit = exit_at_once  # which it calls, and a script refuses until it has ended
 
 
 class Fork:
