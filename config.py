@@ -62,7 +62,9 @@ class TrainConfig:
     min_p: float | None = None  # drop tokens below this fraction of the likeliest one
     generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
-    server_token: str | None = field(default=None, repr=False)  # of the servers; `ps` shows it: rather set VLLM_SERVER_TOKEN
+    server_token: str | None = field(
+        default=None, repr=False
+    )  # of the servers; `ps` shows it: rather set VLLM_SERVER_TOKEN
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     push_bucket_mb: int = 256  # weights travel in buckets of this size; also the extra memory of a push
