@@ -6,7 +6,6 @@ are taken over all ranks; those of a group are local, since a group lies on one 
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from torch import Tensor
 import utils
 from config import TrainConfig
 
-if TYPE_CHECKING:
-    from rollouts import Trajectory
+GROUPS = 2**32  # more than a rank has
 
 
 @dataclass
@@ -62,10 +60,8 @@ class Batch:
         return Batch(**{f.name: take(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
 
-def collate(
-    trajectories: list["Trajectory"], pad_id: int, device: torch.device, group_offset: int = 0, step: int = 0
-) -> Batch:
-    """Trajectories of this rank as a Batch. group_offset makes the group numbers unique over ranks."""
+def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0, step: int = 0) -> Batch:
+    """Trajectories (rollouts.py) of this rank as a Batch. Group numbers become unique over all ranks."""
     rows, length = len(trajectories), max(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
     input_ids = torch.full((rows, length), pad_id)
     attention_mask, loss_mask, rewards, logprobs = torch.zeros(4, rows, length).unbind()  # [B, T] each
@@ -76,19 +72,21 @@ def collate(
         loss_mask[row, start:end] = torch.tensor(t.loss_mask, dtype=torch.float)
         rewards[row, start:end] = torch.tensor(t.token_rewards, dtype=torch.float)
         logprobs[row, start:end] = torch.tensor(t.logprobs, dtype=torch.float)
-    groups = torch.tensor([t.group + group_offset for t in trajectories])
+    groups = torch.tensor([t.group + rank * GROUPS for t in trajectories])
     inputs = [t.info.get("model_inputs", {}) for t in trajectories]
     tensors = (t.to(device) for t in (input_ids, attention_mask, loss_mask, rewards, groups, logprobs))
     batch = Batch(*tensors, model_inputs=inputs, rows=[t.row for t in trajectories], step=step)
     for name in ("baselines", "reward_components"):  # where a reward function did not apply it counts as 0
-        if name in trajectories[0].info:
-            setattr(batch, name, torch.tensor([t.info[name] for t in trajectories], device=device).nan_to_num())
+        if known := [t.info[name] for t in trajectories if name in t.info]:
+            nothing = [0.0] * len(known[0]) if isinstance(known[0], list) else 0.0
+            values = torch.tensor([t.info.get(name, nothing) for t in trajectories], device=device)
+            setattr(batch, name, values.nan_to_num())
     if any("states" in t.info for t in trajectories):
         batch.states = number_states(trajectories, length).to(device)
     return batch
 
 
-def number_states(trajectories: list["Trajectory"], length: int) -> Tensor:
+def number_states(trajectories: list, length: int) -> Tensor:
     """A number for each token's environment state, info["states"] with one hashable a token as loss_mask: equal states
     have equal numbers, from 1 on. A state that is not known, None, is like no other: its number is its own.  [B, T]"""
     states, numbers = torch.zeros(len(trajectories), length, dtype=torch.int64), {}

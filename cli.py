@@ -172,3 +172,11 @@ def read_yaml(path: str, known: list[str]) -> dict:
     for name in values:
         known_name(f"--config={path}", name, known)
     return values
+
+
+def shorten(value, limit: int = 200) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # whatever a class of somebody else's raises here must not hide what is being said about it
+        text = f"<a {type(value).__name__} that cannot be shown>"
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

@@ -19,8 +19,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
-import credentials
 from cli import ConfigError, build_parser, convert, is_none, known_name, read_yaml, unknown_argument
+from safety import credentials
 
 
 @dataclass
@@ -67,13 +67,16 @@ class TrainConfig:
     )  # of the servers; `ps` shows it: rather set VLLM_SERVER_TOKEN
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
+    push_steps: int = 1  # push weights every so many steps; before an evaluation and a checkpoint in any case
     push_bucket_mb: int = 256  # weights travel in buckets of this size; also the extra memory of a push
 
     # --- tools and environments ---
-    env: str | None = None  # name in ENVIRONMENTS (adapters.py) or file.py:NAME, arguments behind as in NAME?key=value
-    tools: list[str] = field(default_factory=list)  # names in TOOLS (tools.py) or file.py:function
+    env: str | None = (
+        None  # name in ENVIRONMENTS (envs/adapters.py) or file.py:NAME, arguments behind as in NAME?key=value
+    )
+    tools: list[str] = field(default_factory=list)  # names in TOOLS (envs/tools.py) or file.py:function
     mcp_config: str | None = None  # JSON file with `mcpServers`, whose tools are added
-    tool_parser: Literal["hermes", "xml", "tags"] = "hermes"  # how the model writes calls; see PARSERS in tools.py
+    tool_parser: Literal["hermes", "xml", "tags"] = "hermes"  # how the model writes calls; see PARSERS in envs/tools.py
     max_turns: int = 8  # most turns of the model in one trajectory
     max_turn_length: int | None = None  # most tokens sampled per turn; unset: what max_completion_length leaves
     max_tool_result: int = 4000  # characters of a tool's result, or an environment's message, shown to the model
@@ -246,7 +249,9 @@ PRESETS: dict[str, dict] = {  # arXiv
 def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
-    positive += "tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
+    positive += (
+        "push_steps tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
+    )
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
     positive += "request_timeout dist_timeout "
     positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "

@@ -15,8 +15,6 @@ Mistakes raise ConfigError: what was given, what is allowed, what to do.
 import ast
 import csv
 import dataclasses
-import hashlib
-import importlib.util
 import inspect
 import json
 import os
@@ -28,10 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-import numpy as np
-
-from config import ConfigError, known_name
-from special_tokens import guard, tokenize
+from cli import ConfigError, known_name, shorten
+from plugins import function_path, load_function
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # of rows whose environment makes the prompt
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
@@ -262,42 +258,6 @@ def load_from_function(spec: str, split: str, seed: int):
     return rows if is_dataset else list(rows)
 
 
-def function_path(spec: str) -> tuple[str, str] | None:
-    """`path/to/file.py:function` -> (path, function); None for anything else."""
-    found = re.fullmatch(r"(.+\.py):(\w+)", spec)
-    return (found[1], found[2]) if found else None
-
-
-def load_function(spec: str, also: type | tuple = ()):
-    """The function `path/to/file.py:function`, or a value of the type `also`. A file runs once, however many are taken
-    from it."""
-    path, name = function_path(spec)
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise ConfigError(f"{spec}: there is no file {path} (looked in {Path.cwd()}).")
-    # The hash keeps apart two files of the same name in different folders.
-    module_name = f"user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
-    if module_name not in sys.modules:
-        module_spec = importlib.util.spec_from_file_location(module_name, file)
-        sys.modules[module_name] = importlib.util.module_from_spec(module_spec)
-        if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))  # last: the file can import its neighbours, which never shadow ours
-        try:
-            module_spec.loader.exec_module(sys.modules[module_name])
-        except BaseException:
-            del sys.modules[module_name]
-            raise
-    names = vars(sys.modules[module_name])
-    if not callable(names.get(name)) and not isinstance(names.get(name), also):
-        own = [
-            n for n, f in names.items() if (inspect.isfunction(f) or inspect.isclass(f)) and f.__module__ == module_name
-        ]
-        raise ConfigError(
-            f"{spec}: {path} has no {name!r}; it has {', '.join(n for n in own if n[0] != '_') or 'nothing'}."
-        )
-    return names[name]
-
-
 # ---- reasoning-gym --------------------------------------------------------------------------------------------------
 
 
@@ -401,90 +361,6 @@ def prompt_fault(prompt) -> str | None:
     return content_fault(prompt)
 
 
-def shorten(value, limit: int = 200) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # whatever a class of somebody else's raises here must not hide what is being said about it
-        text = f"<a {type(value).__name__} that cannot be shown>"
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
-
-
-# ---- prompts --------------------------------------------------------------------------------------------------------
-
-
-def prompt_messages(row: dict, system_prompt: str | None = None) -> list[dict]:
-    """The row's chat messages; a string prompt is one user message. `system_prompt` goes first if the row has none."""
-    prompt = row["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system_prompt is None or messages[0]["role"] == "system":
-        return messages
-    # Templates for images iterate over parts: the two forms of content do not mix in one conversation.
-    parts = any(isinstance(message.get("content"), list) for message in messages)
-    content = [{"type": "text", "text": system_prompt}] if parts else system_prompt
-    return [{"role": "system", "content": content}, *messages]
-
-
-def tokenize_prompt(
-    row: dict,
-    tokenizer,
-    *,
-    apply_chat_template: bool = True,
-    system_prompt: str | None = None,
-    allow_special_tokens: bool = False,
-) -> list[int]:
-    """Token ids of the row's prompt, up to where the model's answer begins.
-
-    With the chat template its special tokens are the only ones: no second BOS, and none of the row's own text unless
-    `allow_special_tokens` (see special_tokens.py). A conversation that ends in an assistant message is continued, as in
-    TRL: that text is the beginning of the answer. Without the template the tokenizer adds what it adds to any text (a
-    BOS token, if it has that habit).
-    """
-    is_chat = not isinstance(row["prompt"], str)
-    if not apply_chat_template:
-        if is_chat or system_prompt is not None:
-            given = f"this prompt is chat messages, {shorten(row['prompt'])}" if is_chat else "--system_prompt is set"
-            raise ConfigError(f"--no_apply_chat_template takes string prompts alone, but {given}; drop one of the two.")
-        return list(tokenizer(row["prompt"])["input_ids"])
-    if not tokenizer.chat_template:
-        remedy = "choose a chat model, or make the prompts strings and" if is_chat else "choose a chat model, or"
-        raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; {remedy} add "
-            "--no_apply_chat_template."
-        )
-    messages, schemas = prompt_messages(row, system_prompt), row.get("tool_schemas")
-    if not allow_special_tokens:
-        messages, schemas = guard(messages, tokenizer), guard(schemas, tokenizer)
-    continued = messages[-1]["role"] == "assistant"
-    options = dict(add_generation_prompt=not continued, continue_final_message=continued)
-    return tokenize(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False, **options), tokenizer)
-
-
-def cut_texts(row: dict, size: int) -> dict:
-    """The row, each text of its prompt cut to `size` characters; the row itself where none is longer."""
-
-    def cut(value):
-        if isinstance(value, str):
-            return value[:size]
-        if isinstance(value, dict):
-            return {key: cut(inner) for key, inner in value.items()}
-        return [cut(inner) for inner in value] if isinstance(value, list) else value
-
-    short = cut(row["prompt"])
-    return row if short == row["prompt"] else row | {"prompt": short}
-
-
-def length_or_more(row: dict, count: Callable[[dict], int], limit: int) -> int:
-    """Tokens of the row's prompt, by `count`; of one that is much longer than `limit`, those of its beginning, which
-    are more, too. A tokenizer takes 1 to 4 s for a million characters, so a book in a prompt would look like a hang.
-    """
-    size = 64 * limit  # characters
-    while (beginning := cut_texts(row, size)) is not row:
-        if (found := count(beginning)) > limit + 64:  # the last word may be cut in two
-            return found
-        size *= 8
-    return count(row)
-
-
 def filter_overlong(rows, lengths: list[int], max_prompt_length: int) -> tuple:
     """(rows of at most `max_prompt_length` prompt tokens, how many were dropped: the caller says so). ConfigError if
     no row is left."""
@@ -500,88 +376,26 @@ def filter_overlong(rows, lengths: list[int], max_prompt_length: int) -> tuple:
     return ([rows[index] for index in kept] if isinstance(rows, list) else rows.select(kept)), dropped
 
 
-# ---- sampling -------------------------------------------------------------------------------------------------------
+def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> None:
+    """ConfigError unless a step's distinct prompts can be shared out among the ranks."""
+    if prompts_per_step < 1 or prompts_per_step % world_size:
+        low = prompts_per_step // world_size * world_size
+        legal = f"{low} or {low + world_size}" if low > 0 else str(world_size)
+        raise ConfigError(f"--prompts_per_step={prompts_per_step} is not divisible by {world_size} ranks; use {legal}.")
+    if num_rows < prompts_per_step:
+        most = num_rows // world_size * world_size
+        legal = f"--prompts_per_step={most} or less" if most else f"at most {num_rows} ranks"
+        raise ConfigError(
+            f"--prompts_per_step={prompts_per_step}: the prompts of a step are distinct, and the data set has only "
+            f"{num_rows} rows; use {legal}, or more data."
+        )
 
 
-class PromptSampler:
-    """Which rows an optimizer step takes: a pure function of (seed, step), so resuming needs only the step.
-
-    Epoch e is the order numpy.random.default_rng([seed, e]).permutation(num_rows). Epochs follow one another without a
-    gap and each step takes the next `prompts_per_step`: every row comes exactly once an epoch and none is left over.
-    Where a step straddles two epochs, rows it already holds move further back in the new one, so that its rows are
-    distinct. Ranks take contiguous shares of this one global order, which does not depend on their number.
-    """
-
-    def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank: int = 0, world_size: int = 1):
-        if prompts_per_step < 1 or prompts_per_step % world_size:
-            low = prompts_per_step // world_size * world_size
-            legal = f"{low} or {low + world_size}" if low > 0 else str(world_size)
-            raise ConfigError(
-                f"--prompts_per_step={prompts_per_step} is not divisible by {world_size} ranks; use {legal}."
-            )
-        if num_rows < prompts_per_step:
-            most = num_rows // world_size * world_size
-            legal = f"--prompts_per_step={most} or less" if most else f"at most {num_rows} ranks"
-            raise ConfigError(
-                f"--prompts_per_step={prompts_per_step}: the prompts of a step are distinct, and the data set has only "
-                f"{num_rows} rows; use {legal}, or more data."
-            )
-        self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
-        self.rank, self.share = rank, prompts_per_step // world_size
-        self._orders: dict[int, np.ndarray] = {}  # the last two epochs; a cache, never state
-
-    def next(self, step: int) -> list[int]:
-        """This rank's row indices for optimizer step `step` (from 0): prompts_per_step / world_size distinct ones."""
-        epoch, start = divmod(step * self.prompts_per_step, self.num_rows)
-        rows = self.order(epoch)[start : start + self.prompts_per_step]
-        if len(rows) < self.prompts_per_step:
-            rows = np.concatenate([rows, self.order(epoch + 1)[: self.prompts_per_step - len(rows)]])
-        return rows[self.rank * self.share : (self.rank + 1) * self.share].tolist()
-
-    def extra(self, step: int, round: int, count: int) -> list[int]:
-        """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
-        the same (seed, step, round, rank)."""
-        random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])
-        return random.choice(self.num_rows, count, replace=False).tolist()
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
-        on back to one that began together with a step: that is at most prompts_per_step epochs to replay.
-        """
-        first = epoch
-        while first not in self._orders and first * self.num_rows % self.prompts_per_step:
-            first -= 1
-        for e in range(first, epoch + 1):
-            if e not in self._orders:
-                self._orders[e] = self._shuffle(e, self._orders.get(e - 1))
-            self._orders = {key: order for key, order in self._orders.items() if abs(key - e) <= 1}
-        return self._orders[epoch]
-
-    def _shuffle(self, epoch: int, previous: np.ndarray | None) -> np.ndarray:
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-        begun = epoch * self.num_rows % self.prompts_per_step  # rows the last epoch gave to the step that straddles
-        if begun:
-            head = self.prompts_per_step - begun  # rows that step still needs
-            held = np.isin(order, previous[-begun:])
-            clash = np.flatnonzero(held[:head])
-            # num_rows >= prompts_per_step, so behind the head there are always enough rows to swap with.
-            spare = head + np.flatnonzero(~held[head:])[: len(clash)]
-            order[clash], order[spare] = order[spare], order[clash]
-        return order
-
-
-# ---- for the train scripts ------------------------------------------------------------------------------------------
-
-
-def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[dict], list[dict]]:
+def load_data(cfg, format_row: Callable[[dict], dict], measure: Callable) -> tuple[list[dict], list[dict]]:
     """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted.
 
-    processor: the model's, or of a model without images its tokenizer.
+    measure: (rows, name) -> tokens of each row's prompt; it also refuses rows that cannot be played.
     """
-    import adapters
-    import rollouts
-    from prompts import prompt_lengths, special_text_in
-
     rows, held_out = [], []
     sources = [] if cfg.eval_only else [(rows, cfg.dataset_id, cfg.dataset_split)]
     if cfg.eval_only or cfg.eval_steps:
@@ -593,14 +407,8 @@ def load_data(cfg, processor, format_row: Callable[[dict], dict]) -> tuple[list[
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
                 row["seed"] = zlib.crc32(f"{cfg.seed} {dataset_id} {split} {number}".encode())
-        adapters.check_rows(loaded, cfg)
-        lengths = prompt_lengths(loaded, f"{dataset_id} [{split}]", processor, cfg)
-        if (cfg.tools or cfg.mcp_config) and not cfg.env:  # what they add to a prompt counts
-            lengths = rollouts.lengths_with_tools(loaded, lengths, processor, cfg)
-        kept, dropped = filter_overlong(loaded, lengths, cfg.max_prompt_length)
+        kept, dropped = filter_overlong(loaded, measure(loaded, f"{dataset_id} [{split}]"), cfg.max_prompt_length)
         target += kept
         if os.environ.get("RANK", "0") == "0":
             print(f"{dataset_id} [{split}]: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))
-            if said := special_text_in(kept, processor, cfg):
-                print(f"{dataset_id} [{split}]: {said}")
     return rows, held_out

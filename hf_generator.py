@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from packing import join_inputs
-from prompts import Prompt, placeholder_tokens
+from inputs.packing import join_inputs
+from inputs.prompts import Prompt, placeholder_tokens
 from vllm_client import Completion
 
 
@@ -62,7 +62,7 @@ class HFGenerator:
 
     receives_weights = True  # on every rank
     image_bytes = 0  # sent to servers
-    rope_index = None  # of models whose positions have three axes; see prompts.py
+    rope_index = None  # of models whose positions have three axes; see inputs/prompts.py
 
     def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
         self.model, self.tokenizer, self.max_sequences = model.eval().requires_grad_(False), tokenizer, max_sequences

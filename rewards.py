@@ -42,15 +42,17 @@ from functools import cache, partial
 from math import isfinite, nan
 from types import SimpleNamespace
 
+from cli import shorten
 from config import ConfigError, known_name
-from data import RESERVED, function_path, load_function, parse_gym, shorten
-from instructions import instructions
-from judge import judge
-from limits import copied, run_limited
-from reward_model import load as load_reward_model
-from reward_model import reward_model
-from reward_workers import WorkerPool
-from text_rewards import (  # noqa: F401 - some are for reward functions elsewhere
+from data import RESERVED, parse_gym
+from plugins import function_path, load_function
+from safety.limits import copied, run_limited
+from safety.workers import WorkerPool
+from scoring.instructions import instructions
+from scoring.judge import judge
+from scoring.reward_model import load as load_reward_model
+from scoring.reward_model import reward_model
+from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
     code_tests,
     completion_text,

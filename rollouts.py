@@ -10,6 +10,7 @@ The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py
 import asyncio
 import logging
 import math
+import os
 import random
 import statistics
 import traceback
@@ -18,16 +19,25 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import adapters
-import credentials
 from config import ConfigError, TrainConfig, known_name
 from data import load_rows, shorten
-from envs import Environment, ToolEnvironment
-from limits import run_limited, warn_once
-from prompts import build_prompt, check_echo, continued, is_vision, observed, prompt_lengths, render, with_tools
-from sandbox import check_contained
-from special_tokens import clean, each_text
-from tools import PARSERS, chat, cut, named_tools
+from envs import Environment, ToolEnvironment, adapters
+from envs.tools import PARSERS, chat, cut, named_tools
+from inputs.prompts import (
+    build_prompt,
+    check_echo,
+    continued,
+    is_vision,
+    observed,
+    prompt_lengths,
+    render,
+    special_text_in,
+    with_tools,
+)
+from inputs.special_tokens import clean, each_text
+from safety import credentials
+from safety.limits import run_limited, warn_once
+from safety.sandbox import check_contained
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +124,14 @@ def turn_metrics(trajectories: list[Trajectory]) -> dict:
         for key in ("seconds", "cached"):  # a call, on average
             out[f"tools/{name or 'unreadable'}/{key}"] = total[f"{name}/{key}"] / total[f"{name}/calls"]
     return out
+
+
+def counts_by_origin(trajectories: list[Trajectory]) -> dict:
+    """rollout/ORIGIN: trajectories of the step that were not sampled in it, by their info["origin"], on all ranks."""
+    import utils
+
+    mine = Counter(t.info["origin"] for t in trajectories if "origin" in t.info)
+    return {f"rollout/{origin}": n for origin, n in sum(utils.gather_objects(mine), Counter()).items()}
 
 
 def reward_means(trajectories: list[Trajectory]) -> dict:
@@ -437,6 +455,20 @@ def begun(row: dict, messages: list[dict], environment, processor, cfg: TrainCon
     # No chat template asks for plain tags: the environment's own words do.
     schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
     return with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor), schemas
+
+
+def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
+    """Tokens of each row's prompt, with what tools add to it. ConfigError for a row that no environment can play.
+
+    Rows whose text reads like special tokens are counted and said.
+    """
+    adapters.check_rows(rows, cfg)
+    lengths = prompt_lengths(rows, name, processor, cfg)
+    if (cfg.tools or cfg.mcp_config) and not cfg.env:
+        lengths = lengths_with_tools(rows, lengths, processor, cfg)
+    if os.environ.get("RANK", "0") == "0" and (said := special_text_in(rows, processor, cfg)):
+        print(f"{name}: {said}")
+    return lengths
 
 
 def lengths_with_tools(rows, plain: list[int], processor, cfg: TrainConfig) -> list[int]:

@@ -3,14 +3,17 @@
     python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct                       # terminal 1, GPU 0
     torchrun --nproc_per_node=8 train_grpo.py --model_id Qwen/Qwen2.5-1.5B-Instruct # terminal 2, the other GPUs
 
-The algorithm, once per step:
+A training step, and where to find it:
 
-    1  take `prompts_per_step` prompts, sample `num_generations` completions of each      rollouts.py, the server
-    2  score every completion as soon as it ends                                          rewards.py
-    3  lay them out as one Batch; token ids are those of the sampler, never re-tokenised  batch.py
-    4  advantages: compare the completions of one prompt                                  section 2
-    5  num_iterations passes of num_minibatches optimizer updates of the policy loss      sections 3, 6, 7
-    6  push the new weights to the server; the next step samples from them                utils.py
+    take `prompts_per_step` prompts                                                section 4
+    sample `num_generations` completions of each, score each as soon as it ends    section 6, rollouts.py, rewards.py
+    lay them out as one Batch; token ids are the sampler's, never re-tokenised     batch.py
+    log-probs of the sampled tokens, as far as something reads them                sections 5, 7
+    advantages: compare the completions of one prompt                              section 2
+    `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 3, 8
+    push the new weights to the server; the next step samples from them            section 9
+
+Section 1 is what an algorithm says about itself, 10 the evaluation, 11 the loop that ties it all together.
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -34,23 +37,37 @@ CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__
 import asyncio
 import contextlib
 import math
+import re
 import time
+import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-import checkpoints
-import checks
 import data
-import models
-import resume
-import sandbox
 import utils
 from algorithms.advantages import MORE_ADVANTAGES
+from algorithms.checks import DO_NOT_AVERAGE, check_loss, checked, computed
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
     Batch,
@@ -70,24 +87,28 @@ from batch import (
     spread,
     whiten,
 )
-from models import Policy
-from packing import micro_batches, minibatches, pack, why_not_shared
-from prompts import image_metrics
+from envs.tools import named_tools
+from inputs import prompts
+from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
+from inputs.processor import load_config, load_processor, takes_images
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, score
 from rollouts import (
     ROLLOUTS,
     Trajectory,
     check_failed,
     check_rollout,
+    counts_by_origin,
     empty_trajectory,
     failed_trajectory,
+    measure,
     reward_means,
     rollout_metrics,
     scored_together,
     without_failed,
 )
-from runlog import RunLog, clock, close_all, completion_rows, describe, name_run
-from tools import named_tools
+from runlog import checkpoints, resume
+from runlog.log import RunLog, clock, close_all, completion_rows, describe, name_run
+from safety import sandbox
 
 # ==== 1 what an algorithm says about itself ==========================================================================
 
@@ -228,38 +249,254 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
     raise ValueError(f"loss_agg {mode!r}: known are token_mean, seq_mean, seq_sum, constant")
 
 
-# ==== 4 models =======================================================================================================
-
-
-def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Policy) -> tuple[nn.Module, Policy]:
-    """(the policy as it is called, the same below DDP / FSDP)."""
-    torch.manual_seed(cfg.seed)  # adapters start alike on every rank
-    model = models.load_hf_model(cfg, getattr(torch, cfg.dtype))
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
-    if cfg.use_peft:
-        model = models.add_lora(model, cfg)
-    autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
-    inner = kind(model.train(), cfg, autocast)
-    return models.shard(inner, cfg, device, trained=True), inner
-
-
-def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
-    """A frozen copy of the start, in the compute dtype. None if nothing asks for its log-probs, and with LoRA (adapters
-    off is the start)."""
-    if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
-        return None
-    model = models.load_hf_model(cfg, getattr(torch, cfg.compute_dtype))
-    return models.shard(Policy(model.eval().requires_grad_(False), cfg, autocast=False), cfg, device, trained=False)
-
-
-# ==== 5 rollout and scoring ==========================================================================================
+# ==== 4 prompts ======================================================================================================
 
 
 def format_row(row: dict) -> dict:
     """Edit me: a row of your data set -> a dict with `prompt` (string or chat messages) and whatever rewards need."""
     return row
+
+
+class PromptSampler:
+    """Which rows a step takes: every row once an epoch, in an order that (seed, epoch) gives, a step's rows distinct.
+
+    Edit me: `next` may return any rows, for example by what `memory` knows of them. That dict is yours: checkpoints
+    keep it, and `after_rollout` (section 6) can fill it.
+
+    Epochs follow one another without a gap. Where a step takes the end of one and the beginning of the next, rows that
+    it already holds move further back in the new one. Ranks take contiguous shares of the one global order.
+    """
+
+    def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
+        data.check_step_size(num_rows, prompts_per_step, world_size)
+        self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
+        self.rank, self.share = rank, prompts_per_step // world_size
+        self.memory = {} if memory is None else memory
+        self._orders: dict[int, np.ndarray] = {}  # the last two epochs; a cache, never state
+
+    def next(self, step: int) -> list[int]:
+        """This rank's row numbers for optimizer step `step` (from 0): prompts_per_step / world_size distinct ones."""
+        epoch, start = divmod(step * self.prompts_per_step, self.num_rows)
+        rows = self.order(epoch)[start : start + self.prompts_per_step]
+        if len(rows) < self.prompts_per_step:
+            rows = np.concatenate([rows, self.order(epoch + 1)[: self.prompts_per_step - len(rows)]])
+        return rows[self.rank * self.share : (self.rank + 1) * self.share].tolist()
+
+    def extra(self, step: int, round: int, count: int) -> list[int]:
+        """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
+        the same (seed, step, round, rank)."""
+        random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])
+        return random.choice(self.num_rows, count, replace=False).tolist()
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
+        on back to one that began together with a step: that is at most prompts_per_step epochs to replay.
+        """
+        first = epoch
+        while first not in self._orders and first * self.num_rows % self.prompts_per_step:
+            first -= 1
+        for e in range(first, epoch + 1):
+            if e not in self._orders:
+                self._orders[e] = self._shuffle(e, self._orders.get(e - 1))
+            self._orders = {key: order for key, order in self._orders.items() if abs(key - e) <= 1}
+        return self._orders[epoch]
+
+    def _shuffle(self, epoch: int, previous: np.ndarray | None) -> np.ndarray:
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+        begun = epoch * self.num_rows % self.prompts_per_step  # rows the last epoch gave to the step that straddles
+        if begun:
+            head = self.prompts_per_step - begun  # rows that step still needs
+            held = np.isin(order, previous[-begun:])
+            clash = np.flatnonzero(held[:head])
+            # num_rows >= prompts_per_step, so behind the head there are always enough rows to swap with.
+            spare = head + np.flatnonzero(~held[head:])[: len(clash)]
+            order[clash], order[spare] = order[spare], order[clash]
+        return order
+
+
+# ==== 5 the policy ===================================================================================================
+
+
+class Policy(nn.Module):
+    """A causal LM that answers with log-probs of chosen tokens. Logits exist for `chunk` sampled tokens at a time only.
+
+    The wrapper exists because DDP and FSDP want everything that uses parameters inside one `forward`.
+    """
+
+    def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
+        super().__init__()
+        self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
+        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
+        self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
+        self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
+        # With several ranks one may have images while another has none; its vision tower must run all the same.
+        several = utils.world_size() > 1 and takes_images(model.config)
+        self.blank = prompts.blank_inputs(load_processor(cfg.model_id), cfg, model) if several else {}
+
+    @property
+    def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob of `targets` [N], given what stands up to (rows, columns) [N] of `inputs`; entropy and sum of
+        squared probabilities of the distribution it is drawn from.  [N] each"""
+        device = targets.device.type
+        with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            if self.blank:
+                inputs = with_blank(inputs, self.blank)
+            hidden = self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
+            unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
+            hidden = hidden[rows, columns] + unused  # [N, H]
+            if len(hidden) <= self.chunk or not torch.is_grad_enabled():
+                parts = [self.head(h, t) for h, t in self._chunks(hidden, targets)]
+            else:  # several chunks: recompute each one's logits in the backward pass
+                parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in self._chunks(hidden, targets)]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    def _chunks(self, hidden: Tensor, targets: Tensor):
+        return zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
+
+    def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]"""
+        logits = self.hf_model.get_output_embeddings()(hidden).float()  # [n, V]
+        if cap := getattr(self.hf_model.config.get_text_config(), "final_logit_softcapping", None):  # Gemma
+            logits = cap * torch.tanh(logits / cap)
+        if self.never:
+            logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
+        if self.temperature != 1:  # the sampler did the same
+            logits = logits / self.temperature
+        log_p = logits.log_softmax(-1)  # [n, V]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
+            p = log_p.exp()
+            entropy = -(p * log_p).sum(-1)  # [n]
+            squares = (p.detach() ** 2).sum(-1) if self.squares else torch.zeros_like(entropy)
+        return log_p.gather(1, targets[:, None])[:, 0], entropy, squares
+
+
+def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
+    """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights)."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    vision = takes_images(load_config(cfg.model_id))
+    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    model = auto.from_pretrained(cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation)
+    model.config.use_cache = False
+    if vision and cfg.freeze_vision:
+        model.get_encoder(modality="image").requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = cfg.lora_targets[0] if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
+    try:
+        lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
+        if cfg.freeze_vision and takes_images(model.config):
+            tower = set(model.get_encoder(modality="image").modules())
+            lora.exclude_modules = [name for name, module in model.named_modules() if module in tower]
+        return get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
+
+
+def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
+    """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2)."""
+    layer_names = set(policy.hf_model._no_split_modules or [])
+    layers = [m for m in policy.modules() if type(m).__name__ in layer_names]
+    precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
+    if cfg.strategy == "ddp":
+        policy = policy.to(device)
+        if not trained or utils.world_size() == 1:
+            return policy
+        devices = None if device.index is None else [device.index]
+        unused = takes_images(policy.hf_model.config)  # some towers end before their last layer
+        return DistributedDataParallel(policy, device_ids=devices, find_unused_parameters=unused)
+    if cfg.strategy == "fsdp":
+        # Adapters and frozen weights share a flat parameter; torch warns of that with a page of names per layer.
+        warnings.filterwarnings("ignore", message="(?s).*requires_grad=", module="torch.distributed.fsdp")
+        return FSDP(
+            policy,
+            auto_wrap_policy=ModuleWrapPolicy({type(m) for m in layers}),
+            mixed_precision=MixedPrecision(**precision),
+            cpu_offload=CPUOffload(cfg.offload),
+            use_orig_params=True,
+            device_id=device,
+        )
+    if not cfg.offload:
+        policy = policy.to(device)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
+    mesh = init_device_mesh(device.type, (utils.world_size(),))
+    for module in [*layers, policy]:
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
+    return policy
+
+
+def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Policy) -> tuple[nn.Module, Policy]:
+    """(the policy as it is called, the same below DDP / FSDP)."""
+    torch.manual_seed(cfg.seed)  # adapters start alike on every rank
+    model = load_hf_model(cfg, getattr(torch, cfg.dtype))
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
+    if cfg.use_peft:
+        model = add_lora(model, cfg)
+    autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
+    inner = kind(model.train(), cfg, autocast)
+    return shard(inner, cfg, device, trained=True), inner
+
+
+def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
+    """A frozen copy of the start. None if nothing asks for its log-probs, and with LoRA (adapters off is the start).
+
+    In the compute dtype; one that follows the policy (--ref_sync_steps) in float32, for a small step towards it would
+    be lost in the rounding of bfloat16.
+    """
+    if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
+        return None
+    model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
+    autocast = bool(cfg.ref_sync_steps) and cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"
+    return shard(Policy(model.eval().requires_grad_(False), cfg, autocast), cfg, device, trained=False)
+
+
+@torch.no_grad()
+def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """ref <- alpha * policy + (1 - alpha) * ref, shard by shard: both are wrapped alike."""
+    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
+        old.lerp_(new.to(old.dtype), alpha)
+
+
+def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW on what is trained. Edit me: any optimizer of torch's kind, with one or several groups of parameters.
+
+    Each update sets every group's learning rate: `lr_at`, times the group's own "lr_scale" if it has one. It is logged
+    as `lr`, and of further groups as lr/NAME by their "name".
+    """
+    trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
+    return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
+
+
+def lr_at(update: int, cfg: TrainConfig) -> float:
+    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule to 0 at the end.
+
+    A function of the update's number, so that resuming needs no scheduler state.
+    """
+    total = cfg.max_steps * cfg.num_iterations * cfg.num_minibatches
+    warmup = math.ceil(cfg.warmup_ratio * total)
+    if update < warmup:
+        return cfg.learning_rate * (update + 1) / warmup
+    done = (update - warmup) / max(total - warmup, 1)
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return cfg.learning_rate * decay[cfg.lr_schedule]
+
+
+# ==== 6 rollout and scoring ==========================================================================================
 
 
 async def rollout(
@@ -278,7 +515,7 @@ async def rollout(
         sampled.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
         if version is not None:
-            checks.check_fresh(played, version)
+            utils.check_fresh(played, version, cfg.generator)
         try:
             await score(played, reward_functions, cfg)
         except RewardError as error:
@@ -302,45 +539,63 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     return window and (len(group) == 1 or (len(scores) > 1 and float(scores.std()) > cfg.group_std_min + 1e-6))
 
 
-async def collect(rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig):
+async def collect(
+    rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, version=None
+) -> tuple[list[Trajectory], dict]:
     """One step's trajectories and their metrics, on this rank.
 
     --dynamic_sampling: groups without signal make room for others (DAPO, 2503.14476 sec. 3.2), in a bounded number of
     rounds; those still silent stay, so that a step never grows or shrinks. Baselines come from a greedy completion of
-    each prompt.
+    each prompt. version: of the weights that must have sampled, if not `step`.
     """
-    prompts = [rows[i] for i in sampler.next(step)]
-    groups, metrics = await rollout(prompts, generator, reward_functions, cfg, step)
+    version = step if version is None else version
+    numbers = list(sampler.next(step))
+    groups, metrics = await rollout([rows[i] for i in numbers], generator, reward_functions, cfg, version)
     resampled, silent = 0, []
     for number in range(cfg.resample_rounds + 1 if cfg.dynamic_sampling else 0):
         silent = [slot for slot, group in enumerate(groups) if not has_signal(group, cfg)]
         if not silent or number == cfg.resample_rounds:
             break
-        others = [rows[i] for i in sampler.extra(step, number, len(silent))]
-        new, seconds = await rollout(others, generator, reward_functions, cfg, step)
+        others = sampler.extra(step, number, len(silent))
+        new, seconds = await rollout([rows[i] for i in others], generator, reward_functions, cfg, version)
         resampled += len(silent)
         metrics = {name: value + seconds[name] for name, value in metrics.items()}
-        for slot, group in zip(silent, new, strict=True):
-            groups[slot] = group if has_signal(group, cfg) else groups[slot]
+        for slot, group, other in zip(silent, new, others, strict=True):
+            if has_signal(group, cfg):
+                groups[slot], numbers[slot] = group, other
     if "baselines" in needs(cfg):
         greedy = replace(cfg, num_generations=1, temperature=0.0)
-        baselines, _ = await rollout([group[0].row for group in groups], generator, reward_functions, greedy, step)
+        baselines, _ = await rollout([group[0].row for group in groups], generator, reward_functions, greedy, version)
         for group, (baseline,) in zip(groups, baselines, strict=True):
             for trajectory in group:
                 trajectory.info["baselines"] = sum(baseline.token_rewards)
                 trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
+    for slot, group in enumerate(groups):
+        for trajectory in group:
+            trajectory.group, trajectory.info["row_number"] = slot, numbers[slot]
     metrics["rollout/failed"] = check_failed(groups, cfg)
     groups = without_failed(groups)
-    for number, group in enumerate(groups):
-        for trajectory in group:
-            trajectory.group = number
     if cfg.dynamic_sampling:
         counts = utils.all_sum(torch.tensor([resampled, len(silent)])).tolist()
         metrics |= dict(zip(("dynamic_sampling/resampled", "dynamic_sampling/silent"), counts, strict=True))
-    return sum(groups, []) or [empty_trajectory(prompts[0], step, cfg)], metrics
+    return sum(groups, []) or [empty_trajectory(rows[numbers[0]], version, cfg)], metrics
 
 
-# ==== 6 log-probs ====================================================================================================
+def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
+    """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories.
+
+    `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
+    and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
+    t.info["row_number"], and its score, sum(t.token_rewards).
+
+    Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (`logprobs` of nan
+    where no sampler has any). `group` puts one among the completions of a prompt; info["origin"] = "replay" marks it in
+    the completions, and it counts as rollout/replay.
+    """
+    return trajectories
+
+
+# ==== 7 log-probs ====================================================================================================
 
 
 def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -381,7 +636,7 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
             batch.ref_logprobs = all_logprobs(policy, batch, cfg)[0]
 
 
-# ==== 7 update =======================================================================================================
+# ==== 8 update =======================================================================================================
 
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
@@ -401,7 +656,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages; returns their statistics: mean size, share of groups in which all are 0."""
-    batch.advantages, stats = checks.computed(ADVANTAGES[cfg.advantage], batch, cfg)
+    batch.advantages, stats = computed(ADVANTAGES[cfg.advantage], batch, cfg)
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
     stats["advantages/abs_mean"] = utils.global_moments(batch.advantages.abs(), batch.loss_mask)[1]
@@ -434,7 +689,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor
     """
     mask = batch.loss_mask
     trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
-    d = ((trainer - batch.sampling_logprobs) * mask).clamp(-20, 20)
+    d = ((trainer - batch.sampling_logprobs) * mask).nan_to_num().clamp(-20, 20)  # nan: no sampler's (demonstrations)
     w = (d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d) if cfg.correction == "sequence" else d).exp()
     stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
     stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2}
@@ -470,7 +725,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         part.old_logprobs = part.sampling_logprobs
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: ratio 1, with its gradient
         part.old_logprobs = logprobs.detach()
-    per_token, stats = checks.check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
+    per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     scale, mismatch = correction(logprobs, part, cfg)
     per_token = per_token * scale
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
@@ -479,7 +734,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     per_token = per_token - cfg.entropy_coef * entropy
     own, own_stats = own_term(logprobs, entropy, part, cfg)
     if own is not None:
-        per_token, stats = per_token + checks.checked("own_term", own, part, checks.DO_NOT_AVERAGE), stats | own_stats
+        per_token, stats = per_token + checked("own_term", own, part, DO_NOT_AVERAGE), stats | own_stats
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
     return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
 
@@ -509,7 +764,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     likely = moved.any(1).tolist()  # rows that learn, as far as can be told beforehand
     passes = micro_batches(batch, cfg, likely)
     backward = max(utils.all_max(sum(any(likely[row] for row in rows) for rows in passes)), 1)
-    ddp = isinstance(policy, nn.parallel.DistributedDataParallel)
+    ddp = isinstance(policy, DistributedDataParallel)
     for left, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # likely ones last
         part = batch.select(rows or [0])
         if not rows:
@@ -554,18 +809,18 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         optimizer.zero_grad(set_to_none=True)
         for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
             total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
-        norms.append(models.clip_gradients(policy, cfg.max_grad_norm))
+        norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
                 f"step {step}: the gradient norm is {norms[-1]}, so no update was made. Look at the rewards and at "
                 "sampling/logprob_diff_mean of the last steps; lower --learning_rate, or --compute_dtype float32."
             )
         for group in optimizer.param_groups:
-            group["lr"] = utils.lr_at(number, cfg)
+            group["lr"] = lr_at(number, cfg) * group.get("lr_scale", 1.0)
         optimizer.step()
         number += 1
     optimizer.zero_grad(set_to_none=True)
-    bad = checks.not_finite(policy)  # or what the step's last update broke would be pushed, evaluated and saved
+    bad = utils.not_finite(policy)  # or what the step's last update broke would be pushed, evaluated and saved
     total["not_finite"] = torch.tensor(len(bad), dtype=torch.float64)
     largest = {name: utils.all_max(float(total.pop(name))) for name in sorted(total) if name.endswith("_max")}
     names = sorted(total)
@@ -581,10 +836,143 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     # Effective sample size of the weights, as a share of the tokens: 1 if trainer and sampler agree.
     if squared := metrics.pop("sampling/ratio_squared", None):
         metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / squared
-    return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms), "lr": optimizer.param_groups[0]["lr"]}
+    rates = {"lr": optimizer.param_groups[0]["lr"]}
+    rates |= {f"lr/{group.get('name', i)}": group["lr"] for i, group in enumerate(optimizer.param_groups[1:], 1)}
+    return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms)} | rates
 
 
-# ==== 8 evaluation ===================================================================================================
+def clip_gradients(policy: nn.Module, max_norm: float) -> float:
+    """Scale gradients to a global norm of at most max_norm; returns the norm before."""
+    if isinstance(policy, FSDP):
+        return float(policy.clip_grad_norm_(max_norm))
+    return float(full(nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.grad is not None], max_norm)))
+
+
+def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
+    """beta and entropy_coef for the next step, from this one's KL and entropy."""
+    if cfg.kl_target is not None:  # Ziegler et al., 1909.08593 sec. 2.2
+        error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
+        cfg = replace(cfg, beta=cfg.beta * (1 + error * cfg.sequences_per_step / cfg.kl_horizon))
+    if cfg.entropy_target is not None:
+        change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
+        cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
+    return cfg
+
+
+# ==== 9 weights to the sampler =======================================================================================
+
+
+def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
+    """What samples: vLLM servers, which are checked to serve this model, or a copy of it in this process."""
+    if cfg.generator == "vllm":
+        generator = utils.connect_servers(cfg, hf_model, device)
+    else:
+        from hf_generator import HFGenerator
+
+        generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
+    generator.tokenizer, generator.rope_index = processor, prompts.rope_index_of(hf_model)
+    return generator
+
+
+def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
+    """Send the policy's weights to the generator: begin -> one call per bucket -> finish. All ranks call it.
+
+    `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
+    rank 0 for servers. After each bucket the ranks agree that it arrived; an error on one is raised on all.
+    """
+    active = generator.receives_weights
+
+    def attempt(call, *args):
+        try:
+            if active:
+                call(*args)
+        except Exception as caught:  # carried to raise_together, which raises it on every rank
+            generator.abort_push()
+            return caught
+
+    utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
+    for bucket in weight_buckets(policy, bucket_mb * 2**20, generator.weight_dtype, keep=active):
+        error = attempt(lambda bucket: generator.send_bucket(generator.convert(bucket)), bucket)
+        utils.raise_together(error, "Sending weights")
+    utils.raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
+
+
+def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True):
+    """Yield lists of (checkpoint name, full tensor in `dtype`) of about `max_bytes`: all ranks call it in step.
+
+    A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
+    gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
+    LoRA is folded in. Read the tensors before the next step: some are the live weights. Vectors keep their dtype, as
+    some servers keep norms and biases wider. With keep=False a rank takes part in the gathering, its lists are empty.
+    """
+    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP)]
+    units = wrapped or list(walk("", model, ()))  # the root comes first: FSDP1 learns from it which unit is the root
+    names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
+    bucket, size = [], 0
+    for name, unit in units:
+        gather, members = contextlib.nullcontext(), [(name, unit)]
+        if wrapped:
+            gather = FSDP.summon_full_params(unit, recurse=False, writeback=False)
+            members = list(walk(name, unit.module, FSDP))
+        with gather:
+            for member_name, member in members:
+                for key, tensor in own_weights(member_name, member):
+                    size += tensor.numel() * dtype.itemsize * (key in names)
+                    if keep and key in names:
+                        bucket.append((key, tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=bool(wrapped))))
+        if size >= max_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if size:
+        yield bucket
+
+
+def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
+    """Modules below `module`, itself included, children first; neither past `stop` types nor into a LoRA layer."""
+    if not is_lora(module):
+        for key, child in module.named_children():
+            if not isinstance(child, stop):
+                yield from walk(f"{name}.{key}" if name else key, child, stop)
+    yield name, module
+
+
+def own_weights(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Full (checkpoint name, tensor) pairs of the parameters that belong to this module itself."""
+    if is_lora(module):
+        yield clean_name(f"{name}.weight"), folded(module)
+        if module.base_layer.bias is not None:
+            yield clean_name(f"{name}.bias"), full(module.base_layer.bias.detach())
+        return
+    for key, parameter in module.named_parameters(recurse=False):
+        yield clean_name(f"{name}.{key}"), full(parameter.detach())
+
+
+def is_lora(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and len(module.lora_A) > 0
+
+
+def folded(layer: nn.Module) -> Tensor:
+    """W + scale * B A of one LoRA layer, in a new tensor: the live weights are never merged and unmerged."""
+    weight = full(layer.base_layer.weight.detach()).float()
+    for name in layer.active_adapters:
+        delta = full(layer.lora_B[name].weight.detach()).float() @ full(layer.lora_A[name].weight.detach()).float()
+        weight = weight + layer.scaling[name] * (delta.T if layer.fan_in_fan_out else delta)
+    return weight
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor of an FSDP2 shard (a collective), any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clean_name(name: str) -> str:
+    """The name a parameter has in its checkpoint, without what DDP, FSDP, PEFT and `Policy` put around it."""
+    name = re.sub(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.|\.base_layer", "", name)
+    name = name.removeprefix("module.").removeprefix("model.")  # DDP, then Policy.model
+    return name.removeprefix("base_model.model.")  # PeftModel -> LoraModel -> the model itself
+
+
+# ==== 10 evaluation ==================================================================================================
 
 
 def evaluate(
@@ -617,15 +1005,15 @@ def evaluate(
     return metrics | {"eval/mean_length": length / count, "eval/rows": int(number)}, [group[0] for group in groups]
 
 
-# ==== 9 train() ======================================================================================================
+# ==== 11 train() =====================================================================================================
 
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
     check_rollout(cfg)
-    processor = models.load_processor(cfg.model_id)  # a model without images: its tokenizer
-    rows, held_out = data.load_data(cfg, processor, format_row)
+    processor = load_processor(cfg.model_id)  # a model without images: its tokenizer
+    rows, held_out = data.load_data(cfg, format_row, lambda rows, name: measure(rows, name, processor, cfg))
     reward_functions = get_reward_functions(cfg, columns=set.intersection(*map(set, rows or held_out)))
     sandbox.check_contained([*reward_functions.values(), *(tool.call for tool in named_tools(cfg))], cfg)
     if cfg.max_steps is None:
@@ -633,15 +1021,17 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     return cfg, reward_functions, processor, rows, held_out
 
 
-def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
-    """The loop. Returns the last evaluation's metrics (empty without evaluation).  make_critic: see train_ppo.py."""
+def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, SimpleNamespace]:
+    """All that a run works with, loaded, resumed, and its weights in the sampler."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    pad_id = getattr(processor, "tokenizer", processor).pad_token_id or 0
-    sampler = None if cfg.eval_only else data.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world)
+    memory: dict = {}  # of after_rollout and the prompt sampler; checkpoints keep it
+    sampler = None
+    if not cfg.eval_only:
+        sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
-    lock, start, made_with = resume.begin(cfg, rows, held_out)
+    lock, first, made_with = resume.begin(cfg, rows, held_out, PromptSampler, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0, 0.0, 0.0]}
     policy, inner = load_policy(cfg, device)
     reference = load_reference(cfg, device)
@@ -649,81 +1039,105 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         cfg = replace(cfg, shared_prefix=False)
         if rank == 0:
             print(f"Prompts are computed once per completion, not once per group: {reason}.")
-    TRAINER_STATE.max_steps = cfg.max_steps
-    optimizer = models.make_optimizer(policy, cfg)
-    critic, warmup = (make_critic(cfg, device), cfg.critic_warmup) if make_critic else (None, 0)
-    generator = models.make_generator(cfg, inner.hf_model, processor, device)
+    optimizer = make_optimizer(policy, cfg)
+    critic = make_critic(cfg, device) if make_critic else None
+    generator = make_generator(cfg, inner.hf_model, processor, device)
 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if cfg.resume:
-        state |= checkpoints.load_checkpoint(run_dir, start, modules)
+        state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     # Not before: where the checkpoint cannot be loaded, the folder stays as it is.
-    log = RunLog(cfg, start if cfg.resume else None, cfg.max_steps, lock) if rank == 0 else None
+    log = RunLog(cfg, first if cfg.resume else None, cfg.max_steps, lock) if rank == 0 else None
     state["made_with"] = made_with
     if rank == 0:
         describe(cfg, policy, len(rows), world)
-    utils.push_weights(policy, generator, start, cfg.push_bucket_mb)
+    push_weights(policy, generator, first, cfg.push_bucket_mb)
+    TRAINER_STATE.max_steps = cfg.max_steps
+    return cfg, SimpleNamespace(
+        rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
+        rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
+        policy=policy, inner=inner, reference=reference, optimizer=optimizer, critic=critic, modules=modules,
+        generator=generator,
+    )  # fmt: skip
+
+
+def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
+    """The loop. Returns the last evaluation's metrics (empty without evaluation).  make_critic: see train_ppo.py."""
+    cfg, run = start(cfg, make_critic)
+    policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
+    pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
+    pushed = run.first  # optimizer steps behind the weights that sample: their version
 
     def seed_generator(step: int, stream: int) -> None:
         if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did
-            generator.seed(cfg.seed + 1_000_003 * (2 * step + stream + 1) + rank)
+            generator.seed(cfg.seed + 1_000_003 * (2 * step + stream + 1) + run.rank)
 
     def evaluation(step: int) -> dict:
         seed_generator(step, 1)
-        metrics, shown = evaluate(held_out, generator, reward_functions, cfg, step)
+        metrics, shown = evaluate(run.held_out, generator, run.reward_functions, cfg, step)
         if log:
-            log.eval(step, metrics, shown, reward_functions)
+            log.eval(step, metrics, shown, run.reward_functions)
         return metrics
 
-    def save(step: int) -> None:
-        checkpoints.save_checkpoint(run_dir, step, modules, inner.hf_model, processor, state, cfg.save_total_limit)
-
-    last_eval = evaluation(start) if cfg.eval_only or (cfg.eval_steps and start == 0) else {}
-    for step in range(start, start if cfg.eval_only else cfg.max_steps):
+    last_eval = evaluation(run.first) if cfg.eval_only or (cfg.eval_steps and run.first == 0) else {}
+    for step in range(run.first, run.first if cfg.eval_only else cfg.max_steps):
+        done = step + 1 == cfg.max_steps
+        evaluates = bool(cfg.eval_steps) and ((step + 1) % cfg.eval_steps == 0 or done)
+        saves = bool(cfg.save_steps) and (step + 1) % cfg.save_steps == 0 or done
+        learns = not run.critic or step >= cfg.critic_warmup  # a new critic learns alone at first
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
-            TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(rows)
+            TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(step, 0)
-            trajectories, collected = asyncio.run(collect(rows, sampler, step, generator, reward_functions, cfg))
-            batch = collate(trajectories, pad_id, device, rank * sampler.share, step)
-            metrics |= collected | rollout_metrics(trajectories) | image_metrics(generator)
-            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
+            trajectories, collected = asyncio.run(
+                collect(run.rows, run.sampler, step, generator, run.reward_functions, cfg, pushed)
+            )
+            metrics |= collected | rollout_metrics(trajectories) | prompts.image_metrics(generator)
+            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
+            trajectories = sorted(after_rollout(trajectories, memory, step, cfg), key=lambda t: t.group)
+            metrics |= counts_by_origin(trajectories)
+            batch = collate(trajectories, pad_id, run.device, run.rank, step)
             with clock(metrics, "logprobs"):
-                add_logprobs(batch, policy, reference, inner, cfg)
+                add_logprobs(batch, policy, run.reference, run.inner, cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
-            metrics |= critic.learn(batch, cfg, step) if critic else {}
+            metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
             leave_out(batch, trajectories, cfg)
             with clock(metrics, "update"):
-                metrics |= update(policy, optimizer, batch, cfg, step) if step >= warmup else {}
-            if step == max(start, warmup):
-                checks.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
+                metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
+            if step == max(run.first, cfg.critic_warmup if run.critic else 0):
+                utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
-                utils.push_weights(policy, generator, step + 1, cfg.push_bucket_mb)
-            cfg = utils.adapt(cfg, metrics) if step >= warmup else cfg
+                # Before a checkpoint, too: a resumed run pushes what it has loaded, and must sample from the same.
+                if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
+                    push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
+            cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
-                utils.move_towards(reference, policy, cfg.ref_sync_alpha)
+                move_towards(run.reference, policy, cfg.ref_sync_alpha)
         metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
-        done = step + 1 == cfg.max_steps
         if (step + 1) % cfg.log_steps == 0 or done:
             means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
             completions = utils.gather_objects(completion_rows(trajectories, batch.scores.tolist(), means))
             if log:
                 log.step(step + 1, metrics, sum(completions, []))
-        if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or done):  # before saving, so that a resume has it
+        if evaluates:  # before saving, so that a resumed run has it
             last_eval = evaluation(step + 1)
-        if cfg.save_steps and (step + 1) % cfg.save_steps == 0 or done:
-            save(step + 1)
+        if saves:
+            weights = weight_buckets(policy, 2**30, getattr(torch, cfg.dtype), keep=utils.is_main())
+            checkpoints.save_checkpoint(
+                run.run_dir, step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory,
+                cfg.save_total_limit,
+            )  # fmt: skip
 
     generator.close()
     if log:
         log.close()
         if cfg.push_to_hub:
-            checkpoints.push_to_hub(run_dir, cfg.max_steps, cfg.hub_repo_id, cfg.hub_private)
+            checkpoints.push_to_hub(run.run_dir, cfg.max_steps, cfg.hub_repo_id, cfg.hub_private)
     return last_eval
 
 

@@ -10,16 +10,22 @@ the advantage is what it earned beyond that. Each step updates the critic, then 
 
 Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion a prompt is enough.
 """
-# ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from config import TrainConfig, parse_args
+import torch
+from torch import Tensor, nn
+
+import train_grpo
+import utils
+from config import parse_args
+from runlog.log import clock
+from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, token_weights, whiten
 
 
 @dataclass
-class TrainConfig(TrainConfig):
+class TrainConfig(train_grpo.TrainConfig):  # so that a knob of your own there is one here, too
     # --- batch ---
     prompts_per_step: int = 256  # distinct prompts per step, over all ranks
     num_generations: int = 1  # completions sampled per prompt; the critic stands in for the group
@@ -36,19 +42,6 @@ class TrainConfig(TrainConfig):
     critic_learning_rate: float = 1e-5  # peak learning rate of the critic's AdamW
     critic_iterations: int = 1  # passes over the step's completions for the critic
     value_clip: float = 0.5  # a value may move this far from what it was before the step's updates
-
-
-CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
-
-import torch
-from torch import Tensor, nn
-
-import models
-import train_grpo
-import utils
-from models import Policy
-from runlog import clock
-from train_grpo import ADVANTAGES, Batch, all_logprobs, compute_logprobs, token_weights, whiten
 
 
 def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -109,7 +102,7 @@ class CriticTrainer:
     def __init__(self, cfg: TrainConfig, device: torch.device):
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
         self.module, _ = train_grpo.load_policy(critic_cfg, device, Critic)
-        self.optimizer = models.make_optimizer(self.module, cfg)
+        self.optimizer = make_optimizer(self.module, cfg)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
         """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""
@@ -137,4 +130,4 @@ def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) 
 
 
 if __name__ == "__main__":
-    train_grpo.main(CONFIG, CriticTrainer)
+    train_grpo.main(parse_args(TrainConfig, description=__doc__.split("\n")[0]), CriticTrainer)

@@ -1,26 +1,24 @@
 """What nobody edits to try an idea: process groups, gathering sharded weights, how a run that failed ends.
 
 Three sections: 1 ranks, 2 weights, 3 failures. Heavy imports (FSDP, PEFT) happen where they are used, so that a mistake
-on the command line is answered before they load. Checkpoints have a file of their own, checkpoints.py.
+on the command line is answered before they load. Checkpoints have a file of their own, runlog/checkpoints.py.
 """
 
-import contextlib
 import datetime
-import math
+import functools
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import limits
 from config import ConfigError, TrainConfig
+from safety import limits
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -104,31 +102,6 @@ def global_moments(values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
     return count, mean.to(values.dtype), variance.sqrt().to(values.dtype)
 
 
-def lr_at(update: int, cfg: TrainConfig) -> float:
-    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule to 0 at the end.
-
-    A function of the update's number, so that resuming needs no scheduler state.
-    """
-    total = cfg.max_steps * cfg.num_iterations * cfg.num_minibatches
-    warmup = math.ceil(cfg.warmup_ratio * total)
-    if update < warmup:
-        return cfg.learning_rate * (update + 1) / warmup
-    done = (update - warmup) / max(total - warmup, 1)
-    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return cfg.learning_rate * decay[cfg.lr_schedule]
-
-
-def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
-    """beta and entropy_coef for the next step, from this one's KL and entropy."""
-    if cfg.kl_target is not None:  # Ziegler et al., 1909.08593 sec. 2.2
-        error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
-        cfg = replace(cfg, beta=cfg.beta * (1 + error * cfg.sequences_per_step / cfg.kl_horizon))
-    if cfg.entropy_target is not None:
-        change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
-        cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
-    return cfg
-
-
 def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]:
     """Mean and standard deviation of all values so far, on all ranks; adds to moments = [count, sum, squares' sum]."""
     values = values.double()
@@ -137,122 +110,44 @@ def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]
     return total / count, (max(squares - total**2 / count, 0) / max(count - 1, 1)) ** 0.5
 
 
-# ---- 2 weights ------------------------------------------------------------------------------------------------------
-
-_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.|\.base_layer")
+# ---- 2 servers ------------------------------------------------------------------------------------------------------
 
 
-def clean_name(name: str) -> str:
-    """The name a parameter has in its checkpoint, without what DDP, FSDP, PEFT and `Policy` put around it."""
-    name = _WRAPPERS.sub("", name)
-    name = name.removeprefix("module.").removeprefix("model.")  # DDP, then Policy.model
-    return name.removeprefix("base_model.model.")  # PeftModel -> LoraModel -> the model itself
+def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device):
+    """The client of --server_urls, once they serve this model and can take its weights. Collective."""
+    from vllm_client import VLLMClient
+
+    limits = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
+    client = VLLMClient(cfg.server_urls, cfg.server_token, **limits)
+    if is_main():
+        if any(word.startswith("--server_token") for word in sys.argv):
+            print("torchrun shows --server_token in `ps`; rather set VLLM_SERVER_TOKEN or VLLM_SERVER_TOKEN_FILE")
+        print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
+    client.wait_ready(cfg.server_timeout)
+    check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
+    client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
+    client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
+    if client.receives_weights:
+        client.connect_weights(device)
+    client.instances = gather_objects(client.instances)[0]  # every rank looks whether its answers are theirs
+    return client
 
 
-def _is_lora(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and len(module.lora_A) > 0
-
-
-def _full(tensor: Tensor) -> Tensor:
-    """The whole tensor of an FSDP2 shard (a collective), any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, _dtensor()) else tensor
-
-
-def _dtensor():
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
-
-
-def _folded(layer: nn.Module) -> Tensor:
-    """W + scale * B A of one LoRA layer, in a new tensor: the live weights are never merged and unmerged."""
-    weight = _full(layer.base_layer.weight.detach()).float()
-    for name in layer.active_adapters:
-        delta = _full(layer.lora_B[name].weight.detach()).float() @ _full(layer.lora_A[name].weight.detach()).float()
-        weight = weight + layer.scaling[name] * (delta.T if layer.fan_in_fan_out else delta)
-    return weight
-
-
-def _own_weights(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Full (checkpoint name, tensor) pairs of the parameters that belong to this module itself."""
-    if _is_lora(module):
-        yield clean_name(f"{name}.weight"), _folded(module)
-        if module.base_layer.bias is not None:
-            yield clean_name(f"{name}.bias"), _full(module.base_layer.bias.detach())
-        return
-    for key, parameter in module.named_parameters(recurse=False):
-        yield clean_name(f"{name}.{key}"), _full(parameter.detach())
-
-
-def _walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
-    """Modules below `module`, itself included, children first; neither past `stop` types nor into a LoRA layer."""
-    if not _is_lora(module):
-        for key, child in module.named_children():
-            if not isinstance(child, stop):
-                yield from _walk(f"{name}.{key}" if name else key, child, stop)
-    yield name, module
-
-
-def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True):
-    """Yield lists of (checkpoint name, full tensor in `dtype`) of about `max_bytes`: all ranks call it in step.
-
-    A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
-    gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
-    LoRA is folded in. Read the tensors before the next step: some are the live weights. Vectors keep their dtype, as
-    some servers keep norms and biases wider. With keep=False a rank takes part in the gathering, its lists are empty.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP)]
-    units = wrapped or list(_walk("", model, ()))  # the root comes first: FSDP1 learns from it which unit is the root
-    names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
-    bucket, size = [], 0
-    for name, unit in units:
-        gather, members = contextlib.nullcontext(), [(name, unit)]
-        if wrapped:
-            gather = FSDP.summon_full_params(unit, recurse=False, writeback=False)
-            members = list(_walk(name, unit.module, FSDP))
-        with gather:
-            for member_name, member in members:
-                for key, tensor in _own_weights(member_name, member):
-                    size += tensor.numel() * dtype.itemsize * (key in names)
-                    if keep and key in names:
-                        bucket.append((key, tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=bool(wrapped))))
-        if size >= max_bytes:
-            yield bucket
-            bucket, size = [], 0
-    if size:
-        yield bucket
-
-
-def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
-    """Send the policy's weights to the generator: begin -> one call per bucket -> finish. All ranks call it.
-
-    `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
-    rank 0 for servers. After each bucket the ranks agree that it arrived; an error on one is raised on all.
-    """
-    error, active = None, generator.receives_weights
-
-    def attempt(call, *args):
-        try:
-            if active:
-                call(*args)
-        except Exception as caught:  # carried to raise_together, which raises it on every rank
-            generator.abort_push()
-            return caught
-
-    raise_together(attempt(generator.begin_push), "Starting the weight push")
-    for bucket in weight_buckets(policy, bucket_mb * 2**20, generator.weight_dtype, keep=active):
-        error = attempt(lambda bucket: generator.send_bucket(generator.convert(bucket)), bucket)
-        raise_together(error, "Sending weights")
-    raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
-
-
-@torch.no_grad()
-def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """ref <- alpha * policy + (1 - alpha) * ref, shard by shard: both are wrapped alike."""
-    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
-        old.lerp_(new.to(old.dtype), alpha)
+def check_servers(client, config, window: int) -> None:
+    """Do the servers serve the model that is trained, with room for prompt and completion? Raises ValueError."""
+    ours = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
+    for url, info in zip(client.urls, client.server_info(), strict=True):
+        theirs = {key: info[key] for key in ours}
+        if theirs != ours:
+            raise ValueError(
+                f"{url} serves {info['model']} with {theirs}; the trainer trains {config._name_or_path} with {ours}. "
+                "Start the server with the trainer's --model_id as its --model."
+            )
+        if info["max_model_len"] < window:
+            raise ValueError(
+                f"{url} has a window of {info['max_model_len']} tokens; prompts and completions need up to {window} "
+                f"(--max_prompt_length + --max_completion_length). Lower those, or serve with --max-model-len {window}."
+            )
 
 
 def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -263,7 +158,49 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
     return list(revert_weight_conversion(hf_model, dict(named)).items())
 
 
-# ---- 3 failures -----------------------------------------------------------------------------------------------------
+# ---- 3 checks of a run ----------------------------------------------------------------------------------------------
+
+
+def check_fresh(trajectories: list, version: int, generator: str = "vllm") -> None:
+    """RuntimeError unless the weights `version` sampled every token: from the first one on and to the last."""
+    spans = [(t.policy_version, t.policy_version_last) for t in trajectories]
+    spans = [(first, first if last is None else last) for first, last in spans]
+    if stale := [span for span in spans if span != (version, version)]:
+        first, last = stale[0]
+        servers = (
+            "Was the server started anew, or does another trainer push to it? Give each run a server of its own; "
+            "--resume continues from the last checkpoint."
+        )
+        raise RuntimeError(
+            f"{len(stale)} of {len(spans)} completions come from weights {first}{f' to {last}' * (last != first)}, not "
+            f"{version}. {servers if generator == 'vllm' else 'Is push_weights called with another version?'}"
+        )
+
+
+@torch.no_grad()
+def not_finite(module: torch.nn.Module) -> list[str]:
+    """Names of this rank's parameters, or shards of them, that hold nan, infinity or numbers beyond 1e19.
+
+    By their norms: a tenth of the time of isfinite(), which makes a copy (0.05 s for 135 M parameters on two cores).
+    """
+    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in module.named_parameters()}
+    norms = [
+        torch.linalg.vector_norm(p, dtype=torch.float32 if p.dtype.itemsize < 4 else None).float()
+        for p in local.values()
+    ]
+    return [name for name, good in zip(local, torch.stack(norms).isfinite().tolist(), strict=True) if not good]
+
+
+def check_agreement(difference: float, cfg: TrainConfig) -> None:
+    if difference > cfg.logprob_diff_limit:
+        raise RuntimeError(
+            f"Trainer and sampler disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
+            f"{cfg.logprob_diff_limit}. Usual causes: another model on the server, a quantised server, top-k / top-p "
+            "sampling, a modified model class. --logprob_diff_limit raises the limit."
+        )
+
+
+# ---- 4 failures -----------------------------------------------------------------------------------------------------
 
 
 def print_failure(error: BaseException, cfg: TrainConfig) -> None:

@@ -34,8 +34,8 @@ import requests
 import torch
 import torch.distributed as dist
 
-import credentials
-from rendezvous import Rendezvous, proof
+from safety import credentials
+from serving.rendezvous import Rendezvous, proof
 
 # --------------------------------------------------------------------------------------------------------------------
 # The wire: layout, checksum, process group. Both ends import these, so they cannot disagree.

@@ -7,7 +7,7 @@ On top of vLLM's routes:
 
 * A bearer token on every route, /health and /docs included: `Authorization: Bearer T`, from VLLM_SERVER_TOKEN, or the
   file that --token-file or VLLM_SERVER_TOKEN_FILE names. Without one, a token is made up and printed - on loopback
-  only; any other --host wants its own. Limits on what a request costs before its token is seen: vllm_gate.py.
+  only; any other --host wants its own. Limits on what a request costs before its token is seen: serving/gate.py.
 * Nothing is fetched for a request: pictures come as data: URLs, unless --allowed-media-domains names hosts.
 * `POST /generate`: token ids (and base64 images) in; token ids, log-probs, finish reason and policy version out.
 * `GET /server_info`: what is served, and which version of the weights.
@@ -54,10 +54,10 @@ from fastapi.responses import JSONResponse
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
-import credentials
 from cli import ConfigError
-from prompts import MAX_PIXELS, PICTURE_FORMATS, placeholder_tokens
-from vllm_gate import Gate, LimitedProtocol, failure
+from inputs.prompts import MAX_PIXELS, PICTURE_FORMATS, placeholder_tokens
+from safety import credentials
+from serving.gate import Gate, LimitedProtocol, failure
 
 # vLLM and torch are imported inside functions: a taken port or a missing token must not wait for them.
 
@@ -223,7 +223,7 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> argparse.Name
         rest = ["--enforce-eager", *rest]
     ours = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
     ours += ["--logprobs-mode", "processed_logprobs"]  # of the distribution the tokens are drawn from
-    ours += ["--worker-extension-cls", "vllm_transfer.TransferWorker"]
+    ours += ["--worker-extension-cls", "serving.transfer.TransferWorker"]
     ours += ["--weight-transfer-config", json.dumps({"backend": "torch"})]
     ours += ["--uvicorn-log-level", "error", "--disable-uvicorn-access-log", "--disable-log-stats"]
     ours += ["--no-use-tqdm-on-load"]
@@ -396,7 +396,7 @@ async def build_app(engine, args: argparse.Namespace, token: str):
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
-    from vllm_transfer import Pushes, push_routes
+    from serving.transfer import Pushes, push_routes
 
     tasks = await engine.get_supported_tasks()
     app = build_vllm_app(args, tasks, engine.model_config)

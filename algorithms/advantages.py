@@ -21,7 +21,7 @@ from batch import (
     whiten,
 )
 from config import TrainConfig
-from limits import warn_once
+from safety.limits import warn_once
 
 
 def normalised_beforehand(cfg: TrainConfig) -> bool:

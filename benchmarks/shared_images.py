@@ -22,10 +22,10 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import tiny_vlms  # noqa: E402
 
-import models  # noqa: E402
-import prompts  # noqa: E402
 import train_grpo as script  # noqa: E402
 from config import TrainConfig  # noqa: E402
+from inputs import prompts  # noqa: E402
+from inputs.processor import load_processor  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 
 TEXT = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2)
@@ -85,7 +85,7 @@ def main() -> None:
         cfg = TrainConfig(model_id=folder, compute_dtype="float32", beta=0.0, num_generations=args.generations)
         policy, inner = script.load_policy(cfg, torch.device("cpu"))
         rope_index = prompts.rope_index_of(inner.hf_model)
-        generator = SimpleNamespace(tokenizer=models.load_processor(folder), rope_index=rope_index)
+        generator = SimpleNamespace(tokenizer=load_processor(folder), rope_index=rope_index)
         batch = make_batch(cfg, generator, args)
         seconds = {True: [], False: []}
         for _ in range(4):

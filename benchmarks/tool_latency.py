@@ -25,11 +25,11 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-import models  # noqa: E402
 from config import TrainConfig  # noqa: E402
 from envs import ToolEnvironment  # noqa: E402
+from envs.tools import Toolbox, from_function  # noqa: E402
+from inputs.processor import load_processor  # noqa: E402
 from rollouts import play  # noqa: E402
-from tools import Toolbox, from_function  # noqa: E402
 from vllm_client import Completion  # noqa: E402
 
 TRAJECTORIES, GROUP, CALLS = 64, 8, 3
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--model_id", default=str(ROOT / "models" / "tiny"), help="for its tokenizer")
     args = parser.parse_args()
-    tokenizer = models.load_processor(args.model_id)
+    tokenizer = load_processor(args.model_id)
     ended: dict[str, list[list[float]]] = {}
     for system in args.systems:
         cached = system == "ours, cached"

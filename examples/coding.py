@@ -1,4 +1,4 @@
-"""Small python functions, judged by tests that the model does not see, run in the sandbox (sandbox.py).
+"""Small python functions, judged by tests that the model does not see, run in the sandbox (safety/sandbox.py).
 
     ... --dataset_id examples/coding.py:rows --reward_funcs code_tests --max_completion_length 96
 

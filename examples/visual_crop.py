@@ -9,7 +9,7 @@ import re
 from PIL import Image
 
 from envs import Environment
-from prompts import open_image
+from inputs.prompts import open_image
 
 
 class Crop(Environment):

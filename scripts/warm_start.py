@@ -18,15 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import adapters  # noqa: E402
-import checkpoints  # noqa: E402
 import data  # noqa: E402
-import models  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import ConfigError, TrainConfig, parse_args  # noqa: E402
-from prompts import rope_index_of  # noqa: E402
-from rollouts import play, put_away  # noqa: E402
+from envs import adapters  # noqa: E402
+from inputs.processor import load_processor  # noqa: E402
+from inputs.prompts import rope_index_of  # noqa: E402
+from plugins import function_path, load_function  # noqa: E402
+from rollouts import measure, play, put_away  # noqa: E402
+from runlog import checkpoints  # noqa: E402
 from vllm_client import Completion  # noqa: E402
 
 
@@ -81,16 +82,16 @@ async def demonstrate(rows: list[dict], function, processor, rope_index, cfg: Tr
 
 
 def main(cfg: WarmConfig) -> None:
-    if not cfg.demonstrations or not data.function_path(cfg.demonstrations):
+    if not cfg.demonstrations or not function_path(cfg.demonstrations):
         raise ConfigError("--demonstrations: give file.py:function, (row, environment, answers) -> text.")
-    function = data.load_function(cfg.demonstrations)
-    processor = models.load_processor(cfg.model_id)
-    rows, _ = data.load_data(cfg, processor, script.format_row)
+    function = load_function(cfg.demonstrations)
+    processor = load_processor(cfg.model_id)
+    rows, _ = data.load_data(cfg, script.format_row, lambda rows, name: measure(rows, name, processor, cfg))
     _, _, device = utils.init_distributed(cfg.dist_timeout)
     policy, inner = script.load_policy(cfg, device)
     optimizer, sampler = (
-        models.make_optimizer(policy, cfg),
-        data.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed),
+        script.make_optimizer(policy, cfg),
+        script.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed),
     )
     pad_id, start = getattr(processor, "tokenizer", processor).pad_token_id or 0, time.perf_counter()
     for step in range(cfg.max_steps):
@@ -102,7 +103,8 @@ def main(cfg: WarmConfig) -> None:
         if (step + 1) % 10 == 0 or step + 1 == cfg.max_steps:
             print(f"step {step + 1}/{cfg.max_steps}: loss {metrics['loss']:.3f}, {time.perf_counter() - start:.0f} s")
     run_dir = Path(cfg.output_dir) / (cfg.run_name or f"{Path(cfg.model_id).name}-warm")
-    checkpoints.save_checkpoint(run_dir, cfg.max_steps, {"policy": (policy, None)}, inner.hf_model, processor, {}, 1)
+    buckets, modules = script.weight_buckets(policy, 2**30, next(policy.parameters()).dtype), {"policy": (policy, None)}
+    checkpoints.save_checkpoint(run_dir, cfg.max_steps, modules, inner.hf_model, buckets, processor, {}, {}, 1)
     print(f"warm_start: {run_dir}/checkpoints/step_{cfg.max_steps}")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import models  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig  # noqa: E402
@@ -57,9 +56,9 @@ def full_gradients(policy) -> dict[str, torch.Tensor]:
     if isinstance(policy, FSDP):
         with FSDP.summon_full_params(policy, with_grads=True):
             named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
-            return {utils.clean_name(n): g.clone() for n, g in named}
+            return {script.clean_name(n): g.clone() for n, g in named}
     named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
-    return {utils.clean_name(n): utils._full(g).clone() for n, g in named}
+    return {script.clean_name(n): utils._full(g).clone() for n, g in named}
 
 
 def gradients(policy, inner, batch, cfg, loss_of=script.micro_loss) -> dict[str, torch.Tensor]:
@@ -137,9 +136,9 @@ def with_foreign_term(policy, part, cfg, counts):
 
 def main(strategy: str, out: str) -> None:
     rank, world, device = utils.init_distributed(60)
-    original, models.load_hf_model = models.shard, small_llama
+    original, script.load_hf_model = script.shard, small_llama
     # Adapters must be set before sharding, alike on every rank.
-    models.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
     result = {}
     for use_peft in (False, True):
         base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft=use_peft, beta=0.05)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import models  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig  # noqa: E402
@@ -67,11 +66,11 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
     )
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     tokenizer = script_tokenizer(model_dir)
-    generator = models.make_generator(cfg, inner.hf_model, tokenizer, torch.device("cpu"))
+    generator = script.make_generator(cfg, inner.hf_model, tokenizer, torch.device("cpu"))
     edit(policy, version)
     before, _ = difference(policy, cfg, generator)  # the server still has other weights
     original = snapshot(policy)
-    utils.push_weights(policy, generator, version, cfg.push_bucket_mb)
+    script.push_weights(policy, generator, version, cfg.push_bucket_mb)
     after, versions = difference(policy, cfg, generator)
     untouched = all(torch.equal(a, b) for a, b in zip(original, snapshot(policy), strict=True))
     generator.close()
@@ -112,13 +111,13 @@ WIDE_PARAMETERS = 43_004_416  # 164 MiB in fp32; the largest tensor has 8, a lay
 def extra_memory(strategy: str, use_peft: bool) -> float:
     """MiB by which a push of a model much larger than a bucket raises this rank's peak."""
     cfg = TrainConfig(strategy=strategy, use_peft=use_peft, compute_dtype="float32", push_bucket_mb=4)
-    original, models.load_hf_model = models.load_hf_model, wide_llama
+    original, script.load_hf_model = script.load_hf_model, wide_llama
     policy, _ = script.load_policy(cfg, torch.device("cpu"))
-    models.load_hf_model = original
-    utils.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)  # FSDP keeps buffers from its first gathering on
+    script.load_hf_model = original
+    script.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)  # FSDP keeps buffers from its first gathering on
     reset_peak()
     before = peak_memory()
-    utils.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)
+    script.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)
     return peak_memory() - before
 
 

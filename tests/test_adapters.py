@@ -19,13 +19,13 @@ from test_turns import Scripted, tokenizer_of
 
 import rewards
 import train_grpo as script
-from adapters import check_rows, environment_maker, get_environment, plain_text
 from config import ConfigError, TrainConfig
 from data import load_rows
+from envs.adapters import check_rows, environment_maker, get_environment, plain_text
 from hf_generator import HFGenerator
-from models import load_hf_model
 from rollouts import check_rollout, play
-from runlog import read_metrics
+from runlog.reading import read_metrics
+from train_grpo import load_hf_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -458,7 +458,7 @@ def test_a_prompt_with_pictures_of_the_environment(tmp_path):
     (tmp_path / "pictures.py").write_text(PICTURES)
     folder = tiny_vlms.make("qwen2_5_vl", tmp_path / "vlm")
     cfg = TrainConfig(env=f"{tmp_path}/pictures.py:Painter", model_id=str(folder), compute_dtype="float32")
-    processor = script.models.load_processor(cfg.model_id)
+    processor = script.load_processor(cfg.model_id)
     generator = HFGenerator(load_hf_model(cfg, script.torch.float32), processor)
     environment = environment_maker(cfg)()
     (message,) = environment.reset({"prompt": "Look."}, 0)

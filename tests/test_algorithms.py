@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import utils
+import train_grpo as script
 from config import TrainConfig
 from train_grpo import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, Batch, normalize, token_weights
 
@@ -367,7 +367,7 @@ def test_an_unknown_aggregation_lists_the_known_ones():
 
 def test_learning_rate_warms_up_and_decays():
     cfg = TrainConfig(learning_rate=1.0, warmup_ratio=0.2, max_steps=10, lr_schedule="linear")
-    rates = [utils.lr_at(n, cfg) for n in range(10)]
+    rates = [script.lr_at(n, cfg) for n in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert rates[-1] == pytest.approx(1 / 8)
 

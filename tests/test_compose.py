@@ -10,11 +10,10 @@ import transformers
 from safetensors.torch import load_file
 from server_fixture import make_tiny
 
-import models
-import prompts
 import train_grpo as script
 from config import TrainConfig
-from runlog import read_metrics
+from inputs import prompts
+from runlog.reading import read_metrics
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from compose_vlm import compose  # noqa: E402
@@ -48,7 +47,7 @@ def test_a_composed_model_trains(kind, tmp_path):
     for part in compose(str(tmp_path / "tower"), make_tiny()):
         part.save_pretrained(folder)
 
-    loaded = models.load_hf_model(TrainConfig(model_id=str(folder)), torch.float32)
+    loaded = script.load_hf_model(TrainConfig(model_id=str(folder)), torch.float32)
     kept = {**loaded.model.vision_tower.state_dict()}
     kept = {name.removeprefix("vision_model."): value for name, value in kept.items()}
     wanted = {name.removeprefix("vision_model."): value for name, value in tower.state_dict().items()}

@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import data
 from config import ConfigError, TrainConfig
-from data import PromptSampler, filter_overlong, gym_seed, load_function, load_rows, prompt_messages, tokenize_prompt
-from prompts import prompt_lengths
+from data import filter_overlong, gym_seed, load_rows
+from inputs.prompts import prompt_lengths, prompt_messages, tokenize_prompt
+from plugins import load_function
+from train_grpo import PromptSampler
 
 WORDS = "<unk> <s> </s> user assistant system : What is 2 + 3 a b c d"
 TEMPLATE = (

@@ -15,10 +15,10 @@ from server_fixture import make_tiny
 
 import train_grpo as script
 import train_ppo
-from adapters import environment_maker, get_environment
 from config import ConfigError, TrainConfig
 from envs import MOVES, Sokoban
-from runlog import read_metrics
+from envs.adapters import environment_maker, get_environment
+from runlog.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))

@@ -7,7 +7,7 @@ import tiny_vlms
 from live import SMALL, running, trainer
 from server_fixture import make_tiny
 
-from runlog import read_metrics
+from runlog.reading import read_metrics
 
 EXAMPLES = {
     "sums": "--reward_funcs last_number",

@@ -8,7 +8,6 @@ import torch
 from server_fixture import TINY, make_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import data
 import train_grpo as script
 import utils
 from config import TrainConfig
@@ -63,7 +62,7 @@ def test_a_sampler_that_knows_no_last_version_is_believed():
 
 def test_greedy_baselines_are_checked_too():
     cfg = replace(CFG, advantage="remax")
-    sampler = data.PromptSampler(len(ROWS), 2, seed=0)
+    sampler = script.PromptSampler(len(ROWS), 2, seed=0)
     generator = Sampler(lambda temperature: (3, 3) if temperature else (2, 2))
     with pytest.raises(RuntimeError, match="1 of 1 completions come from weights 2, not 3"):
         asyncio.run(script.collect(ROWS, sampler, 3, generator, {"length": length}, cfg))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from live import running, trainer
 
-import models
 import train_grpo as script
 from config import TrainConfig
 
@@ -49,7 +48,7 @@ def test_two_ranks_equal_one(one, strategy, tmp_path):
 def test_silent_groups_are_not_passed_back(case, monkeypatch):
     """Groups with advantage 0 get no backward pass, unless the loss that was computed has a gradient there: the share
     of the forward passes that keep a graph shows it. No name of a loss decides this."""
-    monkeypatch.setattr(models, "load_hf_model", gradient_worker.small_llama)
+    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
     monkeypatch.setitem(script.POLICY_LOSSES, "foreign", gradient_worker.foreign_loss)
     cfg = TrainConfig(compute_dtype="float32", beta=0.0, tokens_per_microbatch=40, shared_prefix=False)
     cfg = replace(cfg, policy_loss=case if case in script.POLICY_LOSSES else "ppo")

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_more_rewards import FOLLOWED
 
-from instructions import INSTRUCTIONS, bullets, has_title, is_json, placeholders
-from reward_workers import ITEM_TIMEOUT
 from rewards import REWARDS, answer_part, code_tests
-from text_rewards import BLOCK, normalise, without_long_runs
+from safety.workers import ITEM_TIMEOUT
+from scoring.instructions import INSTRUCTIONS, bullets, has_title, is_json, placeholders
+from scoring.text import BLOCK, normalise, without_long_runs
 
 COLUMNS = {  # one row for every reward that reads text; it is what the row's owner wrote, so it is in order
     "math": {"answer": "3"},

@@ -14,10 +14,10 @@ import torch
 from live import SMALL, running, torchrun, trainer
 from test_rewards import run, trajectory
 
-import limits
 from config import TrainConfig
-from data import load_function
-from tools import Call, Toolbox, from_function
+from envs.tools import Call, Toolbox, from_function
+from plugins import load_function
+from safety import limits
 
 HOSTILE = "tests/hostile.py"
 LIMIT = 2  # seconds a call may take here
@@ -137,8 +137,10 @@ def test_the_other_ranks_end_too(tmp_path):
 def script(folder: Path, body: str) -> Path:
     """A script that watches itself as train scripts do, without a model."""
     path = folder / "script.py"
-    head = f"import asyncio, ctypes, sys, time\nsys.path[:0] = [{str(Path.cwd())!r}]\nimport limits, utils\n"
-    path.write_text(f"{head}from config import TrainConfig\nfrom tools import Call, Toolbox, get_tools\n{body}")
+    head = f"import asyncio, ctypes, sys, time\nsys.path[:0] = [{str(Path.cwd())!r}]\nimport utils\n"
+    head += "from config import TrainConfig\nfrom envs.mcp_tools import get_tools\n"
+    head += "from envs.tools import Call, Toolbox\nfrom safety import limits\n"
+    path.write_text(f"{head}{body}")
     return path
 
 
@@ -162,7 +164,7 @@ def test_holding_the_gil_within_the_limit_or_outside_of_calls_is_no_fault(tmp_pa
     """14 s each, longer than the margin: a reward that loads something, and a phase in which no call runs."""
     body = """
 utils.watch_process()
-from data import load_function
+from plugins import load_function
 reward = load_function("tests/hostile.py:holds_for_a_while")
 hold = ctypes.PyDLL(None).sleep
 print(asyncio.run(limits.run_limited(reward, {"completions": ["abc"]}, 60)), flush=True)

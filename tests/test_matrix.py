@@ -9,24 +9,21 @@ import pytest
 import torch
 from gradient_worker import SETTINGS, local_batch, small_llama
 
-import checks
-import data
-import models
 import train_grpo as script
-import utils
+from algorithms import checks
 from config import PRESETS, TrainConfig
-from prompts import Prompt
+from inputs.prompts import Prompt
 from rollouts import Trajectory
 from vllm_client import Completion
 
 
 @pytest.fixture(scope="module")
 def policy():
-    original, models.load_hf_model = models.load_hf_model, small_llama
+    original, script.load_hf_model = script.load_hf_model, small_llama
     cfg = TrainConfig(compute_dtype="float32", learning_rate=1e-2)
     made = script.load_policy(cfg, torch.device("cpu"))[0]
     made.squares = True
-    models.load_hf_model = original
+    script.load_hf_model = original
     return made
 
 
@@ -47,7 +44,7 @@ def test_every_loss_takes_two_steps_with(advantage, policy):
     for loss in script.POLICY_LOSSES:
         cfg = replace(base, policy_loss=loss, **SETTINGS.get(loss, {}))
         policy.load_state_dict(start)
-        metrics = script.update(policy, models.make_optimizer(policy, cfg), batch, cfg, 0)
+        metrics = script.update(policy, script.make_optimizer(policy, cfg), batch, cfg, 0)
         assert all(math.isfinite(value) for value in metrics.values()), (loss, metrics)
         after = policy.state_dict()
         assert all(torch.isfinite(w).all() for w in after.values())
@@ -126,12 +123,12 @@ def test_kl_goes_into_the_reward_and_scores_are_normalised(policy):
 
 def test_adaptive_beta_matches_the_published_numbers_and_entropy_steers_its_coefficient():
     cfg = TrainConfig(beta=0.001, kl_target=0.1, kl_horizon=10000, prompts_per_step=32, num_generations=8)
-    up = utils.adapt(cfg, {"kl": 0.5})
-    down = utils.adapt(up, {"kl": 0.01})
+    up = script.adapt(cfg, {"kl": 0.5})
+    down = script.adapt(up, {"kl": 0.01})
     assert [up.beta, down.beta] == pytest.approx([0.00100512, 0.0009999737856], abs=1e-12)
     cfg = TrainConfig(entropy_target=1.0, entropy_coef_step=0.01)
-    up = utils.adapt(cfg, {"entropy": 0.5})
-    assert up.entropy_coef == 0.01 and utils.adapt(up, {"entropy": 2.0}).entropy_coef == 0.0
+    up = script.adapt(cfg, {"entropy": 0.5})
+    assert up.entropy_coef == 0.01 and script.adapt(up, {"entropy": 2.0}).entropy_coef == 0.0
 
 
 def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(policy):
@@ -140,7 +137,7 @@ def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(policy):
     policy.entropy_gradient = True
     batch = make_batch(policy, cfg)
     batch.advantages = torch.zeros_like(batch.loss_mask)
-    script.update(policy, models.make_optimizer(policy, cfg), batch, cfg, 0)
+    script.update(policy, script.make_optimizer(policy, cfg), batch, cfg, 0)
     _, entropy, _ = script.all_logprobs(policy, batch, cfg)
     policy.entropy_gradient = False
     policy.load_state_dict(start)
@@ -152,7 +149,7 @@ def test_ref_sync_moves_the_reference_part_of_the_way(policy):
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.zero_()
-    utils.move_towards(reference, policy, 0.25)
+    script.move_towards(reference, policy, 0.25)
     pairs = zip(reference.parameters(), policy.parameters(), strict=True)
     assert all(torch.allclose(old, 0.25 * new) for old, new in pairs)
 
@@ -215,7 +212,7 @@ def collect(monkeypatch, rows, **options):
     monkeypatch.setattr("rollouts.build_prompt", lambda *_: Prompt([1], [1]))
     Parity.tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: str(ids)})()
     cfg = TrainConfig(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], **options)
-    sampler = data.PromptSampler(len(rows), 4, seed=0)
+    sampler = script.PromptSampler(len(rows), 4, seed=0)
     trajectories, metrics = asyncio.run(script.collect(rows, sampler, 0, Parity(), {"by_row": by_row}, cfg))
     assert [t.group for t in trajectories] == [g for g in range(4) for _ in range(3)]
     return trajectories, metrics, sampler

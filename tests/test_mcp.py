@@ -16,10 +16,10 @@ import requests
 from PIL import Image
 from server_fixture import free_port
 
-import mcp_tools
 from config import ConfigError, TrainConfig
-from envs import ToolEnvironment
-from tools import Call, Toolbox, get_tools
+from envs import ToolEnvironment, mcp_tools
+from envs.mcp_tools import get_tools
+from envs.tools import Call, Toolbox
 
 START = 30.0  # seconds a server may take to start
 SERVER = str(Path(__file__).parent / "mcp_server.py")

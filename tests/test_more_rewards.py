@@ -8,11 +8,8 @@ import threading
 
 import pytest
 
-import judge
-import sandbox
 from config import ConfigError, TrainConfig, check
-from data import load_function
-from instructions import INSTRUCTIONS, instructions
+from plugins import load_function
 from rewards import (
     RewardError,
     code_tests,
@@ -26,6 +23,9 @@ from rewards import (
     turn_ends,
 )
 from rollouts import Trajectory
+from safety import sandbox
+from scoring import judge
+from scoring.instructions import INSTRUCTIONS, instructions
 
 
 def trajectory(text: str, row: dict | None = None, turns: int = 1, mask: list[int] | None = None) -> Trajectory:

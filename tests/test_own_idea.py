@@ -6,7 +6,6 @@ import gradient_worker
 import pytest
 import torch
 
-import models
 import train_grpo as script
 from config import ConfigError, TrainConfig
 
@@ -16,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def small(monkeypatch):
     """(config, policy, its Policy, a batch) of a small random Llama."""
-    monkeypatch.setattr(models, "load_hf_model", gradient_worker.small_llama)
+    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
     cfg = TrainConfig(compute_dtype="float32", beta=0.0, tokens_per_microbatch=60)
     policy, inner = script.load_policy(cfg, CPU)
     return cfg, policy, inner, gradient_worker.local_batch(0, 1)

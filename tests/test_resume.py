@@ -16,9 +16,9 @@ import torch
 import torch.distributed.checkpoint
 from live import EVEN, SMALL, running, trainer
 
-import checkpoints
 from config import ConfigError
-from data import PromptSampler
+from runlog import checkpoints
+from train_grpo import PromptSampler
 
 SEED = 20  # of the steps at which runs are killed
 STEPS = 6

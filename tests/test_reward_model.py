@@ -11,7 +11,7 @@ from live import Process, running
 from server_fixture import free_port, make_tiny
 
 from config import ConfigError, TrainConfig, check
-from reward_model import reward_model
+from scoring.reward_model import reward_model
 
 CHAT = [[{"role": "user", "content": "2 + 2?"}]] * 3
 ANSWERS = [[{"role": "assistant", "content": text}] for text in ("4", "It is four, I think.", "")]

@@ -17,7 +17,6 @@ import torch
 
 from config import ConfigError, TrainConfig
 from data import load_rows
-from reward_workers import WorkerPool
 from rewards import (
     REWARDS,
     RewardError,
@@ -29,6 +28,7 @@ from rewards import (
     score,
 )
 from rollouts import Trajectory
+from safety.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from config import ConfigError, TrainConfig
-from report import write_report
 from rollouts import Trajectory
-from runlog import RunLog, completion_rows, name_run, phases, progress_text, read_metrics
+from runlog.log import RunLog, completion_rows, name_run, progress_text
+from runlog.reading import phases, read_metrics
+from runlog.report import write_report
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_the_report_shows_before_and_after(make_log):
     page = (log.dir / "report.html").read_text()
     assert "0.04 → 0.91" in page and "answer 1" in page and "answer 2" in page
     assert "&lt;b&gt;" in page and '<td class="t"><b>' not in page
-    done = subprocess.run([sys.executable, "runlog.py", str(log.dir)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "runlog", str(log.dir)], capture_output=True, text=True)
     assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
 
 
@@ -249,7 +250,7 @@ def test_wandb_without_login_is_an_early_error(tmp_path):
     code = f"""
 from config import TrainConfig
 from rollouts import Trajectory
-from runlog import RunLog
+from runlog.log import RunLog
 RunLog(TrainConfig(run_name="run", output_dir={str(tmp_path)!r}, report_to=["wandb"]))
 """
     hidden = ("WANDB_API_KEY", "WANDB_MODE")
@@ -343,7 +344,7 @@ def test_the_lock_ends_with_the_process_and_not_with_its_children(tmp_path):
     code = f"""
 import os, time
 from config import TrainConfig
-from runlog import RunLog
+from runlog.log import RunLog
 log = RunLog(TrainConfig(run_name="run", output_dir={str(tmp_path)!r}))
 if os.fork() == 0:
     time.sleep(60)

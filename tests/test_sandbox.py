@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-import sandbox
 from config import ConfigError, TrainConfig
-from sandbox import SandboxError, check_contained, contained, run_python, run_tests
+from safety import sandbox
+from safety.sandbox import SandboxError, check_contained, contained, run_python, run_tests
 
 CONTAINED = sandbox.why_not_contained() is None
 MODES = (["own user"] if os.getuid() == 0 else []) + ["user namespace"] if CONTAINED else []

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from server_fixture import ROOT, free_port, make_tiny
 from transformers import AutoModelForCausalLM
 
-import credentials
-import rendezvous
 import vllm_client
-import vllm_gate
 from cli import ConfigError
+from safety import credentials
+from serving import gate as vllm_gate
+from serving import rendezvous
 from vllm_client import ServerError, VLLMClient
 
 PROMPT = list(range(100, 140))
@@ -460,7 +460,7 @@ def test_secrets_are_read_once_and_masked(forget, monkeypatch, tmp_path):
 LOOK = """
 import os, subprocess, sys
 sys.path.insert(0, {root!r})
-import credentials
+from safety import credentials
 credentials.read("VLLM_SERVER_TOKEN"); credentials.read("OTHER_TOKEN", sys.argv[2])
 print(open("/proc/self/cmdline", "rb").read() + open("/proc/self/environ", "rb").read())
 print(subprocess.run(["env"], capture_output=True).stdout)

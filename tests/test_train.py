@@ -11,7 +11,7 @@ from server_fixture import ROOT, make_tiny
 
 import train_ppo
 from config import PRESETS, TrainConfig
-from runlog import read_metrics
+from runlog.reading import read_metrics
 from train_grpo import train
 
 TOY = ROOT / "benchmarks" / "toy.py"
@@ -69,7 +69,7 @@ import psutil, torch, models, train_grpo
 from config import TrainConfig
 from push_worker import wide_llama
 
-models.load_hf_model = wide_llama  # 164 MiB
+script.load_hf_model = wide_llama  # 164 MiB
 wide_llama(None, torch.float32)
 for settings in (dict(beta=0.0), dict(beta=0.04, use_peft=True), dict(beta=0.04)):
     before = psutil.Process().memory_info().rss

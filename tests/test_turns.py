@@ -14,16 +14,16 @@ import torch
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
-import adapters
-import models
-import packing
 import rewards
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_data
-from envs import Environment, FrozenLake, ToolEnvironment
-from rollouts import TrajectoryError, check_rollout, multi_turn, play
-from tools import Call, Tool, Toolbox, agent_tool, from_function, get_tools, model_tool
+from envs import Environment, FrozenLake, ToolEnvironment, adapters
+from envs.mcp_tools import get_tools
+from envs.tools import Call, Tool, Toolbox, agent_tool, from_function, model_tool
+from inputs import packing
+from inputs.processor import load_processor
+from rollouts import TrajectoryError, check_rollout, measure, multi_turn, play
 from vllm_client import Completion
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -232,11 +232,11 @@ def test_a_prompt_that_its_tools_make_too_long(tmp_path):
     rows = [{"prompt": "What now?", "tools": []}, {"prompt": "What now?", "tools": ["calculator"]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cfg = config(dataset_id=f"{tmp_path}/rows.jsonl", tools=["calculator"], max_prompt_length=50)
-    kept, _ = load_data(cfg, tokenizer, dict)
+    kept, _ = load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
     assert [row["tools"] for row in kept] == [[]]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"tools": ["calculate"]}))
     with pytest.raises(ConfigError, match="Did you mean 'calculator'"):
-        load_data(cfg, tokenizer, dict)
+        load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
 
 
 @pytest.mark.parametrize("fault, message", [("raise", "raised ValueError"), ("hang", "took over 0.2 s")])
@@ -271,7 +271,7 @@ def test_sampled_again_and_scored_again():
         tokenization_check="off",
     )
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    generator = models.make_generator(cfg, inner.hf_model, models.load_processor(cfg.model_id), torch.device("cpu"))
+    generator = script.make_generator(cfg, inner.hf_model, load_processor(cfg.model_id), torch.device("cpu"))
     generator.eos_ids |= set(range(0, 4096, 12))  # a random model seldom ends a turn
     rows = [{"prompt": "lake", "seed": seed} for seed in range(3)]
     trajectories = asyncio.run(multi_turn(rows, generator, cfg))
@@ -315,7 +315,7 @@ def test_images_of_an_environment(family, tmp_path):
     cfg = config(**settings, max_turns=3, max_completion_length=300, max_turn_length=40, beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     cfg.shared_prefix = packing.why_not_shared(inner.hf_model, cfg) is None
-    generator = models.make_generator(cfg, inner.hf_model, models.load_processor(folder), torch.device("cpu"))
+    generator = script.make_generator(cfg, inner.hf_model, load_processor(folder), torch.device("cpu"))
     generator.eos_ids |= set(range(0, 4096, 8))
     rows = [{"prompt": "Look.", "image": tiny_vlms.picture(1)}, {"prompt": "Wait."}]
 
@@ -484,7 +484,7 @@ PARSED = [
 
 @pytest.mark.parametrize("parser, text, wanted", PARSED)
 def test_parsers(parser, text, wanted):
-    from tools import PARSERS
+    from envs.tools import PARSERS
 
     say = Tool("say", "", {"type": "object", "properties": {"text": {"type": "string"}}}, print)
     calls = PARSERS[parser](text, {"add": from_function(add), "say": say})

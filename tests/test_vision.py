@@ -15,16 +15,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny_vlms import batch_of, picture, rows_of
 
-import checkpoints
-import models
-import packing
-import prompts
 import train_grpo as script
 import train_ppo
-import utils
 from config import PRESETS, ConfigError, TrainConfig
+from inputs import packing, prompts
+from inputs.processor import load_processor
 from rollouts import single_turn
-from runlog import read_metrics
+from runlog import checkpoints
+from runlog.log import read_metrics
 
 FAMILIES = list(tiny_vlms.MARK)
 
@@ -35,7 +33,7 @@ def tiny(request, tmp_path_factory):
     folder = tiny_vlms.make(request.param, tmp_path_factory.mktemp(request.param))
     cfg = TrainConfig(model_id=str(folder), compute_dtype="float32", generator="hf", num_generations=3, beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    generator = models.make_generator(cfg, inner.hf_model, models.load_processor(str(folder)), torch.device("cpu"))
+    generator = script.make_generator(cfg, inner.hf_model, load_processor(str(folder)), torch.device("cpu"))
     cfg = replace(cfg, shared_prefix=packing.why_not_shared(inner.hf_model, cfg) is None)
     rows = rows_of(request.param)
     return SimpleNamespace(
@@ -118,7 +116,7 @@ def test_the_sampler_sees_what_is_trained_on(tiny):
     generator = tiny.generator
     generator.max_sequences = 6  # two prompts at a time
     generator.seed(0)
-    utils.push_weights(tiny.policy, generator, 1, 64)
+    script.push_weights(tiny.policy, generator, 1, 64)
     trajectories = asyncio.run(single_turn(tiny.rows, generator, cfg))
     batch = script.collate(trajectories, 0, torch.device("cpu"))
     logprobs = script.all_logprobs(tiny.policy, batch, cfg)[0]
@@ -137,11 +135,12 @@ def test_adapters_and_checkpoints(tiny, tmp_path):
         script.accumulate_gradients(policy, replace(tiny.batch), cfg)
         assert any(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
     modules = {"policy": (tiny.policy, None)}
-    checkpoints.save_checkpoint(tmp_path, 1, modules, tiny.inner.hf_model, tiny.generator.tokenizer, {}, 1)
+    buckets = script.weight_buckets(tiny.policy, 2**30, torch.float32)
+    checkpoints.save_checkpoint(tmp_path, 1, modules, tiny.inner.hf_model, buckets, tiny.generator.tokenizer, {}, {}, 1)
     folder = tmp_path / "checkpoints" / "step_1"
-    again = models.load_hf_model(replace(tiny.cfg, model_id=str(folder)), torch.float32).state_dict()
+    again = script.load_hf_model(replace(tiny.cfg, model_id=str(folder)), torch.float32).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in tiny.inner.hf_model.state_dict().items())
-    assert type(models.load_processor(str(folder))) is type(tiny.generator.tokenizer)
+    assert type(load_processor(str(folder))) is type(tiny.generator.tokenizer)
 
 
 # ---- the whole loop --------------------------------------------------------------------------------------------------

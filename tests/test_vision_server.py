@@ -10,11 +10,10 @@ import torch
 from server_fixture import start_server
 from tiny_vlms import picture, rows_of
 
-import models
-import prompts
 import train_grpo as script
-import utils
 from config import TrainConfig
+from inputs import prompts
+from inputs.processor import load_processor
 from rollouts import single_turn
 
 # Others, by hand: FAMILIES="llava llava_next gemma3" pytest tests/test_vision_server.py
@@ -63,14 +62,14 @@ def test_server_and_trainer_see_the_same(served, family):
         beta=0.0,
     )
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    processor = models.load_processor(cfg.model_id)
-    client = models.make_generator(cfg, inner.hf_model, processor, torch.device("cpu"))
+    processor = load_processor(cfg.model_id)
+    client = script.make_generator(cfg, inner.hf_model, processor, torch.device("cpu"))
     rows = rows_of(family)
     prompts.COUNTS.clear()
     for version in (0, 1):
         if version:
             edit(inner.hf_model)
-        utils.push_weights(policy, client, version, 1)  # ends with an error if a parameter is not covered exactly once
+        script.push_weights(policy, client, version, 1)  # ends with an error if a parameter is not covered exactly once
         trajectories = asyncio.run(single_turn(rows, client, cfg))
         batch = script.collate(trajectories, 0, torch.device("cpu"))
         assert {t.policy_version for t in trajectories} == {version}

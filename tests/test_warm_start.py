@@ -11,9 +11,9 @@ import pytest
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
-import mcp_tools
 from config import TrainConfig
-from data import load_function
+from envs import mcp_tools
+from plugins import load_function
 from rewards import get_reward_functions, score
 
 ROOT = Path(__file__).parent.parent

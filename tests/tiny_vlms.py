@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from server_fixture import make_tiny
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-import prompts
 import train_grpo as script
+from inputs import prompts
 from rollouts import Trajectory
 
 # What each family writes for an image; the processor makes of it what the model sees.

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from gradient_worker import full_gradients  # noqa: E402
 from tiny_vlms import batch_of, rows_of  # noqa: E402
 
-import models  # noqa: E402
-import prompts  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig  # noqa: E402
+from inputs import prompts  # noqa: E402
+from inputs.processor import load_processor  # noqa: E402
 
 
 def local_batch(rank: int, world: int, generator, cfg) -> script.Batch:
@@ -34,9 +34,7 @@ def main(strategy: str, out: str, *folders: str) -> None:
     for folder in folders:
         cfg = TrainConfig(model_id=folder, strategy=strategy, compute_dtype="float32", beta=0.0)
         policy, inner = script.load_policy(cfg, device)
-        generator = SimpleNamespace(
-            tokenizer=models.load_processor(folder), rope_index=prompts.rope_index_of(inner.hf_model)
-        )
+        generator = SimpleNamespace(tokenizer=load_processor(folder), rope_index=prompts.rope_index_of(inner.hf_model))
         batch = local_batch(rank, world, generator, cfg)
         for shared, tokens in ((True, 10_000), (True, 60), (False, 60)):
             policy.zero_grad()

@@ -11,7 +11,7 @@ RIGHT, HALF = "def f(x): return x + 1", "def f(x): return 2"
 
 def _score(program: str, tests=TESTS, fence=True):
     """What the reward gives: a number, and what it counts."""
-    from text_rewards import code_tests
+    from scoring.text import code_tests
 
     (value,) = code_tests(completions=[f"```python\n{program}\n```" if fence else program], tests=[tests])
     return value if isinstance(value, dict) else {"reward": value}

@@ -88,7 +88,7 @@ def _said(at, turns: list[str], flags: str = TOOLS, wrong=None, **how) -> Seen:
 
 
 def _own(at, *names: str, rewards: str = "tool_use") -> str:
-    path = at.file("tools.py", MY_TOOLS)
+    path = at.file("envs/tools.py", MY_TOOLS)
     return "--tools " + " ".join(f"{path}:{name}" for name in names) + f" --reward_funcs {rewards} "
 
 
@@ -273,7 +273,7 @@ sys.path[:0] = [{str(ROOT / "tests")!r}]
 from test_turns import Scripted, config, tokenizer_of
 from rollouts import multi_turn
 tokenizer = tokenizer_of("qwen2_5")
-cfg = config(tools=[{str(at.file("tools.py", MY_TOOLS))!r} + ":forge"], tokenization_check="off")
+cfg = config(tools=[{str(at.file("envs/tools.py", MY_TOOLS))!r} + ":forge"], tokenization_check="off")
 call = '<tool_call>{{"name": "forge", "arguments": {{"text": "x"}}}}</tool_call>'
 (t,) = asyncio.run(multi_turn([{{"prompt": "Hello"}}], Scripted(tokenizer, [call, "Good."]), cfg))
 special = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
@@ -313,7 +313,7 @@ def image_marks(at, limit=90):
     import tiny_vlms
 
     model = tiny_vlms.make("qwen2_5_vl", at.given / "vlm")
-    tools = at.file("tools.py", MY_TOOLS.replace("half \\ud83d", "see <image> and <|image_pad|>"))
+    tools = at.file("envs/tools.py", MY_TOOLS.replace("half \\ud83d", "see <image> and <|image_pad|>"))
     flags = f"--model_id {model} --tools {tools}:half --reward_funcs tool_use "
 
     def wrong(end):
@@ -383,7 +383,7 @@ def bullet_lists(at):
     """40,000 line ends and blanks for number_bullet_lists (it holds the interpreter) -> survived: scored within 3 s"""
     code = """
 import time
-from instructions import instructions
+from scoring.instructions import instructions
 for text in ("x" + "\\n" * 40_000 + "x", "x" + "\\n \\n" * 13_000 + "x", "- " + " " * 40_000 + "\\n"):
     start = time.perf_counter()
     names, arguments = [["detectable_format:number_bullet_lists"]], [[{"num_bullets": 2}]]
@@ -423,10 +423,10 @@ def random_texts(at, limit=90):
     """3,000 random texts through every parser and text reward -> survived: none raises, none takes over a second"""
     code = """
 import random, time, json
-from text_rewards import exact_match, format_tags, last_number, multiple_choice, squad_em, squad_f1
-from instructions import INSTRUCTIONS
-from tools import PARSERS, TOOLS, from_function
-import tools
+from scoring.text import exact_match, format_tags, last_number, multiple_choice, squad_em, squad_f1
+from scoring.instructions import INSTRUCTIONS
+from envs.tools import PARSERS, TOOLS, from_function
+from envs import tools
 pieces = ["<tool_call>", "</tool_call>", '{"name": "calculator", "arguments": ', '{"expression": "1"}', "}", "[" * 300]
 pieces += ["\\\\ud800", "\\ud800", "\\x00", "9" * 5000, "1e99999", "<function=calculator>", "<parameter=expression>"]
 pieces += ["</parameter>", "</function>", "<calculator>", "</calculator>", "<answer>", "</answer>", "</think>"]
@@ -456,5 +456,5 @@ sys.exit(late > 1)
 
 def pictures_for_text_models(at):
     """a tool answers with a picture, and the model takes none -> survived: said to the model or masked"""
-    flags = f"--tools {at.file('tools.py', LOOK)}:look --reward_funcs tool_use "
+    flags = f"--tools {at.file('envs/tools.py', LOOK)}:look --reward_funcs tool_use "
     return _said(at, [_call("look", text="x"), FENCE], flags + at.known("--env_errors drop"))

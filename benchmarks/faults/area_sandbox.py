@@ -22,7 +22,7 @@ ANSWER = "```python\ndef f(x):\n    return x\n```"
 
 
 def _run(code: str, **limits):
-    from sandbox import run_python
+    from safety.sandbox import run_python
 
     return run_python(code if "\0" in code else f"print({BEGUN!r}, flush=True)\n{code}", **limits)
 

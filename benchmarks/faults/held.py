@@ -5,7 +5,6 @@ At PLACE (logged: after the first step's push, before its evaluation; saving: a 
 appears; the run goes on when FILE.go does.
 """
 
-import contextlib
 import runpy
 import sys
 import time
@@ -13,14 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
-import runlog  # noqa: E402
-import utils as checkpoints  # noqa: E402
-
-with contextlib.suppress(ImportError):  # where they have a file of their own
-    import checkpoints  # noqa: E402, F811
+from runlog import checkpoints  # noqa: E402
+from runlog.log import RunLog  # noqa: E402
 
 place, file = sys.argv[1], Path(sys.argv[2])
-owner, name = {"logged": (runlog.RunLog, "step"), "saving": (checkpoints, "save_pretrained")}[place]
+owner, name = {"logged": (RunLog, "step"), "saving": (checkpoints, "save_pretrained")}[place]
 original = getattr(owner, name)
 
 

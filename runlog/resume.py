@@ -8,16 +8,16 @@ import base64
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-import checkpoints
 import utils
 from config import ConfigError, TrainConfig
-from data import PromptSampler
-from runlog import claim_run, code_files, package_versions, public_config
+from runlog import checkpoints
+from runlog.log import claim_run, code_files, package_versions, public_config
 
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (
@@ -27,9 +27,10 @@ FREE = (
 ).split()
 
 
-def begin(cfg: TrainConfig, rows, held_out):
+def begin(cfg: TrainConfig, rows, held_out, sampler: type, lr_at: Callable):
     """Take the run folder and look whether the run can go on there; nothing in it is changed. Collective.
 
+    sampler, lr_at: the script's PromptSampler and learning rates, to tell what follows from what changed.
     Returns the folder's lock (rank 0's, to be held), the steps that are done, and what the run is made with, for its
     checkpoints (of rank 0). An error on rank 0 ends all ranks.
     """
@@ -47,7 +48,7 @@ def begin(cfg: TrainConfig, rows, held_out):
         verified = checkpoints.check_sums(run_dir, start)
         saved = checkpoints.read_state(run_dir, start).get("made_with")
         if utils.is_main():
-            error = say_differences(differences(saved, made_with, start, cfg, verified), cfg, start)
+            error = say_differences(differences(saved, made_with, start, cfg, sampler, lr_at, verified), cfg, start)
         utils.raise_together(error, "Resuming")
     return lock, start, made_with
 
@@ -107,7 +108,9 @@ def row_hashes(rows) -> np.ndarray:
 # ---- what follows ---------------------------------------------------------------------------------------------------
 
 
-def differences(saved: dict | None, now: dict, start: int, cfg: TrainConfig, verified: bool = True) -> list[str]:
+def differences(
+    saved: dict | None, now: dict, start: int, cfg: TrainConfig, sampler: type, lr_at: Callable, verified: bool = True
+) -> list[str]:
     """A line for each thing that is not as it was, and what follows from it."""
     lines = [] if verified else ["the checkpoint has no checksums (an older version wrote it): not verified"]
     if saved is None:
@@ -117,8 +120,8 @@ def differences(saved: dict | None, now: dict, start: int, cfg: TrainConfig, ver
     old, new = saved["settings"], now["settings"]
     for name in [*new, *(name for name in old if name not in new)]:
         if old.get(name) != new.get(name) and (name != "max_steps" or schedule_depends(cfg)):
-            lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg)}")
-    lines += row_differences(saved, now, start)
+            lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
+    lines += row_differences(saved, now, start, sampler)
     if saved["held_out"] and now["held_out"] and saved["held_out"] != now["held_out"]:
         lines.append("the held-out rows changed: evaluations before and after do not compare")
     before, after = saved["files"], now["files"]
@@ -134,11 +137,11 @@ def schedule_depends(cfg: TrainConfig) -> bool:
     return cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
 
 
-def follows(name: str, old: dict, start: int, cfg: TrainConfig) -> str:
+def follows(name: str, old: dict, start: int, cfg: TrainConfig, lr_at: Callable) -> str:
     """What follows from a setting that changed, where that is not plain from its name."""
     if name == "max_steps":
         update = start * cfg.num_iterations * cfg.num_minibatches
-        rates = [utils.lr_at(update, replace(cfg, max_steps=steps)) for steps in (old[name], cfg.max_steps)]
+        rates = [lr_at(update, replace(cfg, max_steps=steps)) for steps in (old[name], cfg.max_steps)]
         return f": the learning rate goes from {rates[0]:.3g} to {rates[1]:.3g}"
     if name == "model_id":
         return ": the weights are the checkpoint's; tokenizer, sizes and reference model come from the new one"
@@ -149,7 +152,7 @@ def follows(name: str, old: dict, start: int, cfg: TrainConfig) -> str:
     return ""
 
 
-def row_differences(saved: dict, now: dict, start: int) -> list[str]:
+def row_differences(saved: dict, now: dict, start: int, sampler: type) -> list[str]:
     """How the pass over the rows that is under way goes on with other rows, or in another order: [] or one line."""
     old, new = (np.frombuffer(base64.b64decode(made["rows"]), "<u8") for made in (saved, now))
     orders = [tuple(made["settings"][name] for name in ("seed", "prompts_per_step")) for made in (saved, now)]
@@ -159,7 +162,7 @@ def row_differences(saved: dict, now: dict, start: int) -> list[str]:
     def split(hashes: np.ndarray, seed: int, per_step: int) -> tuple[set, set]:
         """Rows of the pass under way that come before step `start`, and from it on."""
         epoch, position = divmod(start * per_step, len(hashes))
-        order = PromptSampler(len(hashes), per_step, seed).order(epoch)
+        order = sampler(len(hashes), per_step, seed).order(epoch)
         return set(hashes[order[:position]].tolist()), set(hashes[order[position:]].tolist())
 
     taken, _ = split(old, *orders[0])

@@ -10,7 +10,7 @@ import os
 import threading
 from functools import cache
 
-import credentials
+from safety import credentials
 
 LOCK = threading.Lock()  # groups are scored in threads of their own; the model takes one batch at a time
 

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-import credentials
+from safety import credentials
 
 SECRET_NAME = re.compile(r"(?i)token|secret|passw|api[_-]?key|authorization|credential")
 SECRET_VARIABLE = re.compile(r"(?i)(token|secret|passw(or)?d|[_-]key|apikey|credentials?)$")

@@ -18,7 +18,7 @@ import time
 from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-import credentials
+from safety import credentials
 
 MAX_BODY = 256 << 20  # bytes a request
 MAX_HEADER_BYTES = 32 << 10  # request line included

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
+from cli import shorten
 from config import ConfigError, TrainConfig
-from data import length_or_more, prompt_messages, shorten, tokenize_prompt, with_progress
-from special_tokens import END, found_in, guard, process, tokenize
+from data import with_progress
+from inputs.special_tokens import END, found_in, guard, process, tokenize
 
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a complete file ends in
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow knows 40 more, EPS by way of a program
@@ -263,6 +264,79 @@ def expand(text: str, images: list, processor, rope_index: Callable | None, spec
     return ids[0].tolist(), encoded
 
 
+def prompt_messages(row: dict, system_prompt: str | None = None) -> list[dict]:
+    """The row's chat messages; a string prompt is one user message. `system_prompt` goes first if the row has none."""
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    # Templates for images iterate over parts: the two forms of content do not mix in one conversation.
+    parts = any(isinstance(message.get("content"), list) for message in messages)
+    content = [{"type": "text", "text": system_prompt}] if parts else system_prompt
+    return [{"role": "system", "content": content}, *messages]
+
+
+def tokenize_prompt(
+    row: dict,
+    tokenizer,
+    *,
+    apply_chat_template: bool = True,
+    system_prompt: str | None = None,
+    allow_special_tokens: bool = False,
+) -> list[int]:
+    """Token ids of the row's prompt, up to where the model's answer begins.
+
+    With the chat template its special tokens are the only ones: no second BOS, and none of the row's own text unless
+    `allow_special_tokens` (see special_tokens.py). A conversation that ends in an assistant message is continued, as in
+    TRL: that text is the beginning of the answer. Without the template the tokenizer adds what it adds to any text (a
+    BOS token, if it has that habit).
+    """
+    is_chat = not isinstance(row["prompt"], str)
+    if not apply_chat_template:
+        if is_chat or system_prompt is not None:
+            given = f"this prompt is chat messages, {shorten(row['prompt'])}" if is_chat else "--system_prompt is set"
+            raise ConfigError(f"--no_apply_chat_template takes string prompts alone, but {given}; drop one of the two.")
+        return list(tokenizer(row["prompt"])["input_ids"])
+    if not tokenizer.chat_template:
+        remedy = "choose a chat model, or make the prompts strings and" if is_chat else "choose a chat model, or"
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; {remedy} add "
+            "--no_apply_chat_template."
+        )
+    messages, schemas = prompt_messages(row, system_prompt), row.get("tool_schemas")
+    if not allow_special_tokens:
+        messages, schemas = guard(messages, tokenizer), guard(schemas, tokenizer)
+    continued = messages[-1]["role"] == "assistant"
+    options = dict(add_generation_prompt=not continued, continue_final_message=continued)
+    return tokenize(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False, **options), tokenizer)
+
+
+def cut_texts(row: dict, size: int) -> dict:
+    """The row, each text of its prompt cut to `size` characters; the row itself where none is longer."""
+
+    def cut(value):
+        if isinstance(value, str):
+            return value[:size]
+        if isinstance(value, dict):
+            return {key: cut(inner) for key, inner in value.items()}
+        return [cut(inner) for inner in value] if isinstance(value, list) else value
+
+    short = cut(row["prompt"])
+    return row if short == row["prompt"] else row | {"prompt": short}
+
+
+def length_or_more(row: dict, count: Callable[[dict], int], limit: int) -> int:
+    """Tokens of the row's prompt, by `count`; of one that is much longer than `limit`, those of its beginning, which
+    are more, too. A tokenizer takes 1 to 4 s for a million characters, so a book in a prompt would look like a hang.
+    """
+    size = 64 * limit  # characters
+    while (beginning := cut_texts(row, size)) is not row:
+        if (found := count(beginning)) > limit + 64:  # the last word may be cut in two
+            return found
+        size *= 8
+    return count(row)
+
+
 def prompt_ids(row: dict, tokenizer, cfg: TrainConfig) -> list[int]:
     """Token ids of a row's prompt, for models without images."""
     options = dict(system_prompt=cfg.system_prompt, allow_special_tokens=cfg.allow_special_tokens)
@@ -301,12 +375,24 @@ def vision_prompt(row: dict, processor, rope_index: Callable | None, cfg: TrainC
     return Prompt(ids, sent, list(files), inputs)
 
 
+def join_inputs(rows: list[dict], device=None) -> dict:
+    """Vision tensors of several rows as one: concatenated along the first dimension, whether it counts images, patches
+    or rows; other dimensions that differ (images a row, height, width) are filled up with zeros."""
+    joined = {}
+    for key in dict.fromkeys(key for row in rows for key in row if key not in ("position_ids", "token_type_ids")):
+        tensors = [row[key] for row in rows if key in row]
+        shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+        joined[key] = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
+        for out, tensor in zip(joined[key].split([len(t) for t in tensors]), tensors, strict=True):
+            out[tuple(map(slice, tensor.shape))] = tensor
+        joined[key] = joined[key].to(device)
+    return joined
+
+
 def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None) -> Prompt:
     """The prompt with `ids` behind it, sampled or of an observation: then `sent` of them for a server, and the model's
     `inputs` for its images. Positions on several axes count on from the largest, types are a completion's."""
     import torch
-
-    from packing import join_inputs
 
     old, new = prompt.model_inputs, inputs or {}
     joined = join_inputs([old, new]) if new else {k: v for k, v in old.items() if not k.endswith("_ids")}

@@ -145,13 +145,16 @@ def _rng_state() -> dict:
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
 
 
-def save_checkpoint(run_dir: Path, step: int, modules: dict, hf_model, tokenizer, state: dict, keep: int) -> Path:
+def save_checkpoint(
+    run_dir: Path, step: int, modules: dict, hf_model, buckets, tokenizer, state: dict, memory: dict, keep: int
+) -> Path:
     """Write checkpoints/step_N: modules["policy"] as a `from_pretrained` folder, and the state of all
     {name: (module, its optimizer or None)} in `trainer/`.
 
     All ranks call it; an error on one is raised on all. Written under another name and renamed when complete; then
     older ones beyond `keep` are removed, and what killed runs left half-written.
-    state: plain JSON values that come back from `load_checkpoint`.
+    buckets: lists of (name, full tensor) of the policy, an iterable that all ranks walk in step.
+    state: plain JSON values that come back from `load_checkpoint`; memory: this rank's, see `check_memory`.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -162,6 +165,8 @@ def save_checkpoint(run_dir: Path, step: int, modules: dict, hf_model, tokenizer
 
     def shards() -> None:
         torch.save(_rng_state(), partial / "trainer" / f"rng_{rank}.pt")
+        if memory:
+            torch.save(memory, partial / "trainer" / f"memory_{rank}.pt")
 
     def whole() -> None:
         save_pretrained(partial, hf_model, tokenizer, weights)
@@ -179,9 +184,8 @@ def save_checkpoint(run_dir: Path, step: int, modules: dict, hf_model, tokenizer
         _together((partial / "trainer").mkdir, main=True, parents=True)
         dcp.save(_train_state(modules), checkpoint_id=partial / "trainer" / "state")
         _together(shards)
-        dtype = next(hf_model.parameters()).dtype
         weights = {}
-        for bucket in utils.weight_buckets(modules["policy"][0], 2**30, dtype, keep=utils.is_main()):
+        for bucket in buckets:
             weights.update((name, tensor.cpu()) for name, tensor in bucket)
         _together(whole, main=True)
         write_sums(partial)
@@ -292,8 +296,11 @@ def read_state(run_dir: Path, step: int) -> dict:
         raise ConfigError(f"--resume: {path} is damaged: {error}. {remedy(folder_of(run_dir, step))}") from None
 
 
-def load_checkpoint(run_dir: Path, step: int, modules: dict) -> dict:
-    """Put weights, optimizers and random state back where `save_checkpoint` took them; returns its `state`."""
+def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, classes: list[type]) -> dict:
+    """Put weights, optimizers, random state and memory back where `save_checkpoint` took them; returns its `state`.
+
+    classes: what the memory may hold instances of.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
@@ -316,6 +323,10 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict) -> dict:
     rng_file = path / "trainer" / f"rng_{dist.get_rank() if dist.is_initialized() else 0}.pt"
     if rng_file.exists():  # absent when resumed on more ranks than it was saved from
         _set_rng_state(rng_file)
+    memory_file = rng_file.with_name(rng_file.name.replace("rng", "memory"))
+    if memory_file.exists():
+        with torch.serialization.safe_globals(classes):
+            memory.update(torch.load(memory_file, weights_only=True))
     return read_state(run_dir, step)
 
 

@@ -24,11 +24,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from urllib.parse import parse_qsl
 
-from cli import nearest
+from cli import nearest, shorten
 from config import ConfigError, known_name
-from data import function_path, load_function, shorten
 from envs import Environment, FrozenLake, Sokoban, ToolEnvironment
-from tools import Toolbox, from_function, get_tools, instructions, model_tool
+from envs.mcp_tools import get_tools
+from envs.tools import Toolbox, from_function, instructions, model_tool
+from plugins import function_path, load_function
 
 logger = logging.getLogger(__name__)
 

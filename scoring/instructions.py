@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable
 
-from text_rewards import answer_part, completion_text
+from scoring.text import answer_part, completion_text
 
 
 def compare(count: int, wanted: int, relation: str | None = "at least") -> bool:

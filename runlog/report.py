@@ -1,6 +1,6 @@
 """report.html: one self-contained page about a run, from whatever is in its folder so far.
 
-    python report.py runs/NAME      # the same as python runlog.py runs/NAME
+    python -m runlog runs/NAME
 
 A metric that a run does not have has no plot; one that PANELS does not know is listed at the end.
 """
@@ -9,12 +9,11 @@ import base64
 import html
 import io
 import json
-import sys
 import warnings
 from pathlib import Path
 
-from runlog import phases, read_metrics, readable_prompt
-from storable import visible
+from runlog.reading import phases, read_metrics, readable_prompt
+from runlog.storable import visible
 
 # (title, what to look for, metric names; a trailing * takes all that begin so)
 PANELS = [
@@ -389,12 +388,8 @@ def write_report(run_dir: Path) -> Path | None:
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        raise SystemExit("usage: python report.py RUN_DIR   (a folder like runs/NAME)")
+        raise SystemExit("usage: python -m runlog RUN_DIR   (a folder like runs/NAME)")
     path = write_report(Path(arguments[0]))
     if path is None:
         raise SystemExit(f"report: {arguments[0]} has no line in metrics.jsonl yet")
     print(f"report: {path}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -22,11 +22,12 @@ from dataclasses import dataclass, field, replace
 
 import jsonschema
 
+from cli import shorten
 from config import ConfigError, known_name
-from data import function_path, load_function, shorten
-from limits import run_limited
-from sandbox import run_python
-from special_tokens import clean, each_text
+from inputs.special_tokens import clean, each_text
+from plugins import function_path, load_function
+from safety.limits import run_limited
+from safety.sandbox import run_python
 
 
 @dataclass(frozen=True)
@@ -175,21 +176,6 @@ def named_tools(cfg) -> list[Tool]:
         tool = load_function(given) if function_path(given) else TOOLS[given]
         found.append(tool if isinstance(tool, Tool) else from_function(tool))
     return found
-
-
-def get_tools(cfg) -> dict[str, Tool]:
-    """{name: Tool} of cfg.tools and of the servers of cfg.mcp_config, which are started."""
-    found = named_tools(cfg)
-    if cfg.mcp_config:
-        import mcp_tools
-
-        found += mcp_tools.connect(cfg.mcp_config, cfg.tool_timeout)
-    tools = {}
-    for tool in found:
-        if tool.name in tools:
-            raise ConfigError(f'two tools are named {tool.name!r}; rename one, or give its MCP server a "prefix".')
-        tools[tool.name] = tool
-    return tools
 
 
 def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
@@ -465,5 +451,5 @@ python.executes_code = True
 
 TOOLS: dict[str, Callable | Tool] = {
     "calculator": calculator,
-    "python": python,  # contained as sandbox.py says
+    "python": python,  # contained as safety/sandbox.py says
 }

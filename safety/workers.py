@@ -3,7 +3,7 @@
 math-verify's own limits are alarm signals, which work in a main thread only, and sympy can outlast any patience: so the
 limit here is the life of the process. `WorkerPool` is the trainer's side, `worker_main` the other one. Its task is
 
-a scorer     a function like `math_scorer` with an entry in SCORERS: one completion a request, within a memory limit,
+a scorer     the name of one in scoring/scorers.py: one completion a request, within a memory limit,
              and answers in JSON, since what it reads is the model's. rewards.py uses these.
 a function   "file.py:function", which the process takes from that file: any arguments and results that can be pickled.
              limits.py uses these, for functions with own_process.
@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import inspect
 import json
-import logging
 import os
 import pickle
 import queue
@@ -27,9 +26,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import cache
+from pathlib import Path
 
-from data import function_path, load_function, parse_gym, shorten
+from cli import shorten
+from plugins import function_path, load_function
+
+ROOT = Path(__file__).resolve().parent.parent
 
 ITEM_TIMEOUT = 5.0  # seconds one completion may take
 START_TIMEOUT = 60.0  # seconds a process may take to import its library, or the function's file
@@ -123,7 +125,8 @@ class WorkerPool:
             self.slots.put(worker)
 
     def start(self) -> subprocess.Popen:
-        command = [sys.executable, os.path.abspath(__file__), self.task, str(self.item_timeout)]
+        start = f"import sys; sys.path[0] = {str(ROOT)!r}; from safety.workers import main; main()"
+        command = [sys.executable, "-c", start, self.task, str(self.item_timeout)]
         # One thread each: they are many. A session of their own: Ctrl-C reaches them as the end of their input.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -190,7 +193,7 @@ def worker_main(task: str, item_timeout: float) -> None:
     function = load_function(task) if function_path(task) else None
     if function is None and sys.platform == "linux":  # elsewhere the limit is refused
         resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
-    scorer = SCORERS[task]() if function is None else None
+    scorer = load_function(f"{ROOT / 'scoring' / 'scorers.py'}:{task}_scorer")() if function is None else None
     print("ready", file=answers)
     while True:
         try:
@@ -234,43 +237,6 @@ async def finished(awaitable):
     return await awaitable
 
 
-def math_scorer() -> Callable:
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off; ours is the process
-
-    def parse(text: str) -> list:
-        return math_verify.parse(text, parsing_timeout=None)
-
-    def expression(text: str) -> list:
-        """A text that is nothing but an expression: marked as LaTeX, or only a number in it would be found."""
-        return parse(text) if "$" in text or "\\boxed" in text else parse(f"${text}$") or parse(text)
-
-    def scorer(given: str, is_expression: bool, answer: str) -> float | None:
-        gold = expression(answer)
-        if not gold:
-            return None
-        found = expression(given) if is_expression else parse(given)
-        return float(math_verify.verify(gold, found, timeout_seconds=None))
-
-    return scorer
-
-
-def gym_scorer() -> Callable:
-    import reasoning_gym as gym
-
-    @cache
-    def dataset(task: str):
-        name, parameters = parse_gym(task)
-        return gym.create_dataset(name, **parameters)
-
-    return lambda text, task, entry: float(dataset(task).score_answer(text, entry))
-
-
-SCORERS = {"math": math_scorer, "reasoning_gym": gym_scorer}
-
-if __name__ == "__main__":
-    try:
+def main() -> None:
+    with contextlib.suppress(BrokenPipeError):  # the trainer ended while this process worked for it
         worker_main(sys.argv[1], float(sys.argv[2]))
-    except BrokenPipeError:
-        pass  # the trainer ended while this process worked for it

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from config import ConfigError
-from masking import public_arguments, public_config
+from safety.masking import public_arguments, public_config
 
 
 def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list:

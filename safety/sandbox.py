@@ -35,9 +35,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import sandbox_inside
 from config import ConfigError
-from sandbox_inside import READY, answer_line, canonical, frame
+from safety import sandbox_inside
+from safety.sandbox_inside import READY, answer_line, canonical, frame
 
 OUTPUT = 20_000  # characters of each of stdout and stderr that are kept
 OUTPUT_LIMIT = 2**20  # bytes of each; a program that writes more is ended

@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-import watchdog
-from reward_workers import WorkerPool
-from watchdog import MARGIN  # noqa: F401 - part of what is promised: a call ends within its limit and this
+from safety import watchdog
+from safety.watchdog import MARGIN  # noqa: F401 - part of what is promised: a call ends within its limit and this
+from safety.workers import WorkerPool
 
 AT_END: list[Callable[[], None]] = []  # what to call before the process ends: it ends without atexit's help
 MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core

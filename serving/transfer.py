@@ -44,7 +44,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from rendezvous import Joined
+from serving.rendezvous import Joined
 from vllm_client import ALIGN, broadcast, checksum, fold, layout, local_address, not_finite, open_group, some, wait_for
 
 # ---- in the workers: receiving and putting in place ------------------------------------------------------------------

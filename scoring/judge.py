@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import credentials
+from safety import credentials
+from scoring.text import completion_text
 
 ATTEMPTS, WAIT = 3, 1.0  # seconds before the second attempt; twice as long before the next
 TEMPLATE = """Judge an answer.
@@ -28,8 +29,6 @@ SCORE = re.compile(r"Score: *(\d+(?:\.\d+)?)", re.IGNORECASE)
 def judge(completions, prompts, cfg, **columns) -> list[dict | None]:
     """The judge's score of every completion, 0 to 1; None where there is none after ATTEMPTS. The template is
     cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces ({{ and }}: braces)."""
-    from rewards import completion_text
-
     template = Path(cfg.judge_template).read_text(encoding="utf-8") if cfg.judge_template else TEMPLATE
     rows = []
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):

@@ -25,9 +25,20 @@ from functools import partial
 from pathlib import Path
 
 from config import ConfigError
-from limits import AT_END, start_thread
-from mcp_connection import LIVE, RESTARTS, Connection, Refused, close_all, log_file, log_to, on_loop, reason, run_loop
-from tools import Tool
+from envs.mcp_connection import (
+    LIVE,
+    RESTARTS,
+    Connection,
+    Refused,
+    close_all,
+    log_file,
+    log_to,
+    on_loop,
+    reason,
+    run_loop,
+)
+from envs.tools import Tool, named_tools
+from safety.limits import AT_END, start_thread
 
 __all__ = ["RESTARTS", "TrajectoryServers", "close_all", "connect", "log_file", "log_to"]
 
@@ -45,6 +56,19 @@ logger = logging.getLogger(__name__)
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def get_tools(cfg) -> dict[str, Tool]:
+    """{name: Tool} of cfg.tools and of the servers of cfg.mcp_config, which are started."""
+    found = named_tools(cfg)
+    if cfg.mcp_config:
+        found += connect(cfg.mcp_config, cfg.tool_timeout)
+    tools = {}
+    for tool in found:
+        if tool.name in tools:
+            raise ConfigError(f'two tools are named {tool.name!r}; rename one, or give its MCP server a "prefix".')
+        tools[tool.name] = tool
+    return tools
 
 
 def connect(path: str, seconds: float) -> list[Tool]:

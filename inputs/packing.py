@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import utils
 from batch import Batch
 from config import TrainConfig
-from prompts import FOLLOWED_BY
+from inputs.prompts import FOLLOWED_BY, join_inputs
 
 
 def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
@@ -51,20 +51,6 @@ def shared_prefix(batch: Batch, members: list[int]) -> int:
     before = torch.where(sampled.any(1), sampled.argmax(1), batch.attention_mask[members].sum(1)).min().int()
     same = (batch.input_ids[members] == batch.input_ids[members[0]]).all(0)[:before]
     return int(same.cumprod(0).sum())
-
-
-def join_inputs(rows: list[dict], device=None) -> dict:
-    """Vision tensors of several rows as one: concatenated along the first dimension, whether it counts images, patches
-    or rows; other dimensions that differ (images a row, height, width) are filled up with zeros."""
-    joined = {}
-    for key in dict.fromkeys(key for row in rows for key in row if key not in ("position_ids", "token_type_ids")):
-        tensors = [row[key] for row in rows if key in row]
-        shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
-        joined[key] = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
-        for out, tensor in zip(joined[key].split([len(t) for t in tensors]), tensors, strict=True):
-            out[tuple(map(slice, tensor.shape))] = tensor
-        joined[key] = joined[key].to(device)
-    return joined
 
 
 def positions_of(batch: Batch) -> Tensor:

@@ -149,8 +149,8 @@ BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def code_tests(completions, tests, **columns) -> list[dict | None]:
-    """Share of the row's `tests` that the completion's program passes, in the sandbox (sandbox.py), all in one process
-    a completion. A test is a statement of python; of `assert add(1, 2) == 3`, a call compared with a literal, the
+    """Share of the row's `tests` that the completion's program passes, in the sandbox, all in one process a completion.
+    A test is a statement of python; of `assert add(1, 2) == 3`, a call compared with a literal, the
     program never sees what is expected. The program is the last ```python block of the answer, or the whole answer.
 
     None where a row has no tests. Where the sandbox does not start: {"reward": 0, "error": 1}.
@@ -167,7 +167,7 @@ code_tests.executes_code = True
 
 
 def passed(program: str, tests: list[str] | None) -> dict | None:
-    from sandbox import SandboxError, run_tests
+    from safety.sandbox import SandboxError, run_tests
 
     if not tests:
         return None

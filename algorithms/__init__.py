@@ -1,0 +1,1 @@
+"""Published advantages and losses beyond those in train_grpo.py."""

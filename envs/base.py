@@ -1,0 +1,135 @@
+"""Environments: what answers the model between its turns.
+
+    --env frozenlake?slippery=true          # a name in ENVIRONMENTS, arguments of its __init__ behind it
+    --env my_env.py:Guess                   # a class of a file; examples/ has some, each with its rows and reward
+
+An environment is one object a trajectory, and a class like this:
+
+    import random
+    from envs import Environment
+
+    class Guess(Environment):
+        def reset(self, row, seed):                 # -> the prompt: text or chat messages
+            self.secret, self.right = random.Random(seed).randint(1, 9), False
+            return "Guess my number from 1 to 9."
+
+        async def step(self, text):                 # the model's turn -> (answer to it, reward of the turn, done, info)
+            self.right = text.strip() == str(self.secret)
+            return "No.", float(self.right), self.right, {"valid": float(text.strip().isdigit())}
+
+        def metrics(self):                          # logged once a trajectory
+            return {"success": float(self.right)}
+
+        def actions(self):                          # what --policy random chooses from
+            return [str(n) for n in range(1, 10)]
+
+Every method may be plain or async and has --tool_timeout seconds, the constructor too; none of them holds up other
+trajectories. One that raises or is late costs its trajectory, which is left out and counted; above --max_failed of a
+step the run stops and shows the commonest cause (--env_errors stop: at the first). The seed is the row's column `seed`,
+or its number in the data set: the members of a group share it. The numbers of `info` are logged, their means over a
+trajectory's turns, as rewards/environment/NAME; `score()` is added to the last turn's reward. A turn that is cut by its
+length ends the trajectory without a step. `state()` lets --advantage gigpo compare turns that began alike. `close()` is
+called at the end, however it ends; with `pooled = True` an instance is reset and played again instead. `tools` is what
+the model can call ({name: Tool}); most environments have none and read the text.
+
+`python rollouts.py --env NAME --policy random` plays one without model, server or torch.distributed.
+"""
+
+import asyncio
+import math
+
+from envs.mcp_tools import TrajectoryServers
+from envs.tools import PARSERS, Call, Tool, Toolbox, tools_of
+
+
+class Environment:
+    """What every environment has; a subclass needs `step`, and mostly `reset`."""
+
+    tools: dict[str, Tool] = {}  # the model's in this trajectory, set by reset()
+    instructions = ""  # how to call them, for chat templates that do not say
+    step_timeout: float | None = None  # seconds; None: --tool_timeout
+    pooled = False  # whether an instance may be played again after another reset(), where making one is slow
+
+    def reset(self, row: dict, seed: int) -> list[dict]:
+        """Begin anew; returns the prompt as chat messages."""
+        prompt = row["prompt"]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+    async def step(self, text: str) -> tuple[list[dict], float, bool, dict]:
+        """Answer one turn of the model: (messages to it, reward of the turn, done, info)."""
+        raise NotImplementedError
+
+    def state(self):
+        """The state the environment is in, anything hashable: asked after reset() and each step(). Turns that start in
+        equal states of one group are compared by --advantage gigpo. None: not known."""
+        return None
+
+    def score(self) -> float | None:
+        """What the whole trajectory earns beyond its turns, asked once at its end. None where no turn had a reward,
+        either: this environment gives none, and other rewards count alone."""
+        return 0.0
+
+    def close(self) -> None:
+        """Release what the environment holds; called once, at the end of its trajectory, however that ended."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log about the whole trajectory, asked once at its end."""
+        return {}
+
+    def actions(self) -> list[str]:
+        """Turns a random policy may choose from, where there are such."""
+        return []
+
+
+class ToolEnvironment(Environment):
+    """A bare set of tools: runs the calls of a turn, all at once; a turn without any is the answer.
+
+    Tools of isolated MCP servers talk to this trajectory's own servers, which close() ends.
+    """
+
+    step_timeout = math.inf  # calls have limits of their own, and may wait for their turn
+
+    def __init__(self, toolbox: Toolbox, cfg):
+        self.toolbox, self.parser = toolbox, cfg.tool_parser
+        self.servers = None  # mcp_tools.TrajectoryServers, where a tool is stateful
+
+    def reset(self, row, seed):
+        tools = self.toolbox.tools
+        if any(tool.stateful for tool in tools.values()):
+            if self.servers is not None:
+                self.servers.abandon()
+            self.servers = TrajectoryServers()
+            tools = {name: self.servers.bind(tool) if tool.stateful else tool for name, tool in tools.items()}
+        self.tools = tools_of(row, tools)
+        self.instructions = self.toolbox.instructions(self.tools, self.parser)
+        return super().reset(row, seed)
+
+    async def step(self, text):
+        calls = PARSERS[self.parser](text, self.tools)
+        if not calls or "</answer>" in text:
+            return [], 0.0, True, {}
+        await self.enter_servers(calls)
+        messages, events = await self.toolbox.run(calls, self.tools)
+        read = [call.as_message() for call in calls if not call.error]
+        return messages, 0.0, False, {"calls": events, "tool_calls": read}
+
+    async def enter_servers(self, calls: list[Call]) -> None:
+        """See to it that every isolated server that is called runs, or enter into its calls why it does not.
+
+        Not in the calls: they would wait for a place while they hold a turn (--tool_concurrency) that the trajectories
+        with the places need, and a start would count as the call's time.
+        """
+        right = [call for call in calls if not call.error and not Toolbox.fault(call, self.tools)]
+        wanted = [(call, self.tools[call.name].server) for call in right if self.tools[call.name].stateful]
+        servers = list({server for _, server in wanted})
+        faults = await asyncio.gather(*(self.servers.enter(server) for server in servers))
+        for call, server in wanted:
+            call.error = faults[servers.index(server)]
+
+    async def close(self):
+        """End this trajectory's own MCP servers."""
+        if self.servers is not None:
+            await self.servers.close()
+
+
+# ---- games ----------------------------------------------------------------------------------------------------------

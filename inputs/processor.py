@@ -1,0 +1,62 @@
+"""A model's tokenizer, or its processor of text and images."""
+
+import functools
+import os
+import re
+import sys
+
+from config import ConfigError
+
+
+def check_model_id(model_id: str) -> None:
+    """ConfigError if it can be neither a folder nor found on the hub; transformers retries for a minute in silence."""
+    import requests
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if os.path.isdir(model_id):
+        if not os.path.exists(os.path.join(model_id, "config.json")):
+            raise ConfigError(f"--model_id={model_id}: the folder holds no config.json; give one a model was saved to.")
+        return
+    missing = f"--model_id={model_id}: no such folder (looked in {os.getcwd()})"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id):
+        raise ConfigError(f"{missing}, and not the form of a hub id, NAME or OWNER/NAME.")
+    if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
+        return
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise requests.ConnectionError("HF_HUB_OFFLINE is set")
+        requests.head(f"{constants.ENDPOINT}/{model_id}/resolve/main/config.json", timeout=10)
+    except requests.RequestException as error:
+        raise ConfigError(
+            f"{missing}, not in the hub's cache, and {constants.ENDPOINT} cannot be asked ({type(error).__name__}). "
+            "Give the folder of a model, or mend the connection."
+        ) from error
+
+
+def takes_images(config) -> bool:
+    """Whether a model's config is one of those that take images."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def load_config(model_id: str):
+    """transformers' config of a model. ConfigError if there is no such model."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    check_model_id(model_id)
+    if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
+        logging.disable_progress_bar()
+    try:
+        return AutoConfig.from_pretrained(model_id)
+    except OSError as error:
+        raise ConfigError(f"--model_id={model_id}: no such folder, and not found on the hub ({error})") from error
+
+
+@functools.cache
+def load_processor(model_id: str):
+    """The processor of text and images of a model that takes images, of others the tokenizer."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    return (AutoProcessor if takes_images(load_config(model_id)) else AutoTokenizer).from_pretrained(model_id)

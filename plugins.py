@@ -1,0 +1,46 @@
+"""Code of others that is named on the command line, as path/to/file.py:function."""
+
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from cli import ConfigError
+
+
+def function_path(spec: str) -> tuple[str, str] | None:
+    """`path/to/file.py:function` -> (path, function); None for anything else."""
+    found = re.fullmatch(r"(.+\.py):(\w+)", spec)
+    return (found[1], found[2]) if found else None
+
+
+def load_function(spec: str, also: type | tuple = ()):
+    """The function `path/to/file.py:function`, or a value of the type `also`. A file runs once, however many are taken
+    from it."""
+    path, name = function_path(spec)
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(f"{spec}: there is no file {path} (looked in {Path.cwd()}).")
+    # The hash keeps apart two files of the same name in different folders.
+    module_name = f"user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    if module_name not in sys.modules:
+        module_spec = importlib.util.spec_from_file_location(module_name, file)
+        sys.modules[module_name] = importlib.util.module_from_spec(module_spec)
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))  # last: the file can import its neighbours, which never shadow ours
+        try:
+            module_spec.loader.exec_module(sys.modules[module_name])
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    names = vars(sys.modules[module_name])
+    if not callable(names.get(name)) and not isinstance(names.get(name), also):
+        own = [
+            n for n, f in names.items() if (inspect.isfunction(f) or inspect.isclass(f)) and f.__module__ == module_name
+        ]
+        raise ConfigError(
+            f"{spec}: {path} has no {name!r}; it has {', '.join(n for n in own if n[0] != '_') or 'nothing'}."
+        )
+    return names[name]

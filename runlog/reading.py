@@ -1,0 +1,47 @@
+"""What log.py has written, read back."""
+
+import json
+from pathlib import Path
+
+from cli import ConfigError
+
+PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
+NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl; None stands for a number that was not finite. A torn last line is left out."""
+    path = Path(run_dir) / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line}
+    parsed = []
+    for number, line in lines.items():
+        try:
+            parsed.append({"step": None} | json.loads(line))
+            if not isinstance(parsed[-1]["step"], (int, float)):
+                raise ValueError("no step")
+        except (ValueError, TypeError, RecursionError):
+            if number < max(lines):
+                raise ConfigError(
+                    f"{path}, line {number} is no line of metrics: {line[:80]!r}. Was the disk full? Remove the line."
+                ) from None
+            parsed = parsed[: len(lines) - 1]
+    return parsed
+
+
+def phases(metrics: dict) -> dict[str, float]:
+    """Seconds by phase: the known ones in their order, then any other `time/` key, then what is left of time/step."""
+    names = [*PHASES, *sorted(k for k in metrics if k.startswith("time/") and k not in PHASES + NOT_PHASES)]
+    seconds = {name.removeprefix("time/"): metrics[name] for name in names if metrics.get(name) is not None}
+    if metrics.get("time/step") is not None:
+        # Never negative: phases may overlap, as scoring does with generation.
+        seconds["other"] = max(0.0, metrics["time/step"] - sum(seconds.values()))
+    return seconds
+
+
+def readable_prompt(text: str) -> str:
+    """Chat messages, stored as JSON, as `role: text` lines; anything else as it is."""
+    try:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))
+    except (ValueError, TypeError, KeyError, RecursionError):  # a prompt that is JSON by itself, for one
+        return str(text)

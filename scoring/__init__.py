@@ -1,0 +1,1 @@
+"""Rewards that need more than a few lines, and the processes they run in."""

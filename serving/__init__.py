@@ -1,0 +1,1 @@
+"""The server's side of weight pushes, and what may reach it."""
