@@ -249,11 +249,9 @@ PRESETS: dict[str, dict] = {  # arXiv
 def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
-    positive += (
-        "push_steps tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
-    )
+    positive += "tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
-    positive += "request_timeout dist_timeout "
+    positive += "request_timeout dist_timeout push_steps "
     positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
     positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
     positive += " critic_learning_rate critic_iterations value_clip"  # of train_ppo.py
