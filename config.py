@@ -25,8 +25,11 @@ from safety import credentials
 
 @dataclass
 class TrainConfig:
-    def __init_subclass__(cls):  # a knob in a script's own TrainConfig needs no decorator
+    def __init_subclass__(cls):  # a knob in a script's own TrainConfig needs no decorator, and may have one
+        given = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
         dataclass(cls)
+        for name, value in given.items():
+            setattr(cls, name, value)
 
     # --- model ---
     model_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # hub id or folder of the policy
