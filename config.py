@@ -25,6 +25,12 @@ from safety import credentials
 
 @dataclass
 class TrainConfig:
+    def __init_subclass__(cls):  # a knob in a script's own TrainConfig needs no decorator, and may have one
+        given = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        dataclass(cls)
+        for name, value in given.items():
+            setattr(cls, name, value)
+
     # --- model ---
     model_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # hub id or folder of the policy
     dtype: Literal["float32", "bfloat16"] = "float32"  # master weights; in bfloat16 an update of 1e-6 is rounded away
@@ -344,8 +350,6 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
 
 def load_config(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
     """Defaults < --preset < --config < command line, converted and checked. Raises ConfigError; prints nothing."""
-    if "__dataclass_fields__" not in vars(cls):  # a subclass in a copied script need not repeat the decorator
-        cls = dataclasses.dataclass(cls)
     parser, hints = build_parser(cls, description), typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     given, unknown = parser.parse_known_args(argv)

@@ -8,7 +8,7 @@ The reward is the environment's, turn by turn. Watch rewards/environment/success
 
 import random
 
-from envs import MOVES, FrozenLake, Sokoban, moved
+from envs.games import MOVES, FrozenLake, Sokoban, moved
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:

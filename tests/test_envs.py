@@ -16,7 +16,7 @@ from server_fixture import make_tiny
 import train_grpo as script
 import train_ppo
 from config import ConfigError, TrainConfig
-from envs import MOVES, Sokoban
+from envs.games import MOVES, Sokoban
 from envs.adapters import environment_maker, get_environment
 from runlog.reading import read_metrics
 
