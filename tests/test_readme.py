@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is true: blocks run as they stand, flags, files and links exist, metrics are explained."""
+"""README.md and docs/ are true: blocks run as they stand, flags, files and links exist, metrics are explained."""
 
 import os
 import re
