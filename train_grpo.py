@@ -53,6 +53,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -467,9 +468,24 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
 
 @torch.no_grad()
 def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """ref <- alpha * policy + (1 - alpha) * ref, shard by shard: both are wrapped alike."""
-    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
-        old.lerp_(new.to(old.dtype), alpha)
+    """ref <- alpha * policy + (1 - alpha) * ref. Both are wrapped alike; all ranks call it.
+
+    A root is still gathered after a forward pass without a backward one: what is written to it then has to reach its
+    shards. FSDP2 can let go of it first; FSDP1 writes back what is changed in whole modules, one at a time.
+    """
+    units = [(reference, policy)]
+    if isinstance(reference, FSDPModule):
+        reference.reshard()
+    if isinstance(reference, FSDP):
+        units = list(zip(FSDP.fsdp_modules(reference), FSDP.fsdp_modules(policy), strict=True))
+    for pair in units:
+        with contextlib.ExitStack() as gathered:
+            for unit, changed in zip(pair, (True, False), strict=True):
+                if isinstance(unit, FSDP):
+                    gathered.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=changed))
+            own = [[p for _, m in walk("", unit, FSDP) for p in m.parameters(recurse=False)] for unit in pair]
+            for old, new in zip(*own, strict=True):
+                old.lerp_(new.to(old.dtype), alpha)
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:

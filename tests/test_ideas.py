@@ -132,3 +132,15 @@ def test_a_reward_that_compares(tmp_path):
     (tmp_path / "my_rewards.py").write_text(code)
     steps = train(tmp_path, "train_grpo.py", f"--reward_funcs {tmp_path}/my_rewards.py:win_rate")
     assert steps[0]["reward"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_a_reference_that_follows_at_once_is_the_policy(strategy, tmp_path):
+    """--ref_sync_alpha 1 on two ranks: every weight has moved, those of the root module too, so the KL is 0."""
+    flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --max_steps 3 --output_dir {tmp_path} --run_name run "
+    flags += f"--strategy {strategy} --beta 0.01 --ref_sync_steps 1 --ref_sync_alpha 1"
+    (tmp_path / "even.py").write_text(EVEN)
+    with running(trainer(tmp_path / "log", *flags.split(), ranks=2)) as process:
+        assert process.end() == 0, process.text[-3000:]
+    kl = [line["kl"] for line in read_metrics(tmp_path / "run") if "reward" in line]
+    assert kl == pytest.approx([0, 0, 0], abs=1e-9)
