@@ -720,7 +720,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor
     mean = row_mean(d, mask).exp()  # [B, 1]
     keep = (mean >= cfg.reject_below) & (mean <= cfg.reject_above)
     if cfg.off_policy_threshold is not None:
-        drift = row_mean(batch.sampling_logprobs - logprobs.detach(), mask)
+        drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)
         keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
     stats["left_out"] = (~keep).float().expand_as(d)
     return w * keep, {f"sampling/{name}": value for name, value in stats.items()}
@@ -740,7 +740,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
     if cfg.old_logprobs == "sampler":
-        part.old_logprobs = part.sampling_logprobs
+        part.old_logprobs = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: ratio 1, with its gradient
         part.old_logprobs = logprobs.detach()
     per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
@@ -803,8 +803,11 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
         sums["loss"] += loss.detach().double().cpu()
         sums["tokens"] += part.loss_mask.sum().double().cpu()
         for name, matrix in stats.items():
-            values = (matrix.detach() * part.loss_mask).double().cpu()
-            sums[name] = torch.maximum(sums[name], values.max()) if name.endswith("_max") else sums[name] + values.sum()
+            if name.endswith("_max"):
+                largest = matrix.detach().masked_fill(part.loss_mask == 0, -math.inf).max().double().cpu()
+                sums[name] = torch.maximum(sums.get(name, largest), largest)
+            else:
+                sums[name] += (matrix.detach() * part.loss_mask).sum(dtype=torch.float64).cpu()
     return sums
 
 
@@ -832,7 +835,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     for part in parts * cfg.num_iterations:
         optimizer.zero_grad(set_to_none=True)
         for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
-            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+            total[name] = max(total.get(name, value), value) if name.endswith("_max") else total[name] + value
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
@@ -856,7 +859,8 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
             f"used and not saved. Lower --learning_rate ({cfg.learning_rate:g}), and --resume from the last checkpoint."
         )
     tokens, loss = max(sums.pop("tokens"), 1.0), sums.pop("loss") / len(norms)
-    metrics = {name: value / tokens for name, value in sums.items()} | largest
+    metrics = {name: value / tokens for name, value in sums.items()}
+    metrics |= {name: value for name, value in largest.items() if value > -math.inf}  # where no token was sampled
     # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
     if squared := metrics.pop("sampling/ratio_squared", None):
         metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / squared
