@@ -81,7 +81,7 @@ class Ahead(Collector):
                 self.idle_since = time.perf_counter()
 
     def pushed(self, version: int, cfg: TrainConfig) -> None:
-        """Begin what will not be too old: a step that is trained on `max_staleness` versions from now, at the latest."""
+        """Begin what will not be too old when it is trained on."""
         ahead = cfg.max_staleness and not cfg.eval_only
         while ahead and self.next <= min(version + cfg.max_staleness, cfg.max_steps - 1):
             self.begin(self.next, version, cfg)

@@ -36,7 +36,7 @@ for folder in "$model" runs/grounding-"$begin"-seed*/checkpoints/step_*; do # de
 done
 python - "${runs[@]}" <<'PY'
 import sys
-from runlog import read_metrics
+from runlog.reading import read_metrics
 
 print("\nheld-out rows before -> after")
 for folder in sys.argv[1:]:

@@ -104,7 +104,7 @@ fi
 
 python - "$shown" "${runs[@]}" <<'PY'
 import sys
-from runlog import read_metrics
+from runlog.reading import read_metrics
 
 print("\nheld-out rows, before -> after")
 for folder in sys.argv[2:]:
