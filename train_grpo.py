@@ -283,11 +283,11 @@ class PromptSampler:
             rows = np.concatenate([rows, self.order(epoch + 1)[: self.prompts_per_step - len(rows)]])
         return rows[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
-    def extra(self, step: int, round: int, slot: int) -> int:
-        """A further row for a place of this rank's step, whose prompt had no signal: a random one, the same for the
-        same (seed, step, round, rank), and in a round another one in every place."""
+    def extra(self, step: int, round: int, count: int) -> list[int]:
+        """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
+        the same (seed, step, round, rank)."""
         random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])
-        return int(random.permutation(self.num_rows)[slot])
+        return random.choice(self.num_rows, count, replace=False).tolist()
 
     def order(self, epoch: int) -> np.ndarray:
         """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
@@ -579,7 +579,7 @@ async def sample_step(
             silent = cfg.dynamic_sampling and not has_signal(group, cfg)
             if not silent or replaced == cfg.resample_rounds:
                 break
-            number = sampler.extra(step, replaced, slot)
+            number = sampler.extra(step, replaced, sampler.share)[slot]
         if "baselines" in needs(cfg):
             ((baseline,),), _ = await rollout([rows[number]], generator, reward_functions, greedy, versions)
             for trajectory in group:
