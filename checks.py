@@ -79,6 +79,15 @@ def not_finite(module: torch.nn.Module) -> list[str]:
     return [name for name, good in zip(local, torch.stack(norms).isfinite().tolist(), strict=True) if not good]
 
 
+def check_finite(model: torch.nn.Module, model_id: str) -> None:
+    """ConfigError for weights that came as nan or infinity: what is sampled from them would be blamed instead."""
+    if bad := not_finite(model):
+        raise ConfigError(
+            f"--model_id={model_id}: {len(bad)} of its weights hold nan, infinity or numbers beyond 1e19, first "
+            f"{bad[0]}. Its training failed, or the file is damaged: take an earlier checkpoint, or download it again."
+        )
+
+
 def check_agreement(difference: float, cfg: TrainConfig) -> None:
     if difference > cfg.logprob_diff_limit:
         raise RuntimeError(

@@ -3,17 +3,22 @@ ask for. What one edits to try an idea is in the train script."""
 
 import contextlib
 import functools
+import json
+import os
 import sys
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import checks
 import prompts
 import utils
-from config import TrainConfig
+from config import ConfigError, TrainConfig
 from packing import with_blank
 
 
@@ -85,17 +90,41 @@ def is_vision(config) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
+@contextlib.contextmanager
+def loading(model_id: str) -> Iterator[None]:
+    """ConfigError with folder, file and remedy where transformers' loaders say one of them at best."""
+    try:
+        yield
+    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+        if not os.path.isdir(model_id):
+            raise ConfigError(f"--model_id={model_id}: no such folder, and not found on the hub ({error})") from error
+        what = ", ".join(unreadable(Path(model_id))) or "a file that it needs"
+        fault = f"{what} is missing or damaged ({type(error).__name__}: {error})"
+        raise ConfigError(f"--model_id={model_id}: {fault}. Copy the folder again, or save the model anew.") from error
+
+
+def unreadable(folder: Path) -> Iterator[str]:
+    """Files of a model that are no JSON or no safetensors; their last part may be missing."""
+    for path in sorted(folder.iterdir()):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text())
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+        except (OSError, ValueError, SafetensorError):
+            yield path.name
+
+
 @functools.cache
 def load_processor(model_id: str):
     """The processor of text and images of a model that takes images, of others the tokenizer."""
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     checks.check_model_id(model_id)
-    try:
+    with loading(model_id):
         vision = is_vision(AutoConfig.from_pretrained(model_id))
         return (AutoProcessor if vision else AutoTokenizer).from_pretrained(model_id)
-    except OSError as error:
-        raise ValueError(f"--model_id={model_id}: no such folder, and not found on the hub ({error})") from error
 
 
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
@@ -105,12 +134,11 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
 
     if not sys.stderr.isatty():  # in a log file a progress bar is one long line
         logging.disable_progress_bar()
-    try:
+    with loading(cfg.model_id):
         vision = is_vision(AutoConfig.from_pretrained(cfg.model_id))
         auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         model = auto.from_pretrained(cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation)
-    except OSError as error:
-        raise ValueError(f"--model_id={cfg.model_id}: no such folder, and not found on the hub ({error})") from error
+    checks.check_finite(model, cfg.model_id)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
