@@ -30,6 +30,7 @@ from collections.abc import Callable
 from functools import cache
 
 from data import function_path, load_function, parse_gym, shorten
+from storable import text_of
 
 ITEM_TIMEOUT = 5.0  # seconds one completion may take
 START_TIMEOUT = 60.0  # seconds a process may take to import its library, or the function's file
@@ -226,7 +227,7 @@ def called(function: Callable, sent: dict[str, bytes]) -> str:
             answer = pickle.dumps((None, error))
             pickle.loads(answer)
         except Exception:  # of a class that cannot be pickled, or not taken from one
-            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {text_of(error)}")))
     return base64.b64encode(answer).decode()
 
 

@@ -27,6 +27,7 @@ from data import function_path, load_function, shorten
 from limits import run_limited
 from sandbox import run_python
 from special_tokens import clean, each_text
+from storable import text_of
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ class Toolbox:
         if outcome is None:
             content = f"Error: {call.name} gave no answer within {seconds:g} s"
         elif failed:
-            content = f"Error: {type(outcome[1]).__name__}: {outcome[1]}"
+            content = f"Error: {type(outcome[1]).__name__}: {text_of(outcome[1])}"
         else:
             content = as_content(outcome[0])
         return cut(each_text(content, clean), self.cfg.max_tool_result), failed
