@@ -68,9 +68,7 @@ class TrainConfig:
     min_p: float | None = None  # drop tokens below this fraction of the likeliest one
     generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
-    server_token: str | None = field(
-        default=None, repr=False
-    )  # of the servers; `ps` shows it: rather set VLLM_SERVER_TOKEN
+    server_token: str | None = field(default=None, repr=False)  # `ps` shows it: rather set VLLM_SERVER_TOKEN
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
@@ -287,6 +285,9 @@ def check_ranges(cfg: TrainConfig) -> None:
 
 def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     """Checks that need nothing but the config and the number of ranks (torchrun's WORLD_SIZE)."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ConfigError(f"{name}={os.environ[name]} in the environment must be a whole number; torchrun sets it.")
     world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     check_ranges(cfg)
     unit = world * cfg.num_minibatches

@@ -68,6 +68,7 @@ from scoring.text import (  # noqa: F401 - some are for reward functions elsewhe
 )
 
 OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
+LARGEST = 1e18  # of a reward: its square has to fit a float32, for standard deviations
 RETURN_RULE = "return a list with one number, None (does not apply) or {component: number} a completion"
 
 POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
@@ -357,7 +358,8 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
         checks = (run_limited(function.verify, {"trajectory": copy_of(t)}, seconds) for t in arguments["trajectories"])
         outcomes = await asyncio.gather(*checks)
         if broken := next((o[1] for o in outcomes if o and o[1]), None):
-            raise reward_error(name, f"its verify raised {type(broken).__name__}: {broken}", arguments) from broken
+            fault = f"its verify raised {type(broken).__name__}: {text_of(broken)}"
+            raise reward_error(name, fault, arguments) from broken
         arguments = arguments | {"verification": [outcome and outcome[0] for outcome in outcomes]}
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -418,10 +420,10 @@ def finite(value, logged_only: bool = False) -> float | None:
     if isinstance(value, (str, bytes)):
         raise TypeError("text is not a number")
     number = float(value)
-    if not isfinite(number):
-        if logged_only:
-            return None
-        raise ValueError("a reward must be finite")
+    if logged_only:
+        return number if isfinite(number) else None
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"a reward must be finite, and from -{LARGEST:g} to {LARGEST:g}")
     return number
 
 

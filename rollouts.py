@@ -141,7 +141,9 @@ def reward_means(trajectories: list[Trajectory]) -> dict:
     import utils
 
     mine, out = {key for t in trajectories for key in t.info["rewards"]}, {}  # components may differ by row
-    for key in sorted(set().union(*utils.gather_objects(mine))):
+    keys = set().union(*utils.gather_objects(mine))
+    components = {key for key in keys if "/" in key}
+    for key in sorted(keys - components | bounded("names of rewards' components", components)):
         values = [t.info["rewards"].get(key, math.nan) for t in trajectories]
         values = torch.tensor(values, dtype=torch.float64)
         out[f"rewards/{key}/mean"] = float(utils.global_moments(values.nan_to_num(), ~values.isnan())[1])
@@ -156,7 +158,21 @@ def logged_by_rewards(trajectories: list[Trajectory]) -> dict:
     values: dict[str, list[float]] = {}
     for name, value in sum(utils.gather_objects(mine), []):
         values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(values[name]) for name in sorted(values)}
+    return {name: statistics.fmean(values[name]) for name in sorted(bounded("names given to log_metric", {*values}))}
+
+
+MOST_NAMES = 100
+_NAMED: dict[str, set[str]] = {}
+
+
+def bounded(what: str, names: set[str]) -> set[str]:
+    """Those of the names that become metrics, the same on every rank: the first MOST_NAMES of a run. Names made of what
+    a model says would have no end, and a tracker keeps each of them for ever."""
+    known = _NAMED.setdefault(what, set())
+    known.update(sorted(names - known)[: MOST_NAMES - len(known)])
+    if left_out := sorted(names - known):
+        warn_once(f"over {MOST_NAMES} {what}; {shorten(left_out[0], 80)} and other new ones are no metrics. Said once.")
+    return names & known
 
 
 def sampling_options(cfg: TrainConfig) -> dict:
@@ -209,11 +225,7 @@ def check_rollout(cfg: TrainConfig) -> None:
     if cfg.rollout == "multi_turn":
         if not several:
             raise ConfigError("--rollout multi_turn needs --env, --tools or --mcp_config.")
-        outcome = asyncio.run(run_limited(adapters.environment_maker(cfg), {}, cfg.tool_timeout))  # tried once
-        if outcome is None:
-            raise ConfigError(f"--env {cfg.env}: making one took over {cfg.tool_timeout:g} s; see --tool_timeout.")
-        if outcome[1] is not None:
-            raise outcome[1]
+        asyncio.run(try_environment(cfg))
     elif cfg.rollout == "single_turn" and several:
         raise ConfigError(
             "--rollout single_turn asks no environment or tool; leave it out, or --env, --tools, --mcp_config."
@@ -222,6 +234,17 @@ def check_rollout(cfg: TrainConfig) -> None:
         raise ConfigError("--reward_funcs environment: there is no --env to give a reward.")
     if several and cfg.reward_funcs == ["reasoning_gym"] and not cfg.dataset_id.startswith("reasoning_gym:"):
         raise ConfigError("tools bring no reward: give --reward_funcs, such as last_number or my_rewards.py:right.")
+
+
+async def try_environment(cfg: TrainConfig) -> None:
+    """Make one environment, and close it: what is wrong with all of them shows at the start."""
+    outcome = await run_limited(adapters.environment_maker(cfg), {}, cfg.tool_timeout)
+    if outcome is None:
+        raise ConfigError(f"--env {cfg.env}: making one took over {cfg.tool_timeout:g} s; see --tool_timeout.")
+    environment, error = outcome
+    if error is not None:
+        raise error
+    await put_away(environment, {}, False, cfg)
 
 
 def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> list[TrainConfig]:
@@ -297,7 +320,7 @@ async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> 
         return
     outcome = await run_limited(environment.close, {}, cfg.tool_timeout)
     if outcome is None or outcome[1] is not None:
-        fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {outcome[1]!r}"
+        fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
         warn_once(f"{type(environment).__name__}.close() {fault}. Said once.")
 
 

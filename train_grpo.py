@@ -91,7 +91,7 @@ from batch import (
 from envs.tools import named_tools
 from inputs import prompts
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
-from inputs.processor import load_config, load_processor, takes_images
+from inputs.processor import load_config, load_processor, loading, takes_images
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, score
 from rollouts import (
     ROLLOUTS,
@@ -380,7 +380,9 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
 
     vision = takes_images(load_config(cfg.model_id))
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    model = auto.from_pretrained(cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation)
+    with loading(cfg.model_id):
+        model = auto.from_pretrained(cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation)
+    utils.check_finite(model, cfg.model_id)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from config import ConfigError, TrainConfig
 from safety import limits
+from safety.storable import text_of
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ def gather_objects(value) -> list:
 
 def raise_together(error: BaseException | None, what: str) -> None:
     """Collective: if any rank brings an error, every rank raises it, so that none waits for a rank that left."""
-    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    texts = gather_objects(None if error is None else f"{type(error).__name__}: {text_of(error)}")
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
@@ -192,6 +193,15 @@ def not_finite(module: torch.nn.Module) -> list[str]:
     return [name for name, good in zip(local, torch.stack(norms).isfinite().tolist(), strict=True) if not good]
 
 
+def check_finite(model: torch.nn.Module, model_id: str) -> None:
+    """ConfigError for weights that came as nan or infinity: what is sampled from them would be blamed instead."""
+    if bad := not_finite(model):
+        raise ConfigError(
+            f"--model_id={model_id}: {len(bad)} of its weights hold nan, infinity or numbers beyond 1e19, first "
+            f"{bad[0]}. Its training failed, or the file is damaged: take an earlier checkpoint, or download it again."
+        )
+
+
 def check_agreement(difference: float, cfg: TrainConfig) -> None:
     if difference > cfg.logprob_diff_limit:
         raise RuntimeError(
@@ -211,11 +221,12 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> None:
         shown = error.__cause__ if others and error.__cause__ else error
         print("".join(traceback.format_exception(shown)[:-1]), file=sys.stderr)
     where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"\n{where}{type(error).__name__}: {error}", file=sys.stderr)
-    if "EADDRINUSE" in str(error):
+    text = text_of(error)
+    print(f"\n{where}{type(error).__name__}: {text}", file=sys.stderr)
+    if "EADDRINUSE" in text:
         hint = "Another run holds the port: torchrun --standalone or --master_port takes another."
         print(f"{where}{hint}", file=sys.stderr)
-    elif isinstance(error, dist.DistError) or re.search("gloo|NCCL", str(error)):
+    elif isinstance(error, dist.DistError) or re.search("gloo|NCCL", text):
         print(
             f"{where}The ranks lost each other: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
             f"The first that failed says why. {RANK_KILLED}",
@@ -237,8 +248,9 @@ def explain_interrupt() -> int:
 
 def watch_process() -> None:
     """Limits, Ctrl-C and SIGTERM hold for this process from now on, whatever it does. torchrun sends a SIGTERM to all
-    ranks when one has ended."""
-    why = f"torchrun does so when another rank has ended; its report says which. {RANK_KILLED}"
+    ranks when one has ended, and the system does when torchrun was killed."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show must not end the run
+    why = f"torchrun does so when another rank has ended, which its report names, or it was killed. {RANK_KILLED}"
     limits.watch_process(why if "RANK" in os.environ else "")
 
 

@@ -19,6 +19,7 @@ import asyncio
 import base64
 import concurrent.futures
 import io
+import json
 import os
 import secrets
 import socket
@@ -33,6 +34,7 @@ from urllib.parse import urlsplit
 import requests
 import torch
 import torch.distributed as dist
+import urllib3
 
 from safety import credentials
 from serving.rendezvous import Rendezvous, proof
@@ -148,9 +150,33 @@ def wait_for(work, timeout: float, what: str, poll: Callable[[], None] | None = 
 # The client
 # --------------------------------------------------------------------------------------------------------------------
 
+MOST_BYTES = 1 << 26  # of an answer, beside the sampled tokens that were asked for
+TOKEN_BYTES = 128  # of JSON, for a token and its log-prob
+
 
 class ServerError(RuntimeError):
     """A server is gone, refused, or gave a wrong answer. The message names it, the cause and what to do."""
+
+
+def not_ours(url: str, what: str) -> ServerError:
+    return ServerError(f"{url} answered {what}, as no vllm_server.py does. Is another program at this address?")
+
+
+def read_all(answer: requests.Response, most: int, deadline: float) -> bytes:
+    """The body of an answer whose headers have come; an error if it has over `most` bytes, or is not there by then."""
+    text = bytearray()
+    try:
+        while part := answer.raw.read1(1 << 16):  # what there is; read() would wait for more, however slowly it comes
+            text += part
+            if len(text) > most:
+                raise not_ours(answer.url, f"with over {most / 2**20:.0f} MiB")
+            if time.monotonic() > deadline:
+                raise requests.Timeout("the answer came too slowly")
+    except urllib3.exceptions.ReadTimeoutError as error:
+        raise requests.Timeout(error) from error
+    except urllib3.exceptions.HTTPError as error:
+        raise requests.ConnectionError(error) from error
+    return bytes(text)
 
 
 @dataclass
@@ -242,11 +268,15 @@ class VLLMClient:
     def _call(self, url: str, method: str, path: str, body: dict | None = None, timeout: float | None = None) -> dict:
         """One HTTP request; the JSON answer. Anything but a 2xx is a ServerError that carries the server's message."""
         timeout = timeout or self.timeout
-        headers = credentials.bearer(self.token)
+        headers = credentials.bearer(self.token) | {"Accept-Encoding": "identity"}
+        sampled = (body or {}).get("n", 0) * (body or {}).get("max_tokens", 0)
+        limits = (MOST_BYTES + TOKEN_BYTES * sampled, time.monotonic() + timeout)
+        options = dict(json=body, headers=headers, timeout=(10, timeout), stream=True)
         try:
             with requests.Session() as session:
                 session.trust_env = False  # no proxies for loopback, no .netrc in place of the token
-                answer = session.request(method, url + path, json=body, headers=headers, timeout=(10, timeout))
+                with session.request(method, url + path, **options) as answer:
+                    text = read_all(answer, *limits)
         except requests.Timeout as error:
             raise ServerError(
                 f"{url} gave no answer to {method} {path} within {timeout:g} s; it hangs or is overloaded. "
@@ -261,15 +291,17 @@ class VLLMClient:
                 "VLLM_SERVER_TOKEN_FILE names."
             )
         try:
-            content = answer.json() if answer.content else {}
-        except ValueError:
-            content = {"error": {"message": answer.text[:2000]}}
+            content = json.loads(text or b"{}")
+        except (ValueError, RecursionError):
+            content = text.decode(errors="replace")[:2000]
         if not answer.ok:
-            error = content.get("error", content)
+            error = content.get("error", content) if isinstance(content, dict) else content
             message = error.get("message", error) if isinstance(error, dict) else error
             raise ServerError(
                 f"{url} answered {method} {path} with {answer.status_code}: {credentials.mask(str(message))}"
             )
+        if not isinstance(content, dict):
+            raise not_ours(url, f"{method} {path} with {content!r:.80}")
         return content
 
     def _diagnose(self, url: str, what: str, error: Exception) -> str:
@@ -373,7 +405,11 @@ class VLLMClient:
     def server_info(self) -> list[dict]:
         """What each server serves: model, architectures, vocab_size, hidden_size, num_layers, max_model_len, dtype,
         policy_version, weights_error, vllm_version, world_size, device, devices, never_sampled."""
-        return self._on_all([(url, "GET", "/server_info", None) for url in self.urls])
+        infos = self._on_all([(url, "GET", "/server_info", None) for url in self.urls])
+        for url, info in zip(self.urls, infos, strict=True):
+            if "vocab_size" not in info:
+                raise not_ours(url, f"GET /server_info with {info!r:.80}")
+        return infos
 
     def _on_all(self, calls: list[tuple]) -> list[dict]:
         """Calls to several servers at once; the first error is raised."""

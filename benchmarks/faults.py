@@ -62,6 +62,9 @@ a time limit of its own; what it leaves behind is looked for.
   outside the sandbox were left.
 * **ended**: it ended where it had to go on, or without naming cause and remedy.
 * **skipped**: this machine lacks what the fault needs; **broken**: the fault itself does not run.
+
+One thing cannot be had: an async function that has begun, and waits while another one blocks their event loop, is late
+with it. Those that had not begun are moved (docs/limits.md, which has all that is not limited).
 """
 
 
@@ -132,6 +135,7 @@ def inside(fault: Fault, folder: Path, server, patience: float, writer: int) -> 
     prctl(SUBREAPER, 1)  # whatever is orphaned becomes this process's child, and is found
     prctl(DIE_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so in whatever is started here
     output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

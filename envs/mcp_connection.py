@@ -86,11 +86,14 @@ class Connection:
         """End the process or session; whatever it does, in little more than END_SECONDS."""
         LIVE.discard(self)
         task, self._task = self._task, None
-        if task is not None and not task.done():
-            self._stop.set()
-            done, _ = await asyncio.wait({task}, timeout=END_SECONDS)
-            if not done:  # as one that has never started
-                task.cancel()
+        if task is None:
+            return
+        self._stop.set()
+        if not self._ready.done():  # it has not started, and looks at nothing else
+            task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=END_SECONDS)
+        if not done:
+            task.cancel()
 
     async def client(self):
         """The SDK's client, after the server has started; RuntimeError if it does not."""
@@ -111,6 +114,7 @@ class Connection:
         self.starts += 1
         self._refused, self._lost = None, False
         self._ready, self._stop = _loop.create_future(), asyncio.Event()
+        self._ready.add_done_callback(asyncio.Future.exception)  # no word of asyncio's if nobody asks for it any more
         self._task = _loop.create_task(self._run(self._ready, self._stop))
         LIVE.add(self)
 

@@ -28,6 +28,7 @@ from inputs.special_tokens import clean, each_text
 from plugins import function_path, load_function
 from safety.limits import run_limited
 from safety.sandbox import run_python
+from safety.storable import text_of
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ class Toolbox:
         if outcome is None:
             content = f"Error: {call.name} gave no answer within {seconds:g} s"
         elif failed:
-            content = f"Error: {type(outcome[1]).__name__}: {outcome[1]}"
+            content = f"Error: {type(outcome[1]).__name__}: {text_of(outcome[1])}"
         else:
             content = as_content(outcome[0])
         return cut(each_text(content, clean), self.cfg.max_tool_result), failed

@@ -1,9 +1,13 @@
 """A model's tokenizer, or its processor of text and images."""
 
+import contextlib
 import functools
+import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from config import ConfigError
 
@@ -40,6 +44,36 @@ def takes_images(config) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
+@contextlib.contextmanager
+def loading(model_id: str) -> Iterator[None]:
+    """ConfigError with folder, file and remedy where transformers' loaders say one of them at best."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, json.JSONDecodeError, SafetensorError) as error:
+        if not os.path.isdir(model_id):
+            raise ConfigError(f"--model_id={model_id}: no such folder, and not found on the hub ({error})") from error
+        what = ", ".join(unreadable(Path(model_id))) or "a file that it needs"
+        fault = f"{what} is missing or damaged ({type(error).__name__}: {error})"
+        raise ConfigError(f"--model_id={model_id}: {fault}. Copy the folder again, or save the model anew.") from error
+
+
+def unreadable(folder: Path) -> Iterator[str]:
+    """Files of a model that are no JSON or no safetensors; their last part may be missing."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.iterdir()):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text())
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+        except (OSError, ValueError, SafetensorError):
+            yield path.name
+
+
 def load_config(model_id: str):
     """transformers' config of a model. ConfigError if there is no such model."""
     from transformers import AutoConfig
@@ -48,10 +82,8 @@ def load_config(model_id: str):
     check_model_id(model_id)
     if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
         logging.disable_progress_bar()
-    try:
+    with loading(model_id):
         return AutoConfig.from_pretrained(model_id)
-    except OSError as error:
-        raise ConfigError(f"--model_id={model_id}: no such folder, and not found on the hub ({error})") from error
 
 
 @functools.cache
@@ -59,4 +91,5 @@ def load_processor(model_id: str):
     """The processor of text and images of a model that takes images, of others the tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    return (AutoProcessor if takes_images(load_config(model_id)) else AutoTokenizer).from_pretrained(model_id)
+    with loading(model_id):
+        return (AutoProcessor if takes_images(load_config(model_id)) else AutoTokenizer).from_pretrained(model_id)

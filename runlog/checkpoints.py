@@ -163,6 +163,14 @@ def save_checkpoint(
     partial = final.with_name(utils.gather_objects(f"incomplete_step_{step}_{secrets.token_hex(4)}")[0])
     rank = dist.get_rank() if dist.is_initialized() else 0
 
+    def clear() -> None:
+        for half in final.parent.glob("incomplete_step_*"):
+            shutil.rmtree(half, ignore_errors=True)
+
+    def begin() -> None:
+        clear()  # before anything is written: where the disk was full, its room is needed
+        (partial / "trainer").mkdir(parents=True)
+
     def shards() -> None:
         torch.save(_rng_state(), partial / "trainer" / f"rng_{rank}.pt")
         if memory:
@@ -177,11 +185,9 @@ def save_checkpoint(
         os.replace(partial, final)
         for old in steps_saved(run_dir)[:-keep]:
             shutil.rmtree(folder_of(run_dir, old))
-        for stale in final.parent.glob("incomplete_step_*"):
-            shutil.rmtree(stale, ignore_errors=True)
 
     try:
-        _together((partial / "trainer").mkdir, main=True, parents=True)
+        _together(begin, main=True)
         dcp.save(_train_state(modules), checkpoint_id=partial / "trainer" / "state")
         _together(shards)
         weights = {}
@@ -191,6 +197,8 @@ def save_checkpoint(
         write_sums(partial)
         _together(rename, main=True)
     except (dcp.api.CheckpointException, RuntimeError, OSError, SafetensorError) as error:  # the first is no Exception
+        if utils.is_main():
+            clear()
         raise RuntimeError(
             f"The checkpoint {final} could not be written; those before it are as they were. "
             f"{room(final.parent)} {str(error)[-600:]}"
@@ -347,6 +355,12 @@ def push_to_hub(run_dir: Path, step: int, repo_id: str, private: bool) -> None:
     """Upload the `from_pretrained` part of a checkpoint."""
     from huggingface_hub import HfApi
 
-    api = HfApi()
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(repo_id=repo_id, folder_path=folder_of(run_dir, step), ignore_patterns=["trainer/*", SUMS])
+    api, folder = HfApi(), folder_of(run_dir, step)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=["trainer/*", SUMS])
+    except Exception as error:  # of several libraries
+        raise RuntimeError(
+            f"--push_to_hub: {folder} could not be uploaded ({type(error).__name__}: {error}). The run itself is "
+            f"complete. Upload it by hand: hf upload {repo_id} {folder} . --exclude 'trainer/*' --exclude {SUMS}"
+        ) from error

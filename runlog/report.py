@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from runlog.reading import phases, read_metrics, readable_prompt
-from runlog.storable import visible
+from safety.storable import visible
 
 # (title, what to look for, metric names; a trailing * takes all that begin so)
 PANELS = [

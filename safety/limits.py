@@ -11,12 +11,14 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextvars
+import ctypes
 import faulthandler
 import functools
 import inspect
 import itertools
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -39,6 +41,7 @@ from safety.workers import WorkerPool
 AT_END: list[Callable[[], None]] = []  # what to call before the process ends: it ends without atexit's help
 MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core
 GIVEN_UP_SECONDS = 60.0
+PR_SET_PDEATHSIG = 1  # prctl
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +89,10 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float) -> tuple
     call, deadline = Running(name_of(function), seconds), time.monotonic() + seconds
     outcome = await result_within(start_thread(run_function, function, kwargs, call), seconds)
     if outcome is not None and inspect.isawaitable(outcome[0]):
-        loop = shared_loop()
-        future = asyncio.run_coroutine_threadsafe(settle(outcome[0], call), loop)
-        outcome = await result_within(future, deadline - time.monotonic())
-        if outcome is None:
-            future.cancel()
-            # If the loop does not answer, the function blocks it: leave it to that one and give the others a new loop.
-            if await result_within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), loop), 1.0) is None:
-                with _loop_lock:
-                    _loops[:] = [other for other in _loops if other is not loop]
+        if seconds == math.inf:  # ours: it limits what it calls, and must not stand behind that on a blocked loop
+            outcome = await asyncio.create_task(settle(outcome[0], call))
+        else:
+            outcome = await on_shared_loop(outcome[0], call, deadline)
     if outcome is None:
         give_up(call)
     elif call.signals and (outcome[1] is not None or call.signals & ALARMS):
@@ -123,6 +121,35 @@ def run_function(function: Callable, kwargs: dict, call: Running) -> tuple:
             return function(**copied(kwargs)), None
         except BaseException as error:  # sys.exit() in a function is an error of that function, too
             return None, error
+
+
+async def on_shared_loop(awaitable, call: Running, deadline: float) -> tuple | None:
+    """The awaitable's outcome. A function that blocks the loop is left alone with it, and with what has begun there;
+    what has only waited for its turn, for a third of its time, goes to a new loop."""
+    waits = True
+    while waits and (left := deadline - time.monotonic()) > 0:
+        loop, outcome = shared_loop(), concurrent.futures.Future()
+        task = asyncio.run_coroutine_threadsafe(answer(awaitable, call, outcome), loop)
+        waiting = asyncio.wrap_future(outcome)
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=min(left, call.seconds / 3))
+            if not done and not (waits := outcome.cancel()):  # it has begun
+                done, _ = await asyncio.wait({waiting}, timeout=max(deadline - time.monotonic(), 0))
+            if done:
+                return waiting.result()
+        finally:
+            waiting.cancel()
+            task.cancel()
+        if waits or not await result_within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), loop), 1.0):
+            with _loop_lock:
+                _loops[:] = [other for other in _loops if other is not loop]
+    return None
+
+
+async def answer(awaitable, call: Running, outcome: concurrent.futures.Future) -> None:
+    """Not by the task's own future: that is set a turn of the loop later, which may never come."""
+    if outcome.set_running_or_notify_cancel():  # else it has gone to another loop
+        outcome.set_result(await settle(awaitable, call))
 
 
 async def settle(awaitable, call: Running) -> tuple:
@@ -299,6 +326,7 @@ def watch_process(terminated: str) -> None:
     subprocess.Popen(command, pass_fds=passed, start_new_session=True, stdin=subprocess.DEVNULL)
     os.close(reader)
     os.close(traces)
+    faulthandler.enable(all_threads=False)  # a crash in C says where it was
     faulthandler.register(watchdog.TRACE_SIGNAL, file=write_traces, all_threads=True)
     # C code writes a signal's number to `outbox`; Python's own handlers wait for the main thread.
     _set_handler(signal.SIGTERM, lambda *_: None)
@@ -307,6 +335,13 @@ def watch_process(terminated: str) -> None:
     threading.Thread(target=attend, args=(inbox, outbox, label, terminated), name="signals", daemon=True).start()
     _owner, os._exit = os.getpid(), refuse_exit
     atexit.register(tell, "bye")
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # kill -9 leaves torchrun no time to end its ranks: the system sends them SIGTERM. Its parent is, to the system,
+        # the thread that started this process; torchrun's waits for it.
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != launcher:  # it has gone before that
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def attend(inbox: socket.socket, outbox: socket.socket, label: str, terminated: str) -> None:

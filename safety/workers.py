@@ -30,6 +30,7 @@ from pathlib import Path
 
 from cli import shorten
 from plugins import function_path, load_function
+from safety.storable import text_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -229,7 +230,7 @@ def called(function: Callable, sent: dict[str, bytes]) -> str:
             answer = pickle.dumps((None, error))
             pickle.loads(answer)
         except Exception:  # of a class that cannot be pickled, or not taken from one
-            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {text_of(error)}")))
     return base64.b64encode(answer).decode()
 
 

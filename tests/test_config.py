@@ -217,6 +217,8 @@ def test_the_number_of_ranks_counts(monkeypatch):
     assert "4 is not divisible by 3 rank(s) x 2 minibatch(es); use 6." in error(
         "--num_minibatches 2 --prompts_per_step 4"
     )
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "WORLD_SIZE=two in the environment must be a whole number; torchrun sets it" in error("")
 
 
 def test_one_generation_is_fine_where_nothing_is_compared():

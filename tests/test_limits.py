@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from live import SMALL, running, torchrun, trainer
+from live import SMALL, Process, running, torchrun, trainer
 from test_rewards import run, trajectory
 
 from config import TrainConfig
+from envs import ToolEnvironment
 from envs.tools import Call, Toolbox, from_function
 from plugins import load_function
 from safety import limits
@@ -271,6 +273,37 @@ def test_a_process_that_c_code_ends_is_named(tmp_path):
         named(run.text, "ended without a word", "leaves_by_c (hostile.py:")
 
 
+def test_a_terminal_that_knows_no_emoji(tmp_path):
+    body = "utils.watch_process()\nprint('\\U0001f600')\n"
+    command = [sys.executable, str(script(tmp_path, body))]
+    with running(Process(command, tmp_path / "log", PYTHONIOENCODING="ascii", PYTHONUTF8="0")) as run:
+        assert run.end() == 0, run.text
+
+
+def test_a_crash_in_c_says_where(tmp_path):
+    body = "def bad():\n    ctypes.string_at(0)\nutils.watch_process()\nasyncio.run(limits.run_limited(bad, {}, 5))\n"
+    with running(trainer(tmp_path / "log", script=str(script(tmp_path, body)))) as run:
+        assert run.end() == signal.SIGSEGV
+        named(run.text, "Segmentation fault", "in bad")
+
+
+# ---- torchrun -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
+    """kill -9 leaves torchrun no time to end them."""
+    body = "utils.watch_process()\nprint('watched', flush=True)\ntime.sleep(600)\n"
+    with running(torchrun(tmp_path / "log", str(script(tmp_path, body)))) as run:
+        run.until(lambda: run.text.count("watched") == 2)
+        ranks = run.children()
+        run.members[0].kill()
+        _, left = psutil.wait_procs(ranks, timeout=10)
+        for rank in left:
+            rank.kill()
+        assert len(ranks) >= 4 and not left  # each with its watchdog
+        named(run.text, "[rank 0] stopped by SIGTERM", "[rank 1] stopped by SIGTERM", "or it was killed")
+
+
 # ---- signal, and processes of their own -----------------------------------------------------------------------------
 
 
@@ -339,6 +372,52 @@ def test_a_reward_in_a_process_of_its_own_that_is_late_costs_its_call_only(tmp_p
         assert run.end() == 0, run.text[-3000:]
         named(run.text, "'stuck_alone' took over --reward_timeout=2 s")
         assert not run.children()
+
+
+# ---- the event loop of async functions ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def block():
+    """A function that blocks until the test is over: what still runs then would count in the next one."""
+    over = threading.Event()
+    yield lambda: over.wait(30)
+    over.set()
+    while any("blocks" in call.name for call in list(limits.RUNNING.values())):
+        time.sleep(0.01)
+
+
+def test_what_has_not_begun_leaves_a_blocked_loop(block):
+    """Nobody is late but those that block, and what stood before them in the queue has its result."""
+
+    async def blocks():
+        block()
+
+    async def answers():
+        return "fine"
+
+    async def calls():
+        chosen = [answers, blocks, answers, answers, blocks, answers]
+        return await asyncio.gather(*(limits.run_limited(function, {}, 1.8) for function in chosen))
+
+    fine = ("fine", None)
+    assert asyncio.run(calls()) == [fine, None, fine, fine, None, fine]
+
+
+def test_a_tool_that_blocks_its_loop_does_not_block_its_environment(block):
+    async def blocks() -> str:
+        """Blocks."""
+        block()
+
+    tool = from_function(blocks)
+    cfg = TrainConfig(tool_timeout=1)
+    environment = ToolEnvironment(Toolbox({tool.name: tool}, cfg), cfg)
+    environment.tools = {tool.name: tool}
+    text = '<tool_call>{"name": "blocks", "arguments": {}}</tool_call>'
+    start = time.monotonic()
+    step = limits.run_limited(environment.step, {"text": text}, environment.step_timeout)
+    (messages, *_), error = asyncio.run(step)
+    assert error is None and "no answer within 1 s" in messages[0]["content"] and time.monotonic() - start < 5
 
 
 # ---- calls that were given up ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 from PIL import Image
@@ -477,6 +478,12 @@ def test_a_failed_start_quotes_the_log(tmp_path):
     with pytest.raises(ConfigError, match="did not start") as caught:
         make(write(tmp_path, test={"command": sys.executable, "args": ["-c", program]}))
     assert "no such database" in str(caught.value) and str(mcp_tools.log_file()) in str(caught.value)
+
+
+def test_a_server_that_never_starts_is_ended(tmp_path):
+    with pytest.raises(ConfigError, match="did not start within 1 s"):
+        mcp_tools.connect(write(tmp_path, test={"command": "sleep", "args": ["600"]}), 1.0)
+    assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "sleep"]
 
 
 def test_a_death_quotes_the_log(tmp_path, caplog):

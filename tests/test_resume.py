@@ -232,6 +232,24 @@ def test_what_a_killed_run_left_is_in_nobodys_way(broken):
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["step_4", "step_6", "step_8.old"]
 
 
+def test_a_checkpoint_that_fails_takes_no_room(tmp_path, monkeypatch):
+    """Nor does what a killed run left: where the disk was full, the next one needs it."""
+    left = tmp_path / "checkpoints" / "incomplete_step_1_0000"
+    left.mkdir(parents=True)
+
+    def full(*_):
+        assert not left.exists()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_pretrained", full)
+    monkeypatch.setattr(torch.distributed.checkpoint, "save", lambda *_, **__: None)
+    module = torch.nn.Linear(1, 1)
+    modules = {"policy": (module, torch.optim.SGD(module.parameters()))}
+    with pytest.raises(RuntimeError, match="step_2 could not be written.*No space left"):
+        checkpoints.save_checkpoint(tmp_path, 2, modules, module, None, {}, 2)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 def test_weights_that_are_not_finite_are_not_saved(short):
     flags = [*short.args, "--run_name", "infinite", "--max_steps", "1", "--learning_rate", "1e38"]
     with running(trainer(short.folder / "infinite.log", *flags)) as run:

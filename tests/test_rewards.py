@@ -386,6 +386,7 @@ def test_no_trajectories_is_fine():
         ([1.0, [1.0]], "for completion 1"),
         ([1.0, math.nan], "for completion 1: a reward must be finite"),
         ([1.0, -math.inf], "must be finite"),
+        ([1.0, 1e39], "for completion 1: a reward must be finite, and from -1e+18 to 1e+18"),
         ([1.0, {"a": math.nan}], "must be finite"),
         ([1.0, {"a": "b"}], "text is not a number"),
         ([1.0, 10**400], "for completion 1"),

@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import contextlib
 import functools
 import http.server
 import io
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -523,6 +525,45 @@ def test_a_server_that_accepts_but_never_answers(server):
         client = VLLMClient([f"http://127.0.0.1:{mute.getsockname()[1]}"], "t", timeout=2)
         with pytest.raises(ServerError, match="no answer to GET /server_info within 2 s"):
             client.server_info()
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("page", "answered GET /page with '<html>'.* Is another program at this address"),
+        ("list", r"answered GET /list with \[1, 2\].* Is another program at this address"),
+        ("endless", "over 64 MiB.* Is another program at this address"),
+        ("drops", "gave no answer to GET /drops within 1 s"),
+    ],
+)
+def test_answers_of_another_program(path, message):
+    """Neither believed, nor kept in memory, nor waited for beyond the limit."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for piece, pause in {
+                    "/page": [(b"<html>", 0)],
+                    "/list": [(b"[1, 2]", 0)],
+                    "/endless": [(b" " * 2**20, 0)] * 500,
+                    "/drops": [(b" ", 0.1)] * 100,
+                }[self.path]:
+                    self.wfile.write(piece)
+                    time.sleep(pause)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
+        other.daemon_threads = True
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        client, start = VLLMClient([f"http://127.0.0.1:{other.server_port}"], "t"), time.monotonic()
+        with pytest.raises(ServerError, match=message):
+            client._call(client.urls[0], "GET", f"/{path}", timeout=1 if path == "drops" else 30)
+        assert time.monotonic() - start < 5
+        other.shutdown()
 
 
 def test_a_server_that_drops_the_connection():

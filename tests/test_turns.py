@@ -401,6 +401,18 @@ def test_a_call_that_fails_is_answered():
         """
         time.sleep(5)
 
+    class Odd(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def odd(a: int) -> str:
+        """Raises what cannot be shown.
+
+        Args:
+            a: a number
+        """
+        raise Odd
+
     calls = [
         Call("add", {"a": 1, "b": 2}),
         Call("add", {"a": 1}),
@@ -409,14 +421,15 @@ def test_a_call_that_fails_is_answered():
         Call("", {}, "not JSON"),
         Call("broken", {"a": 1}),
         Call("slow", {"a": 1}),
+        Call("odd", {"a": 1}),
     ]
     start = time.perf_counter()
-    messages, events = run_tools(config(tool_timeout=0.3), calls, *map(from_function, (add, broken, slow)))
+    messages, events = run_tools(config(tool_timeout=0.3), calls, *map(from_function, (add, broken, slow, odd)))
     assert time.perf_counter() - start < 2
-    wanted = ["3", "add needs b", "takes a, b, not c", "no tool 'sub'; there are add, broken, slow", "not JSON"]
-    wanted += ["KeyError: 'nothing there'", "no answer within 0.3 s"]
+    wanted = ["3", "add needs b", "takes a, b, not c", "no tool 'sub'; there are add, broken, slow, odd", "not JSON"]
+    wanted += ["KeyError: 'nothing there'", "no answer within 0.3 s", "Error: Odd"]
     assert all(want in message["content"] for want, message in zip(wanted, messages, strict=True))
-    assert [event["failed"] for event in events] == [0, 1, 1, 1, 1, 1, 1]
+    assert [event["failed"] for event in events] == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_limits_and_cache():

@@ -196,7 +196,7 @@ def full_disk(at):
 
 def full_disk_resumed(at):
     """after a full disk there is space again, and the run is resumed -> survived"""
-    if not _small_disk(at, 30):
+    if not _small_disk(at, 60):
         return Seen("skipped", "no mounts allowed here")
     filler = at.runs / "filler"
     if at.train("--save_steps 1 --max_steps 1 ").status:

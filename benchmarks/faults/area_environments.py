@@ -126,7 +126,8 @@ def step_late(at):
 
 
 def step_blocks(at):
-    """an async step() blocks the event loop for some trajectories -> survived: dropped, the others are not held up"""
+    """an async step() blocks the event loop for some trajectories -> survived: dropped; steps that had not begun are
+    not held up. One that had begun there and waits is late with it (docs/limits.md)."""
     return _drops(
         at, "async def step(self, text):\n    if self.bad: time.sleep(1000)\n    return 'Go on.', 0.5, False, {}"
     )
@@ -307,8 +308,30 @@ def tool_exits(at):
 
 
 def tool_os_exit(at):
-    """a tool calls os._exit(0) -> named: not status 0"""
-    return named(_tool(at, "os._exit(0)"), "bad|exit|ended|died|tool", "")
+    """a tool calls os._exit(0) -> survived: shown to the model as an error"""
+    end = _tool(at, "os._exit(0)")
+    return goes_on(end, None if end.mean("tools/failure_frequency") == 1 else "not counted as failed", steps=2)
+
+
+def tool_blocks(at):
+    """an async tool blocks its event loop -> survived: the model is told; calls that had not begun are not held up.
+    One that had begun there and waits is late with it: a coroutine cannot move to another loop (docs/limits.md)."""
+    path = at.file(
+        "bad_tool.py",
+        """import time
+async def bad() -> str:
+    'Does something.'
+    time.sleep(1000)
+async def good() -> str:
+    'Does something.'
+    return 'fine'
+""",
+    )
+    turns = [CALL.replace("NAME", "good") + CALL.replace("NAME", "bad") + CALL.replace("NAME", "good"), "Well."]
+    flags = f"--tools {path}:bad {path}:good --reward_funcs tool_use length --max_steps 2 --tool_timeout 3 "
+    end = at.scripted(turns, flags, limit=30)
+    failed = end.mean("tools/failure_frequency")
+    return goes_on(end, None if abs(failed - 1 / 3) < 0.01 else f"{failed:.2f} of the calls failed", steps=2)
 
 
 def tool_changes_directory(at):

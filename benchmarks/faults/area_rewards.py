@@ -194,7 +194,7 @@ def keyboard_interrupt(at):
 
 def segfault(at):
     """a reward ends in a segmentation fault -> named: non-zero status, where it was"""
-    return named(_reward(at, "import ctypes\nctypes.string_at(0)"), "segmentation|signal 11|SIGSEGV|died|crash", "bad")
+    return named(_reward(at, "import ctypes\nctypes.string_at(0)"), "segmentation fault", "calls ran: bad")
 
 
 def error_without_text(at):

@@ -261,7 +261,7 @@ def script_killed(at, limit=150):
     run, family = _served(at)
     run.members[0].kill()
     run.members[0].wait()
-    wait_until(lambda: not any(map(alive, family)), 15)
+    wait_until(lambda: not any(map(alive, family)), 30)  # as SECURITY.md promises
     left = [" ".join(p.cmdline())[:60] for p in family if alive(p)]
     return (
         Seen("leaked", f"{len(left)} live on: {shorten(', '.join(left))}")

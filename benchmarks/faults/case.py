@@ -196,6 +196,8 @@ class Case:
         status = max(abs(member.poll()) for member in process.members) if over else None
         if not over:
             process.kill()
+        elif any(member.poll() < 0 for member in process.members):  # the watchdog says so half a second later
+            wait_until(lambda: "ended without a word" in process.text, 2)
         return Ended(status, process.text, seconds, self.runs / run)
 
     def train(self, flags: str, limit: float | None = None, run: str = "run", **how) -> Ended:
