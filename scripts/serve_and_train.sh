@@ -69,7 +69,7 @@ fi
 
 python - "runs/$name" <<'PY'
 import sys
-from runlog import read_metrics
+from runlog.reading import read_metrics
 
 evals = [line for line in read_metrics(sys.argv[1]) if "eval/reward" in line]
 print("\nheld-out rows, never trained on, before and after:")
