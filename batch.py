@@ -25,7 +25,7 @@ class Batch:
     loss_mask: Tensor  # [B, T] 1 exactly on tokens the policy sampled
     rewards: Tensor  # [B, T] outcome on the last sampled token; a turn's reward on the turn's last sampled token
     groups: Tensor  # [B] int64: rows of one prompt share it; unique over all ranks
-    sampling_logprobs: Tensor | None = None  # [B, T] of the sampler, 0 where loss_mask is 0
+    sampling_logprobs: Tensor | None = None  # [B, T] the generator's, 0 where loss_mask is 0
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if beta is 0
     values: Tensor | None = None  # [B, T] of a critic, before the step's updates (train_ppo.py), and
@@ -173,10 +173,14 @@ def returns_to_go(batch: Batch, gamma: float) -> Tensor:
 
 
 def turn_returns(batch: Batch, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards by turn (run of sampled tokens):  mask 1 1 0 1 0 -> turns 1 1 1 2 2, a turn owning what follows it.
+    """Discounted return of each turn. A turn is a run of sampled tokens and the text of tools that follows it.
 
-    Returns the turns [B, T] (0 on the prompt), r + gamma * next turn's return [B, K + 1], and the (row, turn) pairs
-    that exist [M, 2].
+        loss_mask  0 1 1 0 1 0      a prompt token, turn 1 of two tokens, a tool's answer, turn 2 of one token, padding
+        rewards    0 0 1 0 2 0      1 at the end of turn 1, 2 at the end of turn 2
+        turns      0 1 1 1 2 2      table with gamma .5:  [0, 1 + .5 * 2, 2] = [0, 2, 2];  pairs (0, 1), (0, 2)
+
+    Returns turns [B, T] (0 on the prompt), the table of returns [B, K + 1] (column 0 is the prompt's), and the
+    (row, turn) pairs that exist [M, 2]: rows have different numbers of turns.
     """
     starts = batch.loss_mask * (1 - torch.nn.functional.pad(batch.loss_mask, (1, 0))[:, :-1])
     turns = starts.cumsum(1).long()  # [B, T]

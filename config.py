@@ -25,6 +25,12 @@ from safety import credentials
 
 @dataclass
 class TrainConfig:
+    def __init_subclass__(cls):  # a knob in a script's own TrainConfig needs no decorator, and may have one
+        given = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        dataclass(cls)
+        for name, value in given.items():
+            setattr(cls, name, value)
+
     # --- model ---
     model_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # hub id or folder of the policy
     dtype: Literal["float32", "bfloat16"] = "float32"  # master weights; in bfloat16 an update of 1e-6 is rounded away
@@ -67,7 +73,7 @@ class TrainConfig:
     )  # of the servers; `ps` shows it: rather set VLLM_SERVER_TOKEN
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
-    push_steps: int = 1  # push weights every so many steps; before an evaluation and a checkpoint in any case
+    push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
     push_bucket_mb: int = 256  # weights travel in buckets of this size; also the extra memory of a push
 
     # --- tools and environments ---
@@ -92,7 +98,7 @@ class TrainConfig:
     # --- batch ---
     prompts_per_step: int = 32  # distinct prompts per step, over all ranks
     num_generations: int = 8  # completions sampled per prompt (the group)
-    num_minibatches: int = 1  # optimizer updates a pass over the step's completions is cut into
+    num_minibatches: int = 1  # optimizer updates per pass over the step's completions
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
     tokens_per_microbatch: int = 16384  # tokens per forward pass and rank; memory and speed, never the gradient
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
@@ -110,7 +116,7 @@ class TrainConfig:
     reward_mean: Literal["none", "group", "batch", "running"] = "none"  # subtract this mean from the scores beforehand
     reward_std: Literal["none", "group", "batch", "running"] = "none"  # divide the scores by this std beforehand
     dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)
-    resample_rounds: int = 3  # with dynamic_sampling: at most so many times a step; what is left then stays
+    resample_rounds: int = 3  # with dynamic_sampling: at most this many times a step; groups still without signal stay
     group_std_min: float = 0.0  # a group has signal if its scores' std is above this ...
     group_mean_min: float = -math.inf  # ... and their mean is at least this (not too hard)
     group_mean_max: float = math.inf  # ... and at most this (not too easy); others leave the loss
@@ -144,19 +150,19 @@ class TrainConfig:
     kl_in_reward: bool = False  # subtract beta * KL from each token's reward instead of adding it to the loss
     kl_target: float | None = None  # adapt beta so that the KL stays near this
     kl_horizon: float = 10000.0  # completions over which beta adapts
-    ref_sync_steps: int | None = None  # move the reference model towards the policy every so many steps
+    ref_sync_steps: int | None = None  # move the reference model towards the policy every N steps
     ref_sync_alpha: float = 0.6  # ref <- alpha * policy + (1 - alpha) * ref
     entropy_coef: float = 0.0  # weight of the entropy bonus
     entropy_target: float | None = None  # adapt entropy_coef: up while the entropy is below this, down while above
-    entropy_coef_step: float = 0.0005  # by so much a step
+    entropy_coef_step: float = 0.0005  # change of entropy_coef per step
     top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
     mask_truncated: bool = False  # leave completions cut at max_completion_length out of the loss
-    old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer, sampler, or always pi
-    correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / sampler on the loss
+    old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer's, generator's, always pi
+    correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / generator on the loss
     correction_mode: Literal["truncate", "mask"] = "truncate"  # weights outside the bounds: clamp, or leave out
     correction_min: float = 0.0  # lower bound
     correction_max: float = 2.0  # upper bound
-    reject_below: float = 0.0  # no policy loss where a completion's geometric mean of trainer / sampler is below ...
+    reject_below: float = 0.0  # no policy loss where a completion's geometric mean of trainer / generator is below
     reject_above: float = math.inf  # ... or above
     off_policy_threshold: float | None = None  # drop tokens with A < 0 of rows that drifted further (mean nats a token)
 
@@ -178,7 +184,7 @@ class TrainConfig:
     dist_timeout: float = 600.0  # seconds a rank waits for the others
 
     # --- evaluation ---
-    eval_steps: int | None = None  # evaluate every so many steps, before the first and after the last; unset: never
+    eval_steps: int | None = None  # evaluate every N steps, also before the first and after the last; unset: never
     eval_generations: int = 4  # completions per held-out row (k of mean@k and pass@k)
     eval_temperature: float = 1.0  # sampling temperature of the evaluation
     eval_solved: float = 1.0  # score from which a completion counts as solved in mean@k and pass@k
@@ -189,12 +195,12 @@ class TrainConfig:
     output_dir: str = "runs"  # where run folders go
     resume: bool = False  # continue run_name from its last complete checkpoint
     strict_resume: bool = False  # refuse to resume where settings, rows, code, ranks or versions are not as they were
-    save_steps: int | None = None  # checkpoint every so many steps; a last one is always written; unset: only that
+    save_steps: int | None = None  # checkpoint every N steps; a last one is always written; unset: only that
     save_total_limit: int = 2  # checkpoints kept
-    log_steps: int = 1  # a line of metrics, and the completions, every so many steps
+    log_steps: int = 1  # write a line of metrics, and the completions, every N steps
     log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
-    print_samples_every: int = 10  # print one prompt, completion and reward every so many steps; 0: never
-    logprob_diff_limit: float = 0.2  # first step stops if |trainer - sampler log-prob| exceeds this on average
+    print_samples_every: int = 10  # print one prompt, completion and reward every N steps; 0: never
+    logprob_diff_limit: float = 0.2  # first step stops if |trainer - generator log-prob| exceeds this on average
     report_to: list[str] = field(default_factory=list)  # trackers besides the run folder: wandb, tensorboard
     wandb_project: str = "grpo"  # project name for wandb
     push_to_hub: bool = False  # upload the final model
@@ -344,8 +350,6 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
 
 def load_config(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
     """Defaults < --preset < --config < command line, converted and checked. Raises ConfigError; prints nothing."""
-    if "__dataclass_fields__" not in vars(cls):  # a subclass in a copied script need not repeat the decorator
-        cls = dataclasses.dataclass(cls)
     parser, hints = build_parser(cls, description), typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     given, unknown = parser.parse_known_args(argv)

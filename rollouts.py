@@ -52,10 +52,10 @@ class Trajectory:
     prompt_ids: list[int]
     token_ids: list[int]
     loss_mask: list[int]
-    logprobs: list[float]  # the sampler's, 0 where loss_mask is 0
+    logprobs: list[float]  # the generator's, 0 where loss_mask is 0
     token_rewards: list[float]
     images: list = field(default_factory=list)
-    finish_reason: str = "stop"  # "stop" or "length", as the sampler said it: never inferred from the last token
+    finish_reason: str = "stop"  # "stop" or "length", as the generator said it: never inferred from the last token
     turns: int = 1
     policy_version: int = 0  # of the oldest weights that sampled any of it, and
     policy_version_last: int | None = None  # of the newest; None: the same

@@ -7,7 +7,7 @@ A training step, and where to find it:
 
     take `prompts_per_step` prompts                                                section 4
     sample `num_generations` completions of each, score each as soon as it ends    section 6, rollouts.py, rewards.py
-    lay them out as one Batch; token ids are the sampler's, never re-tokenised     batch.py
+    lay them out as one Batch; token ids are the generator's, never re-tokenised   batch.py
     log-probs of the sampled tokens, as far as something reads them                sections 5, 7
     advantages: compare the completions of one prompt                              section 2
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 3, 8
@@ -53,6 +53,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -215,12 +216,12 @@ POLICY_LOSSES: dict[str, Callable[[Tensor, Batch, TrainConfig], tuple[Tensor, di
 
 
 def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """One's value with the other's gradient."""
+    """The value of `value` with the gradient of `gradient_of`."""
     return gradient_of - gradient_of.detach() + value.detach()
 
 
 # KL(pi || ref) per token from one sample, x = log pi - log ref (J. Schulman, "Approximating KL divergence", 2020). As a
-# loss only k2's gradient is that of the KL; "+" keeps the value and takes it.
+# loss, only k2 has the gradient of the KL. k1+ and k3+ have the value of k1 and k3 with the gradient of k2.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20),  # unbiased, high variance; as a loss: no KL gradient
     "abs": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20).abs(),
@@ -363,7 +364,7 @@ class Policy(nn.Module):
             logits = cap * torch.tanh(logits / cap)
         if self.never:
             logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
-        if self.temperature != 1:  # the sampler did the same
+        if self.temperature != 1:  # the generator did the same
             logits = logits / self.temperature
         log_p = logits.log_softmax(-1)  # [n, V]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
@@ -467,13 +468,28 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
 
 @torch.no_grad()
 def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """ref <- alpha * policy + (1 - alpha) * ref, shard by shard: both are wrapped alike."""
-    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
-        old.lerp_(new.to(old.dtype), alpha)
+    """ref <- alpha * policy + (1 - alpha) * ref. Both are wrapped alike; all ranks call it.
+
+    A root is still gathered after a forward pass without a backward one: what is written to it then has to reach its
+    shards. FSDP2 can let go of it first; FSDP1 writes back what is changed in whole modules, one at a time.
+    """
+    units = [(reference, policy)]
+    if isinstance(reference, FSDPModule):
+        reference.reshard()
+    if isinstance(reference, FSDP):
+        units = list(zip(FSDP.fsdp_modules(reference), FSDP.fsdp_modules(policy), strict=True))
+    for pair in units:
+        with contextlib.ExitStack() as gathered:
+            for unit, changed in zip(pair, (True, False), strict=True):
+                if isinstance(unit, FSDP):
+                    gathered.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=changed))
+            own = [[p for _, m in walk("", unit, FSDP) for p in m.parameters(recurse=False)] for unit in pair]
+            for old, new in zip(*own, strict=True):
+                old.lerp_(new.to(old.dtype), alpha)
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW on what is trained. Edit me: any optimizer of torch's kind, with one or several groups of parameters.
+    """AdamW on what is trained. Edit me: any torch optimizer, with one or several groups of parameters.
 
     Each update sets every group's learning rate: `lr_at`, times the group's own "lr_scale" if it has one. It is logged
     as `lr`, and of further groups as lr/NAME by their "name".
@@ -505,8 +521,8 @@ async def rollout(
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
     version: of the weights that must have sampled every token; None: any. Returns each row's trajectories, those that
-    failed among them (info["failure"], nothing sampled), and seconds: until the last token was sampled, and what
-    scoring took beyond that.
+    failed among them (info["failure"], nothing sampled), and two times in seconds: until the last token was sampled,
+    and what scoring took after that.
     """
     start, sampled = time.perf_counter(), []
 
@@ -531,7 +547,7 @@ async def rollout(
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
-    """Whether a group can teach anything: its scores differ, and their mean lies in the window."""
+    """Whether there is anything to learn from a group: its scores differ, and their mean lies in the window."""
     scores = torch.tensor([sum(t.token_rewards) for t in group if "failure" not in t.info])
     if not len(scores):
         return False
@@ -544,9 +560,10 @@ async def collect(
 ) -> tuple[list[Trajectory], dict]:
     """One step's trajectories and their metrics, on this rank.
 
-    --dynamic_sampling: groups without signal make room for others (DAPO, 2503.14476 sec. 3.2), in a bounded number of
-    rounds; those still silent stay, so that a step never grows or shrinks. Baselines come from a greedy completion of
-    each prompt. version: of the weights that must have sampled, if not `step`.
+    --dynamic_sampling: groups without signal are replaced by others (DAPO, 2503.14476 sec. 3.2), in a bounded number of
+    rounds. Groups that are still without signal then stay, so that a step never grows or shrinks. sampler: the prompt
+    sampler. version: of the weights that must have sampled, if not `step`. Baselines (remax) are the scores of a greedy
+    completion of each prompt.
     """
     version = step if version is None else version
     numbers = list(sampler.next(step))
@@ -588,9 +605,9 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
     t.info["row_number"], and its score, sum(t.token_rewards).
 
-    Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (`logprobs` of nan
-    where no sampler has any). `group` puts one among the completions of a prompt; info["origin"] = "replay" marks it in
-    the completions, and it counts as rollout/replay.
+    Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (their `logprobs`
+    are nan: no generator sampled them). `group` puts one among the completions of a prompt; info["origin"] = "replay"
+    marks it in the completions, and it counts as rollout/replay.
     """
     return trajectories
 
@@ -681,15 +698,16 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 
 
 def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """Weights trainer / sampler of the policy loss, without gradient, and how far the two are apart.  [B, T]
+    """Weights trainer / generator of the policy loss, without gradient, and how far the two are apart.  [B, T]
 
-    The sampler's log-probs differ by other kernels, or because it is behind: w = exp(old - sampling), by token or by
-    sequence, clamped to the bounds or 0 outside (TIS, IcePop). Completions whose geometric mean is out of bounds, or
-    which are negative and drifted off_policy_threshold away (DeepSeek-V3.2), are left out.
+    The generator's log-probs differ because of other kernels, or because its weights are older (--push_steps):
+    w = exp(old - sampling), by token or by sequence, clamped to the bounds or 0 outside (TIS, IcePop). Left out are
+    completions whose geometric mean is out of bounds, and those with A < 0 that drifted further than
+    off_policy_threshold (DeepSeek-V3.2).
     """
     mask = batch.loss_mask
     trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
-    d = ((trainer - batch.sampling_logprobs) * mask).nan_to_num().clamp(-20, 20)  # nan: no sampler's (demonstrations)
+    d = ((trainer - batch.sampling_logprobs) * mask).nan_to_num().clamp(-20, 20)  # nan: not sampled (demonstrations)
     w = (d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d) if cfg.correction == "sequence" else d).exp()
     stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
     stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2}
@@ -702,7 +720,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor
     mean = row_mean(d, mask).exp()  # [B, 1]
     keep = (mean >= cfg.reject_below) & (mean <= cfg.reject_above)
     if cfg.off_policy_threshold is not None:
-        drift = row_mean(batch.sampling_logprobs - logprobs.detach(), mask)
+        drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)
         keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
     stats["left_out"] = (~keep).float().expand_as(d)
     return w * keep, {f"sampling/{name}": value for name, value in stats.items()}
@@ -722,7 +740,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
     if cfg.old_logprobs == "sampler":
-        part.old_logprobs = part.sampling_logprobs
+        part.old_logprobs = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: ratio 1, with its gradient
         part.old_logprobs = logprobs.detach()
     per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
@@ -746,9 +764,14 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     before the loop; DDP and FSDP average over ranks, so the loss is multiplied by their number: without it ranks with
     short completions would count more.
 
-    Groups whose completions scored alike have no gradient under most losses. Passes of rows with advantage 0 come first
-    and without a graph: only if the loss turns out to have a gradient with respect to what the policy returned - an
-    entropy bonus, a KL, a term of one's own - is such a pass made again, with a backward pass.
+    Groups whose completions all scored the same have no gradient under most losses, so micro-batches in which every
+    advantage is 0 come first, without a graph and without a backward pass. If the loss of one does have a gradient (an
+    entropy bonus, a KL, an own_term), that micro-batch is computed again with a graph, and so are all that follow.
+
+        6 micro-batches, the last 2 with advantages: `backward` is 2. Those with left = 6, 5, 4, 3 run without a graph.
+        If the one with left = 4 has a gradient after all, `backward` becomes 4: it and all after it run with a graph.
+
+    Every rank takes the same branch at the same time (all_max), or the collectives of DDP and FSDP would not match.
     """
     choose = getattr(POLICY_LOSSES[cfg.policy_loss], "choose", None)
     if choose and batch.advantages is not None:  # not in a critic's update, which comes before the advantages
@@ -761,17 +784,17 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     counts = dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     moved = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
-    likely = moved.any(1).tolist()  # rows that learn, as far as can be told beforehand
+    likely = moved.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, likely)
     backward = max(utils.all_max(sum(any(likely[row] for row in rows) for rows in passes)), 1)
     ddp = isinstance(policy, DistributedDataParallel)
-    for left, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # likely ones last
+    for left, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # left: this one and all after it
         part = batch.select(rows or [0])
         if not rows:
             part.loss_mask = torch.zeros_like(part.loss_mask)
         if left > backward:
             loss, stats, learns = without_graph(policy, part, cfg, counts, loss_of)
-            if utils.all_max(int(learns)):  # on every rank, for their collectives; and so will those that follow
+            if utils.all_max(int(learns)):  # on any rank
                 backward = left
         if left <= backward:
             with policy.no_sync() if ddp and left > 1 else contextlib.nullcontext():
@@ -780,13 +803,17 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
         sums["loss"] += loss.detach().double().cpu()
         sums["tokens"] += part.loss_mask.sum().double().cpu()
         for name, matrix in stats.items():
-            values = (matrix.detach() * part.loss_mask).double().cpu()
-            sums[name] = torch.maximum(sums[name], values.max()) if name.endswith("_max") else sums[name] + values.sum()
+            if name.endswith("_max"):
+                largest = matrix.detach().masked_fill(part.loss_mask == 0, -math.inf).max().double().cpu()
+                sums[name] = torch.maximum(sums.get(name, largest), largest)
+            else:
+                sums[name] += (matrix.detach() * part.loss_mask).sum(dtype=torch.float64).cpu()
     return sums
 
 
 def without_graph(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of) -> tuple[Tensor, dict, bool]:
-    """`loss_of` with a forward pass that keeps no graph, and whether it has a gradient with respect to its results."""
+    """`loss_of` with a forward pass that keeps no graph; and whether the loss has a gradient with respect to what the
+    policy returned (log-probs, entropy), so that a pass with a graph is needed."""
     leaves: list[Tensor] = []
 
     def forward(*inputs):
@@ -808,7 +835,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     for part in parts * cfg.num_iterations:
         optimizer.zero_grad(set_to_none=True)
         for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
-            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+            total[name] = max(total.get(name, value), value) if name.endswith("_max") else total[name] + value
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
@@ -820,7 +847,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         optimizer.step()
         number += 1
     optimizer.zero_grad(set_to_none=True)
-    bad = utils.not_finite(policy)  # or what the step's last update broke would be pushed, evaluated and saved
+    bad = utils.not_finite(policy)  # else broken weights would be pushed, evaluated and saved
     total["not_finite"] = torch.tensor(len(bad), dtype=torch.float64)
     largest = {name: utils.all_max(float(total.pop(name))) for name in sorted(total) if name.endswith("_max")}
     names = sorted(total)
@@ -832,8 +859,9 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
             f"used and not saved. Lower --learning_rate ({cfg.learning_rate:g}), and --resume from the last checkpoint."
         )
     tokens, loss = max(sums.pop("tokens"), 1.0), sums.pop("loss") / len(norms)
-    metrics = {name: value / tokens for name, value in sums.items()} | largest
-    # Effective sample size of the weights, as a share of the tokens: 1 if trainer and sampler agree.
+    metrics = {name: value / tokens for name, value in sums.items()}
+    metrics |= {name: value for name, value in largest.items() if value > -math.inf}  # where no token was sampled
+    # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
     if squared := metrics.pop("sampling/ratio_squared", None):
         metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / squared
     rates = {"lr": optimizer.param_groups[0]["lr"]}
@@ -859,11 +887,11 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
     return cfg
 
 
-# ==== 9 weights to the sampler =======================================================================================
+# ==== 9 weights to the generator =====================================================================================
 
 
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
-    """What samples: vLLM servers, which are checked to serve this model, or a copy of it in this process."""
+    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process."""
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, hf_model, device)
     else:
@@ -1022,10 +1050,10 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
 
 
 def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, SimpleNamespace]:
-    """All that a run works with, loaded, resumed, and its weights in the sampler."""
+    """Everything a run works with, loaded and resumed; the generator has its weights."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    memory: dict = {}  # of after_rollout and the prompt sampler; checkpoints keep it
+    memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
     sampler = None
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
@@ -1069,7 +1097,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
     cfg, run = start(cfg, make_critic)
     policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
-    pushed = run.first  # optimizer steps behind the weights that sample: their version
+    pushed = run.first  # version of the generator's weights: the optimizer steps that made them
 
     def seed_generator(step: int, stream: int) -> None:
         if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did
@@ -1111,7 +1139,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
             if step == max(run.first, cfg.critic_warmup if run.critic else 0):
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
-                # Before a checkpoint, too: a resumed run pushes what it has loaded, and must sample from the same.
+                # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
                     push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
             cfg = adapt(cfg, metrics) if learns else cfg

@@ -194,7 +194,7 @@ def not_finite(module: torch.nn.Module) -> list[str]:
 def check_agreement(difference: float, cfg: TrainConfig) -> None:
     if difference > cfg.logprob_diff_limit:
         raise RuntimeError(
-            f"Trainer and sampler disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
+            f"Trainer and generator disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
             f"{cfg.logprob_diff_limit}. Usual causes: another model on the server, a quantised server, top-k / top-p "
             "sampling, a modified model class. --logprob_diff_limit raises the limit."
         )

@@ -135,13 +135,22 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 def otb(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Optimal token baseline: G - sum(G W) / sum(W) over the group's tokens in the same column, W = cumsum(1 - 2 pi +
-    sum pi^2), the gradient energy of the path so far. Columns that no other row reaches have no baseline.  [B, T]"""
+    """Optimal token baseline: A = G - B, where B = sum(G W) / sum(W) over the group's tokens in the same column, G is
+    the reward to go and W = cumsum(1 - 2 pi + sum pi^2) estimates the squared gradient of the tokens so far.
+
+    Two completions with G = 1, 0 and W = 1, 3 in a column: B = (1 * 1 + 0 * 3) / (1 + 3) = .25, A = .75 and -.25. The
+    plain mean would be .5: the completion with the larger gradient counts more. A column that no other completion of
+    the group reaches has no baseline (B = 0).  [B, T]
+    """
     return optimal_baseline(batch, torch.arange(batch.loss_mask.shape[1]).expand_as(batch.loss_mask))
 
 
 def tir_otb(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """otb by sampled tokens instead of columns: with tools, column t is not the same moment in every row.  [B, T]"""
+    """otb by sampled tokens instead of columns: with tools, column t is another moment in every row.  [B, T]
+
+    loss_mask 1 1 0 0 1 and 1 0 1 1 0: the second sampled token is in column 1 of the first row, where the second row
+    has a tool's answer, and in column 2 of the second row. otb compares neither; tir_otb compares the two.
+    """
     return optimal_baseline(batch, batch.loss_mask.argsort(dim=1, descending=True, stable=True))
 
 
@@ -149,7 +158,7 @@ otb.needs = tir_otb.needs = ("old_logprobs", "sum_pi_squared")
 
 
 def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
-    """otb on columns brought into `order` [B, T]. Without Batch.sum_pi_squared, pi^2 stands for it.  [B, T]"""
+    """otb after sorting each row's columns by `order` [B, T]. Without Batch.sum_pi_squared, pi^2 is used.  [B, T]"""
     order, pi, (index, size) = order.to(batch.groups.device), batch.old_logprobs.exp(), group_index(batch.groups)
     squares = pi**2 if batch.sum_pi_squared is None else batch.sum_pi_squared
     columns = (batch.loss_mask, returns_to_go(batch, 1.0), 1 - 2 * pi + squares)

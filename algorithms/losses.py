@@ -98,11 +98,16 @@ def within_divergence(divergence: Tensor, moved: Tensor, logprobs, batch: Batch,
     return -weight * batch.advantages * logprobs, clip_stats(low, high)
 
 
-# clip_cov and kl_cov (2505.22617) hold back the tokens that drive the entropy down: those with a large share in the
-# covariance of advantage and log-prob. Say four tokens have A = 1, 1, -1, -1 and log pi = -0.1, -2, -0.1, -2, so that
-# the means are 0 and -1.05: the sure token with A = 1 has (1 - 0) (-0.1 + 1.05) = +0.95, its update makes a sure token
-# surer; the rare one with A = 1 has -0.95. The choice is made among the tokens of a whole update on all ranks, or it
-# would change with the number of micro-batches.
+# clip_cov and kl_cov (2505.22617) hold back the tokens that reduce the entropy most: those that contribute most to the
+# covariance of advantage and log-prob. Four tokens, mean of A 0, mean of log pi -1.05:
+#
+#     A         1     1    -1    -1
+#     log pi  -0.1  -2.0  -0.1  -2.0     (the first and third were likely, the others rare)
+#     share   +0.95 -0.95 -0.95 +0.95    = (A - 0) (log pi + 1.05)
+#
+# The first token is likely and is made likelier, the last is rare and is made rarer: both make the distribution
+# sharper, and these are held back. They are chosen among all tokens of the update on all ranks; chosen per micro-batch
+# they would depend on the number of micro-batches.
 
 
 def covariance(logprobs: Tensor, batch: Batch) -> Tensor:

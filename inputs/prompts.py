@@ -410,7 +410,7 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
 def observed(prompt: Prompt, messages: list[dict], generator, schemas: list[dict] | None, cfg: TrainConfig) -> Prompt:
     """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded.
 
-    A sampler stops at the token that ends its turn: the template's text begins behind it, with the line break there.
+    A generator stops at the token that ends its turn: the template's text begins behind it, with the line break there.
     """
     processor = generator.tokenizer
     text = observation_text(messages, processor, schemas)
@@ -466,12 +466,12 @@ def image_metrics(generator) -> dict:
 
 
 def check_echo(prompt: Prompt, samples: list) -> None:
-    """The sampler must have seen the prompt that is trained on; RuntimeError says where the two differ."""
+    """The generator must have seen the prompt that is trained on; RuntimeError says where the two differ."""
     ours, theirs = prompt.token_ids, samples[0].prompt_ids
     if ours != theirs:
         place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
         raise RuntimeError(
-            f"the sampler made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
+            f"the generator made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
             f"{len(ours)}; they differ from token {place} on. Is the server's --model the trainer's --model_id? Scale "
             "images with --max_pixels and --min_pixels here, not with --mm-processor-kwargs there."
         )

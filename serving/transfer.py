@@ -1,6 +1,6 @@
 """The server's end of a weight push: a vLLM weight-transfer engine on torch process groups alone, and its routes.
 
-vLLM imports this module in every worker (`--worker-extension-cls vllm_transfer.TransferWorker`), which registers the
+vLLM imports this module in every worker (`--worker-extension-cls serving.transfer.TransferWorker`), which registers the
 engine under the name "torch"; vllm_server.py imports it for the routes. A push is start -> one update a bucket ->
 report -> finish; vLLM's layerwise reload puts the tensors in place. The same code runs on GPUs (NCCL) and CPUs (gloo);
 the trainer says which.

@@ -58,7 +58,7 @@ def full_gradients(policy) -> dict[str, torch.Tensor]:
             named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
             return {script.clean_name(n): g.clone() for n, g in named}
     named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
-    return {script.clean_name(n): utils._full(g).clone() for n, g in named}
+    return {script.clean_name(n): script.full(g).clone() for n, g in named}
 
 
 def gradients(policy, inner, batch, cfg, loss_of=script.micro_loss) -> dict[str, torch.Tensor]:

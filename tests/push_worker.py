@@ -25,7 +25,7 @@ def edit(policy: torch.nn.Module, seed: int) -> None:
     torch.manual_seed(seed)  # alike on every rank, as ddp needs it
     for parameter in policy.parameters():
         if parameter.requires_grad and parameter.numel():
-            local = parameter.data.to_local() if isinstance(parameter, utils._dtensor()) else parameter.data
+            local = parameter.data.to_local() if isinstance(parameter, script.DTensor) else parameter.data
             local.add_(torch.randn_like(local) * (local.std(correction=0) / 3 + 0.02))
 
 
@@ -40,7 +40,7 @@ def reset_peak() -> None:
 
 
 def snapshot(policy) -> list[torch.Tensor]:
-    return [utils._full(p.detach()).clone() for p in policy.parameters()]
+    return [script.full(p.detach()).clone() for p in policy.parameters()]
 
 
 def difference(policy, cfg, generator) -> tuple[float, set[int]]:

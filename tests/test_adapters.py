@@ -226,7 +226,7 @@ def test_wordle_needs_word_lists(tmp_path):
     tagger.mkdir(parents=True)
     for part, content in (("weights", {}), ("tagdict", dict.fromkeys(words, "NN")), ("classes", ["NN"])):
         (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(content))
-    code = "from adapters import get_environment as g; e = g('textarena?id=Wordle-v0')\n"
+    code = "from envs.adapters import get_environment as g; e = g('textarena?id=Wordle-v0')\n"
     code += "for seed in (1, 1, 2, 3, 4, 5): w = e(); w.reset({}, seed); print('SECRET', w.game.state.game_state"
     code += "['secret_word']); print('SAID', w.step('[crane]')[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -16,8 +16,8 @@ from server_fixture import make_tiny
 import train_grpo as script
 import train_ppo
 from config import ConfigError, TrainConfig
-from envs import MOVES, Sokoban
 from envs.adapters import environment_maker, get_environment
+from envs.games import MOVES, Sokoban
 from runlog.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent

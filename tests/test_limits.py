@@ -347,6 +347,7 @@ def test_a_reward_in_a_process_of_its_own_that_is_late_costs_its_call_only(tmp_p
 def test_calls_given_up_are_counted_named_and_bounded(monkeypatch, caplog):
     monkeypatch.setattr(limits, "MAX_GIVEN_UP", 12)
     monkeypatch.setattr(limits, "GIVEN_UP_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "RUNNING", {})  # without what other tests left
     busy = load_function(f"{HOSTILE}:busy")
 
     async def calls(count):

@@ -209,7 +209,7 @@ def alive(pid):
 def test_a_scoring_process_that_cannot_start_is_an_error(capfd):
     with pytest.raises(RuntimeError, match="'nonsense' did not start"):
         WorkerPool("nonsense", size=1).map([("a",)])
-    assert "KeyError" in capfd.readouterr().err
+    assert "no 'nonsense_scorer'" in capfd.readouterr().err
 
 
 def test_reasoning_gym_scores_with_the_parameters_of_the_row():

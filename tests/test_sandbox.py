@@ -320,7 +320,7 @@ def test_it_dies_with_the_trainer(mode):
     here = str(Path(sandbox.__file__).parent)
     force = "sandbox.foreign_user = lambda program=None: None\n" if mode == "user namespace" else ""
     code = (
-        f"import sys; sys.path.insert(0, {here!r})\nimport sandbox\n{force}sandbox.why_not_contained()\n"
+        f"import sys; sys.path.insert(0, {here!r})\nfrom safety import sandbox\n{force}sandbox.why_not_contained()\n"
         "print('ready', flush=True)\n"
         "sandbox.run_python('import os, time\\nos.fork()\\nos.setsid()\\ntime.sleep(100)', seconds=100)"
     )

@@ -65,11 +65,11 @@ def test_the_loop_learns(preset, tmp_path):
 
 
 MEMORY = """
-import psutil, torch, models, train_grpo
+import psutil, torch, train_grpo
 from config import TrainConfig
 from push_worker import wide_llama
 
-script.load_hf_model = wide_llama  # 164 MiB
+train_grpo.load_hf_model = wide_llama  # 164 MiB
 wide_llama(None, torch.float32)
 for settings in (dict(beta=0.0), dict(beta=0.04, use_peft=True), dict(beta=0.04)):
     before = psutil.Process().memory_info().rss

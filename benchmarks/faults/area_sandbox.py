@@ -16,7 +16,7 @@ import psutil
 from case import BASE, ROOT, SCRIPTED, SMALL, Seen, alive, either, goes_on, named, output_of, shorten, wait_until
 
 BEGUN = "the code has begun"
-RUN = "from sandbox import run_python\n"
+RUN = "from safety.sandbox import run_python\n"
 CODING = "--dataset_id examples/coding.py:rows --reward_funcs code_tests --max_prompt_length 200 "
 ANSWER = "```python\ndef f(x):\n    return x\n```"
 

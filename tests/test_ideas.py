@@ -1,0 +1,146 @@
+"""docs/ideas.md: each idea, pasted into a copy of the script as the page says, trains and logs what it says."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from live import EVEN, ROOT, SMALL, running, trainer
+
+from runlog.reading import read_metrics
+
+PAGE = (ROOT / "docs" / "ideas.md").read_text()
+KNOB = "# A knob of your own:"
+
+
+def section(title: str) -> str:
+    found = re.search(rf"(?ms)^## {re.escape(title)}.*?$(.*?)(?=^## |\Z)", PAGE)
+    assert found, title
+    return found[1]
+
+
+def paste(title: str, script: str, name: str) -> str:
+    """The script with the blocks of a section: knobs below the comment about them, the rest above section 11."""
+    lines = script.splitlines(keepends=True)
+    for block in re.findall(r"(?s)```python\n(.*?)```", section(title)):
+        first = "class TrainConfig" in block
+        at = next(i for i, line in enumerate(lines) if line.startswith(KNOB if first else "# ==== 11"))
+        lines[at + first : at + first] = ["\n", block, "\n\n"]
+    return "".join(lines)
+
+
+@pytest.fixture
+def copy(request):
+    """Copies of both scripts beside the originals, removed afterwards."""
+    names = {
+        name: f"copy_{request.node.name.translate({91: '_', 93: None, 45: '_'})}_{name}" for name in ("grpo", "ppo")
+    }
+    paths = {name: ROOT / f"{stem}.py" for name, stem in names.items()}
+    yield lambda title: write(title, paths)
+    for path in paths.values():
+        path.unlink(missing_ok=True)
+        shutil.rmtree(ROOT / "__pycache__" / path.stem, ignore_errors=True)
+
+
+def write(title: str, paths: dict[str, Path]) -> dict[str, str]:
+    paths["grpo"].write_text(paste(title, (ROOT / "train_grpo.py").read_text(), paths["grpo"].stem))
+    ppo = (ROOT / "train_ppo.py").read_text()
+    paths["ppo"].write_text(re.sub(r"\btrain_grpo\b(?!\.py)", paths["grpo"].stem, ppo))
+    return {name: path.name for name, path in paths.items()}
+
+
+def train(folder: Path, script: str, flags: str, run: str = "run") -> list[dict]:
+    """Lines of the steps of a run."""
+    (folder / "even.py").write_text(EVEN)
+    base = f"{SMALL} --reward_funcs {folder}/even.py:even --max_steps 3 --output_dir {folder} --run_name {run} "
+    with running(trainer(folder / f"{run}.log", *(base + flags).split(), script=script)) as process:
+        assert process.end() == 0, process.text[-3000:]
+    return [line for line in read_metrics(folder / run) if "reward" in line]
+
+
+# What makes rewards of 0 and 1, for ideas about right and wrong.
+HARD = "def right(completion_ids, **_):\n"
+HARD += "    return [float(sum(t % 2 == 0 for t in ids) > len(ids) / 2) for ids in completion_ids]\n"
+
+IDEAS = [
+    ("An advantage: MaxRL", "--advantage maxrl", "maxrl/group_mean"),
+    ("An advantage with a knob: pass@k", "--advantage passk --pass_k 2", "pass_at_k"),
+    ("A loss whose bounds", "--policy_loss dynamic_clip --num_iterations 2", "clip_ratio/low_mean"),
+    ("A loss with two knobs", "--policy_loss ce_gppo --num_iterations 2 --keep_low 0.75", "ce_gppo/kept_mean"),
+    ("Advantages weighted by entropy", "--advantage entropy_weighted", "entropy_bonus"),
+    ("Another optimizer", "--learning_rate 1e-4", "lr/embeddings"),
+    ("A supervised term", "--sft_steps 2", "sft/right_mean"),
+]
+
+
+@pytest.mark.parametrize("title, flags, metric", IDEAS, ids=[flags.split()[1] for _, flags, _ in IDEAS])
+def test_idea(title, flags, metric, copy, tmp_path):
+    (tmp_path / "right.py").write_text(HARD)
+    steps = train(tmp_path, copy(title)["grpo"], f"--reward_funcs {tmp_path}/right.py:right {flags}")
+    assert len(steps) == 3 and metric in steps[0], sorted(steps[0])
+    if metric == "sft/right_mean":
+        assert metric in steps[1] and metric not in steps[2]
+    if metric == "lr/embeddings":
+        assert steps[0][metric] == pytest.approx(steps[0]["lr"] / 10)
+    if metric == "pass_at_k":
+        assert all(0 < step[metric] <= 1 for step in steps)
+
+
+def test_knobs_of_a_loss_work_with_a_critic(copy, tmp_path):
+    steps = train(tmp_path, copy("A loss with two knobs")["ppo"], "--policy_loss ce_gppo --keep_low 0.75")
+    assert "ce_gppo/kept_mean" in steps[0] and "value/loss" in steps[0]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["keep_low"] == 0.75
+
+
+def without_times(lines: list[dict]) -> list[dict]:
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.mark.parametrize("title", ["A curriculum", "A replay"])
+def test_what_is_remembered_is_restored(title, copy, tmp_path):
+    """A resumed run draws the rows, and replays the completions, that the uninterrupted one does: bit for bit."""
+    script = copy(title)["grpo"]
+    (tmp_path / "right.py").write_text(HARD.replace("> len(ids) / 2", "> len(ids) * 0.7"))
+    flags = f"--reward_funcs {tmp_path}/right.py:right --dataset_id {tmp_path}/rows.jsonl --prompts_per_step 2 "
+    flags += "--save_steps 1"
+    rows = "".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(4))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    whole = without_times(train(tmp_path, script, f"{flags} --max_steps 6", "whole"))
+    train(tmp_path, script, f"{flags} --max_steps 3", "parts")
+    parts = without_times(train(tmp_path, script, f"{flags} --max_steps 6 --resume", "parts"))
+    assert parts == whole
+    if title == "A replay":
+        assert sum(step.get("rollout/replay", 0) for step in whole) > 0
+        files = sorted((tmp_path / "whole" / "completions").glob("*.parquet"))
+        import pandas
+
+        marked = pandas.concat([pandas.read_parquet(file) for file in files])
+        assert (marked.get("origin") == "replay").sum() == sum(step.get("rollout/replay", 0) for step in whole)
+
+
+def test_ideas_without_code(tmp_path):
+    """KL to a moving average; a push every so many steps, with the lag said, and always before an evaluation."""
+    flags = "--push_steps 4 --max_steps 6 --eval_steps 5 --eval_generations 1 "
+    steps = train(tmp_path, "train_grpo.py", flags + "--beta 0.01 --ref_sync_steps 1 --ref_sync_alpha 0.01")
+    assert [step["policy_lag"] for step in steps] == [0, 1, 2, 3, 0, 0]
+    assert steps[-1]["kl"] > 0
+
+
+def test_a_reward_that_compares(tmp_path):
+    (code,) = re.findall(r"(?s)```python\n(.*?)```", section("A reward that compares"))
+    (tmp_path / "my_rewards.py").write_text(code)
+    steps = train(tmp_path, "train_grpo.py", f"--reward_funcs {tmp_path}/my_rewards.py:win_rate")
+    assert steps[0]["reward"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_a_reference_that_follows_at_once_is_the_policy(strategy, tmp_path):
+    """--ref_sync_alpha 1 on two ranks: every weight has moved, those of the root module too, so the KL is 0."""
+    flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --max_steps 3 --output_dir {tmp_path} --run_name run "
+    flags += f"--strategy {strategy} --beta 0.01 --ref_sync_steps 1 --ref_sync_alpha 1"
+    (tmp_path / "even.py").write_text(EVEN)
+    with running(trainer(tmp_path / "log", *flags.split(), ranks=2)) as process:
+        assert process.end() == 0, process.text[-3000:]
+    kl = [line["kl"] for line in read_metrics(tmp_path / "run") if "reward" in line]
+    assert kl == pytest.approx([0, 0, 0], abs=1e-9)
