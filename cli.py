@@ -157,7 +157,8 @@ def unknown_argument(given: str, hints: dict) -> ConfigError:
 
 
 def read_yaml(path: str, known: list[str]) -> dict:
-    """`flag: value` lines of a --config file, the names checked."""
+    """`flag: value` lines of a --config file, the names checked; without the section `example`, which
+    examples/run.py reads and checks."""
     try:
         with open(path) as file:
             values = yaml.safe_load(file) or {}
@@ -169,6 +170,8 @@ def read_yaml(path: str, known: list[str]) -> dict:
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"--config={path}: expected `flag: value` lines, found a {type(values).__name__}.")
+    if isinstance(values.get("example"), dict):
+        del values["example"]
     for name in values:
         known_name(f"--config={path}", name, known)
     return values

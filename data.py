@@ -27,7 +27,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from cli import ConfigError, known_name, shorten
-from plugins import function_path, load_function
+from plugins import function_path, load_function, require
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # of rows whose environment makes the prompt
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
@@ -265,6 +265,7 @@ def load_gym(task: str, split: str, seed: int) -> list[dict]:
     """`prompt` is the task's question; its own keys (question, answer, metadata) stay, and `reasoning_gym_task` tells
     the reward function reasoning_gym which scorer to use. Parameter `size` sets the number of rows, `seed` overrides.
     """
+    require("reasoning_gym", f"--dataset_id=reasoning_gym:{task}")
     import reasoning_gym
 
     known_name("split of a reasoning-gym task", split, GYM_SPLITS)

@@ -1,4 +1,4 @@
-"""Code of others that is named on the command line, as path/to/file.py:function."""
+"""Code of others: named on the command line, as path/to/file.py:function, and packages that not every run needs."""
 
 import hashlib
 import importlib.util
@@ -14,6 +14,19 @@ def function_path(spec: str) -> tuple[str, str] | None:
     """`path/to/file.py:function` -> (path, function); None for anything else."""
     found = re.fullmatch(r"(.+\.py):(\w+)", spec)
     return (found[1], found[2]) if found else None
+
+
+def require(module: str, what: str) -> None:
+    """ConfigError that says what to install, if `what` needs a module that is not there. Imports nothing."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(not_installed(module, what))
+
+
+def not_installed(module: str, what: str) -> str:
+    package = module.replace("_", "-")
+    pinned = "".join(path.read_text() for path in Path(__file__).parent.glob("requirements*.txt"))
+    found = re.search(rf"^{re.escape(package)}==[\w.]+", pinned, re.MULTILINE)
+    return f"{what}: {package} is not installed; pip install {found[0] if found else package}"
 
 
 def load_function(spec: str, also: type | tuple = ()):
@@ -32,8 +45,10 @@ def load_function(spec: str, also: type | tuple = ()):
             sys.path.append(str(file.parent))  # last: the file can import its neighbours, which never shadow ours
         try:
             module_spec.loader.exec_module(sys.modules[module_name])
-        except BaseException:
+        except BaseException as error:
             del sys.modules[module_name]
+            if isinstance(error, ModuleNotFoundError) and "==" in (text := not_installed(error.name, spec)):
+                raise ConfigError(text) from error
             raise
     names = vars(sys.modules[module_name])
     if not callable(names.get(name)) and not isinstance(names.get(name), also):

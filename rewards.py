@@ -45,7 +45,7 @@ from types import SimpleNamespace
 from cli import shorten
 from config import ConfigError, known_name
 from data import RESERVED, parse_gym
-from plugins import function_path, load_function
+from plugins import function_path, load_function, require
 from safety.limits import copied, run_limited
 from safety.workers import WorkerPool
 from scoring.instructions import instructions
@@ -208,6 +208,8 @@ def get_reward_function(name_or_path: str) -> Callable:
     if function_path(name_or_path):
         return load_function(name_or_path)
     known_name("--reward_funcs (names, or path/to/file.py:function)", name_or_path, REWARDS)
+    if module := {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(name_or_path):
+        require(module, f"--reward_funcs {name_or_path}")  # here: its own process would fail at every completion
     return REWARDS[name_or_path]
 
 

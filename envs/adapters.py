@@ -29,7 +29,7 @@ from config import ConfigError, known_name
 from envs import Environment, FrozenLake, Sokoban, ToolEnvironment
 from envs.mcp_tools import get_tools
 from envs.tools import Toolbox, from_function, instructions, model_tool
-from plugins import function_path, load_function
+from plugins import function_path, load_function, require
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,10 @@ class Gymnasium(Environment):
     """
 
     def __init__(self, id: str, hint: str = "", penalty: float = 0.1, **options):
+        self.hint, self.penalty, where = hint, penalty, f"--env gymnasium?id={id}"
+        require("gymnasium", where)
         import gymnasium
 
-        self.hint, self.penalty, where = hint, penalty, f"--env gymnasium?id={id}"
         try:
             self.env = gymnasium.make(id, **options)
             if "render_mode" not in options and "ansi" in self.env.metadata.get("render_modes", ()):
@@ -155,10 +156,11 @@ class TextArena(Environment):
             self.game = self.made(id, options)
 
     def made(self, id: str, options: dict):
+        where = f"--env textarena?id={id}"
+        require("textarena", where)
         import textarena
         from textarena.envs.registration import ENV_REGISTRY
 
-        where = f"--env textarena?id={id}"
         if id not in ENV_REGISTRY:
             guess = nearest(id, ENV_REGISTRY)
             raise ConfigError(f"{where}: TextArena has no such game.{f' Did you mean {guess!r}?' if guess else ''}")

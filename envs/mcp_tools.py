@@ -38,6 +38,7 @@ from envs.mcp_connection import (
     run_loop,
 )
 from envs.tools import Tool, named_tools
+from plugins import require
 from safety.limits import AT_END, start_thread
 
 __all__ = ["RESTARTS", "TrajectoryServers", "close_all", "connect", "log_file", "log_to"]
@@ -77,6 +78,7 @@ def connect(path: str, seconds: float) -> list[Tool]:
     seconds: a server may take to start and to list its tools, and for a call if its entry has no `timeout`.
     Raises ConfigError naming the server that is not as it should be, and quoting the last lines it wrote.
     """
+    require("mcp", f"--mcp_config={path}")
     servers = read_servers(path, seconds)
     if run_loop():
         AT_END.append(close_all)

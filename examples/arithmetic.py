@@ -1,7 +1,6 @@
 """Sums and products of three-digit numbers, which a small model cannot do in its head, with a calculator at hand.
 
-python scripts/warm_start.py --demonstrations examples/arithmetic.py:demonstrate ...     # how a call is written
-... --tools calculator --dataset_id examples/arithmetic.py:rows --reward_funcs examples/arithmetic.py:right
+python examples/run.py arithmetic      # a warm start - how a call is written - and three seeds beside a live server
 """
 
 import random

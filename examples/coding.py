@@ -1,6 +1,6 @@
 """Small python functions, judged by tests that the model does not see, run in the sandbox (safety/sandbox.py).
 
-    ... --dataset_id examples/coding.py:rows --reward_funcs code_tests --max_completion_length 96
+    python examples/run.py coding      # three seeds beside a live server
 
 The reward is the share of a row's tests that pass; `eval/pass@k` counts rows of which all do. With `--tools python` the
 model may try its program before it answers.

@@ -1,6 +1,6 @@
 """Drawn geometry: read the labels off a figure, then reckon. Answers are numbers, for the reward `math`.
 
-    ... --dataset_id examples/geometry.py:rows --reward_funcs math
+    python examples/run.py geometry      # settings in geometry.yaml; it was never run to its end
 
 Right triangles (Pythagorean, so that every side is whole), rectangles and circles of random place and size; the drawing
 is not to scale. Splits "train" (2,000 rows) and "test" (200) are streams of their own: pictures never recur, the few

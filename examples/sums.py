@@ -3,8 +3,8 @@
 60 pairs {a, b}, a < b, are held out in both orders: split "test" asks each of them once, split "train" has all 2,380
 other ordered pairs. `seed` draws them, so train and test must be given the same one (the train script does).
 
-    python train_grpo.py --model_id models/SmolLM2-135M-Instruct --dataset_id examples/sums.py:rows --eval_steps 10 \\
-        --reward_funcs last_number --max_completion_length 12 --prompts_per_step 8 --use_peft --learning_rate 3e-4
+    bash scripts/demo.sh                                                 # with a server
+    python train_grpo.py --config examples/sums.yaml --generator hf      # without; models/ is scripts/make_models.py's
 """
 
 import itertools

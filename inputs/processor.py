@@ -91,5 +91,9 @@ def load_processor(model_id: str):
     """The processor of text and images of a model that takes images, of others the tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    with loading(model_id):
-        return (AutoProcessor if takes_images(load_config(model_id)) else AutoTokenizer).from_pretrained(model_id)
+    kind = AutoProcessor if takes_images(load_config(model_id)) else AutoTokenizer
+    try:
+        with loading(model_id):
+            return kind.from_pretrained(model_id)
+    except ImportError as error:  # a package that this model's processor alone needs, and what to install
+        raise ConfigError(f"--model_id={model_id}: {' '.join(str(error).split())}") from error

@@ -9,6 +9,14 @@ PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/p
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
 
 
+def held_out(run_dir: Path) -> dict[str, list[str]]:
+    """{metric: its value in each evaluation of the run, in order}, "-" where one has no such number."""
+    evaluations = [line for line in read_metrics(run_dir) if "eval/reward" in line]
+    metrics = dict.fromkeys(key for line in evaluations for key in line if key.startswith("eval/"))
+    values = {key: [line.get(key) for line in evaluations] for key in metrics}
+    return {key: ["-" if value is None else f"{value:.3f}" for value in found] for key, found in values.items()}
+
+
 def read_metrics(run_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl; None stands for a number that was not finite. A torn last line is left out."""
     path = Path(run_dir) / "metrics.jsonl"

