@@ -516,13 +516,14 @@ def lr_at(update: int, cfg: TrainConfig) -> float:
 
 
 async def rollout(
-    rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, version: int | None = None
+    rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, versions: range | None = None
 ) -> tuple[list[list], dict]:
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
     version: of the weights that must have sampled every token; None: any. Returns each row's trajectories, those that
     failed among them (info["failure"], nothing sampled), and two times in seconds: until the last token was sampled,
     and what scoring took after that.
+    collector.pushed(pushed, cfg)
     """
     start, sampled = time.perf_counter(), []
 
@@ -530,8 +531,8 @@ async def rollout(
         trajectories = await ROLLOUTS[cfg.rollout]([row], generator, part)
         sampled.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
-        if version is not None:
-            utils.check_fresh(played, version, cfg.generator)
+        if versions is not None:
+            utils.check_fresh(played, versions, cfg.generator)
         try:
             await score(played, reward_functions, cfg)
         except RewardError as error:
@@ -555,47 +556,72 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     return window and (len(group) == 1 or (len(scores) > 1 and float(scores.std()) > cfg.group_std_min + 1e-6))
 
 
-async def collect(
-    rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, version=None
-) -> tuple[list[Trajectory], dict]:
-    """One step's trajectories and their metrics, on this rank.
+async def sample_step(
+    rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, versions=None
+) -> list[tuple]:
+    """What this rank samples for a step: for each place (group, how many were replaced, whether it is silent, seconds).
 
     --dynamic_sampling: groups without signal are replaced by others (DAPO, 2503.14476 sec. 3.2), in a bounded number of
     rounds. Groups that are still without signal then stay, so that a step never grows or shrinks. sampler: the prompt
     sampler. version: of the weights that must have sampled, if not `step`. Baselines (remax) are the scores of a greedy
     completion of each prompt.
+    collector.pushed(pushed, cfg)
     """
-    version = step if version is None else version
-    numbers = list(sampler.next(step))
-    groups, metrics = await rollout([rows[i] for i in numbers], generator, reward_functions, cfg, version)
-    resampled, silent = 0, []
-    for number in range(cfg.resample_rounds + 1 if cfg.dynamic_sampling else 0):
-        silent = [slot for slot, group in enumerate(groups) if not has_signal(group, cfg)]
-        if not silent or number == cfg.resample_rounds:
-            break
-        others = sampler.extra(step, number, len(silent))
-        new, seconds = await rollout([rows[i] for i in others], generator, reward_functions, cfg, version)
-        resampled += len(silent)
-        metrics = {name: value + seconds[name] for name, value in metrics.items()}
-        for slot, group, other in zip(silent, new, others, strict=True):
-            if has_signal(group, cfg):
-                groups[slot], numbers[slot] = group, other
-    if "baselines" in needs(cfg):
-        greedy = replace(cfg, num_generations=1, temperature=0.0)
-        baselines, _ = await rollout([group[0].row for group in groups], generator, reward_functions, greedy, version)
-        for group, (baseline,) in zip(groups, baselines, strict=True):
+    versions = versions or range(step, step + 1)
+    greedy = replace(cfg, num_generations=1, temperature=0.0)
+
+    async def place(slot: int, number: int) -> tuple[list[Trajectory], int, bool, dict]:
+        spent: dict[str, float] = defaultdict(float)
+        for replaced in range(cfg.resample_rounds + 1):
+            (group,), seconds = await rollout([rows[number]], generator, reward_functions, cfg, versions)
+            for name, value in seconds.items():
+                spent[name] += value
+            silent = cfg.dynamic_sampling and not has_signal(group, cfg)
+            if not silent or replaced == cfg.resample_rounds:
+                break
+            number = sampler.extra(step, replaced, sampler.share)[slot]
+        if "baselines" in needs(cfg):
+            ((baseline,),), _ = await rollout([rows[number]], generator, reward_functions, greedy, versions)
             for trajectory in group:
                 trajectory.info["baselines"] = sum(baseline.token_rewards)
                 trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
-    for slot, group in enumerate(groups):
         for trajectory in group:
-            trajectory.group, trajectory.info["row_number"] = slot, numbers[slot]
-    metrics["rollout/failed"] = check_failed(groups, cfg)
-    groups = without_failed(groups)
+            trajectory.group, trajectory.info["row_number"] = slot, number
+        return group, replaced, silent, spent
+
+    return await asyncio.gather(*(place(slot, number) for slot, number in enumerate(sampler.next(step))))
+
+
+def collect(rows: list[dict], sampler, step: int, sampled: list[tuple], cfg: TrainConfig) -> tuple[list, dict]:
+    """A step's trajectories of this rank, without those that failed, and metrics of how they were sampled."""
+    groups, replaced, silent, seconds = (list(part) for part in zip(*sampled, strict=True))
+    generate = max(spent["time/generate"] for spent in seconds)
+    whole = max(sum(spent.values()) for spent in seconds)
+    metrics = {"time/generate": generate, "time/score": whole - generate, "rollout/failed": check_failed(groups, cfg)}
     if cfg.dynamic_sampling:
-        counts = utils.all_sum(torch.tensor([resampled, len(silent)])).tolist()
+        counts = utils.all_sum(torch.tensor([sum(replaced), sum(silent)])).tolist()
         metrics |= dict(zip(("dynamic_sampling/resampled", "dynamic_sampling/silent"), counts, strict=True))
-    return sum(groups, []) or [empty_trajectory(rows[numbers[0]], version, cfg)], metrics
+    return sum(without_failed(groups), []) or [empty_trajectory(rows[sampler.next(step)[0]], step, cfg)], metrics
+
+
+class Collector:
+    """Samples what a step learns from when it is wanted. train_async.py has one that works ahead."""
+
+    def __init__(self, run: SimpleNamespace, cfg: TrainConfig):
+        self.run = run
+
+    def pushed(self, version: int, cfg: TrainConfig) -> None:
+        """The generator has the weights after `version` optimizer steps."""
+
+    def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
+        """The trajectories of a step and their metrics. version: of the weights that sample."""
+        run, versions = self.run, range(version, version + 1)
+        arguments = (run.rows, run.sampler, step)
+        sampled = sample_step(*arguments, run.generator, run.reward_functions, cfg, versions)
+        return collect(*arguments, asyncio.run(sampled), cfg)
+
+    def close(self) -> None:
+        """The run is over."""
 
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
@@ -1015,7 +1041,9 @@ def evaluate(
     k = cfg.eval_generations
     eval_cfg = replace(cfg, num_generations=k, temperature=cfg.eval_temperature)
     share = rows[rank::world]
-    groups = asyncio.run(rollout(share, generator, reward_functions, eval_cfg, step))[0] if share else []
+    groups = (
+        asyncio.run(rollout(share, generator, reward_functions, eval_cfg, range(step, step + 1)))[0] if share else []
+    )
     failed = check_failed(groups, cfg)
     groups = [group for group in without_failed(groups) if group]
     mine = sum(groups, [])
@@ -1092,12 +1120,17 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     )  # fmt: skip
 
 
-def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
-    """The loop. Returns the last evaluation's metrics (empty without evaluation).  make_critic: see train_ppo.py."""
+def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: Callable = Collector) -> dict:
+    """The loop. Returns the last evaluation's metrics (empty without evaluation).
+
+    make_critic: see train_ppo.py; make_collector: see train_async.py.
+    """
     cfg, run = start(cfg, make_critic)
+    collector = make_collector(run, cfg)
     policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the optimizer steps that made them
+    collector.pushed(pushed, cfg)
 
     def seed_generator(step: int, stream: int) -> None:
         if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did
@@ -1120,9 +1153,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
         with clock(metrics, "step"):
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(step, 0)
-            trajectories, collected = asyncio.run(
-                collect(run.rows, run.sampler, step, generator, run.reward_functions, cfg, pushed)
-            )
+            trajectories, collected = collector.take(step, pushed, cfg)
             metrics |= collected | rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             trajectories = sorted(after_rollout(trajectories, memory, step, cfg), key=lambda t: t.group)
@@ -1142,6 +1173,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
                     push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
+                    collector.pushed(pushed, cfg)
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
@@ -1161,6 +1193,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
                 cfg.save_total_limit,
             )  # fmt: skip
 
+    collector.close()
     generator.close()
     if log:
         log.close()
@@ -1172,12 +1205,12 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None) -> dict:
 # ==== main ===========================================================================================================
 
 
-def main(cfg: TrainConfig, make_critic: Callable | None = None) -> None:
+def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: Callable = Collector) -> None:
     """Train, and end the process for good: no rank, thread or process group keeps a failed run alive."""
     utils.watch_process()
     status = 1
     try:
-        train(cfg, make_critic)
+        train(cfg, make_critic, make_collector)
         status = 0
     except KeyboardInterrupt:
         status = utils.explain_interrupt()

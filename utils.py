@@ -161,19 +161,20 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
 # ---- 3 checks of a run ----------------------------------------------------------------------------------------------
 
 
-def check_fresh(trajectories: list, version: int, generator: str = "vllm") -> None:
-    """RuntimeError unless the weights `version` sampled every token: from the first one on and to the last."""
+def check_fresh(trajectories: list, versions: range, generator: str = "vllm") -> None:
+    """RuntimeError unless weights of these versions sampled every token: from the first one on and to the last."""
     spans = [(t.policy_version, t.policy_version_last) for t in trajectories]
     spans = [(first, first if last is None else last) for first, last in spans]
-    if stale := [span for span in spans if span != (version, version)]:
+    if stale := [span for span in spans if span[0] not in versions or span[1] not in versions]:
         first, last = stale[0]
+        wanted = f"{versions[0]}" + f" to {versions[-1]}" * (len(versions) > 1)
         servers = (
             "Was the server started anew, or does another trainer push to it? Give each run a server of its own; "
             "--resume continues from the last checkpoint."
         )
         raise RuntimeError(
             f"{len(stale)} of {len(spans)} completions come from weights {first}{f' to {last}' * (last != first)}, not "
-            f"{version}. {servers if generator == 'vllm' else 'Is push_weights called with another version?'}"
+            f"{wanted}. {servers if generator == 'vllm' else 'Is push_weights called with another version?'}"
         )
 
 

@@ -5,6 +5,7 @@
 #   bash scripts/demo.sh                        10 to 15 minutes on two idle CPU cores, with installation
 #   bash scripts/demo.sh --max_steps 10         flags go to the train script; its settings: examples/sums.yaml
 #   bash scripts/demo.sh ppo                    the same with train_ppo.py: 64 prompts x 1 completion and a critic
+#   bash scripts/demo.sh async                  the same with train_async.py: the server samples while the trainer updates
 #
 # It ends with eval/mean@4 of about .03 before and .7 or more after. Whatever happens, the server is gone afterwards.
 set -euo pipefail
@@ -14,6 +15,9 @@ script=train_grpo.py algorithm=()
 if [ "${1:-}" = ppo ]; then
   script=train_ppo.py algorithm=(--prompts_per_step 64 --num_generations 1 --critic_learning_rate 3e-4 --critic_warmup 2)
   algorithm+=(--lr_schedule constant)
+  shift
+elif [ "${1:-}" = async ]; then
+  script=train_async.py
   shift
 fi
 

@@ -11,6 +11,7 @@ import tiny_vlms
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import collected
 from test_turns import ENDS, TURNS, Scripted, add, config, tokenizer_of, tool_environment
 
 import rewards
@@ -277,7 +278,7 @@ def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
             return [0, 1]
 
     functions = {"environment": rewards.environment}
-    trajectories, metrics = asyncio.run(script.collect(rows, Sampler(), 3, generator, functions, cfg))
+    trajectories, metrics = collected(rows, Sampler(), 3, generator, functions, cfg)
     lost = 0 if fault in ("none", "close") else 2
     assert metrics["rollout/failed"] == lost and len(trajectories) == 8 - lost
     assert Moody.closed == 8
@@ -289,12 +290,12 @@ def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
         assert caplog.text.count("a trajectory failed and is left out") == 1 and "Moody." in caplog.text
         stop = TrainConfig(**vars(cfg) | {"env_errors": "stop"})
         with pytest.raises(TrajectoryError, match=r"Moody\."):
-            asyncio.run(script.collect(rows, Sampler(), 3, generator, functions, stop))
+            collected(rows, Sampler(), 3, generator, functions, stop)
         few = TrainConfig(**vars(cfg) | {"max_failed": 0.1})
         with pytest.raises(
             TrajectoryError, match="(?s)Moody.*2 of 8 trajectories of this step failed.*--max_failed=0.1"
         ):
-            asyncio.run(script.collect(rows, Sampler(), 3, generator, functions, few))
+            collected(rows, Sampler(), 3, generator, functions, few)
     elif fault == "close":
         assert "Moody.close() raised" in caplog.text
 

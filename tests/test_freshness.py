@@ -1,11 +1,11 @@
 """Whatever is trained on, evaluated or used as a baseline was sampled by the weights that were pushed last."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 import torch
 from server_fixture import TINY, make_tiny
+from steps import collected
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo as script
@@ -65,7 +65,7 @@ def test_greedy_baselines_are_checked_too():
     sampler = script.PromptSampler(len(ROWS), 2, seed=0)
     generator = Sampler(lambda temperature: (3, 3) if temperature else (2, 2))
     with pytest.raises(RuntimeError, match="1 of 1 completions come from weights 2, not 3"):
-        asyncio.run(script.collect(ROWS, sampler, 3, generator, {"length": length}, cfg))
+        collected(ROWS, sampler, 3, generator, {"length": length}, cfg)
 
 
 def pushed(server, version: int, shift: float = 0.0) -> VLLMClient:

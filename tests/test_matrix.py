@@ -1,6 +1,5 @@
 """Every advantage with every loss takes real optimizer steps; masks, corrections, adaptive knobs do what they say."""
 
-import asyncio
 import copy
 import math
 from dataclasses import replace
@@ -8,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gradient_worker import SETTINGS, local_batch, small_llama
+from steps import collected
 
 import train_grpo as script
 from algorithms import checks
@@ -213,7 +213,7 @@ def collect(monkeypatch, rows, **options):
     Parity.tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: str(ids)})()
     cfg = TrainConfig(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], **options)
     sampler = script.PromptSampler(len(rows), 4, seed=0)
-    trajectories, metrics = asyncio.run(script.collect(rows, sampler, 0, Parity(), {"by_row": by_row}, cfg))
+    trajectories, metrics = collected(rows, sampler, 0, Parity(), {"by_row": by_row}, cfg)
     assert [t.group for t in trajectories] == [g for g in range(4) for _ in range(3)]
     return trajectories, metrics, sampler
 

@@ -485,7 +485,7 @@ def test_a_death_quotes_the_log(tmp_path, caplog):
     for _ in range(2):
         ((text, _),) = run(box, ("die", {}))
         assert "is gone" in text and "last words" not in text
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "mcp_tools"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "envs.mcp_tools"]
     assert line.startswith("MCP server 'test' is gone") and "these are my last words" in line
     assert str(mcp_tools.log_file()) in line
 

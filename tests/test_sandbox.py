@@ -317,7 +317,7 @@ def test_no_signal_to_others(mode):
 
 def test_it_dies_with_the_trainer(mode):
     """kill -9 of the process that runs it: nothing lives on."""
-    here = str(Path(sandbox.__file__).parent)
+    here = str(Path(sandbox.__file__).parent.parent)
     force = "sandbox.foreign_user = lambda program=None: None\n" if mode == "user namespace" else ""
     code = (
         f"import sys; sys.path.insert(0, {here!r})\nfrom safety import sandbox\n{force}sandbox.why_not_contained()\n"
@@ -450,7 +450,7 @@ def test_a_bubblewrap_that_does_not_work_is_named(monkeypatch, tmp_path):
 def test_training_asks_before_it_starts(monkeypatch, capsys):
     import train_grpo
 
-    root = Path(sandbox.__file__).parent
+    root = Path(sandbox.__file__).parent.parent
     common = dict(model_id=str(root / "models/tiny"), generator="hf", dataset_id=f"{root}/examples/coding.py:rows")
     monkeypatch.setattr(sandbox, "why_not_contained", lambda: "the test says so")
     for given in (dict(reward_funcs=["code_tests"]), dict(reward_funcs=["format"], tools=["python", "calculator"])):

@@ -1,0 +1,117 @@
+"""What sampling while the trainer updates saves: train_grpo.py against train_async.py at several bounds.  No GPU.
+
+    python benchmarks/overlap.py                                    # about 40 minutes on two idle cores
+    python benchmarks/overlap.py --steps 6 --repetitions 1 --tails  # a look, heavy tails instead of equal lengths
+
+A live vLLM server and the trainer are each pinned to a core of their own, which is what two GPUs are to them. SmolLM2
+(135 M, LoRA), the demo's batch of 8 prompts x 8 completions, an update and a push a step, all alike in the scripts that
+are compared; they run in turn, `repetitions` times. The first two steps of each run are left out: the server compiles,
+and nothing was sampled ahead.
+
+--tails: three turns with an environment whose answers take lognormal times of mean .5 s, as tools do (slow_env.py).
+
+Written to benchmarks/results/overlap.md (or overlap_tails.md).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from server_fixture import free_port  # noqa: E402
+
+from runlog.reading import read_metrics  # noqa: E402
+
+MODEL = "models/SmolLM2-135M-Instruct"
+COMMON = (
+    f"--model_id {MODEL} --dataset_id examples/sums.py:rows --reward_funcs last_number --max_prompt_length 128 "
+    "--prompts_per_step 8 --num_generations 8 --use_peft --lora_r 32 --lora_alpha 64 --learning_rate 3e-4 "
+    "--print_samples_every 0 --logprob_diff_limit 1 "
+)
+EQUAL = "--max_completion_length 12 --min_completion_length 12 "
+TAILS = "--max_completion_length 96 --max_turn_length 8 --env benchmarks/slow_env.py:Slow --tokenization_check off "
+SYSTEMS = {"train_grpo.py": [], **{f"max_staleness {n}": ["--max_staleness", str(n)] for n in (1, 2, 4)}}
+
+
+def pinned(core: int, command: list[str], log: Path, **variables: str) -> subprocess.Popen:
+    """A process on one core, with all its threads."""
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")}
+    threads["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
+    environment = os.environ | threads | {"OMP_WAIT_POLICY": "PASSIVE"} | variables
+    with open(log, "w") as file:
+        command = ["taskset", "-c", str(core), sys.executable, *command]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+
+
+def measure(name: str, steps: int, tails: bool, folder: Path) -> dict[str, float]:
+    """Means over the steps of one run, on a server of its own."""
+    token, port = os.urandom(8).hex(), free_port()
+    run = f"{name.replace(' ', '_').replace('.', '_')}_{int(time.time())}"
+    serve = ["vllm_server.py", "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
+    server = pinned(0, serve, folder / f"{run}-server.log", VLLM_SERVER_TOKEN=token)
+    script = "train_grpo.py" if name == "train_grpo.py" else "train_async.py"
+    flags = (COMMON + (TAILS if tails else EQUAL)).split() + SYSTEMS[name] + ["--max_steps", str(steps)]
+    where = ["--server_urls", f"http://127.0.0.1:{port}", "--server_timeout", "300", "--output_dir", str(folder)]
+    trainer = pinned(1, [script, *flags, *where, "--run_name", run], folder / f"{run}.log", VLLM_SERVER_TOKEN=token)
+    try:
+        if trainer.wait(3600):
+            raise SystemExit((folder / f"{run}.log").read_text()[-3000:])
+    finally:
+        trainer.kill()
+        server.terminate()
+        server.wait(30)
+    lines = [line for line in read_metrics(folder / run) if "reward" in line]
+    ends = [line["time/unix"] for line in lines]
+    kept = lines[2:]
+    seconds = (ends[-1] - ends[1]) / len(kept)
+    mean = {key: statistics.mean(line.get(key) or 0.0 for line in kept) for key in kept[-1] if key != "step"}
+    tokens = (lines[-1]["num_tokens"] - lines[1]["num_tokens"]) / len(kept)
+    waited = mean.get("async/trainer_waited", mean["time/generate"] + mean["time/score"])
+    server_waited = mean.get("async/generator_waited", seconds - mean["time/generate"])
+    return {
+        "seconds": seconds, "tokens/s": tokens / seconds, "trainer waited": waited / seconds,
+        "server waited": server_waited / seconds, "staleness": mean.get("staleness/mean", 0.0),
+        "ess": mean.get("sampling/ess", 1.0), "update": mean["time/update"] + mean["time/push"] + mean["time/logprobs"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--tails", action="store_true")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict]] = {name: [] for name in args.systems}
+    for repetition in range(args.repetitions):
+        for name in args.systems:
+            found[name].append(measure(name, args.steps, args.tails, args.folder))
+            print(repetition, name, json.dumps({k: round(v, 3) for k, v in found[name][-1].items()}), flush=True)
+    medians = {n: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for n, runs in found.items()}
+    base = medians[args.systems[0]]["seconds"]
+    columns = ["seconds", "tokens/s", "trainer waited", "server waited", "staleness", "ess"]
+    command = " ".join(["python benchmarks/overlap.py", *sys.argv[1:]])
+    how = f"{args.repetitions} repetitions of {args.steps} steps in turn, medians; waiting as a share of the step"
+    lines = [
+        f"Measured on two cores, server and trainer pinned to one each: `{command}`; {how}.\n",
+        f"| | s a step | x | {' | '.join(columns[1:])} |",
+        "|---|" + "---:|" * (len(columns) + 1),
+    ]
+    for name, row in medians.items():
+        cells = [f"{row['seconds']:.2f}", f"{base / row['seconds']:.2f}", *(f"{row[c]:.2f}" for c in columns[1:])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    path = ROOT / "benchmarks" / "results" / ("overlap_tails.md" if args.tails else "overlap.md")
+    path.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

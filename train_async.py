@@ -1,0 +1,132 @@
+"""Generation and training at the same time: what it adds to train_grpo.py, which has the rest.
+
+    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
+    torchrun --nproc_per_node=8 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct --max_staleness 1
+
+The server samples what the next steps learn from while the trainer updates. Step t learns from the prompts it would
+have without this script, in the same order, and each once; only they may begin up to --max_staleness pushes earlier:
+
+    server    | step 0 | step 1 | step 2     | step 3 |            --max_staleness 1: while the trainer updates on
+    trainer            | upd. 0 | upd. 1 |   | upd. 2 | upd. 3     step t, step t + 1 is sampled
+
+A push does not end what is under way: those sequences go on with the new weights. So a completion may begin up to
+`max_staleness` versions before the one it is trained with, and end with a later one; never is it older, since nothing
+begins that could be. Slow completions are waited for and never thrown away, or short ones would be preferred. The ratio
+of trainer and sampling policy is corrected token by token, with the log-probs they were sampled with (--correction).
+
+Rewards, tools and environments run in the background, too. With a step's number alone everything can be found again: a
+resumed run samples afresh what was under way.
+"""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import train_grpo
+import utils
+from config import ConfigError, parse_args
+from rollouts import Trajectory
+from train_grpo import Collector, collect, sample_step
+
+
+class TrainConfig(train_grpo.TrainConfig):
+    # --- overlap ---
+    max_staleness: int = 1  # versions a completion's first weights may be behind those trained with it; 0: no overlap
+
+
+def check(cfg: TrainConfig) -> None:
+    """ConfigError for settings that cannot overlap."""
+    if cfg.max_staleness < 0:
+        raise ConfigError(f"--max_staleness={cfg.max_staleness}: give 0 (no overlap), 1 or a few.")
+    if cfg.max_staleness and cfg.generator == "hf":
+        raise ConfigError(
+            f"--max_staleness={cfg.max_staleness} --generator hf: the trainer's own process samples, so nothing can "
+            "overlap. Start vllm_server.py and use --generator vllm, or --max_staleness 0."
+        )
+    if cfg.max_staleness + 1 < cfg.push_steps:
+        raise ConfigError(
+            f"--push_steps={cfg.push_steps} --max_staleness={cfg.max_staleness}: the weights that sample are up to "
+            f"{cfg.push_steps - 1} steps old; allow that with --max_staleness {cfg.push_steps - 1} or more."
+        )
+
+
+class Ahead(Collector):
+    """Samples up to `max_staleness` steps ahead, on an event loop in the background."""
+
+    def __init__(self, run: SimpleNamespace, cfg: TrainConfig):
+        check(cfg)
+        super().__init__(run, cfg)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
+        self.steps: dict[int, asyncio.Future] = {}  # begun and not trained on, oldest first
+        self.next = run.first  # the first step that has not begun
+        self.idle_since, self.idle, self.lock = time.perf_counter(), 0.0, threading.Lock()
+
+    def begin(self, step: int, version: int, cfg: TrainConfig) -> None:
+        """Let a step's completions be sampled, from these weights or later ones."""
+        run, versions = self.run, range(version, max(version + cfg.max_staleness, step) + 1)
+        with self.lock:
+            if self.idle_since is not None:
+                self.idle, self.idle_since = self.idle + time.perf_counter() - self.idle_since, None
+        sampled = sample_step(run.rows, run.sampler, step, run.generator, run.reward_functions, cfg, versions)
+        self.steps[step] = asyncio.run_coroutine_threadsafe(sampled, self.loop)
+        self.steps[step].add_done_callback(self.ended)
+        self.next = step + 1
+
+    def ended(self, _) -> None:
+        with self.lock:
+            if all(future.done() for future in self.steps.values()):
+                self.idle_since = time.perf_counter()
+
+    def pushed(self, version: int, cfg: TrainConfig) -> None:
+        """Begin what will not be too old when it is trained on."""
+        ahead = cfg.max_staleness and not cfg.eval_only
+        while ahead and self.next <= min(version + cfg.max_staleness, cfg.max_steps - 1):
+            self.begin(self.next, version, cfg)
+
+    def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
+        """A step's trajectories, once they have ended; an error in any step that is under way is raised at once."""
+        if step == self.next:
+            self.begin(step, version, cfg)
+        under_way = sum(not future.done() for future in self.steps.values())
+        ready = len(self.steps) - under_way
+        start = time.perf_counter()
+        while not self.steps[step].done():
+            for future in list(self.steps.values()):
+                if future.done():
+                    future.result()
+            time.sleep(0.002)
+        waited = time.perf_counter() - start
+        trajectories, metrics = collect(self.run.rows, self.run.sampler, step, self.steps.pop(step).result(), cfg)
+        with self.lock:
+            idle, self.idle = self.idle, 0.0
+        metrics |= {"async/generate_seconds": metrics["time/generate"], "async/generator_waited": idle}
+        metrics |= {"async/trainer_waited": waited, "time/generate": waited, "time/score": 0.0}
+        share = self.run.sampler.share
+        metrics |= {"async/groups_under_way": under_way * share, "async/groups_ready": ready * share}
+        return trajectories, metrics | staleness(trajectories, step)
+
+    def close(self) -> None:
+        for future in self.steps.values():
+            future.cancel()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def staleness(trajectories: list[Trajectory], step: int) -> dict[str, float]:
+    """How many versions the weights that began a completion are behind those trained with it: mean, largest, and the
+    share of sampled tokens by lag, over all ranks."""
+    tokens: Counter = Counter()
+    for t in trajectories:
+        tokens[step - t.policy_version] += sum(t.loss_mask)
+    tokens = sum(utils.gather_objects(tokens), Counter())
+    total = max(sum(tokens.values()), 1)
+    shares = {f"staleness/tokens_{lag}": count / total for lag, count in sorted(tokens.items())}
+    mean = sum(lag * count for lag, count in tokens.items()) / total
+    return {"staleness/mean": mean, "staleness/max": max(tokens, default=0)} | shares
+
+
+if __name__ == "__main__":
+    CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0])
+    train_grpo.main(CONFIG, make_collector=Ahead)
