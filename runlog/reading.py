@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from cli import ConfigError
+from safety.storable import text_of
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
@@ -52,4 +53,4 @@ def readable_prompt(text: str) -> str:
     try:
         return "\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError):  # a prompt that is JSON by itself, for one
-        return str(text)
+        return text_of(text)

@@ -246,7 +246,7 @@ def test_a_checkpoint_that_fails_takes_no_room(tmp_path, monkeypatch):
     module = torch.nn.Linear(1, 1)
     modules = {"policy": (module, torch.optim.SGD(module.parameters()))}
     with pytest.raises(RuntimeError, match="step_2 could not be written.*No space left"):
-        checkpoints.save_checkpoint(tmp_path, 2, modules, module, None, {}, 2)
+        checkpoints.save_checkpoint(tmp_path, 2, modules, module, [], None, {}, {}, 2)
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
