@@ -4,18 +4,20 @@
     torchrun --nproc_per_node=8 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct --max_staleness 1
 
 The server samples what the next steps learn from while the trainer updates. Step t learns from the prompts it would
-have without this script, in the same order, and each once; only they may begin up to --max_staleness pushes earlier:
+have without this script, in the same order, and each once; only they may begin up to --max_staleness pushes earlier, so that
+up to 1 + max_staleness steps' completions are in the server at a time:
 
     server    | step 0 | step 1 | step 2     | step 3 |            --max_staleness 1: while the trainer updates on
     trainer            | upd. 0 | upd. 1 |   | upd. 2 | upd. 3     step t, step t + 1 is sampled
 
 A push does not end what is under way: those sequences go on with the new weights. So a completion may begin up to
-`max_staleness` versions before the one it is trained with, and end with a later one; never is it older, since nothing
-begins that could be. Slow completions are waited for and never thrown away, or short ones would be preferred. The ratio
-of trainer and sampling policy is corrected token by token, with the log-probs they were sampled with (--correction).
+`max_staleness` versions before the one it is trained with, and end with a later one. It can never be older: a step
+begins only once the bound is guaranteed. Slow completions are waited for; dropping them would bias towards short ones.
+The ratio of trainer and sampling policy is corrected token by token, by the log-probs of sampling (--correction).
 
-Rewards, tools and environments run in the background, too. With a step's number alone everything can be found again: a
-resumed run samples afresh what was under way.
+Rewards, tools and environments run in the background, too. The step number is the only state needed to resume: what was
+under way is sampled again. A `PromptSampler.next` that reads `memory` is asked for a step up to max_staleness steps
+early. To use it with a copy of train_grpo.py, copy this file, too, and change its two imports.
 """
 
 import asyncio
@@ -33,11 +35,11 @@ from train_grpo import Collector, collect, sample_step
 
 class TrainConfig(train_grpo.TrainConfig):
     # --- overlap ---
-    max_staleness: int = 1  # versions a completion's first weights may be behind those trained with it; 0: no overlap
+    max_staleness: int = 1  # most policy versions between a completion's first token and its training; 0: no overlap
 
 
 def check(cfg: TrainConfig) -> None:
-    """ConfigError for settings that cannot overlap."""
+    """ConfigError for settings that cannot overlap, before anything is loaded."""
     if cfg.max_staleness < 0:
         raise ConfigError(f"--max_staleness={cfg.max_staleness}: give 0 (no overlap), 1 or a few.")
     if cfg.max_staleness and cfg.generator == "hf":
@@ -55,8 +57,9 @@ def check(cfg: TrainConfig) -> None:
 class Ahead(Collector):
     """Samples up to `max_staleness` steps ahead, on an event loop in the background."""
 
+    check = staticmethod(check)
+
     def __init__(self, run: SimpleNamespace, cfg: TrainConfig):
-        check(cfg)
         super().__init__(run, cfg)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
@@ -66,6 +69,7 @@ class Ahead(Collector):
 
     def begin(self, step: int, version: int, cfg: TrainConfig) -> None:
         """Let a step's completions be sampled, from these weights or later ones."""
+        # Trained on at `step`, from weights that were pushed by then; with --push_steps they are older anyway.
         run, versions = self.run, range(version, max(version + cfg.max_staleness, step) + 1)
         with self.lock:
             if self.idle_since is not None:
@@ -81,7 +85,7 @@ class Ahead(Collector):
                 self.idle_since = time.perf_counter()
 
     def pushed(self, version: int, cfg: TrainConfig) -> None:
-        """Begin what will not be too old when it is trained on."""
+        """Begin every step that stays within the bound."""
         ahead = cfg.max_staleness and not cfg.eval_only
         while ahead and self.next <= min(version + cfg.max_staleness, cfg.max_steps - 1):
             self.begin(self.next, version, cfg)
@@ -96,17 +100,19 @@ class Ahead(Collector):
         while not self.steps[step].done():
             for future in list(self.steps.values()):
                 if future.done():
-                    future.result()
+                    future.result()  # raises what a later step's reward or tool raised
             time.sleep(0.002)
         waited = time.perf_counter() - start
         trajectories, metrics = collect(self.run.rows, self.run.sampler, step, self.steps.pop(step).result(), cfg)
         with self.lock:
             idle, self.idle = self.idle, 0.0
         metrics |= {"async/generate_seconds": metrics["time/generate"], "async/generator_waited": idle}
+        # Of this step's time the wait is all that sampling and scoring took: the rest was hidden behind updates.
         metrics |= {"async/trainer_waited": waited, "time/generate": waited, "time/score": 0.0}
         share = self.run.sampler.share
         metrics |= {"async/groups_under_way": under_way * share, "async/groups_ready": ready * share}
-        return trajectories, metrics | staleness(trajectories, step)
+        lag = staleness(trajectories, step)
+        return trajectories, metrics | lag | {"policy_lag": lag["staleness/max"]}
 
     def close(self) -> None:
         for future in self.steps.values():

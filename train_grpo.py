@@ -8,12 +8,12 @@ A training step, and where to find it:
     take `prompts_per_step` prompts                                                section 4
     sample `num_generations` completions of each, score each as soon as it ends    section 6, rollouts.py, rewards.py
     lay them out as one Batch; token ids are the generator's, never re-tokenised   batch.py
-    log-probs of the sampled tokens, as far as something reads them                sections 5, 7
+    log-probs of the sampled tokens, only if something needs them                  sections 5, 7
     advantages: compare the completions of one prompt                              section 2
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 3, 8
     push the new weights to the server; the next step samples from them            section 9
 
-Section 1 is what an algorithm says about itself, 10 the evaluation, 11 the loop that ties it all together.
+Section 1 lists what an advantage or loss can declare about itself; 10 is the evaluation, 11 the loop that ties it all together.
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -276,7 +276,7 @@ class PromptSampler:
         self._orders: dict[int, np.ndarray] = {}  # the last two epochs; a cache, never state
 
     def next(self, step: int) -> list[int]:
-        """This rank's row numbers for optimizer step `step` (from 0): prompts_per_step / world_size distinct ones."""
+        """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
         epoch, start = divmod(step * self.prompts_per_step, self.num_rows)
         rows = self.order(epoch)[start : start + self.prompts_per_step]
         if len(rows) < self.prompts_per_step:
@@ -339,7 +339,7 @@ class Policy(nn.Module):
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob of `targets` [N], given what stands up to (rows, columns) [N] of `inputs`; entropy and sum of
+        """Log-prob of `targets` [N], conditioned on the tokens up to (rows, columns) [N] of `inputs`; entropy and sum of
         squared probabilities of the distribution it is drawn from.  [N] each"""
         device = targets.device.type
         with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
@@ -442,7 +442,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Policy) -> tuple[nn.Module, Policy]:
-    """(the policy as it is called, the same below DDP / FSDP)."""
+    """(the policy as DDP or FSDP wraps it, the policy itself)."""
     torch.manual_seed(cfg.seed)  # adapters start alike on every rank
     model = load_hf_model(cfg, getattr(torch, cfg.dtype))
     if cfg.gradient_checkpointing:
@@ -456,10 +456,10 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Pol
 
 
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
-    """A frozen copy of the start. None if nothing asks for its log-probs, and with LoRA (adapters off is the start).
+    """A frozen copy of the initial policy. None if nothing asks for its log-probs, and with LoRA (adapters off is the start).
 
-    In the compute dtype; one that follows the policy (--ref_sync_steps) in float32, for a small step towards it would
-    be lost in the rounding of bfloat16.
+    In the compute dtype; one that follows the policy (--ref_sync_steps) in float32, because a small step
+    would be rounded away in bfloat16.
     """
     if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
         return None
@@ -472,8 +472,8 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
 def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
     """ref <- alpha * policy + (1 - alpha) * ref. Both are wrapped alike; all ranks call it.
 
-    A root is still gathered after a forward pass without a backward one: what is written to it then has to reach its
-    shards. FSDP2 can let go of it first; FSDP1 writes back what is changed in whole modules, one at a time.
+    After a forward pass without a backward one the root module stays unsharded, and what is written to it would be
+    lost. FSDP2 can reshard it first; FSDP1 gathers module by module and writes back what has changed.
     """
     units = [(reference, policy)]
     if isinstance(reference, FSDPModule):
@@ -522,10 +522,9 @@ async def rollout(
 ) -> tuple[list[list], dict]:
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
-    version: of the weights that must have sampled every token; None: any. Returns each row's trajectories, those that
+    versions: of the weights that may have sampled the tokens; None: any. Returns each row's trajectories, those that
     failed among them (info["failure"], nothing sampled), and two times in seconds: until the last token was sampled,
     and what scoring took after that.
-    collector.pushed(pushed, cfg)
     """
     start, sampled = time.perf_counter(), []
 
@@ -563,11 +562,11 @@ async def sample_step(
 ) -> list[tuple]:
     """What this rank samples for a step: for each place (group, how many were replaced, whether it is silent, seconds).
 
-    --dynamic_sampling: groups without signal are replaced by others (DAPO, 2503.14476 sec. 3.2), in a bounded number of
-    rounds. Groups that are still without signal then stay, so that a step never grows or shrinks. sampler: the prompt
-    sampler. version: of the weights that must have sampled, if not `step`. Baselines (remax) are the scores of a greedy
-    completion of each prompt.
-    collector.pushed(pushed, cfg)
+    sampler: the prompt sampler. versions: of the weights that may have sampled, a range; None: `step` alone.
+    --dynamic_sampling: a group without signal is replaced the moment it ends (DAPO, 2503.14476 sec. 3.2), at most
+    --resample_rounds times in its place; the last one stays, so that a step never grows or shrinks. Baselines (remax)
+    are the scores of a greedy completion of each prompt. Nothing here talks to other ranks: train_async.py runs it in
+    the background.
     """
     versions = versions or range(step, step + 1)
     greedy = replace(cfg, num_generations=1, temperature=0.0)
@@ -607,7 +606,11 @@ def collect(rows: list[dict], sampler, step: int, sampled: list[tuple], cfg: Tra
 
 
 class Collector:
-    """Samples what a step learns from when it is wanted. train_async.py has one that works ahead."""
+    """Samples each step on demand. train_async.py has one that works ahead."""
+
+    @staticmethod
+    def check(cfg: TrainConfig) -> None:
+        """ConfigError for settings with which it cannot work."""
 
     def __init__(self, run: SimpleNamespace, cfg: TrainConfig):
         self.run = run
@@ -1107,7 +1110,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
-    # Not before: where the checkpoint cannot be loaded, the folder stays as it is.
+    # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
     log = RunLog(cfg, first if cfg.resume else None, cfg.max_steps, lock) if rank == 0 else None
     state["made_with"] = made_with
     if rank == 0:
@@ -1122,11 +1125,12 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     )  # fmt: skip
 
 
-def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: Callable = Collector) -> dict:
+def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> dict:
     """The loop. Returns the last evaluation's metrics (empty without evaluation).
 
     make_critic: see train_ppo.py; make_collector: see train_async.py.
     """
+    make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
     collector = make_collector(run, cfg)
     policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
@@ -1156,8 +1160,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(step, 0)
             trajectories, collected = collector.take(step, pushed, cfg)
-            metrics |= collected | rollout_metrics(trajectories) | prompts.image_metrics(generator)
-            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
+            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
+            metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             trajectories = sorted(after_rollout(trajectories, memory, step, cfg), key=lambda t: t.group)
             metrics |= counts_by_origin(trajectories)
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
@@ -1207,7 +1211,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
 # ==== main ===========================================================================================================
 
 
-def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: Callable = Collector) -> None:
+def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> None:
     """Train, and end the process for good: no rank, thread or process group keeps a failed run alive."""
     utils.watch_process()
     status = 1

@@ -1,7 +1,6 @@
-"""What nobody edits to try an idea: process groups, gathering sharded weights, how a run that failed ends.
+"""What nobody edits to try an idea: process groups, the connection to servers, what a run refuses, how it ends.
 
-Three sections: 1 ranks, 2 weights, 3 failures. Heavy imports (FSDP, PEFT) happen where they are used, so that a mistake
-on the command line is answered before they load. Checkpoints have a file of their own, runlog/checkpoints.py.
+Four sections: 1 ranks, 2 servers, 3 checks of a run, 4 failures. Checkpoints have a file of their own, runlog/checkpoints.py.
 """
 
 import datetime

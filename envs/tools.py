@@ -17,8 +17,10 @@ import math
 import operator
 import re
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import jsonschema
 
@@ -270,7 +272,8 @@ class Toolbox:
         self.tools, self.cfg = tools, cfg
         self._results: dict[tuple, object] = {}
         self._instructions: dict[tuple, str] = {}
-        self._loop, self._limits, self._next, self._locks = None, {}, {}, {}
+        # What belongs to an event loop; train_async.py evaluates on another one than it samples on.
+        self._loops: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def instructions(self, tools: dict[str, Tool], parser: str) -> str:
         """How to call these of its tools. Written once for all rows with the same tools and arguments."""
@@ -282,12 +285,17 @@ class Toolbox:
 
     def _semaphores(self, tool: Tool) -> list[asyncio.Semaphore]:
         limits = {None: self.cfg.tool_concurrency} | ({tool.name: tool.concurrency} if tool.concurrency else {})
-        return [self._limits.setdefault(name, asyncio.Semaphore(limit)) for name, limit in limits.items()]
+        known = self._here.limits
+        return [known.setdefault(name, asyncio.Semaphore(limit)) for name, limit in limits.items()]
+
+    @property
+    def _here(self) -> SimpleNamespace:
+        """Semaphores, next turns by rate, and locks of the running event loop."""
+        loop = asyncio.get_running_loop()
+        return self._loops.setdefault(loop, SimpleNamespace(limits={}, next={}, locks={}))
 
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
         """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached)"""
-        if (loop := asyncio.get_running_loop()) is not self._loop:
-            self._loop, self._limits, self._next, self._locks = loop, {}, {}, {}
         most, number = self.cfg.max_calls_per_turn, len(calls)
         if number > most:
             fault = f"this turn made {number} calls; only the first {most} were run (--max_calls_per_turn)"
@@ -305,7 +313,9 @@ class Toolbox:
         if fault := call.error or self.fault(call, tools):
             content, failed = f"Error: {fault}", True
         elif self.cfg.tool_cache and tool.cacheable and not tool.stateful:
-            async with self._locks.setdefault(key, asyncio.Lock()):  # equal calls at once: one runs, the others wait
+            async with self._here.locks.setdefault(
+                key, asyncio.Lock()
+            ):  # equal calls at once: one runs, the others wait
                 cached = key in self._results
                 content, failed = (self._results[key], False) if cached else await self._run(call, tool)
                 if not failed:
@@ -342,8 +352,8 @@ class Toolbox:
         """Wait for the tool's turn under its rate."""
         if tool.rate:
             now = time.monotonic()
-            turn = max(self._next.get(tool.name, now), now)
-            self._next[tool.name] = turn + 1 / tool.rate
+            turn = max(self._here.next.get(tool.name, now), now)
+            self._here.next[tool.name] = turn + 1 / tool.rate
             await asyncio.sleep(turn - now)
 
     @staticmethod
