@@ -13,7 +13,7 @@ A training step, and where to find it:
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 3, 8
     push the new weights to the server; the next step samples from them            section 9
 
-Section 1 lists what an advantage or loss can declare about itself; 10 is the evaluation, 11 the loop that ties it all together.
+Section 1 lists what an advantage or loss can declare about itself; 10 is the evaluation, 11 the loop around it all.
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -339,8 +339,8 @@ class Policy(nn.Module):
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob of `targets` [N], conditioned on the tokens up to (rows, columns) [N] of `inputs`; entropy and sum of
-        squared probabilities of the distribution it is drawn from.  [N] each"""
+        """Log-prob of `targets` [N], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy and sum
+        of squared probabilities of the distribution it is drawn from.  [N] each"""
         device = targets.device.type
         with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
             if self.blank:
@@ -456,7 +456,8 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Pol
 
 
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
-    """A frozen copy of the initial policy. None if nothing asks for its log-probs, and with LoRA (adapters off is the start).
+    """A frozen copy of the initial policy. None if nothing asks for its log-probs, and with LoRA: without its adapters
+    the policy is that copy.
 
     In the compute dtype; one that follows the policy (--ref_sync_steps) in float32, because a small step
     would be rounded away in bfloat16.

@@ -1,6 +1,7 @@
 """What nobody edits to try an idea: process groups, the connection to servers, what a run refuses, how it ends.
 
-Four sections: 1 ranks, 2 servers, 3 checks of a run, 4 failures. Checkpoints have a file of their own, runlog/checkpoints.py.
+Four sections: 1 ranks, 2 servers, 3 checks of a run, 4 failures. Checkpoints are in
+runlog/checkpoints.py.
 """
 
 import datetime
