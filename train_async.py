@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=8 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct --max_staleness 1
 
 The server samples what the next steps learn from while the trainer updates. Step t learns from the prompts it would
-have without this script, in the same order, and each once; only they may begin up to --max_staleness pushes earlier. So up
-to 1 + max_staleness steps' completions are in the server at a time:
+have without this script, in the same order, and each once; only they may begin up to --max_staleness pushes earlier.
+So up to 1 + max_staleness steps' completions are in the server at a time:
 
     server    | step 0 | step 1 | step 2     | step 3 |            --max_staleness 1: while the trainer updates on
     trainer            | upd. 0 | upd. 1 |   | upd. 2 | upd. 3     step t, step t + 1 is sampled

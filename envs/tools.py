@@ -313,9 +313,7 @@ class Toolbox:
         if fault := call.error or self.fault(call, tools):
             content, failed = f"Error: {fault}", True
         elif self.cfg.tool_cache and tool.cacheable and not tool.stateful:
-            async with self._here.locks.setdefault(
-                key, asyncio.Lock()
-            ):  # equal calls at once: one runs, the others wait
+            async with self._here.locks.setdefault(key, asyncio.Lock()):  # of equal calls at once one runs
                 cached = key in self._results
                 content, failed = (self._results[key], False) if cached else await self._run(call, tool)
                 if not failed:
