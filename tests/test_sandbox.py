@@ -460,3 +460,9 @@ def test_training_asks_before_it_starts(monkeypatch, capsys):
         assert "IT REACHES FILES" in capsys.readouterr().out
     train_grpo.setup(TrainConfig(**common, reward_funcs=["format"], tools=["calculator"]))
     assert "Code that" not in capsys.readouterr().out and not sandbox.allow_uncontained
+
+
+def test_children_that_a_program_forks_do_not_answer_for_it():
+    program = "import os\nfor _ in range(4): os.fork()\ndef f(x): return 2"
+    for _ in range(4):
+        assert sandbox.run_tests(program, ["assert f(1) == 2", "assert f(5) == 6"]) == ([True, False], False)

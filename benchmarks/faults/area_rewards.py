@@ -242,7 +242,7 @@ def binary_output(at):
 
 
 def prints_half_an_emoji(at):
-    """a reward prints a completion with half an emoji -> named: as its own error"""
+    """a reward prints a completion with half an emoji -> survived or named: as its own error"""
     return either(_reward(at, "print('\\ud83d')\nreturn [1.0] * len(completions)"), "bad.*Unicode", "")
 
 
