@@ -299,6 +299,8 @@ class VLLMClient:
             message = error.get("message", error) if isinstance(error, dict) else error
             raise ServerError(
                 f"{url} answered {method} {path} with {answer.status_code}: {credentials.mask(str(message))}"
+                + " Its terminal says more; start it again if it has ended, and resume the run."
+                * (answer.status_code >= 500)
             )
         if not isinstance(content, dict):
             raise not_ours(url, f"{method} {path} with {content!r:.80}")
