@@ -441,7 +441,15 @@ async def serve(args: argparse.Namespace, sock: socket.socket, token: str) -> bo
 
 def end_children():
     """Kill what this process started. multiprocessing's resource tracker ends by itself, after tidying up."""
-    children = [child for child in psutil.Process().children(recursive=True) if child.name() != "python"]
+
+    def ends_by_itself(child: psutil.Process) -> bool:
+        try:
+            return any("resource_tracker" in word for word in child.cmdline())
+        except psutil.Error:  # it has ended
+            return True
+
+    # Not by their names: one that has only just been started has none of its own yet.
+    children = [child for child in psutil.Process().children(recursive=True) if not ends_by_itself(child)]
     for child in children:
         child.kill()
     psutil.wait_procs(children, timeout=5)
