@@ -122,7 +122,9 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     turns, table, pairs = turn_returns(batch, cfg.gamma)
     rows, k = pairs.unbind(1)
     if batch.states is None:
-        warn_once("--advantage gigpo: the environment has no state(), so only first turns are compared. See envs.py.")
+        warn_once(
+            "--advantage gigpo: the environment has no state(), so only first turns are compared. See envs/base.py."
+        )
         states = torch.where(k == 1, 0, 1 + rows * table.shape[1] + k)  # no two alike
     else:
         first = (turns[rows] == k[:, None]).long().argmax(1)  # [M] the turn's first token

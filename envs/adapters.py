@@ -83,12 +83,13 @@ class Gymnasium(Environment):
         if not isinstance(space, (gymnasium.spaces.Discrete, gymnasium.spaces.Text)):
             raise ConfigError(
                 f"{where}: its actions are {space}; allowed are Discrete (a number) and Text. Wrap it in a class of "
-                "your own that makes an action of the model's text: see the top of envs.py."
+                "your own that makes an action of the model's text: see the top of envs/base.py."
             )
         if self.env.render_mode != "ansi" and math.prod(getattr(seen, "shape", None) or (1,)) > MOST_NUMBERS:
             raise ConfigError(
                 f"{where}: its observations are {math.prod(seen.shape):,} numbers; allowed are {MOST_NUMBERS:,} at "
-                'most, or a render_mode "ansi". Wrap it in a class of your own that shows them: see the top of envs.py.'
+                'most, or a render_mode "ansi". Wrap it in a class of your own that shows them: see the top of '
+                "envs/base.py."
             )
         self.numbered = isinstance(space, gymnasium.spaces.Discrete)
 
@@ -419,7 +420,7 @@ def maker(
     cls = factory if inspect.isclass(factory) else type(factory(**arguments))
     if not callable(getattr(cls, "reset", None)):
         raise ConfigError(
-            f"--env {name}: {cls.__name__} has no reset(); see the top of envs.py for a whole environment."
+            f"--env {name}: {cls.__name__} has no reset(); see the top of envs/base.py for a whole environment."
         )
     if plays(cls):
         if cfg and (cfg.tools or cfg.mcp_config):
