@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def section(title: str) -> str:
     return found[1]
 
 
-def paste(title: str, script: str, name: str) -> str:
+def paste(title: str, script: str) -> str:
     """The script with the blocks of a section: knobs below the comment about them, the rest above section 11."""
     lines = script.splitlines(keepends=True)
     for block in re.findall(r"(?s)```python\n(.*?)```", section(title)):
@@ -31,30 +30,24 @@ def paste(title: str, script: str, name: str) -> str:
 
 
 @pytest.fixture
-def copy(request):
-    """Copies of both scripts beside the originals, removed afterwards."""
-    names = {
-        name: f"copy_{request.node.name.translate({91: '_', 93: None, 45: '_'})}_{name}" for name in ("grpo", "ppo")
-    }
-    paths = {name: ROOT / f"{stem}.py" for name, stem in names.items()}
-    yield lambda title: write(title, paths)
-    for path in paths.values():
-        path.unlink(missing_ok=True)
-        shutil.rmtree(ROOT / "__pycache__" / path.stem, ignore_errors=True)
+def copy(tmp_path):
+    """Copies of both scripts with the blocks of a section, in a folder of their own: other tests read this one."""
 
+    def write(title: str) -> dict[str, str]:
+        (tmp_path / "my_grpo.py").write_text(paste(title, (ROOT / "train_grpo.py").read_text()))
+        ppo = (ROOT / "train_ppo.py").read_text()
+        (tmp_path / "my_ppo.py").write_text(re.sub(r"\btrain_grpo\b(?!\.py)", "my_grpo", ppo))
+        return {name: str(tmp_path / f"my_{name}.py") for name in ("grpo", "ppo")}
 
-def write(title: str, paths: dict[str, Path]) -> dict[str, str]:
-    paths["grpo"].write_text(paste(title, (ROOT / "train_grpo.py").read_text(), paths["grpo"].stem))
-    ppo = (ROOT / "train_ppo.py").read_text()
-    paths["ppo"].write_text(re.sub(r"\btrain_grpo\b(?!\.py)", paths["grpo"].stem, ppo))
-    return {name: path.name for name, path in paths.items()}
+    return write
 
 
 def train(folder: Path, script: str, flags: str, run: str = "run") -> list[dict]:
     """Lines of the steps of a run."""
     (folder / "even.py").write_text(EVEN)
     base = f"{SMALL} --reward_funcs {folder}/even.py:even --max_steps 3 --output_dir {folder} --run_name {run} "
-    with running(trainer(folder / f"{run}.log", *(base + flags).split(), script=script)) as process:
+    command = (base + flags).split()
+    with running(trainer(folder / f"{run}.log", *command, script=script, PYTHONPATH=str(ROOT))) as process:
         assert process.end() == 0, process.text[-3000:]
     return [line for line in read_metrics(folder / run) if "reward" in line]
 

@@ -534,6 +534,7 @@ def test_a_server_that_accepts_but_never_answers(server):
         ("list", r"answered GET /list with \[1, 2\].* Is another program at this address"),
         ("endless", "over 64 MiB.* Is another program at this address"),
         ("drops", "gave no answer to GET /drops within 1 s"),
+        ("fails", r"answered GET /fails with 500: it broke.* start it again if it has ended, and resume the run"),
     ],
 )
 def test_answers_of_another_program(path, message):
@@ -541,7 +542,7 @@ def test_answers_of_another_program(path, message):
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            self.send_response(500 if self.path == "/fails" else 200)
             self.end_headers()
             with contextlib.suppress(OSError):
                 for piece, pause in {
@@ -549,6 +550,7 @@ def test_answers_of_another_program(path, message):
                     "/list": [(b"[1, 2]", 0)],
                     "/endless": [(b" " * 2**20, 0)] * 500,
                     "/drops": [(b" ", 0.1)] * 100,
+                    "/fails": [(b'{"error": "it broke"}', 0)],
                 }[self.path]:
                     self.wfile.write(piece)
                     time.sleep(pause)

@@ -541,6 +541,22 @@ def test_what_would_let_others_in_is_off():
     assert done.stdout == "0\n", done.stderr
 
 
+def test_a_server_ends_an_engine_that_has_no_name_yet(tmp_path):
+    """It was spared when those to end were known by their names, which they set after half a second of imports."""
+    (tmp_path / "starts.py").write_text(
+        "import multiprocessing, time, psutil, vllm_server\n"
+        "if __name__ == '__main__':\n"
+        "    engine = multiprocessing.get_context('spawn').Process(target=time.sleep, args=[600])\n"
+        "    engine.start()\n"
+        "    vllm_server.end_children()\n"
+        "    print(psutil.pid_exists(engine.pid))\n"
+        "    engine.kill()\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "starts.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_sockets_lie_in_a_folder_of_ones_own(odd_server):
     """And what a killed server had left was removed when this one started."""
     _, _, _, folder = odd_server
