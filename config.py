@@ -115,6 +115,7 @@ class TrainConfig:
     reward_std: Literal["none", "group", "batch", "running"] = "none"  # divide the scores by this std beforehand
     dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)
     resample_rounds: int = 3  # with dynamic_sampling: at most this many times a step; groups still without signal stay
+    spare_prompts: int = 0  # with dynamic_sampling: so many more begin with each step, to replace groups without signal
     group_std_min: float = 0.0  # a group has signal if its scores' std is above this ...
     group_mean_min: float = -math.inf  # ... and their mean is at least this (not too hard)
     group_mean_max: float = math.inf  # ... and at most this (not too easy); others leave the loss
@@ -264,7 +265,8 @@ def check_ranges(cfg: TrainConfig) -> None:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     for name in (
         "min_completion_length beta weight_decay eval_temperature print_samples_every epsilon_high resample_rounds "
-        "critic_warmup group_std_min correction_min reject_below entropy_coef_step kl_cov_coef kimi_tau dro_beta"
+        "spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step kl_cov_coef kimi_tau "
+        "dro_beta"
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
@@ -318,6 +320,11 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.min_completion_length > c.max_completion_length,
          f"--min_completion_length={c.min_completion_length} is more than --max_completion_length="
          f"{c.max_completion_length}; lower the first or raise the second."),
+        (c.spare_prompts and not c.dynamic_sampling,
+         f"--spare_prompts={c.spare_prompts} replace groups without signal; add --dynamic_sampling, or leave it out."),
+        (c.spare_prompts and c.generator == "hf",
+         f"--spare_prompts={c.spare_prompts}: --generator hf samples one prompt after another, so spare ones gain no "
+         "time; leave it out, or use --generator vllm."),
         (not c.reward_funcs,
          "--reward_funcs is empty: give at least one, a name in REWARDS or path/to/file.py:function."),
         (c.reward_weights is not None and len(c.reward_weights) != len(c.reward_funcs),

@@ -555,7 +555,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
         (sample,) = await generator.generate(so_far.sent_ids, n=1, **images, **options)
         check_echo(so_far, [sample])
-        versions += [v for v in (sample.policy_version, sample.policy_version_last) if v is not None]
+        last = sample.policy_version if sample.policy_version_last is None else sample.policy_version_last
+        versions.append((sample.policy_version, last))
         so_far = continued(so_far, sample.token_ids)
         mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
         states += [state] * len(sample.token_ids)
@@ -563,6 +564,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         text = processor.decode(sample.token_ids[:-1] if stopped else sample.token_ids)  # special tokens, too
         conversation.append({"role": "assistant", "content": text})
         turn = {"text": text, "reward": 0.0, "observation": None, "info": {}}
+        turn |= {"tokens": len(sample.token_ids), "versions": versions[-1]}  # of weights: first and last that sampled
         turns.append(turn)
         if not stopped:
             finish = "length"
@@ -602,8 +604,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         images=so_far.images,
         finish_reason=finish,
         turns=len(turns),
-        policy_version=min(versions),
-        policy_version_last=max(versions),
+        policy_version=min(first for first, _ in versions),
+        policy_version_last=max(last for _, last in versions),
         info=info,
     )
 

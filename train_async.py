@@ -129,11 +129,13 @@ class Ahead(Collector):
 
 
 def staleness(trajectories: list[Trajectory], step: int) -> dict[str, float]:
-    """How many versions the weights that began a completion are behind those trained with it: mean, largest, and the
-    share of sampled tokens by lag, over all ranks."""
+    """How many versions the weights that began a turn are behind those trained with it: mean, largest, and the share of
+    sampled tokens by lag, over all ranks. A completion of one request is one turn."""
     tokens: Counter = Counter()
     for t in trajectories:
-        tokens[step - t.policy_version] += sum(t.loss_mask)
+        once = [{"tokens": sum(t.loss_mask), "versions": (t.policy_version, t.policy_version_last)}]
+        for turn in t.info.get("turns") or once:
+            tokens[step - turn["versions"][0]] += turn["tokens"]
     tokens = sum(utils.gather_objects(tokens), Counter())
     total = max(sum(tokens.values()), 1)
     shares = {f"staleness/tokens_{lag}": count / total for lag, count in sorted(tokens.items())}

@@ -560,50 +560,75 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
 
 async def sample_step(
     rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, versions=None
-) -> list[tuple]:
-    """What this rank samples for a step: for each place (group, how many were replaced, whether it is silent, seconds).
+) -> tuple[list[tuple], dict]:
+    """What this rank samples for a step: [(group, whether it is silent, its times)], and counts of further groups.
 
     sampler: the prompt sampler. versions: of the weights that may have sampled, a range; None: `step` alone.
-    --dynamic_sampling: a group without signal is replaced the moment it ends (DAPO, 2503.14476 sec. 3.2), at most
-    --resample_rounds times in its place; the last one stays, so that a step never grows or shrinks. Baselines (remax)
-    are the scores of a greedy completion of each prompt. Nothing here talks to other ranks: train_async.py runs it in
-    the background.
+    --dynamic_sampling: the moment a group ends without signal another prompt begins (DAPO, 2503.14476 sec. 3.2), at
+    most --resample_rounds for each that is wanted; then silent ones stay, so that a step never grows or shrinks.
+    --spare_prompts begins that many of them beforehand. Groups count in the order in which they were drawn: a spare one
+    takes the place of a silent one, never of one that is merely slow, or short completions would be preferred. What is
+    not needed is cancelled, on the server too. Baselines (remax) are the scores of a greedy completion of each prompt.
+    Nothing here talks to other ranks: train_async.py runs it in the background.
     """
-    versions = versions or range(step, step + 1)
+    versions, begun = versions or range(step, step + 1), time.perf_counter()
     greedy = replace(cfg, num_generations=1, temperature=0.0)
+    drawn = list(sampler.next(step))
+    wanted, rounds = len(drawn), cfg.resample_rounds if cfg.dynamic_sampling else 0
+    spare = math.ceil(cfg.spare_prompts * wanted / cfg.prompts_per_step)  # this rank's share
+    drawn += [number for round in range(rounds) for number in sampler.extra(step, round, wanted)]
 
-    async def place(slot: int, number: int) -> tuple[list[Trajectory], int, bool, dict]:
-        spent: dict[str, float] = defaultdict(float)
-        for replaced in range(cfg.resample_rounds + 1):
-            (group,), seconds = await rollout([rows[number]], generator, reward_functions, cfg, versions)
-            for name, value in seconds.items():
-                spent[name] += value
-            silent = cfg.dynamic_sampling and not has_signal(group, cfg)
-            if not silent or replaced == cfg.resample_rounds:
-                break
-            number = sampler.extra(step, replaced, sampler.share)[slot]
+    async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
+        (group,), seconds = await rollout([rows[number]], generator, reward_functions, cfg, versions)
+        seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]
         if "baselines" in needs(cfg):
             ((baseline,),), _ = await rollout([rows[number]], generator, reward_functions, greedy, versions)
             for trajectory in group:
                 trajectory.info["baselines"] = sum(baseline.token_rewards)
                 trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
         for trajectory in group:
-            trajectory.group, trajectory.info["row_number"] = slot, number
-        return group, replaced, silent, spent
+            trajectory.info["row_number"] = number
+        return group, cfg.dynamic_sampling and not has_signal(group, cfg), seconds
 
-    return await asyncio.gather(*(place(slot, number) for slot, number in enumerate(sampler.next(step))))
+    tasks: list[asyncio.Task] = []  # in the order of `drawn`
+    try:
+        while True:
+            silent = [task for task in tasks if task.done() and task.result()[1]]
+            chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
+            if len(tasks) == len(drawn):
+                chosen += silent[: wanted - len(chosen)]
+            if len(chosen) == wanted and all(task.done() for task in chosen):
+                break
+            begin = drawn[len(tasks) : wanted + spare + len(silent)]
+            tasks += [asyncio.create_task(sample(number)) for number in begin]
+            await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left_over = [task for task in tasks if not task.done()]
+        for task in left_over:
+            task.cancel()
+        await asyncio.gather(*left_over, return_exceptions=True)
+    stayed = sum(task in silent for task in chosen)
+    counts = {"resampled": len(silent) - stayed, "silent": stayed, "unused": len(tasks) - wanted - len(silent) + stayed}
+    return [task.result() for task in chosen], counts
 
 
-def collect(rows: list[dict], sampler, step: int, sampled: list[tuple], cfg: TrainConfig) -> tuple[list, dict]:
-    """A step's trajectories of this rank, without those that failed, and metrics of how they were sampled."""
-    groups, replaced, silent, seconds = (list(part) for part in zip(*sampled, strict=True))
+def collect(rows: list[dict], sampler, step: int, sampled: tuple, cfg: TrainConfig) -> tuple[list, dict]:
+    """A step's trajectories of this rank, without those that failed, and metrics of how they were sampled.
+
+    Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
+    """
+    groups, _, seconds = (list(part) for part in zip(*sampled[0], strict=True))
     generate = max(spent["time/generate"] for spent in seconds)
     whole = max(sum(spent.values()) for spent in seconds)
     metrics = {"time/generate": generate, "time/score": whole - generate, "rollout/failed": check_failed(groups, cfg)}
     if cfg.dynamic_sampling:
-        counts = utils.all_sum(torch.tensor([sum(replaced), sum(silent)])).tolist()
-        metrics |= dict(zip(("dynamic_sampling/resampled", "dynamic_sampling/silent"), counts, strict=True))
-    return sum(without_failed(groups), []) or [empty_trajectory(rows[sampler.next(step)[0]], step, cfg)], metrics
+        counts = utils.all_sum(torch.tensor(list(sampled[1].values()))).tolist()
+        metrics |= {f"dynamic_sampling/{name}": n for name, n in zip(sampled[1], counts, strict=True)}
+    groups, balance = utils.balanced([group for group in without_failed(groups) if group])
+    for number, group in enumerate(groups):
+        for trajectory in group:
+            trajectory.group = number
+    return sum(groups, []) or [empty_trajectory(rows[sampler.next(step)[0]], step, cfg)], metrics | balance
 
 
 class Collector:

@@ -7,10 +7,12 @@ runlog/checkpoints.py.
 import datetime
 import functools
 import os
+import pickle
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -78,6 +80,48 @@ def gather_objects(value) -> list:
         return [value]
     dist.all_gather_object(out, value)
     return out
+
+
+def balanced(groups: list[list]) -> tuple[list[list], dict]:
+    """This rank's groups of trajectories after an exchange that evens out tokens over ranks, which would wait for the
+    one that has most; and that one's tokens over the mean, before and after. Collective.
+
+    Whole groups move, one after another, each from the fullest rank to the emptiest, while that narrows the gap between
+    them: what is even stays where it is. A gradient does not depend on where a group is computed.
+    """
+    if world_size() == 1:
+        return groups, {}
+    sizes = gather_objects([sum(len(t.prompt_ids) + len(t.token_ids) for t in group) for group in groups])
+    loads, rank = [sum(own) for own in sizes], dist.get_rank()
+    mean, before = sum(loads) / len(loads) or 1, max(loads)
+    held = [dict(enumerate(own)) for own in sizes]  # by rank: {place: tokens} of the groups that have not moved
+    leaving: dict[int, int] = {}  # of this rank's groups: {place: the rank that gets it}
+    while True:
+        full, empty = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[full] - loads[empty]
+        narrowing = [(abs(2 * tokens - gap), place) for place, tokens in held[full].items() if 0 < tokens < gap]
+        if not narrowing:
+            break
+        place = min(narrowing)[1]
+        tokens = held[full].pop(place)
+        loads[full], loads[empty] = loads[full] - tokens, loads[empty] + tokens
+        if full == rank:
+            leaving[place] = empty
+    parcels = {place: parcel for place in leaving if (parcel := packed_up(groups[place])) is not None}
+    sent = gather_objects([(leaving[place], parcel) for place, parcel in parcels.items()])
+    arrived = [pickle.loads(parcel) for others in sent for to, parcel in others if to == rank]
+    kept = [group for place, group in enumerate(groups) if place not in parcels]
+    return kept + arrived, {"ranks/tokens_before": before / mean, "ranks/tokens_after": max(loads) / mean}
+
+
+def packed_up(group: list) -> bytes | None:
+    """A group for another rank, without its environments; None if it holds what cannot be sent: it stays then."""
+    try:
+        infos = [{name: value for name, value in t.info.items() if name != "object"} for t in group]
+        return pickle.dumps([replace(t, info=info) for t, info in zip(group, infos, strict=True)])
+    except Exception as error:  # whatever a user's row or state raises
+        limits.warn_once(f"a group cannot be sent to another rank ({error!r:.200}), so ranks stay uneven. Said once.")
+        return None
 
 
 def raise_together(error: BaseException | None, what: str) -> None:

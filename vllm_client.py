@@ -336,12 +336,14 @@ class VLLMClient:
         images: list | None = None,
         expanded=None,
     ) -> list[Completion]:
-        """`n` completions of one prompt, from the least loaded server; ServerError, never part of them.
+        """`n` completions of one prompt, from the least loaded server; ServerError, never part of them. Cancelled, the
+        server stops sampling them, too.
 
         With images, `prompt_ids` has one placeholder token an image, as the chat template writes it; the server
         expands it and the completion's `prompt_ids` says to what (`expanded` is for in-process generators).
         """
         body = dict(prompt_ids=list(prompt_ids), n=n, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
+        body["request_id"] = uuid.uuid4().hex
         body |= dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_token_ids=stop_token_ids)
         if images:
             body["images"] = [encode_image(image) for image in images]
@@ -360,7 +362,11 @@ class VLLMClient:
         url = self.urls[index]
         request = asyncio.wrap_future(in_thread(self._call, url, "POST", "/generate", body, self.request_timeout))
         while True:
-            done, _ = await asyncio.wait({request}, timeout=10)
+            try:
+                done, _ = await asyncio.wait({request}, timeout=10)
+            except asyncio.CancelledError:  # nobody waits for the answer to this
+                in_thread(self._call, url, "POST", "/abort_requests", {"request_ids": [body["request_id"]]})
+                raise
             if done:
                 return request.result()
             await asyncio.wrap_future(in_thread(self._call, url, "GET", "/health", None, min(self.timeout, 30)))

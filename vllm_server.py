@@ -9,7 +9,8 @@ On top of vLLM's routes:
   file that --token-file or VLLM_SERVER_TOKEN_FILE names. Without one, a token is made up and printed - on loopback
   only; any other --host wants its own. Limits on what a request costs before its token is seen: serving/gate.py.
 * Nothing is fetched for a request: pictures come as data: URLs, unless --allowed-media-domains names hosts.
-* `POST /generate`: token ids (and base64 images) in; token ids, log-probs, finish reason and policy version out.
+* `POST /generate`: token ids (and base64 images) in; token ids, log-probs, finish reason and policy version out. With
+  a request_id, POST /abort_requests {"request_ids": [...]} ends it.
 * `GET /server_info`: what is served, and which version of the weights.
 * Weight pushes (`VLLMClient.begin_push / send_bucket / finish_push`) on vLLM's life cycle and route names:
   /init_weight_transfer_engine, /start_weight_update (pauses; sequences under way are kept), /update_weights once a
@@ -254,6 +255,7 @@ class GenerateRequest(BaseModel):
     min_tokens: int = Field(0, ge=0)
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=0, lt=2**63)
+    request_id: str | None = Field(None, pattern="^[0-9a-f]{32}$")  # by which POST /abort_requests ends it
 
 
 def check_request(body: GenerateRequest, model_config, placeholders: list[int]):
@@ -297,7 +299,7 @@ def decode_image(text: str) -> Image.Image:
 def sampling_parameters(body: GenerateRequest, placeholders: list[int]):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    chosen = body.model_dump(exclude={"prompt_ids", "images"})
+    chosen = body.model_dump(exclude={"prompt_ids", "images", "request_id"})
     return SamplingParams(
         **chosen,
         logprobs=0,  # of the sampled token alone
@@ -322,8 +324,8 @@ async def run_generation(engine, body: GenerateRequest, placeholders: list[int])
     if body.images:
         images = [await asyncio.to_thread(decode_image, text) for text in body.images]
         prompt["multi_modal_data"] = {"image": images}
-    final = None
-    async for output in engine.generate(prompt, sampling_parameters(body, placeholders), uuid.uuid4().hex):
+    final, name = None, body.request_id or uuid.uuid4().hex
+    async for output in engine.generate(prompt, sampling_parameters(body, placeholders), name):
         final = output
     return final
 
@@ -352,6 +354,8 @@ def generate_route(engine, pushes, placeholders: list[int]):
             return failure(500, f"the engine died; this server ends now. {last_error()}")
         if pushes.broken:
             return failure(503, pushes.broken)
+        if any(output.finish_reason == "abort" for output in final.outputs):
+            return failure(409, "ended by POST /abort_requests")
         samples = [describe_sample(output) for output in sorted(final.outputs, key=lambda output: output.index)]
         versions = {"policy_version": version, "policy_version_last": pushes.version, "instance": pushes.instance}
         return JSONResponse({"samples": samples, "prompt_ids": list(final.prompt_token_ids), **versions})

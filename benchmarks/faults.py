@@ -44,7 +44,18 @@ import live  # noqa: E402
 import server_fixture  # noqa: E402
 
 RESULTS, TABLE = HERE / "results" / "faults.json", ROOT / "docs" / "reliability.md"
-AREAS = ["sandbox", "code_tests", "completions", "rewards", "environments", "mcp", "server", "pushes", "lost"]
+AREAS = [
+    "sandbox",
+    "code_tests",
+    "completions",
+    "rewards",
+    "environments",
+    "mcp",
+    "server",
+    "pushes",
+    "lost",
+    "overlap",
+]
 AREAS += ["checkpoints", "runs", "data"]
 VERDICTS = ["survived", "named", "hung", "silent", "leaked", "ended", "skipped", "broken"]
 CLOSING = 20  # seconds after a fault's limit in which it can still say what it saw

@@ -42,7 +42,6 @@ CONTROL_ROUTES = {
     "/wake_up",
     "/release_kv_cache_memory",
     "/collective_rpc",
-    "/abort_requests",
     "/reset_prefix_cache",
     "/reset_mm_cache",
     "/reset_encoder_cache",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live import EVEN, SMALL, running, trainer
+from live import EVEN, ROOT, SMALL, running, trainer
 
 import train_async
 from config import ConfigError
@@ -66,7 +67,9 @@ class Fake:
         if step == self.fails:
             raise RuntimeError("a reward raised")
         assert first in versions and self.version in versions
-        return [SimpleNamespace(policy_version=first, policy_version_last=self.version, loss_mask=[1], number=step)]
+        return [
+            SimpleNamespace(policy_version=first, policy_version_last=self.version, loss_mask=[1], number=step, info={})
+        ]
 
 
 def ahead(fake, cfg, first=0):
@@ -159,3 +162,15 @@ def test_a_run_that_overlaps(server, tmp_path):
         assert {"async/trainer_waited", "async/generator_waited", "async/groups_ready", "sampling/ess"} <= line.keys()
     numbers = [json.loads(text)["step"] for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert numbers == sorted(numbers)
+    assert all(1 <= line["ranks/tokens_after"] <= line["ranks/tokens_before"] for line in lines)
+
+
+def test_a_critic_too(server, tmp_path):
+    """The file in docs/async.md."""
+    (code,) = re.findall(r"(?s)```python\n(import train_async.*?)```", (ROOT / "docs" / "async.md").read_text())
+    (tmp_path / "my_ppo_async.py").write_text(code)
+    flags = f"--generator vllm --server_urls {server.url} --max_staleness 1 --logprob_diff_limit 1 --max_steps 3 "
+    script, env = str(tmp_path / "my_ppo_async.py"), {"VLLM_SERVER_TOKEN": server.token, "PYTHONPATH": str(ROOT)}
+    _, lines = steps_of(tmp_path, script, flags, "run", **env)
+    assert [line["staleness/max"] for line in lines] == [0, 1, 1]
+    assert all("value/loss" in line for line in lines)

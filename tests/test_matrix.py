@@ -1,15 +1,20 @@
 """Every advantage with every loss takes real optimizer steps; masks, corrections, adaptive knobs do what they say."""
 
+import asyncio
 import copy
 import math
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from gradient_worker import SETTINGS, local_batch, small_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from steps import collected
 
 import train_grpo as script
+import utils
 from algorithms import checks
 from config import PRESETS, TrainConfig
 from inputs.prompts import Prompt
@@ -233,6 +238,115 @@ def test_resampling_is_bounded_and_what_is_left_is_counted(monkeypatch):
     trajectories, metrics, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=2)
     assert len(trajectories) == 12
     assert metrics["dynamic_sampling/resampled"] == 8 and metrics["dynamic_sampling/silent"] == 4
+
+
+class Late(Parity):
+    """Each prompt takes its own time; counts those that were cancelled."""
+
+    def __init__(self, seconds):
+        self.seconds, self.begun, self.ended = seconds, 0, 0
+
+    async def generate(self, prompt_ids, **options):
+        self.begun += 1
+        await asyncio.sleep(self.seconds[self.begun % len(self.seconds)])
+        self.ended += 1
+        return await super().generate(prompt_ids, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=1, max_size=9),
+    st.lists(st.booleans(), min_size=12, max_size=12).filter(any),
+    st.integers(0, 9),
+    st.integers(0, 3),
+)
+def test_spare_prompts_change_the_time_and_nothing_else(seconds, speaks, spare, rounds):
+    """Whatever ends first, the groups of a step are the first with signal in the order drawn; none is left running."""
+    rows = [{"prompt": str(n), "speaks": float(s)} for n, s in enumerate(speaks)]
+    sampler = script.PromptSampler(len(rows), 4, seed=0)
+    options = dict(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], dynamic_sampling=True)
+    cfg = TrainConfig(**options, spare_prompts=spare, resample_rounds=rounds)
+    generator = Late(seconds)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("rollouts.build_prompt", lambda *_: Prompt([1], [1]))
+        Parity.tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: str(ids)})()
+
+        async def alone():
+            sampled = await script.sample_step(rows, sampler, 0, generator, {"by_row": by_row}, cfg)
+            assert len(asyncio.all_tasks()) == 1
+            return sampled
+
+        groups, counts = asyncio.run(alone())
+    drawn = sampler.next(0) + [n for i in range(rounds) for n in sampler.extra(0, i, 4)]
+    loud = [n for n in drawn if rows[n]["speaks"]][:4]
+    assert [group[0].info["row_number"] for group, _, _ in groups[: len(loud)]] == loud
+    assert [silent for _, silent, _ in groups] == [False] * len(loud) + [True] * (4 - len(loud))
+    assert counts["silent"] == 4 - len(loud) and counts["unused"] <= spare
+    assert generator.begun == 4 + counts["resampled"] + counts["unused"] <= len(drawn)
+
+
+# ---- ranks exchange groups ------------------------------------------------------------------------------------------
+
+
+def group_of(number: int, tokens: int, **info) -> list[Trajectory]:
+    return [Trajectory({}, number, [1], [2] * tokens, [1] * tokens, [0.0] * tokens, [0.0] * tokens, info=info)]
+
+
+def exchanged(groups_by_rank: list[list], monkeypatch) -> list:
+    """What `balanced` returns on each rank; ranks are threads here."""
+    world, here = len(groups_by_rank), threading.local()
+    meet, box, out = threading.Barrier(world), [None] * world, [None] * world
+
+    def gather(value):
+        box[here.rank] = value
+        meet.wait(10)
+        values = list(box)
+        meet.wait(10)
+        return values
+
+    def run(rank):
+        here.rank = rank
+        out[rank] = utils.balanced(groups_by_rank[rank])
+
+    monkeypatch.setattr(utils, "gather_objects", gather)
+    monkeypatch.setattr(utils, "world_size", lambda: world)
+    monkeypatch.setattr(utils.dist, "get_rank", lambda: here.rank)
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 400), max_size=6), min_size=2, max_size=4))
+def test_groups_move_until_ranks_are_even(sizes):
+    """Each group is on one rank, whole; no rank has more than before; what could narrow a gap has moved."""
+    numbers = iter(range(100))
+    groups = [[group_of(next(numbers), tokens) for tokens in own] for own in sizes]
+    with pytest.MonkeyPatch.context() as patched:
+        after = exchanged(groups, patched)
+    assert sorted(g[0].group for kept, _ in after for g in kept) == list(range(sum(map(len, sizes))))
+    loads = [sum(1 + len(g[0].token_ids) for g in kept) for kept, _ in after]
+    before = [sum(size + 1 for size in own) for own in sizes]
+    mean = sum(before) / len(before) or 1
+    assert all(metrics["ranks/tokens_before"] == pytest.approx(max(before) / mean) for _, metrics in after)
+    assert all(metrics["ranks/tokens_after"] == pytest.approx(max(loads) / mean) for _, metrics in after)
+    assert max(loads) <= max(before)
+
+
+def test_one_long_group_among_short_ones(monkeypatch):
+    """It has a rank to itself. Environments do not travel, and a group that cannot be sent stays where it is."""
+    lock = threading.Lock()  # cannot be pickled
+    short = [group_of(n, 99, object=lock) for n in range(1, 7)]
+    (one, _), (other, metrics) = exchanged([[group_of(0, 999), *short[:4]], short[4:]], monkeypatch)
+    numbers = [sorted(g[0].group for g in groups) for groups in (one, other)]
+    assert sorted(numbers) == [[0], [1, 2, 3, 4, 5, 6]]
+    assert sum("object" not in g[0].info for g in one + other) >= 3  # the long group, and two that made room for it
+    assert metrics == {"ranks/tokens_before": 1400 / 800, "ranks/tokens_after": 1000 / 800}
+    (stays, _), (others, _) = exchanged([[group_of(0, 99, of_a_user=lock), group_of(1, 99, x=lock)], [[]]], monkeypatch)
+    assert len(stays) == 2 and others == [[]]
 
 
 def test_the_window_of_difficulty_counts_as_signal(monkeypatch):

@@ -282,6 +282,34 @@ def test_vllms_own_routes_in_mid_push(server, client, weights):
     assert server.request("POST", "/resume").status_code == 200
 
 
+@pytest.mark.parametrize("pushing", [False, True], ids=["", "in mid-push"])
+def test_what_is_cancelled_ends_on_the_server(client, weights, pushing):
+    """640 sequences of 450 tokens, of which it samples 256 at a time: what comes after them is answered at once."""
+
+    async def cancelled():
+        many = dict(n=16, max_tokens=450, min_tokens=450)
+        tasks = [asyncio.create_task(client.generate(PROMPT, **many)) for _ in range(40)]
+        await asyncio.sleep(2)
+        if pushing:
+            await asyncio.to_thread(client.begin_push)
+        for task in tasks:
+            task.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        if pushing:
+            await asyncio.sleep(1)
+            await asyncio.to_thread(client.send_bucket, weights)
+            await asyncio.to_thread(client.finish_push, 4)
+        start = time.monotonic()
+        (answer,) = await client.generate(PROMPT, max_tokens=2)
+        return answer, time.monotonic() - start
+
+    answer, seconds = asyncio.run(cancelled())
+    assert len(answer.token_ids) <= 2 and seconds < 5, seconds
+    assert client._load == [0]
+
+
 def test_a_push_that_lasts(server, client, weights):
     """OpenAI's clients get a 503 that says when to ask again; /generate waits as long as its client does."""
     client.begin_push()
