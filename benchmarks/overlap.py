@@ -1,16 +1,19 @@
 """What sampling while the trainer updates saves: train_grpo.py against train_async.py at several bounds.  No GPU.
 
     python benchmarks/overlap.py                                    # about 40 minutes on two idle cores
-    python benchmarks/overlap.py --steps 6 --repetitions 1 --tails  # a look, heavy tails instead of equal lengths
+    python benchmarks/overlap.py --mode tails                       # slow tools instead of equal lengths
+    python benchmarks/overlap.py --mode dynamic --old CLONE         # --dynamic_sampling, with and without spare prompts
 
 A live vLLM server and the trainer are each pinned to a core of their own, which is what two GPUs are to them. SmolLM2
 (135 M, LoRA), the demo's batch of 8 prompts x 8 completions, an update and a push a step, all alike in the scripts that
 are compared; they run in turn, `repetitions` times. The first two steps of each run are left out: the server compiles,
 and nothing was sampled ahead.
 
---tails: three turns with an environment whose answers take lognormal times of mean .5 s, as tools do (slow_env.py).
+tails: three turns with an environment whose answers take lognormal times of mean .5 s, as tools do (slow_env.py).
+dynamic: train_grpo.py alone, on prompts of which few have signal; all train on as many that have. CLONE is
+one of a commit in which groups without signal were replaced in rounds, such as 4c20a71.
 
-Written to benchmarks/results/overlap.md (or overlap_tails.md).
+Written to benchmarks/results/overlap.md, overlap_tails.md, overlap_dynamic.md.
 """
 
 import argparse
@@ -31,12 +34,18 @@ from runlog.reading import read_metrics  # noqa: E402
 MODEL = "models/SmolLM2-135M-Instruct"
 COMMON = (
     f"--model_id {MODEL} --dataset_id examples/sums.py:rows --reward_funcs last_number --max_prompt_length 128 "
-    "--prompts_per_step 8 --num_generations 8 --use_peft --lora_r 32 --lora_alpha 64 --learning_rate 3e-4 "
+    "--use_peft --lora_r 32 --lora_alpha 64 "
     "--print_samples_every 0 --logprob_diff_limit 1 "
 )
-EQUAL = "--max_completion_length 12 --min_completion_length 12 "
-TAILS = "--max_completion_length 96 --max_turn_length 8 --env benchmarks/slow_env.py:Slow --tokenization_check off "
-SYSTEMS = {"train_grpo.py": [], **{f"max_staleness {n}": ["--max_staleness", str(n)] for n in (1, 2, 4)}}
+MODES = {
+    "equal": "--max_completion_length 12 --min_completion_length 12 --learning_rate 3e-4 ",
+    "tails": "--max_completion_length 96 --max_turn_length 8 --env benchmarks/slow_env.py:Slow "
+    "--tokenization_check off --learning_rate 3e-4 ",
+    "dynamic": "--max_completion_length 32 --dynamic_sampling --resample_rounds 20 --learning_rate 1e-7 ",
+}
+AHEAD = {f"max_staleness {n}": ["--max_staleness", str(n)] for n in (1, 2, 4)}
+SPARE = {f"spare_prompts {n}": ["--spare_prompts", str(n)] for n in (0, 8, 24)}
+SYSTEMS = {"rounds": [], "train_grpo.py": [], **AHEAD, **SPARE}
 
 
 def pinned(core: int, command: list[str], log: Path, **variables: str) -> subprocess.Popen:
@@ -49,14 +58,16 @@ def pinned(core: int, command: list[str], log: Path, **variables: str) -> subpro
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
 
 
-def measure(name: str, steps: int, tails: bool, folder: Path) -> dict[str, float]:
+def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     """Means over the steps of one run, on a server of its own."""
-    token, port = os.urandom(8).hex(), free_port()
+    token, port, folder = os.urandom(8).hex(), free_port(), args.folder
     run = f"{name.replace(' ', '_').replace('.', '_')}_{int(time.time())}"
-    serve = ["vllm_server.py", "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
+    tree = args.old if name == "rounds" else ROOT
+    serve = [str(tree / "vllm_server.py"), "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
     server = pinned(0, serve, folder / f"{run}-server.log", VLLM_SERVER_TOKEN=token)
-    script = "train_grpo.py" if name == "train_grpo.py" else "train_async.py"
-    flags = (COMMON + (TAILS if tails else EQUAL)).split() + SYSTEMS[name] + ["--max_steps", str(steps)]
+    script = str(tree / ("train_async.py" if name in AHEAD else "train_grpo.py"))
+    flags = (COMMON + MODES[args.mode]).split() + SYSTEMS[name] + ["--max_steps", str(args.steps)]
+    flags += ["--prompts_per_step", str(args.prompts), "--num_generations", str(args.generations)]
     where = ["--server_urls", f"http://127.0.0.1:{port}", "--server_timeout", "300", "--output_dir", str(folder)]
     trainer = pinned(1, [script, *flags, *where, "--run_name", run], folder / f"{run}.log", VLLM_SERVER_TOKEN=token)
     try:
@@ -78,6 +89,8 @@ def measure(name: str, steps: int, tails: bool, folder: Path) -> dict[str, float
         "seconds": seconds, "tokens/s": tokens / seconds, "trainer waited": waited / seconds,
         "server waited": server_waited / seconds, "staleness": mean.get("staleness/mean", 0.0),
         "ess": mean.get("sampling/ess", 1.0), "update": mean["time/update"] + mean["time/push"] + mean["time/logprobs"],
+        "replaced": mean.get("dynamic_sampling/resampled", 0.0), "silent": mean.get("dynamic_sampling/silent", 0.0),
+        "unused": mean.get("dynamic_sampling/unused", 0.0),
     }  # fmt: skip
 
 
@@ -85,21 +98,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--tails", action="store_true")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--mode", choices=MODES, default="equal")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
+    parser.add_argument("--old", type=Path)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
     args = parser.parse_args()
+    usual = ["rounds"] * bool(args.old) + list(SPARE) if args.mode == "dynamic" else ["train_grpo.py", *AHEAD]
+    args.systems = args.systems or usual
     args.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict]] = {name: [] for name in args.systems}
     for repetition in range(args.repetitions):
         for name in args.systems:
-            found[name].append(measure(name, args.steps, args.tails, args.folder))
+            found[name].append(measure(name, args))
             print(repetition, name, json.dumps({k: round(v, 3) for k, v in found[name][-1].items()}), flush=True)
     medians = {n: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for n, runs in found.items()}
     base = medians[args.systems[0]]["seconds"]
-    columns = ["seconds", "tokens/s", "trainer waited", "server waited", "staleness", "ess"]
+    columns = ["seconds", "tokens/s", "update", "trainer waited", "server waited", "staleness", "ess"]
+    if args.mode == "dynamic":
+        columns = ["seconds", "replaced", "silent", "unused"]
     command = " ".join(["python benchmarks/overlap.py", *sys.argv[1:]])
-    how = f"{args.repetitions} repetitions of {args.steps} steps in turn, medians; waiting as a share of the step"
+    how = f"{args.repetitions} repetitions of {args.steps} steps in turn, medians; `update`: seconds of log-probs, "
+    how += "update and push; waiting as a share of the step"
     lines = [
         f"Measured on two cores, server and trainer pinned to one each: `{command}`; {how}.\n",
         f"| | s a step | x | {' | '.join(columns[1:])} |",
@@ -108,7 +129,7 @@ def main() -> None:
     for name, row in medians.items():
         cells = [f"{row['seconds']:.2f}", f"{base / row['seconds']:.2f}", *(f"{row[c]:.2f}" for c in columns[1:])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    path = ROOT / "benchmarks" / "results" / ("overlap_tails.md" if args.tails else "overlap.md")
+    path = ROOT / "benchmarks" / "results" / f"overlap{'' if args.mode == 'equal' else f'_{args.mode}'}.md"
     path.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

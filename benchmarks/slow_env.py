@@ -1,4 +1,4 @@
-"""An environment whose answers take lognormal times of mean .5 s (sigma 1), for benchmarks/overlap.py --tails."""
+"""An environment whose answers take lognormal times of mean .5 s (sigma 1), for benchmarks/overlap.py --mode tails."""
 
 import asyncio
 

@@ -21,7 +21,7 @@ LONGEST = [
 
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.
-SERVED = ("test_push", "test_server", "test_serving")
+SERVED = ("test_push", "test_server", "test_serving", "test_async", "test_freshness")
 
 
 def pytest_collection_modifyitems(items):
