@@ -199,7 +199,7 @@ def set_environment():
         os.environ.setdefault(name, value)
     compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")  # is to outlive this server
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
-    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # they would go with our folder: 5 s a start
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # they would not: 5 s a start
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = str(make_folder())
     tempfile.tempdir = None  # to be looked up again
     os.environ["RL_SERVER_ERROR_FILE"] = os.path.join(os.environ["TMPDIR"], "error.log")
