@@ -179,7 +179,7 @@ class TrainConfig:
 
     # --- sharding ---
     strategy: Literal["ddp", "fsdp", "fsdp2"] = "ddp"  # replicate, or shard weights, gradients and optimizer state
-    offload: bool = False  # with fsdp / fsdp2: keep the shards in CPU memory
+    offload: bool = False  # with fsdp2: keep the shards in CPU memory
     dist_timeout: float = 600.0  # seconds a rank waits for the others
 
     # --- evaluation ---
@@ -304,7 +304,10 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     for wrong, message in (
         (c.num_generations < 1, f"--num_generations={c.num_generations}: at least 1; 8 is usual."),
         (c.offload and c.strategy == "ddp",
-         "--offload moves shards to the CPU, and --strategy ddp has none; add --strategy fsdp2 or fsdp."),
+         "--offload moves shards to the CPU, and --strategy ddp has none; add --strategy fsdp2."),
+        (c.offload and c.strategy == "fsdp",
+         "--offload with --strategy fsdp: torch's FSDP1 would keep the gradient of the last micro-batch alone; use "
+         "--strategy fsdp2."),
         (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
          "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
         (c.kl_target is not None and not c.kl_target > 0, f"--kl_target={c.kl_target}: must be above 0."),

@@ -51,7 +51,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecision,
@@ -428,7 +427,6 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             policy,
             auto_wrap_policy=ModuleWrapPolicy({type(m) for m in layers}),
             mixed_precision=MixedPrecision(**precision),
-            cpu_offload=CPUOffload(cfg.offload),
             use_orig_params=True,
             device_id=device,
         )
@@ -825,8 +823,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     advantage is 0 come first, without a graph and without a backward pass. If the loss of one does have a gradient (an
     entropy bonus, a KL, an own_term), that micro-batch is computed again with a graph, and so are all that follow.
 
-        6 micro-batches, the last 2 with advantages: `backward` is 2. Those with left = 6, 5, 4, 3 run without a graph.
-        If the one with left = 4 has a gradient after all, `backward` becomes 4: it and all after it run with a graph.
+        6 micro-batches, the last 2 with advantages: `with_graph` is 2. The first four, remaining = 6, 5, 4, 3, run
+        without a graph. If the third has a gradient after all, `with_graph` becomes 4: it and all after it have one.
 
     Every rank takes the same branch at the same time (all_max), or the collectives of DDP and FSDP would not match.
     """
@@ -840,21 +838,21 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(number)])).tolist()
     counts = dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-    moved = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
-    likely = moved.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
-    passes = micro_batches(batch, cfg, likely)
-    backward = max(utils.all_max(sum(any(likely[row] for row in rows) for rows in passes)), 1)
+    nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
+    expected = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
+    passes = micro_batches(batch, cfg, expected)
+    with_graph = max(utils.all_max(sum(any(expected[row] for row in rows) for rows in passes)), 1)
     ddp = isinstance(policy, DistributedDataParallel)
-    for left, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # left: this one and all after it
+    for remaining, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # remaining: this one and all after it
         part = batch.select(rows or [0])
         if not rows:
             part.loss_mask = torch.zeros_like(part.loss_mask)
-        if left > backward:
+        if remaining > with_graph:
             loss, stats, learns = without_graph(policy, part, cfg, counts, loss_of)
             if utils.all_max(int(learns)):  # on any rank
-                backward = left
-        if left <= backward:
-            with policy.no_sync() if ddp and left > 1 else contextlib.nullcontext():
+                with_graph = remaining
+        if remaining <= with_graph:
+            with policy.no_sync() if ddp and remaining > 1 else contextlib.nullcontext():
                 loss, stats = loss_of(policy, part, cfg, counts)
                 (loss * utils.world_size()).backward()
         sums["loss"] += loss.detach().double().cpu()

@@ -4,6 +4,7 @@ with a push after every step; at the end what held-out rows say before and after
     python examples/run.py                                   # what there is
     python examples/run.py arithmetic                        # on a bare machine: python3; it installs first
     SEEDS=0 python examples/run.py search --max_steps 5      # one seed; flags go to the train script
+    SCRIPT=train_async.py python examples/run.py search      # another train script
 
 An example is NAME.py, with its rows, reward, environment and demonstrations, and NAME.yaml: settings of the train
 script, for `train_grpo.py --config examples/NAME.yaml` as well, and in a section `example`, which is read here alone,
@@ -168,13 +169,14 @@ def main(name: str, flags: list[str]) -> None:
     for title, given in example.before.items():
         evaluate(model, title, given)
 
+    script = os.environ.get("SCRIPT", "train_grpo.py")
     begin, runs = time.strftime("%m%d-%H%M%S"), []
 
     def train(suffix: str, given: dict) -> None:
         runs.append(f"{name}-{begin}-{suffix}")
         own = {key: value for key, value in given.items() if key != "script"}
         command = ["scripts/serve_and_train.sh", runs[-1], start, str(example.window)]
-        command += [given.get("script", "train_grpo.py"), "--config", f"examples/{name}.yaml", *as_flags(own), *flags]
+        command += [given.get("script") or script, "--config", f"examples/{name}.yaml", *as_flags(own), *flags]
         run("bash", *command)
 
     for seed in os.environ.get("SEEDS", "").split() or example.seeds:

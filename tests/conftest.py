@@ -5,19 +5,9 @@ from pathlib import Path
 import pytest
 from server_fixture import server  # noqa: F401
 
-# Files that take longest, first: two at a time, the last ones should be short.
-LONGEST = [
-    "failures",
-    "resume",
-    "push",
-    "server",
-    "gradient",
-    "vision",
-    "train",
-    "ppo",
-    "vision_server",
-    "reward_model",
-]
+# Files that take longest, first: several run at a time, and the last ones should be short.
+LONGEST = ["push", "limits", "failures", "vision_server", "mcp", "resume", "reward_model", "sandbox", "gradient"]
+LONGEST += ["train", "examples", "foreign", "ideas", "readme", "hostile_completions", "adapters", "vision"]
 
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.

@@ -4,6 +4,7 @@ usage: push_worker.py MODEL_DIR URL COMPUTE_DTYPE OUT.json        (VLLM_SERVER_T
 """
 
 import asyncio
+import ctypes
 import json
 import sys
 from itertools import product
@@ -129,6 +130,7 @@ def script_tokenizer(model_dir: str):
 
 def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
     rank, _, _ = utils.init_distributed(60)
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD, bytes: what is freed goes back at once, so a peak is one
     cases = list(product(("ddp", "fsdp", "fsdp2"), (False, True)))
     # First: what others freed would be taken before the peak rises. Once is enough.
     extra = [extra_memory(*case) if compute_dtype == "float32" else 0.0 for case in cases]

@@ -116,6 +116,12 @@ def settings(call: list[str], folder: Path, monkeypatch) -> TrainConfig:
     return load_config(WarmConfig if "warm" in call[0] else TrainConfig, call[1:])
 
 
+def test_another_script(runner):
+    (runner.folder / "train_async.py").write_text(STAND_IN)
+    done, calls = runner("counting", "--max_steps", "3", SCRIPT="train_async.py")
+    assert done.returncode == 0 and "train_async.py" in [call[0] for call in calls], done.stderr
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_what_is_started(runner, monkeypatch, example):
     done, calls = runner(example, "--max_steps", "12")

@@ -269,7 +269,9 @@ def test_a_process_that_c_code_ends_is_named(tmp_path):
     """Its status is out of reach, but something is said."""
     with running(trainer(tmp_path / "log", *flags(tmp_path, "--reward_funcs", f"{HOSTILE}:leaves_by_c"))) as run:
         run.end()
-        time.sleep(2)  # the watchdog looks twice a second
+        deadline = time.monotonic() + 20  # the watchdog looks twice a second, when it gets a core
+        while "ended without a word" not in run.text and time.monotonic() < deadline:
+            time.sleep(0.1)
         named(run.text, "ended without a word", "leaves_by_c (hostile.py:")
 
 

@@ -1,24 +1,17 @@
 """Weights really arrive: six kinds of policy on two ranks, a large edit, a push, and what the server then says."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from live import Process, running
 from server_fixture import make_tiny, start_server
-
-WORKER = str(Path(__file__).parent / "push_worker.py")
 
 
 def push_all(server, compute_dtype: str, out: Path) -> list[dict]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", WORKER]
-    command += [str(server.model_dir), server.url, compute_dtype, str(out)]
-    env = os.environ | {"VLLM_SERVER_TOKEN": server.token, "OMP_NUM_THREADS": "1"}
-    env["MALLOC_MMAP_THRESHOLD_"] = "65536"  # bytes; what is freed goes back at once, so that a peak is one
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    command = ["tests/push_worker.py", str(server.model_dir), server.url, compute_dtype, str(out)]
+    with running(Process(command, out.with_suffix(".log"), 2, VLLM_SERVER_TOKEN=server.token)) as ranks:
+        assert ranks.end() == 0, ranks.text[-4000:]
     return json.loads(out.read_text())
 
 
