@@ -6,10 +6,11 @@
 #
 # runs `train_grpo.py --run_name NAME --model_id MODEL ...` against a server of MODEL with a window of WINDOW tokens, its
 # log in runs/NAME-server.log. Ctrl-C ends the trainer as Ctrl-C does, report included, then the server. Ends with the
-# trainer's status. SERVER_FLAGS in the environment go to the server.
+# trainer's status. SERVER_FLAGS in the environment go to the server. Without a GPU a script with async in its name and
+# the server get half of the cores each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 4 ] || { sed -n '2,9p' "$0" >&2; exit 2; }
+[ $# -ge 4 ] || { sed -n '2,10p' "$0" >&2; exit 2; }
 name=$1 model=$2 window=$3 script=$4
 shift 4
 
@@ -36,22 +37,29 @@ trap finish EXIT
 trap 'exit 130' INT # a shell that starts this in its background ignores INT: send TERM
 trap 'exit 143' TERM HUP
 
-shared_gpu=()
+shared_gpu=() for_server=() for_trainer=()
 if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
   shared_gpu=(--gpu-memory-utilization 0.3)
 else # both on the same cores: whoever waits must not spin
   export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+  read -ra cores <<<"$(python -c 'import os; print(*sorted(os.sched_getaffinity(0)))')"
+  half=$((${#cores[@]} / 2))
+  if [[ "${script##*/}" == *async* && $half -ge 1 ]]; then # both work all the time: half of the cores each
+    first="$(IFS=,; echo "${cores[*]:0:half}")" second="$(IFS=,; echo "${cores[*]:half}")"
+    for_server=(env VLLM_CPU_OMP_THREADS_BIND="$first" taskset -c "$first")
+    for_trainer=(env OMP_NUM_THREADS="$((${#cores[@]} - half))" taskset -c "$second")
+  fi
 fi
 
 mkdir -p runs
 set -m # each background job is a process group of its own, so that stop() reaches its children, too
 echo "starting the server, log in runs/$name-server.log"
 # shellcheck disable=SC2086 # SERVER_FLAGS are several words
-python vllm_server.py --model "$model" --port "$port" --max-model-len "$window" --exit-with-parent "${shared_gpu[@]}" \
+"${for_server[@]}" python vllm_server.py --model "$model" --port "$port" --max-model-len "$window" --exit-with-parent "${shared_gpu[@]}" \
   ${SERVER_FLAGS:-} \
   >"runs/$name-server.log" 2>&1 </dev/null &
 server=$!
-python "$script" --run_name "$name" --model_id "$model" --server_urls "http://127.0.0.1:$port" --server_timeout 300 \
+"${for_trainer[@]}" python "$script" --run_name "$name" --model_id "$model" --server_urls "http://127.0.0.1:$port" --server_timeout 300 \
   "$@" </dev/null &
 trainer=$!
 # No trap runs when this shell is killed with -9. Then the guard's input, a pipe that this shell alone holds open, ends.
