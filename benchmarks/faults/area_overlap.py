@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -65,6 +66,7 @@ def server_killed_in_mid_push(at, doomed, limit=150):
     if seen.verdict != "named":
         return seen
     again = start_server(TINY, "--dtype", "float32", "--max-model-len", "512")
+    at.stack.callback(shutil.rmtree, again.log.parent)
     at.stack.callback(again.stop)
     end = at.ended(_ahead(at, flags + "--resume ", server=again.wait()))
     wrong = goes_on(end, _within(end, 2, 6))
@@ -106,20 +108,19 @@ def reward_raises(at, server):
 
 
 def environment_never_answers(at, server):
-    """an environment's step never returns for one trajectory sampled ahead -> survived: left out, within its limit"""
+    """an environment's reset never returns for one trajectory sampled ahead -> survived: left out, within its limit"""
     env = at.file("stuck.py", """
 import asyncio
 from envs import Environment
 class Stuck(Environment):
     count = 0
-    def reset(self, row, seed):
+    async def reset(self, row, seed):
         Stuck.count += 1
-        self.number = Stuck.count
-        return [{"role": "user", "content": "go"}]
-    async def step(self, text):
-        if self.number == 30:
+        if Stuck.count == 30:
             await asyncio.Event().wait()
-        return [{"role": "user", "content": "on"}], 1.0, self.number % 2 == 0, {}
+        return [{"role": "user", "content": "go"}]
+    def step(self, text):
+        return [], 1.0, True, {}
 """)  # fmt: skip
     flags = (
         f"--env {env}:Stuck --reward_funcs environment --max_turns 2 --max_turn_length 6 --max_completion_length 100 "
@@ -147,7 +148,7 @@ def _many_under_way(at, end_it, status: str, limit: float) -> Seen:
     end_it(run)
     end = at.ended(run, limit)
     seconds = time.monotonic() - start
-    if end.status is None or not re.search(status, f"status {end.status} {end.text}"):
+    if end.status is None or not re.search(status, f"status {end.status} {end.text}", re.DOTALL):
         return Seen("hung" if end.status is None else "ended", f"{end.status} after {seconds:.1f} s: {end.tail}")
     start = time.monotonic()
     wrong = at.generates()  # behind all that is still sampled, if anything is
