@@ -141,6 +141,9 @@ def build_parser(cls: type, description: str | None = None) -> argparse.Argument
     return parser
 
 
+OF_OTHER_SCRIPTS = {"max_staleness": "train_async.py", "asynchronous": "train_async.py, which takes these flags"}
+
+
 def unknown_argument(given: str, hints: dict) -> ConfigError:
     """What was meant by an argument that the parser does not know."""
     if not given.startswith("--"):
@@ -151,6 +154,8 @@ def unknown_argument(given: str, hints: dict) -> ConfigError:
         f"--no-{n}": f"no_{n}" for n, kind in hints.items() if kind is bool
     }
     word = given.split("=")[0].lstrip("-").replace("-", "_").lower()
+    if word in OF_OTHER_SCRIPTS:
+        return ConfigError(f"unknown argument {given!r}: it is one of {OF_OTHER_SCRIPTS[word]}.")
     guess = nearest(word, flags.values())
     meant = next((flag for flag, name in flags.items() if name == guess), None)
     return ConfigError(f"unknown argument {given!r}. " + (f"Did you mean {meant}?" if meant else "See --help."))

@@ -88,7 +88,7 @@ class TrainConfig:
     tool_timeout: float = 30.0  # seconds a call may take, and each method of an environment
     env_errors: Literal["drop", "stop"] = "drop"  # a failing environment or reward costs its trajectory, or the run
     max_failed: float = 0.1  # with env_errors drop: the run stops if a larger share of a step's trajectories failed
-    tool_concurrency: int = 64  # most calls at the same time on each rank
+    tool_concurrency: int = 64  # most calls of tools at the same time on each rank; environments have no such limit
     tool_cache: bool = False  # equal calls of a tool are run once
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
     tokenization_check: Literal["strict", "warn", "off"] = "warn"  # tokens of all turns against the chat template's
@@ -194,7 +194,7 @@ class TrainConfig:
     output_dir: str = "runs"  # where run folders go
     resume: bool = False  # continue run_name from its last complete checkpoint
     strict_resume: bool = False  # refuse to resume where settings, rows, code, ranks or versions are not as they were
-    save_steps: int | None = None  # checkpoint every N steps; a last one is always written; unset: only that
+    save_steps: int | None = None  # checkpoint every N steps, and one after the last step; Ctrl-C writes none
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps
     log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
@@ -328,6 +328,9 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.spare_prompts and c.generator == "hf",
          f"--spare_prompts={c.spare_prompts}: --generator hf samples one prompt after another, so spare ones gain no "
          "time; leave it out, or use --generator vllm."),
+        (c.spare_prompts > c.resample_rounds * c.prompts_per_step,
+         f"--spare_prompts={c.spare_prompts}: a step draws at most --resample_rounds={c.resample_rounds} x "
+         f"--prompts_per_step={c.prompts_per_step} further prompts; lower it, or raise --resample_rounds."),
         (not c.reward_funcs,
          "--reward_funcs is empty: give at least one, a name in REWARDS or path/to/file.py:function."),
         (c.reward_weights is not None and len(c.reward_weights) != len(c.reward_funcs),

@@ -364,7 +364,8 @@ class VLLMClient:
         while True:
             try:
                 done, _ = await asyncio.wait({request}, timeout=10)
-            except asyncio.CancelledError:  # nobody waits for the answer to this
+            except asyncio.CancelledError:  # nobody waits for the answers any more
+                request.cancel()
                 in_thread(self._call, url, "POST", "/abort_requests", {"request_ids": [body["request_id"]]})
                 raise
             if done:

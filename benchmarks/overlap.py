@@ -39,7 +39,7 @@ COMMON = (
 )
 MODES = {
     "equal": "--max_completion_length 12 --min_completion_length 12 --learning_rate 3e-4 ",
-    "tails": "--max_completion_length 96 --max_turn_length 8 --env benchmarks/slow_env.py:Slow "
+    "tails": "--max_completion_length 160 --max_turn_length 16 --env benchmarks/slow_env.py:Slow "
     "--tokenization_check off --learning_rate 3e-4 ",
     "dynamic": "--max_completion_length 32 --dynamic_sampling --resample_rounds 20 --learning_rate 1e-7 ",
 }

@@ -178,7 +178,7 @@ def save_checkpoint(
 
     def whole() -> None:
         save_pretrained(partial, hf_model, tokenizer, weights)
-        (partial / "trainer" / "state.json").write_text(json.dumps({"step": step, **state}))
+        (partial / "trainer" / "state.json").write_text(json.dumps(state | {"step": step}))
 
     def rename() -> None:
         shutil.rmtree(final, ignore_errors=True)

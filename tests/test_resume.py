@@ -106,6 +106,17 @@ def test_killed_and_resumed_equals_uninterrupted(outcomes, case):
     assert_same_run(broken, whole)
 
 
+def test_a_resumed_run_can_be_resumed(flags, tmp_path):
+    """The state that a checkpoint gave back named its step, and the next checkpoint took that name over."""
+    args = [*flags, "--output_dir", str(tmp_path), "--run_name", "run", "--save_steps", "1"]
+    for step in (1, 2, 3):
+        more = ["--max_steps", str(step), *["--resume"] * (step > 1)]
+        with running(trainer(tmp_path / f"{step}.log", *args, *more)) as run:
+            assert run.end() == 0, run.text
+        assert checkpoints.read_state(tmp_path / "run", step)["step"] == step
+    assert [line["step"] for line in timeless(tmp_path / "run") if "reward" in line] == [1, 2, 3]
+
+
 @pytest.fixture(scope="module")
 def short(flags, tmp_path_factory):
     """A run of four steps with its two checkpoints, its flags, and copies to damage."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import subprocess
@@ -282,7 +283,7 @@ def test_vllms_own_routes_in_mid_push(server, client, weights):
 
 
 @pytest.mark.parametrize("pushing", [False, True], ids=["", "in mid-push"])
-def test_what_is_cancelled_ends_on_the_server(client, weights, pushing):
+def test_what_is_cancelled_ends_on_the_server(client, weights, pushing, caplog):
     """640 sequences of 450 tokens, of which it samples 256 at a time: what comes after them is answered at once."""
 
     async def cancelled():
@@ -306,6 +307,8 @@ def test_what_is_cancelled_ends_on_the_server(client, weights, pushing):
 
     answer, seconds = asyncio.run(cancelled())
     assert len(answer.token_ids) <= 2 and seconds < 5, seconds
+    gc.collect()
+    assert "never retrieved" not in caplog.text  # what the server says of requests that it has ended
     assert client._load == [0]
 
 
