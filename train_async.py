@@ -66,6 +66,8 @@ class Ahead(Collector):
         threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
         self.steps: dict[int, asyncio.Future] = {}  # begun and not trained on, oldest first
         self.next = run.first  # the first step that has not begun
+        if utils.is_main() and cfg.max_staleness and not cfg.eval_only:
+            print(f"  overlap                completions begin up to {cfg.max_staleness} pushes before their step")
         self.idle_since, self.idle, self.lock = time.perf_counter(), 0.0, threading.Lock()
 
     def begin(self, step: int, version: int, cfg: TrainConfig) -> None:

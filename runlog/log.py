@@ -103,10 +103,15 @@ def claim_run(cfg):
 
 
 def code_files(cfg) -> list[str]:
-    """Files that decide what is asked, done and rewarded: those of yours that settings name, and the script."""
+    """Files that decide what is asked, done and rewarded: those of yours that settings name, the script, and train
+    scripts that it imports."""
     specs = [*cfg.reward_funcs, cfg.dataset_id, *cfg.tools, cfg.env, cfg.mcp_config, cfg.judge_template, sys.argv[0]]
     specs = [spec.partition("?")[0] for spec in specs if spec]
     paths = [spec.rpartition(":")[0] if ".py:" in spec else spec for spec in specs]
+    folders = {Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parent.parent}
+    imported = [Path(m.__file__) for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
+    imported = sorted({path for path in imported if path.suffix == ".py" and path.parent in folders})
+    paths += [os.path.relpath(path) for path in imported if "parse_args(TrainConfig" in path.read_text()]
     wanted = [path for path in paths if Path(path).suffix == ".py" or path in (cfg.mcp_config, cfg.judge_template)]
     return [path for path in dict.fromkeys(wanted) if Path(path).is_file()]
 
@@ -374,6 +379,8 @@ def progress_text(line: dict, num_steps: int | None) -> str:
         parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
     if line.get("rollout/failed"):
         parts.append(f"failed {line['rollout/failed']}")
+    if "staleness/max" in line:
+        parts.append(f"staleness {line['staleness/max']}")
     if "completions/mean_length" in line:
         parts.append(f"length {_short(line['completions/mean_length'])}")
     for key, label in (("completions/clipped_ratio", "cut off"), ("tools/failure_frequency", "calls failed")):

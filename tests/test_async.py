@@ -162,6 +162,7 @@ def test_a_run_that_overlaps(server, tmp_path):
         assert {"async/trainer_waited", "async/generator_waited", "async/groups_ready", "sampling/ess"} <= line.keys()
     numbers = [json.loads(text)["step"] for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert numbers == sorted(numbers)
+    assert "staleness 2" in (tmp_path / "run.log").read_text() and (tmp_path / "run" / "train_grpo.py").exists()
     assert all(1 <= line["ranks/tokens_after"] <= line["ranks/tokens_before"] for line in lines)
 
 
