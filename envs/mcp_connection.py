@@ -127,7 +127,8 @@ class Connection:
                 # The newest protocol has no sessions over HTTP; the one before it has.
                 mode = "legacy" if self.server.needs_session else "auto"
                 transport = await self._transport(stack)
-                client = Client(transport, read_timeout_seconds=self.server.seconds, mode=mode)
+                # A call names its own limit; the rest belongs to the start.
+                client = Client(transport, read_timeout_seconds=self.server.start_seconds, mode=mode)
                 client = await stack.enter_async_context(client)
                 if self.server.needs_session and not self._session:
                     raise RuntimeError(

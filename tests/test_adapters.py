@@ -599,6 +599,6 @@ def test_an_environment_of_verifiers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["coming-from-trl.md", "environments.md"])
 def test_flags_in_the_docs_are_there(name):
-    known = {field.name for field in dataclasses.fields(TrainConfig)} | {"policy"}
+    known = {field.name for field in dataclasses.fields(TrainConfig)} | {"policy", "max_staleness"}
     flags = set(re.findall(r"--(\w+)", (ROOT / "docs" / name).read_text()))
     assert flags and not flags - known
