@@ -62,6 +62,8 @@ class Batch:
 
 def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0, step: int = 0) -> Batch:
     """Trajectories (rollouts.py) of this rank as a Batch. Group numbers become unique over all ranks."""
+    if not trajectories:
+        raise ValueError("after_rollout returned no trajectories on this rank; every rank needs one at least")
     rows, length = len(trajectories), max(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
     input_ids = torch.full((rows, length), pad_id)
     attention_mask, loss_mask, rewards, logprobs = torch.zeros(4, rows, length).unbind()  # [B, T] each

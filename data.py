@@ -1,4 +1,4 @@
-"""Rows: where they come from, what makes one valid, how a prompt becomes token ids, which rows a step gets.
+"""Rows: where they come from, what makes one valid, and which are left out because their prompts are too long.
 
 A row is a dict. `prompt` is its only required column: a non-empty string or a list of chat messages. `answer`, `image`
 and `images` are the other standard names. Every column is kept and handed to the reward functions by keyword.

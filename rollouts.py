@@ -345,15 +345,15 @@ def failed_trajectory(row: dict, group: int, error: Exception) -> Trajectory:
     return Trajectory(row, group, [], [], [], [], [], finish_reason="failed", info={"failure": error})
 
 
-def empty_trajectory(row: dict, version: int, cfg: TrainConfig) -> Trajectory:
-    """In the batch of a rank on which every trajectory failed: a row of one token that counts for nothing. The ranks
-    make the same collective calls, so each needs a row with the same fields."""
+def empty_trajectory(row: dict, cfg: TrainConfig) -> Trajectory:
+    """In the batch of a rank on which every trajectory failed: a row without a sampled token. The ranks make the same
+    collective calls, so each needs a row with the same fields."""
     counts = dict.fromkeys(("unrewarded", "reward_timeouts", "reward_without_token"), 0)
     scores = {"rewards": {}, "reward": 0.0, "reward_components": [0.0] * len(cfg.reward_funcs), "baselines": 0.0}
     info = {"completion": "", "model_inputs": {}} | counts | scores
     if cfg.rollout == "multi_turn":
         info["turns"] = []
-    return Trajectory(row, 0, [0], [0], [0], [0.0], [0.0], finish_reason="failed", policy_version=version, info=info)
+    return Trajectory(row, 0, [0], [0], [0], [0.0], [0.0], finish_reason="failed", info=info)
 
 
 def without_failed(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:

@@ -1,9 +1,9 @@
 """Generation and training at the same time: what it adds to train_grpo.py, which has the rest.
 
-    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
-    torchrun --nproc_per_node=8 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct --max_staleness 1
+    CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
+    CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct
 
-The server samples what the next steps learn from while the trainer updates. Step t learns from the prompts it would
+The server samples the next steps' completions while the trainer updates. Step t learns from the prompts it would
 have without this script, in the same order, and each once; only they may begin up to --max_staleness pushes earlier.
 So up to 1 + max_staleness steps' completions are in the server at a time:
 
@@ -106,7 +106,7 @@ class Ahead(Collector):
                     future.result()  # raises what a later step's reward or tool raised
             time.sleep(0.002)
         waited = time.perf_counter() - start
-        trajectories, metrics = collect(self.run.rows, self.run.sampler, step, self.steps.pop(step).result(), cfg)
+        trajectories, metrics = collect(self.run.rows, *self.steps.pop(step).result(), cfg)
         with self.lock:
             idle, self.idle = self.idle, 0.0
         metrics |= {"async/generate_seconds": metrics["time/generate"], "async/generator_waited": idle}

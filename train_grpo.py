@@ -1,7 +1,8 @@
 """GRPO for language models in one file, on plain torch.distributed, with a vLLM server beside it. Copy it, edit it.
 
-    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct                       # terminal 1, GPU 0
-    torchrun --nproc_per_node=8 train_grpo.py --model_id Qwen/Qwen2.5-1.5B-Instruct # terminal 2, the other GPUs
+    CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct              # terminal 1
+    CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_grpo.py \
+        --model_id Qwen/Qwen2.5-1.5B-Instruct                                                    # terminal 2
 
 A training step, and where to find it:
 
@@ -20,12 +21,13 @@ Where it differs from the papers and from TRL, on purpose:
     * The loss is a sum of per-token weights times per-token losses, the weights taken from counts over the whole
       optimizer update and all ranks: the gradient does not depend on how the update is cut into micro-batches or ranks.
     * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, several times faster.
-    * A prompt with one completion has advantage 0 (some implementations pass its raw score through).
+    * A prompt with one completion has advantage 0 where completions are compared (some pass its raw score through).
     * No truncated sampling by default: top-k or top-p would bias the importance ratio.
     * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
 
-Dimensions in comments: B rows (completions) of a batch, T tokens of the longest row, G completions per prompt,
-N sampled tokens, V vocabulary; R packed rows of a micro-batch, L their length.
+Dimensions in comments: B completions of a batch, T tokens of the longest one, G completions per prompt, N sampled
+tokens, V vocabulary; R packed rows of a micro-batch, L their length. A data row is a dict of the data set (`rows`, in
+sections 4 and 6); a row of a tensor is a completion.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 
@@ -116,10 +118,11 @@ from safety import sandbox
 #
 #     mine.needs = ("entropy",)         fields of Batch computed beforehand: old_logprobs, ref_logprobs, entropy,
 #                                       sum_pi_squared, baselines (the score of a greedy completion of the prompt)
-#     mine.compares_group = False       an advantage that works with one completion a prompt; may be a function of cfg
+#     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
+#                                       function cfg -> bool
 #     mine.choose = function            a loss that treats some tokens of the whole update apart, however it is cut:
 #                                       (logprobs, batch, cfg) -> Batch.chosen
-#     mine.check = function             (cfg) -> why it cannot work with these settings, or None
+#     mine.check = function             (cfg) -> why it cannot work with these settings, or None; a KL estimator, too
 
 
 def needs(cfg: TrainConfig) -> set[str]:
@@ -171,12 +174,15 @@ def reinforce_plus_plus(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 reinforce_plus_plus.compares_group = False
 
-ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor]] = {
+ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict]]] = {
     "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_plus_plus": reinforce_plus_plus, **MORE_ADVANTAGES,
 }  # fmt: skip
 
 
 # ==== 3 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} ==============
+
+# A statistic is logged as its mean over the tokens that are learned from; one whose name ends in _max, as its largest
+# value. Return the same names each time: ranks add them up together.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -225,7 +231,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20),  # unbiased, high variance; as a loss: no KL gradient
     "abs": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20).abs(),
     "k2": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20) ** 2 / 2,  # biased value, right gradient
-    "k3": lambda logprobs, ref: (x := (ref - logprobs).clamp(-20, 20)).exp() - x - 1,  # unbiased, >= 0 (GRPO)
+    "k3": lambda logprobs, ref: (y := (ref - logprobs).clamp(-20, 20)).exp() - y - 1,  # unbiased, >= 0 (GRPO); y = -x
     "k1+": lambda logprobs, ref: straight_through(*(KL_ESTIMATORS[k](logprobs, ref) for k in ("k1", "k2"))),
     "k3+": lambda logprobs, ref: straight_through(*(KL_ESTIMATORS[k](logprobs, ref) for k in ("k3", "k2"))),
 }
@@ -234,9 +240,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, max_tokens) -> Tensor:
     """What each token's loss counts for: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
 
-    num_tokens, num_sequences: loss tokens and rows (with a loss token; for "constant": all) of the *whole* optimizer
-    update over all ranks, so that the gradient cannot depend on how the update is cut. max_tokens: the constant of
-    Dr. GRPO, the longest completion allowed.
+    num_tokens, num_sequences: loss tokens, and completions with a loss token, of the *whole* optimizer update over all
+    ranks, so that the gradient cannot depend on how the update is cut. "constant" counts completions without one, too.
+    max_tokens: the constant of Dr. GRPO, the longest completion allowed.
     """
     if mode == "token_mean":  # every token alike (DAPO, 2503.14476 eq. 8)
         return loss_mask / max(num_tokens, 1)
@@ -258,7 +264,7 @@ def format_row(row: dict) -> dict:
 
 
 class PromptSampler:
-    """Which rows a step takes: every row once an epoch, in an order that (seed, epoch) gives, a step's rows distinct.
+    """Which rows a step takes: each once an epoch, in an order that (seed, epoch) gives; `next`'s are distinct.
 
     Edit me: `next` may return any rows, for example by what `memory` knows of them. That dict is yours: checkpoints
     keep it, and `after_rollout` (section 6) can fill it.
@@ -272,7 +278,7 @@ class PromptSampler:
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
         self.rank, self.share = rank, prompts_per_step // world_size
         self.memory = {} if memory is None else memory
-        self._orders: dict[int, np.ndarray] = {}  # the last two epochs; a cache, never state
+        self._orders: dict[int, np.ndarray] = {}  # the last epochs; a cache, never state
 
     def next(self, step: int) -> list[int]:
         """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
@@ -284,8 +290,8 @@ class PromptSampler:
 
     def extra(self, step: int, round: int, count: int) -> list[int]:
         """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
-        the same (seed, step, round, rank)."""
-        random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])
+        the same (seed, step, round, rank). They may be in the step already."""
+        random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])  # another stream than the order's
         return random.choice(self.num_rows, count, replace=False).tolist()
 
     def order(self, epoch: int) -> np.ndarray:
@@ -502,7 +508,8 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 def lr_at(update: int, cfg: TrainConfig) -> float:
     """Learning rate of an optimizer update: linear warm-up, then --lr_schedule to 0 at the end.
 
-    A function of the update's number, so that resuming needs no scheduler state.
+    A function of the update's number, so that resuming needs no scheduler state. Updates are counted from the first
+    step, those in which only a critic learns (--critic_warmup) included.
     """
     total = cfg.max_steps * cfg.num_iterations * cfg.num_minibatches
     warmup = math.ceil(cfg.warmup_ratio * total)
@@ -521,15 +528,15 @@ async def rollout(
 ) -> tuple[list[list], dict]:
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
-    versions: of the weights that may have sampled the tokens; None: any. Returns each row's trajectories, those that
-    failed among them (info["failure"], nothing sampled), and two times in seconds: until the last token was sampled,
-    and what scoring took after that.
+    versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories, those
+    that failed among them (info["failure"], nothing sampled), and two times in seconds: until the last token was
+    sampled, and what scoring took after that.
     """
-    start, sampled = time.perf_counter(), []
+    start, ended_at = time.perf_counter(), []
 
-    async def together(row: dict, part: TrainConfig) -> list[Trajectory]:
-        trajectories = await ROLLOUTS[cfg.rollout]([row], generator, part)
-        sampled.append(time.perf_counter())
+    async def together(row: dict, part_cfg: TrainConfig) -> list[Trajectory]:
+        trajectories = await ROLLOUTS[cfg.rollout]([row], generator, part_cfg)
+        ended_at.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
@@ -541,9 +548,9 @@ async def rollout(
             return [failed_trajectory(t.row, t.group, error) for t in trajectories]
         return trajectories
 
-    divided = scored_together(cfg, reward_functions)
-    parts = await asyncio.gather(*(together(row, part) for part in divided for row in rows))
-    seconds = {"time/generate": max(sampled) - start, "time/score": time.perf_counter() - max(sampled)}
+    divided = scored_together(cfg, reward_functions)  # a config for each part of a group, by its num_generations
+    parts = await asyncio.gather(*(together(row, part_cfg) for part_cfg in divided for row in rows))
+    seconds = {"time/generate": max(ended_at) - start, "time/score": time.perf_counter() - max(ended_at)}
     return [sum(parts[i :: len(rows)], []) for i in range(len(rows))], seconds
 
 
@@ -568,6 +575,9 @@ async def sample_step(
     takes the place of a silent one, never of one that is merely slow, or short completions would be preferred. What is
     not needed is cancelled, on the server too. Baselines (remax) are the scores of a greedy completion of each prompt.
     Nothing here talks to other ranks: train_async.py runs it in the background.
+
+        2 wanted, 1 spare; a b c d e drawn. Begun: a b c. b ends silent: d begins, a and c are chosen. When these two
+        have ended, the step is done and d is cancelled; were c silent, too, e would begin, and d be chosen.
     """
     versions, begun = versions or range(step, step + 1), time.perf_counter()
     greedy = replace(cfg, num_generations=1, temperature=0.0)
@@ -577,15 +587,15 @@ async def sample_step(
     drawn += [number for round in range(rounds) for number in sampler.extra(step, round, wanted)]
 
     async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
-        (group,), seconds = await rollout([rows[number]], generator, reward_functions, cfg, versions)
-        seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]
-        if "baselines" in needs(cfg):
-            ((baseline,),), _ = await rollout([rows[number]], generator, reward_functions, greedy, versions)
-            for trajectory in group:
-                trajectory.info["baselines"] = sum(baseline.token_rewards)
-                trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
+        settings = [cfg, greedy] if "baselines" in needs(cfg) else [cfg]
+        calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in settings)
+        (((group,), seconds), *baselines) = await asyncio.gather(*calls)
+        seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]  # from the step's begin
         for trajectory in group:
             trajectory.info["row_number"] = number
+            for ((baseline,),), _ in baselines:
+                trajectory.info["baselines"] = sum(baseline.token_rewards)
+                trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
         return group, cfg.dynamic_sampling and not has_signal(group, cfg), seconds
 
     tasks: list[asyncio.Task] = []  # in the order of `drawn`
@@ -597,8 +607,8 @@ async def sample_step(
                 chosen += silent[: wanted - len(chosen)]
             if len(chosen) == wanted and all(task.done() for task in chosen):
                 break
-            begin = drawn[len(tasks) : wanted + spare + len(silent)]
-            tasks += [asyncio.create_task(sample(number)) for number in begin]
+            new = drawn[len(tasks) : wanted + spare + len(silent)]
+            tasks += [asyncio.create_task(sample(number)) for number in new]
             await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         left_over = [task for task in tasks if not task.done()]
@@ -606,31 +616,32 @@ async def sample_step(
             task.cancel()
         await asyncio.gather(*left_over, return_exceptions=True)
     stayed = sum(task in silent for task in chosen)
-    counts = {"resampled": len(silent) - stayed, "silent": stayed, "unused": len(tasks) - wanted - len(silent) + stayed}
+    replaced = len(silent) - stayed
+    counts = {"resampled": replaced, "silent": stayed, "unused": len(tasks) - wanted - replaced}
     return [task.result() for task in chosen], counts
 
 
-def collect(rows: list[dict], sampler, step: int, sampled: tuple, cfg: TrainConfig) -> tuple[list, dict]:
-    """A step's trajectories of this rank, without those that failed, and metrics of how they were sampled.
+def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
+    """What `sample_step` returned -> this rank's trajectories of the step, without those that failed, and metrics.
 
     Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
     """
-    groups, _, seconds = (list(part) for part in zip(*sampled[0], strict=True))
+    groups, _, seconds = (list(column) for column in zip(*sampled, strict=True))
     generate = max(spent["time/generate"] for spent in seconds)
     whole = max(sum(spent.values()) for spent in seconds)
     metrics = {"time/generate": generate, "time/score": whole - generate, "rollout/failed": check_failed(groups, cfg)}
     if cfg.dynamic_sampling:
-        counts = utils.all_sum(torch.tensor(list(sampled[1].values()))).tolist()
-        metrics |= {f"dynamic_sampling/{name}": n for name, n in zip(sampled[1], counts, strict=True)}
+        totals = utils.all_sum(torch.tensor(list(counts.values()))).tolist()
+        metrics |= {f"dynamic_sampling/{name}": n for name, n in zip(counts, totals, strict=True)}
     groups, balance = utils.balanced([group for group in without_failed(groups) if group])
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
-    return sum(groups, []) or [empty_trajectory(rows[sampler.next(step)[0]], step, cfg)], metrics | balance
+    return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | balance
 
 
 class Collector:
-    """Samples each step on demand. train_async.py has one that works ahead."""
+    """Samples each step when the loop asks for it. train_async.py has one that works ahead."""
 
     @staticmethod
     def check(cfg: TrainConfig) -> None:
@@ -640,21 +651,21 @@ class Collector:
         self.run = run
 
     def pushed(self, version: int, cfg: TrainConfig) -> None:
-        """The generator has the weights after `version` optimizer steps."""
+        """The generator has the weights after `version` training steps."""
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
         """The trajectories of a step and their metrics. version: of the weights that sample."""
         run, versions = self.run, range(version, version + 1)
-        arguments = (run.rows, run.sampler, step)
-        sampled = sample_step(*arguments, run.generator, run.reward_functions, cfg, versions)
-        return collect(*arguments, asyncio.run(sampled), cfg)
+        sampled = sample_step(run.rows, run.sampler, step, run.generator, run.reward_functions, cfg, versions)
+        return collect(run.rows, *asyncio.run(sampled), cfg)
 
     def close(self) -> None:
         """The run is over."""
 
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
-    """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories.
+    """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, one
+    at least.
 
     `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
     and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
@@ -700,7 +711,8 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
     inner.squares = "sum_pi_squared" in asked  # a pass over [n, V] that nothing else needs
     own = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
     if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or own:
-        batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
+        batch.old_logprobs, batch.entropy, squares = all_logprobs(policy, batch, cfg)
+        batch.sum_pi_squared = squares if inner.squares else None
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
     elif cfg.beta > 0 or "ref_logprobs" in asked:
@@ -712,13 +724,17 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
 
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
-    """Scores normalised, then beta * KL off each token's reward (RLHF). moments: see utils.running_moments."""
+    """Scores normalised, then beta * KL off each token's reward (RLHF); batch.scores are their sums from here on.
+
+    moments: count, sum and sum of squares of all scores so far, brought up to date here.
+    """
     if (cfg.reward_mean, cfg.reward_std) != ("none", "none"):
         running = utils.running_moments(batch.scores, moments)
         center, scale = center_and_scale(batch.scores, batch.groups, cfg.reward_mean, cfg.reward_std, running)
         last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=scale.device)).argmax(1)
         batch.rewards = batch.rewards / scale[:, None]
-        batch.rewards[torch.arange(len(batch)), last] -= (center / scale).to(scale.dtype)  # where the outcome stands
+        # The outcome's reward is on the last sampled token.
+        batch.rewards[torch.arange(len(batch)), last] -= (center / scale).to(scale.dtype)
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
@@ -727,7 +743,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
 
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
-    """Fills in batch.advantages; returns their statistics: mean size, share of groups in which all are 0."""
+    """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
     batch.advantages, stats = computed(ADVANTAGES[cfg.advantage], batch, cfg)
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
@@ -737,12 +753,13 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> None:
-    """Take out of loss_mask and advantages what is sampled and compared, but not learned from."""
+    """What is sampled and compared, but not learned from: completions leave loss_mask and advantages, tokens of low
+    entropy (--top_entropy_quantile) the advantages alone."""
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
     mean, std = group_mean(scores, groups), group_std(scores, groups)
     keep &= (mean >= cfg.group_mean_min) & (mean <= cfg.group_mean_max)  # neither too hard nor too easy
-    keep &= (std > cfg.group_std_min) | (cfg.group_std_min == 0)
+    keep &= (std > cfg.group_std_min) | (group_index(groups)[1] == 1) | (cfg.group_std_min == 0)
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
@@ -757,8 +774,8 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor
 
     The generator's log-probs differ because of other kernels, or because its weights are older (--push_steps):
     w = exp(old - sampling), by token or by sequence, clamped to the bounds or 0 outside (TIS, IcePop). Left out are
-    completions whose geometric mean is out of bounds, and those with A < 0 that drifted further than
-    off_policy_threshold (DeepSeek-V3.2).
+    completions whose geometric mean is out of bounds, and tokens with A < 0 of completions that drifted further than
+    off_policy_threshold (DeepSeek-V3.2), by the weights of now.
     """
     mask = batch.loss_mask
     trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
@@ -784,9 +801,9 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor
 def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
     """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
 
-    Gets log-probs and entropy of the sampled tokens, with gradient [B, T], and the micro-batch: `part.rows` are its
-    data rows, `part.step` the step. Returns the loss per token [B, T] (or None), to which --loss_agg applies, and
-    statistics as of a policy loss. For a gradient through the entropy set `inner.entropy_gradient` in load_policy.
+    Gets log-probs [B, T] of the sampled tokens, with gradient; their entropy [B, T] (with gradient if
+    `inner.entropy_gradient` is set in load_policy); and the micro-batch: `part.rows` are its data rows, `part.step` the
+    step. Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss.
     """
     return None, {}
 
@@ -815,9 +832,9 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=micro_loss) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
-    Returns this rank's sums over tokens {name: []}: "loss", "tokens" and the statistics. Counts are global and taken
-    before the loop; DDP and FSDP average over ranks, so the loss is multiplied by their number: without it ranks with
-    short completions would count more.
+    Returns this rank's sums over tokens, a scalar each: "loss", "tokens" and the statistics. Counts are global and
+    taken before the loop, or ranks with short completions would count more. DDP and FSDP average gradients over ranks,
+    so the loss is multiplied by their number.
 
     Groups whose completions all scored the same have no gradient under most losses, so micro-batches in which every
     advantage is 0 come first, without a graph and without a backward pass. If the loss of one does have a gradient (an
@@ -845,7 +862,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     ddp = isinstance(policy, DistributedDataParallel)
     for remaining, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # remaining: this one and all after it
         part = batch.select(rows or [0])
-        if not rows:
+        if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = torch.zeros_like(part.loss_mask)
         if remaining > with_graph:
             loss, stats, learns = without_graph(policy, part, cfg, counts, loss_of)
@@ -915,7 +932,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         )
     tokens, loss = max(sums.pop("tokens"), 1.0), sums.pop("loss") / len(norms)
     metrics = {name: value / tokens for name, value in sums.items()}
-    metrics |= {name: value for name, value in largest.items() if value > -math.inf}  # where no token was sampled
+    metrics |= {name: value for name, value in largest.items() if value > -math.inf}  # -inf: no token was sampled
     # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
     if squared := metrics.pop("sampling/ratio_squared", None):
         metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / squared
@@ -985,11 +1002,11 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
     gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
-    LoRA is folded in. Read the tensors before the next step: some are the live weights. Vectors keep their dtype, as
-    some servers keep norms and biases wider. With keep=False a rank takes part in the gathering, its lists are empty.
+    LoRA is folded in. Read a bucket before you ask for the next one: some tensors are the live weights. Vectors keep
+    their dtype, as some servers keep norms and biases wider. With keep=False a rank only takes part in the gathering.
     """
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP)]
-    units = wrapped or list(walk("", model, ()))  # the root comes first: FSDP1 learns from it which unit is the root
+    units = wrapped or list(walk("", model, ()))  # of `wrapped` the root comes first: FSDP1 learns which it is
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     bucket, size = [], 0
     for name, unit in units:
@@ -1063,8 +1080,8 @@ def evaluate(
 ) -> tuple[dict, list[Trajectory]]:
     """k completions of every held-out row: eval/reward, eval/mean@k (share solved), eval/pass@k (rows with one solved).
 
-    A completion is solved if its score reaches --eval_solved. step: optimizer steps so far, which is the version of the
-    weights that must have sampled. Returned too: the first completion of this rank's rows.
+    A completion is solved if its score reaches --eval_solved. step: training steps so far, which is the version of the
+    weights that must have sampled. Returned too: the first completion of each of this rank's rows.
     """
     rank, world = torch.distributed.get_rank(), utils.world_size()
     k = cfg.eval_generations
@@ -1150,17 +1167,19 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 
 
 def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> dict:
-    """The loop. Returns the last evaluation's metrics (empty without evaluation).
+    """The loop. Returns the metrics of this process's last evaluation (empty without one).
 
-    make_critic: see train_ppo.py; make_collector: see train_async.py.
+    make_critic: (cfg, device) -> an object with `module`, `optimizer` and `learn`, see train_ppo.py; make_collector: a
+    kind of Collector, see train_async.py.
     """
     make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
     collector = make_collector(run, cfg)
     policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
-    pushed = run.first  # version of the generator's weights: the optimizer steps that made them
+    pushed = run.first  # version of the generator's weights: the training steps that made them
     collector.pushed(pushed, cfg)
+    agreed = False  # whether trainer and generator were seen to give the sampled tokens the same log-probs
 
     def seed_generator(step: int, stream: int) -> None:
         if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did
@@ -1177,7 +1196,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
     for step in range(run.first, run.first if cfg.eval_only else cfg.max_steps):
         done = step + 1 == cfg.max_steps
         evaluates = bool(cfg.eval_steps) and ((step + 1) % cfg.eval_steps == 0 or done)
-        saves = bool(cfg.save_steps) and (step + 1) % cfg.save_steps == 0 or done
+        saves = (bool(cfg.save_steps) and (step + 1) % cfg.save_steps == 0) or done
         learns = not run.critic or step >= cfg.critic_warmup  # a new critic learns alone at first
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
@@ -1187,7 +1206,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             trajectories = sorted(after_rollout(trajectories, memory, step, cfg), key=lambda t: t.group)
-            metrics |= counts_by_origin(trajectories)
+            metrics |= (foreign := counts_by_origin(trajectories))
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, cfg)
@@ -1197,8 +1216,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             leave_out(batch, trajectories, cfg)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
-            if step == max(run.first, cfg.critic_warmup if run.critic else 0):
+            if learns and not foreign and not agreed:  # remembered trajectories are of other weights
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
+                agreed = True
             with clock(metrics, "push"):
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
@@ -1207,8 +1227,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
-        metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
+        state |= {"num_tokens": state["num_tokens"] + metrics["num_tokens"]}
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
+        metrics["num_tokens"] = state["num_tokens"]
         if (step + 1) % cfg.log_steps == 0 or done:
             means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
             completions = utils.gather_objects(completion_rows(trajectories, batch.scores.tolist(), means))

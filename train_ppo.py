@@ -1,7 +1,7 @@
 """PPO with a critic: what it adds to train_grpo.py, which has the rest. Same server, rewards, checkpoints and resume.
 
-    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
-    torchrun --nproc_per_node=8 train_ppo.py --model_id Qwen/Qwen2.5-1.5B-Instruct
+    CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
+    CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_ppo.py --model_id Qwen/Qwen2.5-1.5B-Instruct
 
 A second model with one output, the critic, estimates at every sampled token what the rest of the completion will earn;
 the advantage is what it earned beyond that. Each step updates the critic, then the policy, on the same trajectories:

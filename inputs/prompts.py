@@ -2,8 +2,8 @@
 
 A prompt with images has two forms. A server is sent one placeholder token an image and the image; it expands the
 placeholder itself. The trainer needs the expanded ids and the pixels. `build_prompt` makes both, once per row however
-many completions are sampled; the server's echo of the expanded ids is compared with ours (vllm_client.py).
-Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; packing.py joins those of
+many completions are sampled; the server's echo of the expanded ids is compared with ours (`check_echo`).
+Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; `join_inputs` joins those of
 several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
 """
 
@@ -478,7 +478,7 @@ def check_echo(prompt: Prompt, samples: list) -> None:
 
 
 def prompt_lengths(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
-    """Tokens of every prompt, its images counted by their sizes without decoding them; see data.length_or_more."""
+    """Tokens of every prompt, its images counted by their sizes without decoding them; see `length_or_more`."""
     sizes = check_images(rows, name, processor)
 
     def count(row: dict, shapes: list[tuple[int, int]]) -> int:

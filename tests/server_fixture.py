@@ -63,6 +63,9 @@ def start_server(model_dir, *arguments):
     port, token = free_port(), secrets.token_urlsafe(8)
     log = Path(tempfile.mkdtemp(prefix="test_server_")) / "log"
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", str(model_dir), "--port", str(port)]
+    # The engine computes in its own process, as on one GPU: a third process would import for 10 s of a core. vLLM's own
+    # choice for CPUs is one more; test_server_processes.py runs that.
+    command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     with open(log, "w") as out:
         process = subprocess.Popen(
             [*command, *arguments], stdout=out, stderr=out, env=os.environ | {"VLLM_SERVER_TOKEN": token}
@@ -75,39 +78,6 @@ def make_tiny():
     if not (TINY / "made_by.json").is_file():
         subprocess.run([sys.executable, str(ROOT / "scripts" / "make_models.py"), "tiny", str(TINY)], check=True)
     return TINY
-
-
-def make_tiny_vlm(folder):
-    """A tiny random Idefics3 on the tiny model's tokenizer: images of 64 x 64, four tokens each."""
-    import torch
-    from transformers import (
-        AutoTokenizer,
-        Idefics3Config,
-        Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessorPil,
-        Idefics3Processor,
-    )
-
-    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
-    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = {"model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256}
-    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Idefics3Config(
-        text_config=text | special | {"max_position_embeddings": 2048},
-        vision_config=vision | {"image_size": 64, "patch_size": 16},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    Idefics3ForConditionalGeneration(config).float().save_pretrained(folder)
-    edge = {"longest_edge": 64}
-    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
-    Idefics3Processor(images, tokenizer, image_seq_len=4).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

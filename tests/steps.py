@@ -7,4 +7,4 @@ import train_grpo as script
 
 def collected(rows, sampler, step, generator, reward_functions, cfg):
     sampled = asyncio.run(script.sample_step(rows, sampler, step, generator, reward_functions, cfg))
-    return script.collect(rows, sampler, step, sampled, cfg)
+    return script.collect(rows, *sampled, cfg)

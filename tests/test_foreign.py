@@ -356,7 +356,8 @@ def test_a_failing_reward_costs_its_group():
 
 def test_a_rank_on_which_all_failed_has_a_row_that_counts_for_nothing():
     cfg = config(env="x", reward_funcs=["environment"], num_minibatches=2)
-    batch = script.collate([rollouts.empty_trajectory({"prompt": "?"}, 0, cfg)], 0, torch.device("cpu"))
+    batch = script.collate([rollouts.empty_trajectory({"prompt": "?"}, cfg)], 0, torch.device("cpu"))
+    assert len(script.minibatches(batch, cfg)) == 2  # of a critic's update, before there are advantages
     batch.advantages = script.grpo(batch, cfg)
     parts = script.minibatches(batch, cfg)
     assert len(parts) == 2 and all(len(part) == 1 and part.loss_mask.sum() == 0 for part in parts)

@@ -282,7 +282,8 @@ def test_spare_prompts_change_the_time_and_nothing_else(seconds, speaks, spare, 
     assert [group[0].info["row_number"] for group, _, _ in groups[: len(loud)]] == loud
     assert [silent for _, silent, _ in groups] == [False] * len(loud) + [True] * (4 - len(loud))
     assert counts["silent"] == 4 - len(loud) and counts["unused"] <= spare
-    assert generator.begun == 4 + counts["resampled"] + counts["unused"] <= len(drawn)
+    ended = 4 + counts["resampled"]
+    assert ended <= generator.begun <= ended + counts["unused"] <= len(drawn)  # one may be cancelled before it asks
 
 
 # ---- ranks exchange groups ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 
 import train_grpo as script
 from config import ConfigError, TrainConfig
+from rollouts import Trajectory
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,8 @@ def test_an_advantage_gets_what_it_asks_for(field, small, monkeypatch):
     )
     names: dict = {}
     exec(source, names)
-    mine, cfg = names["mine"], replace(cfg, advantage="mine")
+    # Two updates need old log-probs: what that pass computes beside them is no reason to give zeros for the rest.
+    mine, cfg = names["mine"], replace(cfg, advantage="mine", num_minibatches=1 + (field == "sum_pi_squared"))
     monkeypatch.setitem(script.ADVANTAGES, "mine", mine)
     batch.old_logprobs = batch.ref_logprobs = None
     script.add_logprobs(batch, policy, None, inner, cfg)
@@ -64,6 +66,18 @@ def test_an_advantage_gets_what_it_asks_for(field, small, monkeypatch):
     metrics = script.add_advantages(batch, cfg)
     assert metrics["mine/mean"] != 0 and metrics["advantages/abs_mean"] > 0
     assert metrics["advantages/frac_zero_groups"] == 0.0
+
+
+def test_a_group_of_one_is_learned_from_however_far_scores_must_differ():
+    """Dynamic sampling kept it; the update left it out, in silence."""
+    cfg = TrainConfig(num_generations=1, group_std_min=0.1, advantage="reinforce_plus_plus")
+    batch = gradient_worker.local_batch(0, 1)
+    batch.groups = torch.arange(len(batch))
+    ones = [Trajectory({}, n, [0], [0], [1], [0.0], [1.0]) for n in range(len(batch))]
+    assert all(script.has_signal([t], cfg) for t in ones)
+    batch.advantages, before = batch.rewards.clone(), batch.loss_mask.clone()
+    script.leave_out(batch, ones, cfg)
+    assert torch.equal(batch.loss_mask, before)
 
 
 def test_one_completion_a_prompt(monkeypatch):

@@ -1,11 +1,9 @@
 """vllm_server.py and vllm_client.py against live servers: access, generation, weight pushes, and what may go wrong."""
 
 import asyncio
-import base64
 import contextlib
 import functools
 import http.server
-import io
 import socket
 import subprocess
 import sys
@@ -16,9 +14,8 @@ import psutil
 import pytest
 import requests
 import torch
-from PIL import Image
-from server_fixture import ROOT, free_port, make_tiny_vlm, start_server
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from server_fixture import ROOT, free_port
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vllm_client
 from config import TrainConfig
@@ -27,14 +24,6 @@ from vllm_client import ServerError, VLLMClient, checksum
 
 PROMPT = list(range(100, 140))
 NORM, K_PROJ, UP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vision(tmp_path_factory):
-    """A second server, of a tiny vision model. Loads while the tests of the first run; the last test here kills it."""
-    live = start_server(make_tiny_vlm(tmp_path_factory.mktemp("vlm")), "--dtype", "float32", "--max-model-len", "512")
-    yield live
-    live.stop()
 
 
 def load(model_dir):
@@ -584,155 +573,3 @@ def test_a_server_that_drops_the_connection():
             generate(client)
         assert time.monotonic() - start < 10
         dropping.result(5)
-
-
-# ---- images, and the death of a server; on the second server --------------------------------------------------------
-
-
-def picture(seed):
-    torch.manual_seed(seed)
-    return Image.fromarray(torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8).numpy())
-
-
-def png(width, height):
-    buffer = io.BytesIO()
-    Image.new("L", (width, height)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-@pytest.fixture(scope="module")
-def eyes(vision):
-    """(client, processor, model) for the second server."""
-    vision.wait()
-    client = VLLMClient([vision.url], vision.token, timeout=30, request_timeout=120)
-    model = AutoModelForImageTextToText.from_pretrained(vision.model_dir, dtype=torch.float32)
-    return client, AutoProcessor.from_pretrained(vision.model_dir), model
-
-
-def test_token_ids_and_images_together(eyes):
-    """Before and after a push: prompt ids as the HF processor expands them, log-probs as the HF model's."""
-    client, processor, model = eyes
-    prompt = processor.tokenizer("<image>What is it?")["input_ids"]
-    (info,) = client.server_info()
-    assert info["never_sampled"] == [model.config.image_token_id]
-    client.connect_weights("cpu")
-    for version in (0, 1):
-        if version:
-            edit(model)
-            push(client, model, version)
-        for seed in (1, 2):
-            features = processor(text="<image>What is it?", images=[picture(seed)], return_tensors="pt")
-            for one in generate(client, prompt, n=2, images=[picture(seed)]):
-                assert one.prompt_ids == features["input_ids"][0].tolist()
-                ids = torch.tensor([one.prompt_ids + one.token_ids])
-                with torch.no_grad():
-                    logits = model(input_ids=ids, pixel_values=features["pixel_values"]).logits[0]
-                logits[:, info["never_sampled"]] = -torch.inf  # as the server does
-                logprobs = logits.log_softmax(-1)[len(one.prompt_ids) - 1 : -1]
-                expected = logprobs.gather(-1, ids[0, len(one.prompt_ids) :, None])[:, 0]
-                assert torch.allclose(expected, torch.tensor(one.logprobs), atol=1e-4), (version, seed)
-    client.close()
-
-
-def test_bad_images_are_refused(vision, eyes):
-    client, processor, _ = eyes
-    prompt = processor.tokenizer("<image>What is it?")["input_ids"]
-    expanded = processor(text="<image>What is it?", images=[picture(1)])["input_ids"][0]
-    huge = png(8000, 6250)
-    cases = [
-        (prompt, [huge], "50000000 pixels"),
-        (prompt, [png(5000, 4001)], "20005000 pixels|5000 x 4001"),
-        (prompt, ["???"], "cannot be read"),
-        (prompt, [b"no image"], "cannot be read"),
-        (prompt, [huge[:200]], "pixels|cannot be read"),
-        (prompt, None, "1 placeholder tokens for 0 images"),
-        (prompt, [picture(1), picture(2)], "image"),
-        (list(expanded), [picture(1)], "4 placeholder tokens for 1 images"),
-    ]
-    for ids, images, message in cases:
-        with pytest.raises(ServerError, match=f"with 4[0-9][0-9].*({message})"):
-            generate(client, ids, images=images, max_tokens=2)
-    for data in (base64.b64encode(huge).decode(), "???", "aGVsbG8="):
-        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
-        body = {"model": str(vision.model_dir), "messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
-        answer = vision.request("POST", "/v1/chat/completions", json=body)
-        assert 400 <= answer.status_code < 500, answer.text[:500]
-    assert len(generate(client, prompt, images=[picture(1)])) == 1
-
-
-class Pictures(http.server.BaseHTTPRequestHandler):
-    """What a request to the server must not be able to reach."""
-
-    asked = []
-
-    def do_GET(self):
-        self.asked.append(self.path)
-        self.send_response(302 if self.path == "/elsewhere" else 200)
-        self.send_header("Location", "/picture")
-        self.end_headers()
-        self.wfile.write(png(64, 64))
-
-    def log_message(self, format, *args):
-        pass
-
-
-def ask_about(vision, url):
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
-    body = {"model": str(vision.model_dir), "messages": [{"role": "user", "content": parts}], "max_tokens": 2}
-    return vision.request("POST", "/v1/chat/completions", json=body)
-
-
-def as_url(format):
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(buffer, format)
-    return f"data:image/{format.lower()};base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def test_nothing_is_fetched(vision, eyes):
-    """Loopback and redirects used to be; a slow host held the request for a minute."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as listener:
-        vllm_client.in_thread(listener.serve_forever)
-        for host in ("127.0.0.1", "localhost", "127.1", "[::ffff:127.0.0.1]"):
-            for path in ("/picture", "/elsewhere"):
-                answer = ask_about(vision, f"http://{host}:{listener.server_port}{path}")
-                assert answer.status_code == 400 and "--allowed-media-domains" in answer.text, answer.text
-        listener.shutdown()
-    assert Pictures.asked == []
-    for url in ("file:///etc/hostname", "/etc/hostname", "ftp://127.0.0.1/x", "https:///x"):
-        assert ask_about(vision, url).status_code >= 400, url
-    assert ask_about(vision, as_url("PNG")).status_code == 200
-
-
-def test_pictures_are_of_the_formats_named(vision, eyes):
-    client, processor, _ = eyes
-    prompt = processor.tokenizer("<image>What is it?")["input_ids"]
-    for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
-        assert ask_about(vision, as_url(format)).status_code == 200, format
-        assert generate(client, prompt, images=[as_url(format).rpartition(",")[2]], max_tokens=1)
-    for format in ("EPS", "PCX", "TGA", "PPM", "ICO"):
-        assert ask_about(vision, as_url(format)).status_code == 400, format
-        with pytest.raises(ServerError, match="400: an image that cannot be read"):
-            generate(client, prompt, images=[as_url(format).rpartition(",")[2]], max_tokens=1)
-
-
-def test_engine_death_is_an_error_in_seconds_with_its_traceback(vision, eyes):
-    """Its weights taken away behind the server's back, the model raises in the middle of a generation."""
-    client, _, _ = eyes
-    children = psutil.Process(vision.process.pid).children(recursive=True)
-
-    async def break_meanwhile():
-        running = asyncio.create_task(client.generate([5, 6, 7], n=4, max_tokens=500, min_tokens=500))
-        await asyncio.sleep(0.5)
-        body = {"method": "start_weight_update"}
-        await asyncio.to_thread(vision.request, "POST", "/collective_rpc", json=body)
-        start = time.monotonic()
-        with pytest.raises(ServerError, match=r"(?s)the engine died.*Traceback.*meta"):
-            await running
-        return time.monotonic() - start
-
-    assert asyncio.run(break_meanwhile()) < 20
-    assert vision.process.wait(30) not in (0, None)
-    with pytest.raises(ServerError, match="is gone.*start it again"):
-        client.server_info()
-    psutil.wait_procs(children, timeout=10)
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]

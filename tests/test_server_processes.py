@@ -9,18 +9,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from server_fixture import ROOT, free_port, make_tiny
+from test_push import check, push_all
 
 from vllm_client import ServerError, VLLMClient
 
 
 @pytest.fixture(scope="module")
 def odd_server():
-    """With a token as people write them, in a file, started by a process that can be killed; its temporary files in a
-    folder of their own, where a server that was killed has left its own."""
+    """In bfloat16, with a token as people write them, in a file, started by a process that can be killed; its temporary
+    files in a folder of their own, where a server that was killed has left its own."""
     folder = Path(tempfile.mkdtemp(prefix="odd_"))
     (folder / "token").write_text("Größe-☃-s3cret \n")
     (folder / "token").chmod(0o600)
@@ -30,7 +32,7 @@ def odd_server():
     (left / "socket").touch()
     port, log = free_port(), folder / "log"
     server = [str(ROOT / "vllm_server.py"), "--model", str(make_tiny()), "--port", str(port), "--exit-with-parent"]
-    server += ["--token-file", str(folder / "token"), "--dtype", "float32", "--max-model-len", "512"]
+    server += ["--token-file", str(folder / "token"), "--dtype", "bfloat16", "--max-model-len", "512"]
     script = "import subprocess, sys; p = subprocess.Popen([sys.executable, *sys.argv[1:]]); print(p.pid, flush=True); "
     script += "p.wait()"
     env = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
@@ -99,6 +101,11 @@ def test_sockets_lie_in_a_folder_of_ones_own(odd_server):
     assert own.name != "vllm_server_left" and own.stat().st_mode & 0o777 == 0o700
     assert not [path for path in folder.rglob("*") if path.is_socket() and path.parent != own]
     assert [path for path in own.iterdir() if path.is_socket()]
+
+
+def test_pushed_weights_are_the_trainers_in_bf16(odd_server, tmp_path):
+    server = SimpleNamespace(url=odd_server[2], token="Größe-☃-s3cret", model_dir=make_tiny())
+    check(push_all(server, "bfloat16", tmp_path / "out.json"), 0.05)
 
 
 def test_the_server_ends_with_the_process_that_started_it(odd_server):
