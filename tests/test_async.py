@@ -67,9 +67,10 @@ class Fake:
         if step == self.fails:
             raise RuntimeError("a reward raised")
         assert first in versions and self.version in versions
-        return [
-            SimpleNamespace(policy_version=first, policy_version_last=self.version, loss_mask=[1], number=step, info={})
-        ]
+        one = SimpleNamespace(
+            policy_version=first, policy_version_last=self.version, loss_mask=[1], number=step, info={}
+        )
+        return [one], {}
 
 
 def ahead(fake, cfg, first=0):
@@ -118,7 +119,7 @@ SECONDS = st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_s
 def test_bounded_in_order_each_once_across_a_resume(latencies, updates, staleness, steps, stop, ranks):
     cfg = TrainConfig(max_staleness=staleness, max_steps=steps)
     original = train_async.sample_step, train_async.collect
-    train_async.collect = lambda rows, sampler, step, sampled, cfg: (sampled, {"time/generate": 0.0})
+    train_async.collect = lambda rows, sampled, counts, cfg: (sampled, {"time/generate": 0.0})
     try:
         parts = [(0, min(stop, steps)), (min(stop, steps), steps)]  # a run, and the one that resumes it
         trained = [[] for _ in range(ranks)]
