@@ -1,4 +1,4 @@
-"""Tensors that claim to be on a GPU: each is a CPU tensor inside, and mixing it with CPU tensors is refused as CUDA does.
+"""Tensors that claim to be on a GPU: each is a CPU tensor inside; mixing it with CPU tensors is refused as CUDA does.
 
 On a machine without a GPU this finds tensors made on the wrong device, and counts where the host waits for the device.
 What it cannot show is what CUDA's kernels compute.
@@ -22,15 +22,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 ROOT = Path(__file__).parent.parent
-GPU = "gpu:0"
+GPU = torch.device("privateuseone", 0)  # which `register` calls "gpu"
 aten = torch.ops.aten
 
-COPIES = {aten.copy_, aten._to_copy, aten._foreach_copy_}  # these move values between devices
+COPIES = {aten.copy_, aten._to_copy, aten._foreach_copy_}  # between devices
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-SCALARS = {aten.where, aten.masked_fill, aten.masked_fill_}  # these take CPU scalars, as pointwise ops of two tensors do
+SCALARS = {
+    aten.where,
+    aten.masked_fill,
+    aten.masked_fill_,
+}  # with CPU scalars, as pointwise ops of two
 READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
 READS |= {aten.unique_consecutive, aten.bincount, aten.repeat_interleave}  # the host has to know values
 
@@ -60,26 +64,20 @@ class Claimed(torch.Tensor):
         return self.cpu().tolist()
 
 
-def check_devices(func, args, kwargs) -> None:
-    """Raises Refused where CUDA does not mix devices."""
-    packet, tensors = func.overloadpacket, tensors_in((args, kwargs))
-    claimed = [isinstance(x, Claimed) for x in tensors]
+def check_devices(func, args, tensors: list) -> None:
+    """Raises Refused where CUDA does not mix devices. tensors: all in the arguments."""
+    packet, claimed = func.overloadpacket, [isinstance(x, Claimed) for x in tensors]
     if all(claimed) or not any(claimed) or packet in COPIES:
         return
-    on_cpu = [x for x in tensors if not isinstance(x, Claimed)]
-    writes_to_cpu = func._schema.is_mutable and not claimed[0]
     if packet in INDEXING:  # indices may lie on the CPU, and a single number that is put
         fine = claimed[0] and not (len(args) > 2 and not isinstance(args[2], Claimed) and args[2].ndim)
     else:
         takes_scalars = packet in SCALARS or (torch.Tag.pointwise in func.tags and len(tensors) == 2)
-        fine = takes_scalars and all(x.ndim == 0 for x in on_cpu) and not writes_to_cpu
+        writes_to_cpu = func._schema.is_mutable and not claimed[0]
+        fine = takes_scalars and not writes_to_cpu and not any(x.ndim for x in tensors if not isinstance(x, Claimed))
     if not fine:
         shapes = ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
         raise Refused(f"{func}: expected all tensors to be on the same device, but found {shapes}")
-
-
-def tensors_in(arguments) -> list:
-    return [x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor)]
 
 
 class ClaimedGPU(TorchDispatchMode):
@@ -94,29 +92,31 @@ class ClaimedGPU(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        check_devices(func, args, kwargs)
+        flat, structure = tree_flatten((args, kwargs or {}))
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        check_devices(func, args, tensors)
         packet = func.overloadpacket
-        source = target = any(isinstance(x, Claimed) for x in tensors_in((args, kwargs)))
-        if kwargs.get("device") is not None:
-            target = torch.device(kwargs["device"]).type == "gpu"
-            kwargs["device"] = torch.device("cpu")
+        source = target = any(isinstance(x, Claimed) for x in tensors)
+        inner = [x.inner if isinstance(x, Claimed) else x for x in flat]
+        plain_args, plain_kwargs = tree_unflatten(inner, structure)
+        if plain_kwargs.get("device") is not None:
+            target = torch.device(plain_kwargs["device"]).type == GPU.type
+            plain_kwargs["device"] = torch.device("cpu")
         elif packet is aten.copy_:
             source, target = (isinstance(x, Claimed) for x in (args[1], args[0]))
         waits, sent = int(source and (packet in READS or not target)), int(packet in COPIES and target and not source)
         if packet in INDEXING and target:
-            indices = tensors_in(args[1])
+            indices = [x for x in args[1] if x is not None]
             waits += any(x.dtype == torch.bool for x in indices)  # for how many of them are set
             sent += sum(not isinstance(x, Claimed) for x in indices)
         if waits or sent:
             self.waits[line()] += waits
             self.sent[line()] += sent
-        plain_args, plain_kwargs = tree_map_only(Claimed, lambda x: x.inner, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if not target:
             return args[0] if packet is aten.copy_ else out
         out = tree_map_only(torch.Tensor, Claimed, out)
-        return return_and_correct_aliasing(func, args, kwargs, out) if source else out
+        return return_and_correct_aliasing(func, args, kwargs or {}, out) if source else out
 
 
 def line() -> str:

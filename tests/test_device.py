@@ -1,17 +1,19 @@
 """What computes, with tensors that claim to be on a GPU: nothing is made on, or mixed with, another device."""
 
-from collections import Counter
+import asyncio
 from dataclasses import replace
 
 import gradient_worker
 import pytest
 import torch
 from claimed import GPU, Refused, claimed_gpu
+from server_fixture import make_tiny
 
 import train_grpo as script
 import train_ppo
+from inputs.processor import load_processor
 from rollouts import Trajectory
-
+from runlog import checkpoints
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", ALLOWED)
 def test_allowed(case, gpu):
-    assert ALLOWED[case]().device == torch.device(GPU)
+    assert ALLOWED[case]().device == GPU
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -137,7 +139,7 @@ def small(monkeypatch):
 
 
 def on_the_gpu(batch) -> bool:
-    return all(x.device == torch.device(GPU) for x in vars(batch).values() if isinstance(x, torch.Tensor))
+    return all(x.device == GPU for x in vars(batch).values() if isinstance(x, torch.Tensor))
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +160,7 @@ def sent(batch) -> script.Batch:
 
 
 def test_a_batch_on_the_gpu(gpu):
-    batch = script.collate(trajectories(), 0, torch.device(GPU))
+    batch = script.collate(trajectories(), 0, GPU)
     assert on_the_gpu(batch) and batch.states is not None and batch.reward_components is not None
     assert on_the_gpu(batch.select([0, 4]))
 
@@ -180,14 +182,14 @@ def logprobs_of(batch):
 @pytest.mark.parametrize("old", ["recompute", "sampler", "current"])
 @pytest.mark.parametrize("name", sorted(script.POLICY_LOSSES))
 def test_policy_losses(name, old, gpu, complete):
-    """Every loss with its share of the choice over all tokens, KL and correction, as `micro_loss` puts them together."""
+    """Every loss, with its choice among all tokens if it makes one."""
     batch, cfg = sent(complete), settings(policy_loss=name, old_logprobs=old, **gradient_worker.SETTINGS.get(name, {}))
     if choose := getattr(script.POLICY_LOSSES[name], "choose", None):
         batch.chosen = choose(logprobs_of(batch), batch, cfg)
     leaf = logprobs_of(batch)
     loss, stats = script.check_loss(script.POLICY_LOSSES[name](leaf, batch, cfg), batch, cfg)
     loss.sum().backward()
-    assert leaf.grad.device == torch.device(GPU) and all(x.device == leaf.device for x in stats.values())
+    assert leaf.grad.device == GPU and all(x.device == leaf.device for x in stats.values())
 
 
 @pytest.mark.parametrize("mode", ["none", "token", "sequence"])
@@ -196,7 +198,7 @@ def test_corrections(mode, outside, gpu, complete):
     batch = sent(complete)
     cfg = settings(correction=mode, correction_mode=outside, reject_below=0.5, off_policy_threshold=0.1)
     weights, stats = script.correction(logprobs_of(batch), batch, cfg)
-    assert weights.device == torch.device(GPU) and all(x.device == weights.device for x in stats.values())
+    assert weights.device == GPU and all(x.device == weights.device for x in stats.values())
 
 
 @pytest.mark.parametrize("name", script.KL_ESTIMATORS)
@@ -204,13 +206,13 @@ def test_kl_estimators(name, gpu, complete):
     batch = sent(complete)
     kl = script.KL_ESTIMATORS[name](logprobs_of(batch), batch.ref_logprobs)
     kl.sum().backward()
-    assert kl.device == torch.device(GPU)
+    assert kl.device == GPU
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "seq_sum", "constant"])
 def test_token_weights(aggregation, gpu, complete):
     counts = dict(num_tokens=30.0, num_sequences=9.0, max_tokens=20)
-    assert script.token_weights(sent(complete).loss_mask, aggregation, **counts).device == torch.device(GPU)
+    assert script.token_weights(sent(complete).loss_mask, aggregation, **counts).device == GPU
 
 
 @pytest.mark.parametrize("std", ["none", "group", "batch", "running"])
@@ -235,9 +237,127 @@ def test_packed_rows(attention, shared, gpu, complete):
     batch, cfg = sent(complete), settings(shared_prefix=shared, attn_implementation=attention)
     assert len(script.micro_batches(batch, cfg)) > 1
     inputs, *places = script.pack(batch, cfg)
-    assert all(x.device == torch.device(GPU) for x in (*inputs.values(), *places))
+    assert all(x.device == GPU for x in (*inputs.values(), *places))
     assert all(on_the_gpu(part) for part in script.minibatches(batch, replace(cfg, num_minibatches=2)))
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
 
+STEPS = {
+    "several updates": dict(num_iterations=2, num_minibatches=2, policy_loss="kl_cov", kl_cov_ratio=0.2),
+    "LoRA, plain rows": dict(use_peft=True, kl_in_reward=True, shared_prefix=False),
+    "entropy, output layer in chunks": dict(entropy_target=1.0, logprob_chunk=4, top_entropy_quantile=0.5),
+    "a reference that follows": dict(ref_sync_steps=1, kl_target=0.1, compute_dtype="bfloat16"),
+    "checkpointed activations": dict(gradient_checkpointing=True, advantage="otb", loss_agg="constant"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step(case, gpu, small):
+    """From trajectories to weights, as `train` goes."""
+    cfg = settings(**STEPS[case])
+    policy, inner = script.load_policy(cfg, GPU)
+    reference, optimizer = script.load_reference(cfg, GPU), script.make_optimizer(policy, cfg)
+    batch = script.collate(trajectories(), 0, GPU)
+    script.add_logprobs(batch, policy, reference, inner, cfg)
+    metrics = script.shape_rewards(batch, cfg, [0.0, 0.0, 0.0]) | script.add_advantages(batch, cfg)
+    script.leave_out(batch, trajectories(), cfg)
+    before = [p.detach().cpu().clone() for p in policy.parameters() if p.requires_grad]
+    metrics |= script.update(policy, optimizer, batch, cfg, 0)
+    after = [p.detach() for p in policy.parameters() if p.requires_grad]
+    assert on_the_gpu(batch) and all(p.device == GPU for p in policy.parameters())
+    assert any(not torch.equal(old, new.cpu()) for old, new in zip(before, after, strict=True))
+    cfg = script.adapt(cfg, metrics)
+    if cfg.ref_sync_steps:
+        script.move_towards(reference, policy, 0.5)
+        assert all(p.device == GPU for p in reference.parameters())
+
+
+def test_a_critic(gpu, small):
+    cfg = settings(advantage="gae", critic_iterations=2)
+    critic, batch = train_ppo.CriticTrainer(cfg, GPU), script.collate(trajectories(), 0, GPU)
+    metrics = critic.learn(batch, cfg, 0)
+    script.add_advantages(batch, cfg)
+    assert on_the_gpu(batch) and metrics["value/grad_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_processor(str(make_tiny()))
+
+
+def test_the_generator_takes_weights_and_samples(gpu, tokenizer):
+    cfg = settings(model_id=str(make_tiny()), use_peft=True, generator="hf", max_completion_length=6)
+    policy, inner = script.load_policy(cfg, GPU)
+    generator = script.make_generator(cfg, inner.hf_model, tokenizer, GPU)
+    script.push_weights(policy, generator, 0, 1)
+    assert all(p.device == GPU for p in generator.model.parameters())
+    generator.seed(7)
+    for options in (dict(), dict(top_k=5, top_p=0.9, min_p=0.01, min_tokens=2), dict(temperature=0.0)):
+        several = [generator.generate(ids, n=2, max_tokens=4 + len(ids), **options) for ids in ([5, 6], [7, 8, 9])]
+        for completion in sum(asyncio.run(gathered(several)), []):
+            assert 1 <= len(completion.token_ids) <= 7
+
+
+async def gathered(several):
+    return await asyncio.gather(*several)
+
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def test_evaluation(gpu, tokenizer, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    options = dict(model_id=str(make_tiny()), generator="hf", max_completion_length=6, eval_generations=2)
+    cfg = settings(**options, rollout="single_turn")
+    model = script.load_hf_model(cfg, torch.float32)
+    generator = script.make_generator(cfg, model, tokenizer, GPU)
+    rows = [{"prompt": "1 + 1 ="}, {"prompt": "Count to three:"}]
+    metrics, shown = script.evaluate(
+        rows, generator, {"length": lambda completions, **_: map(len, completions)}, cfg, 0
+    )
+    assert metrics["eval/rows"] == 2 and len(shown) == 2
+
+
+def test_a_checkpoint(gpu, small, tokenizer, tmp_path):
+    """Saved from the GPU, loaded onto it: weights, Adam's moments and tensors that the run remembers."""
+    cfg, saved = settings(use_peft=True), {}
+    for step in (1, 2):
+        policy, inner = script.load_policy(cfg, GPU)
+        optimizer, memory = script.make_optimizer(policy, cfg), {"seen": torch.ones(2, device=GPU)}
+        modules = {"policy": (policy, optimizer)}
+        if step == 2:
+            memory = {}
+            checkpoints.load_checkpoint(tmp_path, 1, modules, memory, [Trajectory])
+            now = [p.cpu() for p in policy.parameters()] + [s["exp_avg"].cpu() for s in optimizer.state.values()]
+            assert all(map(torch.equal, now, saved)) and torch.equal(memory["seen"].cpu(), torch.ones(2))
+            assert all(s["exp_avg"].device == GPU for s in optimizer.state.values())
+        batch = script.collate(trajectories(), 0, GPU)
+        script.add_advantages(batch, cfg)
+        script.update(policy, optimizer, batch, replace(cfg, beta=0.0), step)
+        saved = [p.detach().cpu() for p in policy.parameters()]
+        saved += [s["exp_avg"].cpu() for s in optimizer.state.values()]
+        buckets = script.weight_buckets(policy, 2**20, torch.float32)
+        state = {"num_tokens": 3}
+        checkpoints.save_checkpoint(tmp_path, step, modules, inner.hf_model, buckets, tokenizer, state, memory, 2)
+
+
+# ---- how often the host waits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_micro_batch_waits_a_fixed_number_of_times(shared, gpu, small):
+    """Whatever the number of prompts and statistics in it: after each wait the GPU has nothing to do."""
+    cfg, waits, passes = settings(shared_prefix=shared, beta=0.0), [], []
+    policy, _ = script.load_policy(cfg, GPU)
+    batch = script.collate(trajectories(), 0, GPU)
+    script.add_advantages(batch, cfg)
+    for budget in (30, 10_000):
+        cut = replace(cfg, tokens_per_microbatch=budget)
+        gpu.waits.clear()
+        script.accumulate_gradients(policy, batch, cut)
+        waits.append(gpu.waits.copy())
+        passes.append(len(script.micro_batches(batch, cut)))
+    each = {place: (n - waits[1][place]) / (passes[0] - passes[1]) for place, n in waits[0].items()}
+    assert passes[1] == 1 and sum(each.values()) <= 9, each
