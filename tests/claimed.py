@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 GPU = torch.device("privateuseone", 0)  # which `register` calls "gpu"
 aten = torch.ops.aten
 
-COPIES = {aten.copy_, aten._to_copy, aten._foreach_copy_}  # between devices
+COPIES = {aten.copy_, aten._to_copy, aten.to, aten._foreach_copy_}  # between devices
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 SCALARS = {
     aten.where,
@@ -97,11 +97,9 @@ class ClaimedGPU(TorchDispatchMode):
         check_devices(func, args, tensors)
         packet = func.overloadpacket
         source = target = any(isinstance(x, Claimed) for x in tensors)
-        inner = [x.inner if isinstance(x, Claimed) else x for x in flat]
-        plain_args, plain_kwargs = tree_unflatten(inner, structure)
-        if plain_kwargs.get("device") is not None:
-            target = torch.device(plain_kwargs["device"]).type == GPU.type
-            plain_kwargs["device"] = torch.device("cpu")
+        devices = [x for x in flat if isinstance(x, torch.device)]
+        if devices:
+            target = devices[0].type == GPU.type
         elif packet is aten.copy_:
             source, target = (isinstance(x, Claimed) for x in (args[1], args[0]))
         waits, sent = int(source and (packet in READS or not target)), int(packet in COPIES and target and not source)
@@ -112,11 +110,19 @@ class ClaimedGPU(TorchDispatchMode):
         if waits or sent:
             self.waits[line()] += waits
             self.sent[line()] += sent
-        out = func(*plain_args, **plain_kwargs)
+        cpu_args, cpu_kwargs = tree_unflatten([on_cpu(x) for x in flat], structure)
+        out = func(*cpu_args, **cpu_kwargs)
         if not target:
             return args[0] if packet is aten.copy_ else out
         out = tree_map_only(torch.Tensor, Claimed, out)
         return return_and_correct_aliasing(func, args, kwargs or {}, out) if source else out
+
+
+def on_cpu(value):
+    """What the CPU is given in place of an argument."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value.inner if isinstance(value, Claimed) else value
 
 
 def line() -> str:
@@ -155,6 +161,9 @@ def register() -> None:
     """Make torch know the device. Once a process, and only where it is used: other tests must not see it."""
 
     class Module(backend_registration._DummyBackendModule):
+        def is_available(self):
+            return False  # has no streams, and other tests should not take it for a GPU
+
         def get_amp_supported_dtype(self):
             return [torch.bfloat16]
 

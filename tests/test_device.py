@@ -153,10 +153,11 @@ def complete() -> script.Batch:
     return batch
 
 
-def sent(batch) -> script.Batch:
-    """The batch on the GPU."""
-    tensors = {name: x.to(GPU) for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
-    return replace(batch, **tensors)
+def sent(complete) -> script.Batch:
+    """The batch on the GPU: laid out there, and filled in."""
+    batch = script.collate(trajectories(), 0, GPU)
+    missing = {name for name, x in vars(complete).items() if getattr(batch, name) is None and x is not None}
+    return replace(batch, **{name: getattr(complete, name).to(GPU) for name in missing})
 
 
 def test_a_batch_on_the_gpu(gpu):
