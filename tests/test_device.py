@@ -1,6 +1,7 @@
 """What computes, with tensors that claim to be on a GPU: nothing is made on, or mixed with, another device."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import gradient_worker
@@ -14,6 +15,7 @@ import train_ppo
 from inputs.processor import load_processor
 from rollouts import Trajectory
 from runlog import checkpoints
+from safety import limits
 
 
 @pytest.fixture
@@ -362,3 +364,17 @@ def test_a_micro_batch_waits_a_fixed_number_of_times(shared, gpu, small):
         passes.append(len(script.micro_batches(batch, cut)))
     each = {place: (n - waits[1][place]) / (passes[0] - passes[1]) for place, n in waits[0].items()}
     assert passes[1] == 1 and sum(each.values()) <= 9, each
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_rewards_run_in_threads_with_the_ranks_gpu(kind, monkeypatch):
+    """torch.cuda.set_device holds for one thread: a reward that calls .cuda() would land on GPU 0 on every rank."""
+    current = threading.local()
+    monkeypatch.setattr(limits, "NEW_THREADS", [lambda: setattr(current, "device", 3)])
+    monkeypatch.setattr(limits, "_loops", [])
+
+    async def asynchronous():
+        return current.device
+
+    functions = {"plain": lambda: current.device, "async": asynchronous}
+    assert asyncio.run(limits.run_limited(functions[kind], {}, 10)) == (3, None)
