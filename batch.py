@@ -50,11 +50,12 @@ class Batch:
 
     def select(self, rows: list[int]) -> "Batch":
         """The given rows, cut to the longest of them."""
-        longest = int(self.attention_mask[rows].sum(1).max())
+        places = torch.tensor(rows, device=self.input_ids.device)  # sent once, not for every field
+        longest = int(self.attention_mask[places].sum(1).max())
 
         def take(value):
             if isinstance(value, Tensor):
-                return value[rows, :longest] if value.shape == self.input_ids.shape else value[rows]
+                return value[places, :longest] if value.shape == self.input_ids.shape else value[places]
             return [value[row] for row in rows] if isinstance(value, list) and value else value
 
         return Batch(**{f.name: take(getattr(self, f.name)) for f in dataclasses.fields(self)})

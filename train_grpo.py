@@ -854,7 +854,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     number = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
     tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(number)])).tolist()
     counts = dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
-    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    sums: dict[str, Tensor] = defaultdict(float)  # on the GPU: reading one would wait for the backward pass
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     expected = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, expected)
@@ -872,14 +872,14 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
             with policy.no_sync() if ddp and remaining > 1 else contextlib.nullcontext():
                 loss, stats = loss_of(policy, part, cfg, counts)
                 (loss * utils.world_size()).backward()
-        sums["loss"] += loss.detach().double().cpu()
-        sums["tokens"] += part.loss_mask.sum().double().cpu()
+        sums["loss"] += loss.detach().double()
+        sums["tokens"] += part.loss_mask.sum().double()
         for name, matrix in stats.items():
             if name.endswith("_max"):
-                largest = matrix.detach().masked_fill(part.loss_mask == 0, -math.inf).max().double().cpu()
+                largest = matrix.detach().masked_fill(part.loss_mask == 0, -math.inf).max().double()
                 sums[name] = torch.maximum(sums.get(name, largest), largest)
             else:
-                sums[name] += (matrix.detach() * part.loss_mask).sum(dtype=torch.float64).cpu()
+                sums[name] += (matrix.detach() * part.loss_mask).sum(dtype=torch.float64)
     return sums
 
 
@@ -907,7 +907,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     for part in parts * cfg.num_iterations:
         optimizer.zero_grad(set_to_none=True)
         for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
-            total[name] = max(total.get(name, value), value) if name.endswith("_max") else total[name] + value
+            total[name] = torch.maximum(total.get(name, value), value) if name.endswith("_max") else total[name] + value
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
@@ -919,6 +919,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         optimizer.step()
         number += 1
     optimizer.zero_grad(set_to_none=True)
+    total = dict(zip(total, torch.stack([*total.values()]).cpu(), strict=True))
     bad = utils.not_finite(policy)  # else broken weights would be pushed, evaluated and saved
     total["not_finite"] = torch.tensor(len(bad), dtype=torch.float64)
     largest = {name: utils.all_max(float(total.pop(name))) for name in sorted(total) if name.endswith("_max")}

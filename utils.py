@@ -36,6 +36,7 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        limits.NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else None
         dist.init_process_group(

@@ -47,7 +47,7 @@ def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
     if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
         got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
         raise ValueError(f"{name} returned {got}; it must be a value per token, {shape}: {remedy}.")
-    if not torch.isfinite(matrix.detach()[batch.loss_mask > 0]).all():
+    if not torch.isfinite(matrix.detach().where(batch.loss_mask > 0, 0)).all():
         raise ValueError(
             f"{name} returned nan or infinity on a sampled token. Does it divide by a std or a length of 0?"
         )

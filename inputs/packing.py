@@ -3,6 +3,8 @@
 Nothing here changes the gradient; tests/test_gradient.py says so. Its callers know `pack` and `micro_batches`.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,12 @@ def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
     if cfg.attn_implementation not in ("sdpa", "eager"):
         return f"--attn_implementation {cfg.attn_implementation} takes no free-form attention mask; sdpa does"
     return None
+
+
+def on_host(batch: Batch) -> Batch:
+    """The batch with what packing looks at on the CPU: else the GPU would be waited for at every prompt."""
+    names = ("input_ids", "attention_mask", "loss_mask", "groups")
+    return replace(batch, **{name: getattr(batch, name).cpu() for name in names})
 
 
 def runs(groups: Tensor) -> list[list[int]]:
@@ -120,17 +128,18 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     a completion sees the prompt and itself:   p p a a b   positions 0 1 2 3 2   segments 0 0 1 1 2
     Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N].
     """
-    device, where = batch.input_ids.device, batch.loss_mask.nonzero()  # [N, 2]
-    rows, before, targets = where[:, 0], where[:, 1] - 1, batch.input_ids[where[:, 0], where[:, 1]]  # [N] each
+    device, batch = batch.input_ids.device, on_host(batch)
+    rows, places = batch.loss_mask.nonzero(as_tuple=True)  # [N] each
+    before, targets = places - 1, batch.input_ids[rows, places].to(device)  # [N] each
     axes = positions_of(batch)  # [axes, B, T]
     if not cfg.shared_prefix:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
-        inputs |= join_inputs(batch.model_inputs, device)
+        inputs |= join_inputs(batch.model_inputs)
         if len(axes) > 1:
             inputs["position_ids"] = axes
         if any("token_type_ids" in row for row in batch.model_inputs):
             inputs["token_type_ids"] = token_types(batch)
-        return inputs, rows, before, targets
+        return {name: x.to(device) for name, x in inputs.items()}, rows.to(device), before.to(device), targets
     lengths = batch.attention_mask.sum(1).long().tolist()
     packed, row_of, prefix_of, shift_of, images = [], [], [], [], []
     for members in sharing(batch):
@@ -146,24 +155,25 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
             end += lengths[member] - prefix
         packed.append(pieces)
     length = max(sum(span.stop - span.start for _, span, _ in pieces) for pieces in packed)
-    input_ids = torch.zeros(len(packed), length, dtype=torch.long, device=device)  # [R, L]
-    positions = torch.zeros(len(axes), len(packed), length, dtype=torch.long, device=device)  # [axes, R, L]
+    input_ids = torch.zeros(len(packed), length, dtype=torch.long)  # [R, L]
+    positions = torch.zeros(len(axes), len(packed), length, dtype=torch.long)  # [axes, R, L]
     segments = torch.full_like(input_ids, -1)
     for row, pieces in enumerate(packed):
         end = sum(span.stop - span.start for _, span, _ in pieces)
         input_ids[row, :end] = torch.cat([batch.input_ids[member, span] for member, span, _ in pieces])
         positions[:, row, :end] = torch.cat([axes[:, member, span] for member, span, _ in pieces], dim=1)
         segments[row, :end] = torch.cat([torch.full_like(batch.input_ids[m, span], n) for m, span, n in pieces])
+    input_ids, positions, segments = (x.to(device) for x in (input_ids, positions, segments))
     order = torch.arange(length, device=device)
     visible = (segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])  # [R, query, key]
     mask = (visible & (order[None] <= order[:, None]))[:, None]  # [R, 1, L, L]
     if cfg.attn_implementation == "eager":  # adds its mask
         mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    row_of, prefix_of, shift_of = (torch.tensor(x, device=device)[rows] for x in (row_of, prefix_of, shift_of))  # [N]
+    row_of, prefix_of, shift_of = (torch.tensor(x)[rows] for x in (row_of, prefix_of, shift_of))  # [N]
     columns = torch.where(before < prefix_of, before, before + shift_of)
     inputs = {"input_ids": input_ids, "attention_mask": mask}
     inputs["position_ids"] = positions if len(axes) > 1 else positions[0]
-    return inputs | join_inputs(images, device), row_of, columns, targets
+    return inputs | join_inputs(images, device), row_of.to(device), columns.to(device), targets
 
 
 def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
@@ -173,6 +183,7 @@ def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = 
     are `learning` (unset: all) come last. A rank with fewer passes gets empty ones first: FSDP's collectives would wait
     for each other.
     """
+    batch = on_host(batch)
     lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch
     units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what becomes one packed row
     for members in sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]:

@@ -39,6 +39,7 @@ from safety.watchdog import MARGIN  # noqa: F401 - part of what is promised: a c
 from safety.workers import WorkerPool
 
 AT_END: list[Callable[[], None]] = []  # what to call before the process ends: it ends without atexit's help
+NEW_THREADS: list[Callable[[], None]] = []  # what a thread does first: torch's current GPU is each thread's own
 MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core
 GIVEN_UP_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1  # prctl
@@ -73,7 +74,7 @@ def shared_loop() -> asyncio.AbstractEventLoop:
     with _loop_lock:
         if not _loops:
             _loops.append(asyncio.new_event_loop())
-            threading.Thread(target=_loops[0].run_forever, name="async calls", daemon=True).start()
+            threading.Thread(target=prepared, args=(_loops[0].run_forever,), name="async calls", daemon=True).start()
         return _loops[0]
 
 
@@ -107,12 +108,19 @@ def start_thread(function: Callable, *given) -> concurrent.futures.Future:
 
     def work():
         try:
-            future.set_result(function(*given))
+            future.set_result(prepared(function, *given))
         except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=work, name=f"call {given[0]!r:.60}", daemon=True).start()
     return future
+
+
+def prepared(function: Callable, *given):
+    """What the function returns in a new thread."""
+    for prepare in NEW_THREADS:
+        prepare()
+    return function(*given)
 
 
 def run_function(function: Callable, kwargs: dict, call: Running) -> tuple:

@@ -1,0 +1,193 @@
+"""Tensors that claim to be on a GPU: each is a CPU tensor inside; mixing it with CPU tensors is refused as CUDA does.
+
+On a machine without a GPU this finds tensors made on the wrong device, and counts where the host waits for the device.
+What it cannot show is what CUDA's kernels compute.
+
+    with claimed_gpu() as gpu:
+        x = torch.ones(2, device=GPU)
+        float(x.sum())                  # counted in gpu.waits, under this line
+        x + torch.ones(2)               # Refused, as on a GPU
+
+The device is called "gpu": a build of torch without CUDA takes no tensors that claim "cuda".
+"""
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+ROOT = Path(__file__).parent.parent
+GPU = torch.device("privateuseone", 0)  # which `register` calls "gpu"
+aten = torch.ops.aten
+
+COPIES = {aten.copy_, aten._to_copy, aten.to, aten._foreach_copy_}  # between devices
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+SCALARS = {
+    aten.where,
+    aten.masked_fill,
+    aten.masked_fill_,
+}  # with CPU scalars, as pointwise ops of two
+READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
+READS |= {aten.unique_consecutive, aten.bincount, aten.repeat_interleave}  # the host has to know values
+
+
+class Refused(RuntimeError):
+    """What CUDA would have refused."""
+
+
+class Claimed(torch.Tensor):
+    """A CPU tensor, `inner`, that says it is on the GPU."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        layout = dict(strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype)
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), device=GPU, **layout)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("claimed tensors are for use inside claimed_gpu()")
+
+    def tolist(self):  # torch refuses it to subclasses
+        return self.cpu().tolist()
+
+
+def check_devices(func, args, tensors: list) -> None:
+    """Raises Refused where CUDA does not mix devices. tensors: all in the arguments."""
+    packet, claimed = func.overloadpacket, [isinstance(x, Claimed) for x in tensors]
+    if all(claimed) or not any(claimed) or packet in COPIES:
+        return
+    if packet in INDEXING:  # indices may lie on the CPU, and a single number that is put
+        fine = claimed[0] and not (len(args) > 2 and not isinstance(args[2], Claimed) and args[2].ndim)
+    else:
+        takes_scalars = packet in SCALARS or (torch.Tag.pointwise in func.tags and len(tensors) == 2)
+        writes_to_cpu = func._schema.is_mutable and not claimed[0]
+        fine = takes_scalars and not writes_to_cpu and not any(x.ndim for x in tensors if not isinstance(x, Claimed))
+    if not fine:
+        shapes = ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
+        raise Refused(f"{func}: expected all tensors to be on the same device, but found {shapes}")
+
+
+class ClaimedGPU(TorchDispatchMode):
+    """Runs everything on the CPU, claims what belongs on the GPU, and counts by source line where the host waits.
+
+    waits: for values. sent: times it sends values, which lie in pageable memory, so that it waits for the copy.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        flat, structure = tree_flatten((args, kwargs or {}))
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        check_devices(func, args, tensors)
+        packet = func.overloadpacket
+        source = target = any(isinstance(x, Claimed) for x in tensors)
+        devices = [x for x in flat if isinstance(x, torch.device)]
+        if devices:
+            target = devices[0].type == GPU.type
+        elif packet is aten.copy_:
+            source, target = (isinstance(x, Claimed) for x in (args[1], args[0]))
+        waits, sent = int(source and (packet in READS or not target)), int(packet in COPIES and target and not source)
+        if packet in INDEXING and target:
+            indices = [x for x in args[1] if x is not None]
+            waits += any(x.dtype == torch.bool for x in indices)  # for how many of them are set
+            sent += sum(not isinstance(x, Claimed) for x in indices)
+        if waits or sent:
+            self.waits[line()] += waits
+            self.sent[line()] += sent
+        cpu_args, cpu_kwargs = tree_unflatten([on_cpu(x) for x in flat], structure)
+        out = func(*cpu_args, **cpu_kwargs)
+        if not target:
+            return args[0] if packet is aten.copy_ else out
+        out = tree_map_only(torch.Tensor, Claimed, out)
+        return return_and_correct_aliasing(func, args, kwargs or {}, out) if source else out
+
+
+def on_cpu(value):
+    """What the CPU is given in place of an argument."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value.inner if isinstance(value, Claimed) else value
+
+
+def line() -> str:
+    """The innermost line of the repository that is being run, as file:line, tests apart."""
+    frame = sys._getframe(2)
+    while frame:
+        path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+        if not path.startswith(("/", "tests/", ".venv", "<")):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "tests"
+
+
+class ClaimedGenerator(torch.Generator):
+    """A source of random numbers that remembers for which device it was made."""
+
+    def __new__(cls, device="cpu"):
+        made = super().__new__(cls)
+        made.made_for = torch.device(device).type
+        return made
+
+
+class CheckGenerators(TorchFunctionMode):
+    """Refuses a generator of another device than the random numbers'."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made_for = getattr((kwargs or {}).get("generator"), "made_for", None)
+        on = torch.device(kwargs.get("device") or getattr(args[0], "device", "cpu")).type if made_for else None
+        if made_for != on:
+            raise Refused(f"expected a {on!r} device type for generator but found {made_for!r}")
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def register() -> None:
+    """Make torch know the device. Once a process, and only where it is used: other tests must not see it."""
+
+    class Module(backend_registration._DummyBackendModule):
+        def is_available(self):
+            return False  # has no streams, and other tests should not take it for a GPU
+
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16]
+
+    backend_registration._setup_privateuseone_for_python_backend("gpu", Module())
+    library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # autocast changes nothing
+    library.fallback(torch.library.fallthrough_kernel)
+    register.library = library  # kept, or it would be taken back
+
+
+@contextlib.contextmanager
+def claimed_gpu():
+    """Inside, there is a device "gpu", and what is made on it or sent to it is Claimed."""
+    register()
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # module.to() keeps tied weights tied
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor() makes its tensor on the CPU and sends it
+    try:
+        with (
+            mock.patch("torch.Generator", ClaimedGenerator),
+            torch.autograd.set_multithreading_enabled(False),  # the backward pass stays in this thread
+            CheckGenerators(),
+            ClaimedGPU() as gpu,
+        ):
+            yield gpu
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
+        torch.__future__.set_swap_module_params_on_conversion(swap)
