@@ -1182,6 +1182,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
     make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
     collector = make_collector(run, cfg)
+    saver = checkpoints.Saver(run.run_dir, cfg.save_total_limit, stalled=cfg.dist_timeout)
     policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the optimizer steps that made them
@@ -1232,6 +1233,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
+        saver.poll()  # a checkpoint that all ranks have written counts from now on
         metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         if (step + 1) % cfg.log_steps == 0 or done:
@@ -1242,12 +1244,10 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         if evaluates:  # before saving, so that a resumed run has it
             last_eval = evaluation(step + 1)
         if saves:
-            weights = weight_buckets(policy, 2**30, getattr(torch, cfg.dtype), keep=utils.is_main())
-            checkpoints.save_checkpoint(
-                run.run_dir, step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory,
-                cfg.save_total_limit,
-            )  # fmt: skip
+            weights = weight_buckets(policy, cfg.push_bucket_mb * 2**20, generator.weight_dtype)
+            saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory)
 
+    saver.wait()
     collector.close()
     generator.close()
     if log:

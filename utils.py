@@ -340,7 +340,7 @@ RANK_KILLED = (
 
 def explain_interrupt() -> int:
     """The exit status of a run that Ctrl-C ended."""
-    print("\ninterrupted; what was not saved (--save_steps) is lost.", file=sys.stderr)
+    print("\ninterrupted; what was not saved (--save_steps) is lost, and what was being saved, too.", file=sys.stderr)
     return 130
 
 
