@@ -41,10 +41,10 @@ import contextlib
 import math
 import re
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,7 +61,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -380,14 +380,21 @@ class Policy(nn.Module):
 
 
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
-    """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights)."""
+    """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights).
+
+    Within `torch.device("meta")` nothing is read: the same modules without values.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    vision = takes_images(load_config(cfg.model_id))
+    config, how = load_config(cfg.model_id), dict(dtype=dtype, attn_implementation=cfg.attn_implementation)
+    vision = takes_images(config)
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    with loading(cfg.model_id):
-        model = auto.from_pretrained(cfg.model_id, dtype=dtype, attn_implementation=cfg.attn_implementation)
-    utils.check_finite(model, cfg.model_id)
+    if torch.get_default_device().type == "meta":
+        model = auto.from_config(config, **how)
+    else:
+        with loading(cfg.model_id):
+            model = auto.from_pretrained(cfg.model_id, **how)
+        utils.check_finite(model, cfg.model_id)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
@@ -408,52 +415,67 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
         if cfg.freeze_vision and takes_images(model.config):
             tower = set(model.get_encoder(modality="image").modules())
             lora.exclude_modules = [name for name, module in model.named_modules() if module in tower]
-        return get_peft_model(model, lora, autocast_adapter_dtype=False)
+        return get_peft_model(model, lora)  # adapters in float32, whatever --dtype the frozen weights have
     except ValueError as error:
         names = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
 
 
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
-    """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2)."""
+    """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2).
+
+    Rank 0 has its values and hands them out layer by layer: whole, they are in its CPU memory alone.
+    """
     layer_names = set(policy.hf_model._no_split_modules or [])
     layers = [m for m in policy.modules() if type(m).__name__ in layer_names]
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
+    fill = utils.handed_out(policy, device)
     if cfg.strategy == "ddp":
-        policy = policy.to(device)
+        fill(policy)
         if not trained or utils.world_size() == 1:
             return policy
         devices = None if device.index is None else [device.index]
         unused = takes_images(policy.hf_model.config)  # some towers end before their last layer
-        return DistributedDataParallel(policy, device_ids=devices, find_unused_parameters=unused)
+        how = dict(find_unused_parameters=unused, gradient_as_bucket_view=True, init_sync=False)
+        return DistributedDataParallel(policy, device_ids=devices, **how)
     if cfg.strategy == "fsdp":
-        # Adapters and frozen weights share a flat parameter; torch warns of that with a page of names per layer.
-        warnings.filterwarnings("ignore", message="(?s).*requires_grad=", module="torch.distributed.fsdp")
+        units = {*layers, *(apart(policy, cfg.use_peft) if trained else ())}
         return FSDP(
             policy,
-            auto_wrap_policy=ModuleWrapPolicy({type(m) for m in layers}),
-            mixed_precision=MixedPrecision(**precision),
+            auto_wrap_policy=CustomPolicy(lambda module: module in units),
+            param_init_fn=partial(fill, recurse=False),
+            mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT brings adapters float32
             use_orig_params=True,
             device_id=device,
         )
-    if not cfg.offload:
-        policy = policy.to(device)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
     mesh = init_device_mesh(device.type, (utils.world_size(),))
     for module in [*layers, policy]:
+        fill(module)
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
     return policy
 
 
+def apart(module: nn.Module, trained: bool) -> Iterator[nn.Module]:
+    """The largest modules all of whose parameters are trained, or are not. FSDP1 makes one flat parameter of a unit:
+    with a single trained one in it, the whole of it would have a gradient and reduce it over the ranks."""
+    kinds = {parameter.requires_grad for parameter in module.parameters()}
+    if kinds == {trained} and not isinstance(module, (nn.ModuleDict, nn.ModuleList)):  # those are never called
+        yield module
+    elif trained in kinds:
+        for child in module.children():
+            yield from apart(child, trained)
+
+
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Policy) -> tuple[nn.Module, Policy]:
     """(the policy as DDP or FSDP wraps it, the policy itself)."""
-    torch.manual_seed(cfg.seed)  # adapters start alike on every rank
-    model = load_hf_model(cfg, getattr(torch, cfg.dtype))
+    torch.manual_seed(cfg.seed)  # of adapters
+    with utils.on_rank_0("Loading the policy"):
+        model = load_hf_model(cfg, getattr(torch, cfg.dtype))
+        model = add_lora(model, cfg) if cfg.use_peft else model
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
-    if cfg.use_peft:
-        model = add_lora(model, cfg)
     autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
     inner = kind(model.train(), cfg, autocast)
     return shard(inner, cfg, device, trained=True), inner
@@ -468,7 +490,8 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     """
     if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
         return None
-    model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
+    with utils.on_rank_0("Loading the reference model"):
+        model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     autocast = bool(cfg.ref_sync_steps) and cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"
     return shard(Policy(model.eval().requires_grad_(False), cfg, autocast), cfg, device, trained=False)
 
@@ -1006,16 +1029,18 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
     LoRA is folded in. Read a bucket before you ask for the next one: some tensors are the live weights. Vectors keep
     their dtype, as some servers keep norms and biases wider. With keep=False a rank only takes part in the gathering.
     """
-    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP)]
+    adapters = {part for layer in model.modules() if is_lora(layer) for part in layer.modules()}
+    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP) and m not in adapters]
     units = wrapped or list(walk("", model, ()))  # of `wrapped` the root comes first: FSDP1 learns which it is
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     bucket, size = [], 0
     for name, unit in units:
-        gather, members = contextlib.nullcontext(), [(name, unit)]
-        if wrapped:
-            gather = FSDP.summon_full_params(unit, recurse=False, writeback=False)
-            members = list(walk(name, unit.module, FSDP))
-        with gather:
+        with contextlib.ExitStack() as gathered:
+            members = list(walk(name, unit.module, FSDP)) if wrapped else [(name, unit)]
+            parts = [unit, *(part for _, layer in members if is_lora(layer) for part in layer.modules())]
+            for part in parts:
+                if isinstance(part, FSDP):
+                    gathered.enter_context(FSDP.summon_full_params(part, recurse=False, writeback=False))
             for member_name, member in members:
                 for key, tensor in own_weights(member_name, member):
                     size += tensor.numel() * dtype.itemsize * (key in names)
@@ -1176,6 +1201,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
     make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
     collector = make_collector(run, cfg)
+    saver = checkpoints.Saver(run.run_dir, cfg.save_total_limit, stalled=cfg.dist_timeout)
     policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the training steps that made them
@@ -1228,6 +1254,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
+        saver.poll()  # a checkpoint that all ranks have written counts from now on
         state |= {"num_tokens": state["num_tokens"] + metrics["num_tokens"]}
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         metrics["num_tokens"] = state["num_tokens"]
@@ -1239,12 +1266,10 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         if evaluates:  # before saving, so that a resumed run has it
             last_eval = evaluation(step + 1)
         if saves:
-            weights = weight_buckets(policy, 2**30, getattr(torch, cfg.dtype), keep=utils.is_main())
-            checkpoints.save_checkpoint(
-                run.run_dir, step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory,
-                cfg.save_total_limit,
-            )  # fmt: skip
+            weights = weight_buckets(policy, cfg.push_bucket_mb * 2**20, generator.weight_dtype)
+            saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory)
 
+    saver.wait()
     collector.close()
     generator.close()
     if log:

@@ -4,6 +4,7 @@ Four sections: 1 ranks, 2 servers, 3 checks of a run, 4 failures. Checkpoints ar
 runlog/checkpoints.py.
 """
 
+import contextlib
 import datetime
 import functools
 import os
@@ -11,7 +12,8 @@ import pickle
 import re
 import sys
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -133,6 +135,58 @@ def raise_together(error: BaseException | None, what: str) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise RuntimeError(f"{what} failed on rank {rank}: {text}")
+
+
+@contextlib.contextmanager
+def on_rank_0(what: str) -> Iterator[None]:
+    """The models made inside have values on rank 0, elsewhere shapes alone (torch's meta device); see `handed_out`.
+
+    Collective. An error is raised on every rank.
+    """
+    error = None
+    try:
+        with contextlib.nullcontext() if is_main() else torch.device("meta"):
+            yield
+    except Exception as caught:  # carried to raise_together, which raises it on every rank
+        error = caught
+    raise_together(error, what)
+
+
+def handed_out(model: nn.Module, device: torch.device) -> Callable[..., None]:
+    """Empty a model that has values on rank 0; returns fill(module, recurse=True), which gives a part of it memory on
+    `device` and the values that rank 0 had, on every rank. All ranks call both.
+
+    What is filled layer by layer, and cut into shards at once, is never whole on any device but rank 0's CPU. There it
+    leaves as it is filled. Tied weights stay one.
+    """
+    stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+    tensors = {tensor: None for store in stores for tensor in store.values() if tensor is not None}  # each once
+    dtypes = gather_objects([tensor.dtype for tensor in tensors])[0]  # from_pretrained keeps some of them wider
+    empty = {t: _like(t, torch.empty(t.shape, dtype=d, device="meta")) for t, d in zip(tensors, dtypes, strict=True)}
+    values = {empty[tensor]: tensor.detach() for tensor in tensors} if is_main() else {}
+    for store in stores:
+        store.update({key: empty[tensor] for key, tensor in store.items() if tensor is not None})
+    filled = weakref.WeakValueDictionary()  # so that it holds no layer that was cut
+
+    @torch.no_grad()
+    def arrived(tensor: Tensor) -> Tensor:
+        if (made := filled.get(tensor)) is None:
+            whole = values.pop(tensor).to(device).contiguous() if is_main() else torch.empty_like(tensor, device=device)
+            if world_size() > 1:
+                dist.broadcast(whole, 0)
+            filled[tensor] = made = _like(tensor, whole)
+        return made
+
+    def fill(module: nn.Module, recurse: bool = True) -> None:
+        for part in module.modules() if recurse else [module]:
+            for store in (part._parameters, part._buffers):
+                store.update({k: arrived(t) for k, t in store.items() if t is not None and t.is_meta})
+
+    return fill
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def global_moments(values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +341,7 @@ RANK_KILLED = (
 
 def explain_interrupt() -> int:
     """The exit status of a run that Ctrl-C ended."""
-    print("\ninterrupted; what was not saved (--save_steps) is lost.", file=sys.stderr)
+    print("\ninterrupted; what was not saved (--save_steps) is lost, and what was being saved, too.", file=sys.stderr)
     return 130
 
 

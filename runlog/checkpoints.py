@@ -1,17 +1,22 @@
 """Checkpoints: an ordinary `from_pretrained` folder each, with `trainer/` in it to resume from.
 
     checkpoints/step_N/
-        model.safetensors  config.json  tokenizer ...   the policy, LoRA folded in
-        trainer/state/                                  sharded weights and optimizer, by torch.distributed.checkpoint
-        trainer/rng_R.pt                                random state of rank R
-        trainer/state.json                              step, counters, and what the run was trained with (resume.py)
-        SHA256SUMS                                      of every file above; `sha256sum -c SHA256SUMS` checks them, too
+        model*.safetensors  config.json  tokenizer ...   the policy as it is served, LoRA folded in; several files have
+                                                         an index
+        trainer/state/                                   sharded weights and optimizer, by torch.distributed.checkpoint
+        trainer/rng_R.pt                                 random state of rank R
+        trainer/state.json                               step, counters, and what the run was trained with (resume.py)
+        SHA256SUMS                                       of every file above; `sha256sum -c SHA256SUMS` checks them, too
 
-A folder is written as incomplete_step_N_XXXX and renamed when complete. What is read back is tensors, numbers and text:
-nothing in a folder that was tampered with can run. Heavy imports happen where they are used.
+The ranks make a checkpoint together, each its part of the files in its own memory. Then each writes its files in a
+thread while training goes on. The folder is called incomplete_step_N_XXXX until all have. What is read back is tensors,
+numbers and text: nothing in a folder that was tampered with can run. Heavy imports happen where they are used.
 """
 
+import contextlib
+import copy
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -19,13 +24,16 @@ import random
 import re
 import secrets
 import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor
 
 import utils
 from config import ConfigError
@@ -90,14 +98,6 @@ def shared_sums(folder: Path, names: list[str]) -> dict[str, str]:
     return {name: value for part in utils.gather_objects(sums) for name, value in part.items()}
 
 
-def write_sums(folder: Path) -> None:
-    """SHA256SUMS of all files in the folder; collective."""
-    files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    sums = shared_sums(folder, utils.gather_objects(files)[0])
-    if utils.is_main():
-        (folder / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in sums.items()))
-
-
 def check_sums(run_dir: Path, step: int) -> bool:
     """Whether the checkpoint has checksums, on every rank; ConfigError naming the files that do not match theirs.
 
@@ -148,62 +148,217 @@ def _rng_state() -> dict:
 def save_checkpoint(
     run_dir: Path, step: int, modules: dict, hf_model, buckets, tokenizer, state: dict, memory: dict, keep: int
 ) -> Path:
-    """Write checkpoints/step_N: modules["policy"] as a `from_pretrained` folder, and the state of all
-    {name: (module, its optimizer or None)} in `trainer/`.
+    """Write checkpoints/step_N and wait for it; see `Saver`, which does not wait."""
+    saver = Saver(run_dir, keep)
+    saver.save(step, modules, hf_model, buckets, tokenizer, state, memory)
+    saver.wait()
+    return folder_of(run_dir, step)
 
-    All ranks call it; an error on one is raised on all. Written under another name and renamed when complete; then
-    older ones beyond `keep` are removed, and what killed runs left half-written.
-    buckets: lists of (name, full tensor) of the policy, an iterable that all ranks walk in step.
-    state: plain JSON values that come back from `load_checkpoint`; memory: this rank's, see `check_memory`.
+
+class Saver:
+    """Writes checkpoints of a run, one at a time, while it goes on. All ranks call its methods, in the same order; an
+    error on one rank is raised on all.
+
+    run_dir: a folder that all ranks see. keep: this many checkpoints stay. stalled: seconds without progress of a
+    rank's writing after which the run ends. They are no time limit of a collective: `wait` asks all the time.
+    A process that ends, however, drops what it was writing; the next checkpoint removes it.
     """
-    import torch.distributed.checkpoint as dcp
 
-    final = folder_of(run_dir, step)
-    # A name of its own: whatever a killed run left under another is in nobody's way.
-    partial = final.with_name(utils.gather_objects(f"incomplete_step_{step}_{secrets.token_hex(4)}")[0])
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    def __init__(self, run_dir: Path, keep: int, stalled: float = 600.0):
+        self.run_dir, self.keep, self.stalled = Path(run_dir), keep, stalled
+        self.thread: threading.Thread | None = None
 
-    def clear() -> None:
-        for half in final.parent.glob("incomplete_step_*"):
+    def save(self, step: int, modules: dict, hf_model, buckets: Iterable, tokenizer, state: dict, memory: dict) -> None:
+        """Begin checkpoints/step_N when the one before is complete: modules["policy"] for `from_pretrained`, and the
+        state of all {name: (module, its optimizer or None)} in `trainer/`. They may change as soon as it returns.
+
+        buckets: lists of (name, full tensor) of the policy, an iterable that all ranks walk in step.
+        state: plain JSON values that come back from `load_checkpoint`; memory: this rank's, see `check_memory`.
+        Takes memory for this rank's share of the files, until they are written.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        self.wait()
+        self.final = folder_of(self.run_dir, step)
+        # A name of its own: whatever a killed run left under another is in nobody's way.
+        name = f"incomplete_step_{step}_{secrets.token_hex(4)}"
+        self.partial = self.final.with_name(utils.gather_objects(name)[0])
+        self.sums: dict[str, str] = {}  # of the files that this rank has written
+        self.error: BaseException | None = None
+        files: dict[str, Buffer] = {}
+
+        def begin() -> None:
+            self._clear()  # before anything is written: where the disk was full, its room is needed
+            (self.partial / "trainer" / "state").mkdir(parents=True)
+
+        def own() -> None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            files[f"trainer/rng_{rank}.pt"] = _saved(_rng_state())
+            if memory:
+                files[f"trainer/memory_{rank}.pt"] = _saved(memory)
+
+        def others() -> None:
+            files["trainer/state.json"] = json.dumps(state | {"step": step}).encode()
+            save_pretrained(self.partial, hf_model, tokenizer, dtype)
+            self.sums |= {path.name: sha256(path) for path in self.partial.iterdir() if path.is_file()}
+
+        with self._explained():
+            _together(begin, main=True)
+            dcp.save(_train_state(modules), storage_writer=_writer(files, "trainer/state"))
+            _together(own)
+            dtype = model_files(buckets, hf_model, files)
+            _together(others, main=True)
+        self.progress = time.monotonic()
+        self.thread = threading.Thread(target=self._write, args=(files,), daemon=True)
+        self.thread.start()
+
+    def _write(self, files: dict[str, "Buffer"]) -> None:
+        """In the thread: no collectives, and no Python object for long, so that the trainer's thread is not held up."""
+        try:
+            for name in list(files):
+                digest, data = hashlib.sha256(), memoryview(files.pop(name))  # its memory is free when it is written
+                with open(self.partial / name, "wb") as file:
+                    for start in range(0, len(data), CHUNK):
+                        file.write(part := data[start : start + CHUNK])
+                        file.flush()
+                        os.fsync(file.fileno())  # so that a full or broken disk is noticed here
+                        digest.update(part)
+                        self.progress = time.monotonic()
+                self.sums[name] = digest.hexdigest()
+        except BaseException as error:
+            self.error = error
+
+    def poll(self) -> bool:
+        """Complete what all ranks have written; whether nothing is under way then. RuntimeError if a rank failed."""
+        if self.thread is None:
+            return True
+        writing, silence = self.thread.is_alive(), time.monotonic() - self.progress
+        if writing and silence > self.stalled:
+            self.error = TimeoutError(f"nothing could be written for {silence:.0f} s")
+        sums = None if writing else self.sums
+
+        def complete() -> None:
+            lines = sorted((name, value) for part in everyone for name, value in part.items())
+            (self.partial / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in lines))
+            shutil.rmtree(self.final, ignore_errors=True)
+            os.replace(self.partial, self.final)
+            for old in steps_saved(self.run_dir)[: -self.keep]:
+                shutil.rmtree(folder_of(self.run_dir, old))
+
+        with self._explained():
+            utils.raise_together(self.error, "Writing the checkpoint")
+            everyone = utils.gather_objects(sums)
+            if None in everyone:
+                return False
+            self.thread = None
+            _together(complete, main=True)
+        return True
+
+    def wait(self) -> None:
+        """Until no checkpoint is under way."""
+        while not self.poll():
+            self.thread.join(0.2)  # ranks that have written come back, too: no collective waits longer for another
+
+    def _clear(self) -> None:
+        for half in self.final.parent.glob("incomplete_step_*"):
             shutil.rmtree(half, ignore_errors=True)
 
-    def begin() -> None:
-        clear()  # before anything is written: where the disk was full, its room is needed
-        (partial / "trainer").mkdir(parents=True)
+    @contextlib.contextmanager
+    def _explained(self):
+        import torch.distributed.checkpoint as dcp
 
-    def shards() -> None:
-        torch.save(_rng_state(), partial / "trainer" / f"rng_{rank}.pt")
-        if memory:
-            torch.save(memory, partial / "trainer" / f"memory_{rank}.pt")
+        try:
+            yield
+        except (
+            dcp.api.CheckpointException,
+            RuntimeError,
+            OSError,
+            SafetensorError,
+        ) as error:  # the first is no Exception
+            if utils.is_main():
+                self._clear()
+            raise RuntimeError(
+                f"The checkpoint {self.final} could not be written; those before it are as they were. "
+                f"{room(self.final.parent)} {str(error)[-600:]}"
+            ) from None
 
-    def whole() -> None:
-        save_pretrained(partial, hf_model, tokenizer, weights)
-        (partial / "trainer" / "state.json").write_text(json.dumps(state | {"step": step}))
 
-    def rename() -> None:
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        for old in steps_saved(run_dir)[:-keep]:
-            shutil.rmtree(folder_of(run_dir, old))
+Buffer = bytes | memoryview
+CHUNK = 2**26  # bytes written at a time
+FILE = 2**30  # bytes of weights a file, and the rest of a layer
 
-    try:
-        _together(begin, main=True)
-        dcp.save(_train_state(modules), checkpoint_id=partial / "trainer" / "state")
-        _together(shards)
-        weights = {}
-        for bucket in buckets:
-            weights.update((name, tensor.cpu()) for name, tensor in bucket)
-        _together(whole, main=True)
-        write_sums(partial)
-        _together(rename, main=True)
-    except (dcp.api.CheckpointException, RuntimeError, OSError, SafetensorError) as error:  # the first is no Exception
-        if utils.is_main():
-            clear()
-        raise RuntimeError(
-            f"The checkpoint {final} could not be written; those before it are as they were. "
-            f"{room(final.parent)} {str(error)[-600:]}"
-        ) from None
-    return final
+
+def _saved(value) -> Buffer:
+    torch.save(value, stream := io.BytesIO())
+    return stream.getbuffer()
+
+
+def _writer(files: dict[str, Buffer], folder: str):
+    """torch.distributed.checkpoint's writer, into memory: all it does there is to agree and to copy."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class Stream(io.BytesIO):
+        def close(self):  # the writer does; its bytes would be gone
+            pass
+
+    class Memory(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path, mode):
+            yield (stream := Stream())
+            files[str(path)] = stream.getbuffer()
+
+        def rename(self, path, new_path):
+            files[str(new_path)] = files.pop(str(path))
+
+        def exists(self, path):
+            return str(path) in files
+
+        def mkdir(self, path):
+            pass
+
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.fs = Memory()
+    return writer
+
+
+def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer]) -> torch.dtype:
+    """Put the policy's weights into `files` as safetensors, the first GiB on one rank, the next on the next, and the
+    index on rank 0; returns their dtype. Collective. RuntimeError for weights that are not finite.
+
+    A layer is not divided: published checkpoints hold some of its tensors joined.
+    """
+    from safetensors.torch import save
+
+    world, rank = utils.world_size(), dist.get_rank() if dist.is_initialized() else 0
+    number, size, last, mine = 0, 0, "", defaultdict(list)
+    for bucket in buckets:
+        for name, tensor in bucket:
+            layer = re.match(r".*?\.\d+\.|", name)[0]
+            if size >= FILE and layer != last:
+                number, size = number + 1, 0
+            last, size = layer, size + tensor.nbytes
+            if number % world == rank:
+                mine[number].append((name, tensor.to("cpu", copy=True)))
+    # What from_pretrained has renamed and joined is known where it was called.
+    hf_model._weight_conversions = utils.gather_objects(getattr(hf_model, "_weight_conversions", None))[0]
+    total, held, bad = number + 1, {}, []
+    for number in list(mine):
+        weights = dict(utils.as_in_a_checkpoint(hf_model, mine.pop(number)))
+        path = f"model-{number + 1:05}-of-{total:05}.safetensors" if total > 1 else "model.safetensors"
+        held |= {name: (path, tensor.nbytes, tensor.dtype) for name, tensor in weights.items()}
+        numbers = [(name, tensor) for name, tensor in weights.items() if tensor.is_floating_point()]
+        bad += [name for name, tensor in numbers if not torch.linalg.vector_norm(tensor.float()).isfinite()]
+        weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+        files[path] = save(weights, metadata={"format": "pt"})
+    fault = ValueError(f"{len(bad)} of {len(held)} tensors hold nan or infinity, first {bad[0]}") if bad else None
+    utils.raise_together(fault, "Writing the checkpoint")
+    held = {name: place for part in utils.gather_objects(held) for name, place in part.items()}
+    if total > 1 and utils.is_main():
+        index = {"metadata": {"total_size": sum(nbytes for _, nbytes, _ in held.values())}}
+        index["weight_map"] = {name: path for name, (path, *_) in sorted(held.items())}
+        files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+    return max(held.values(), key=lambda place: place[1])[2]  # of the largest: vectors may be wider
 
 
 def _together(action, main: bool = False, **options) -> None:
@@ -226,22 +381,14 @@ def room(folder: Path) -> str:
     return f"There are {free / 2**30:.1f} GiB free in {folder}; --save_total_limit keeps fewer checkpoints."
 
 
-def save_pretrained(path: Path, hf_model, tokenizer, weights: dict[str, Tensor]) -> None:
-    """Write gathered weights as an ordinary `from_pretrained` folder. ValueError for weights that are not finite."""
-    from safetensors.torch import save_file
-
-    weights = dict(utils.as_in_a_checkpoint(hf_model, list(weights.items())))
-    if bad := [
-        name
-        for name, tensor in weights.items()
-        if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor.float()).isfinite()
-    ]:
-        raise ValueError(f"{len(bad)} of {len(weights)} tensors hold nan or infinity, first {bad[0]}")
-    hf_model.config.save_pretrained(path)
+def save_pretrained(path: Path, hf_model, tokenizer, dtype: torch.dtype) -> None:
+    """What an ordinary `from_pretrained` folder holds besides the weights, which are of `dtype`."""
+    config = copy.deepcopy(hf_model.config)
+    config.dtype = dtype
+    config.save_pretrained(path)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", metadata={"format": "pt"})
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------

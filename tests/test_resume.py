@@ -5,7 +5,9 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +87,7 @@ def kill_and_resume(flags: list[str], folder: Path, script: str, ranks: int, mor
     whole, broken = folder / "whole", folder / "broken"
     with running(trainer(folder / "whole.log", *args, "--run_name", "whole", **how)) as one:
         with running(trainer(folder / "broken.log", *args, "--run_name", "broken", **how)) as two:
-            two.until(lambda: steps_done(broken) >= step)
+            two.until(lambda: steps_done(broken) >= step and checkpoints.steps_saved(broken))
             two.kill()
         assert one.end() == 0, one.text
     if ranks == 1 and script == GRPO:  # and once more, while a checkpoint is being written
@@ -248,17 +250,41 @@ def test_a_checkpoint_that_fails_takes_no_room(tmp_path, monkeypatch):
     left = tmp_path / "checkpoints" / "incomplete_step_1_0000"
     left.mkdir(parents=True)
 
-    def full(*_):
+    def full(*_, **__):
         assert not left.exists()
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_pretrained", full)
-    monkeypatch.setattr(torch.distributed.checkpoint, "save", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed.checkpoint, "save", full)
     module = torch.nn.Linear(1, 1)
     modules = {"policy": (module, torch.optim.SGD(module.parameters()))}
     with pytest.raises(RuntimeError, match="step_2 could not be written.*No space left"):
         checkpoints.save_checkpoint(tmp_path, 2, modules, module, [], None, {}, {}, 2)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_write_that_fails_beside_training_ends_the_run(short, last):
+    """A disk that takes 4 MiB a file, behind training and at the end of the run."""
+    name = f"small_disk_{last}"
+    flags = ["--run_name", name, "--max_steps", "1" if last else "60", "--save_steps", "1"]
+    with running(trainer(short.folder / f"{name}.log", *short.args, *flags)) as run:
+        resource.prlimit(run.members[0].pid, resource.RLIMIT_FSIZE, (2**22, 2**22))
+        assert run.end() == 1, run.text
+    assert re.search("step_1 could not be written; those before it.*File too large", run.text, re.S), run.text
+    assert not list((short.folder / name / "checkpoints").glob("*step*"))
+
+
+def test_ctrl_c_drops_what_is_being_saved(short):
+    """And the checkpoint before it stays."""
+    args = [*short.args, "--run_name", "interrupted", "--max_steps", "200", "--save_steps", "1"]
+    run_dir = short.folder / "interrupted"
+    with running(trainer(short.folder / "interrupted.log", *args)) as run:
+        run.until(lambda: checkpoints.steps_saved(run_dir) and half_written(run_dir))
+        os.kill(run.members[0].pid, signal.SIGINT)
+        assert run.end() == 130, run.text
+    assert "and what was being saved, too" in run.text
+    step = checkpoints.last_step(run_dir)
+    assert checkpoints.read_state(run_dir, step)["step"] == step and checkpoints.check_sums(run_dir, step)
 
 
 def test_weights_that_are_not_finite_are_not_saved(short):

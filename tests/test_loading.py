@@ -1,0 +1,68 @@
+"""No rank but the first holds a whole model while it is loaded; all ranks write checkpoints while training goes on."""
+
+import json
+
+import pytest
+import torch
+from live import running, trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+LAYERS, HIDDEN, INNER = 10, 512, 1536
+PARAMETERS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER + 2 * HIDDEN) + 4096 * HIDDEN + HIDDEN
+WHOLE = PARAMETERS * 4 / 2**20  # MiB in float32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Tied embeddings, bfloat16."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=8)
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **shape)).to(torch.bfloat16)
+    assert made.num_parameters() == PARAMETERS
+    made.save_pretrained(folder := tmp_path_factory.mktemp("model"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(model, tmp_path_factory):
+    """What tests/loading_worker.py found, by rank; `folder` is where it saved."""
+    out = tmp_path_factory.mktemp("loading") / "out.json"
+    with running(
+        trainer(out.with_suffix(".log"), str(model), str(out), ranks=2, script="tests/loading_worker.py")
+    ) as w:
+        assert w.end() == 0, w.text
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_only_the_first_rank_ever_holds_the_model_whole(ranks, strategy):
+    first, second = (rank[strategy] for rank in ranks)
+    assert first["tied"] and second["tied"] and first["wrong"] == second["wrong"] == []
+    assert first["grown"] < 1.7 * WHOLE  # with the pages of the file that it reads, which are no copy
+    assert second["grown"] < (1.2 if strategy == "ddp" else 0.8) * WHOLE  # half of it, a layer, a tensor under way
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_adapters_alone_have_gradients(ranks, strategy, dtype):
+    trained = LAYERS * 4 * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER))  # r (inputs + outputs) of each linear layer
+    for rank in ranks:
+        found = rank[f"lora {strategy} {dtype}"]
+        assert (found["kept"], found["reduced"]) == (trained // 2, trained)
+        assert found["adapters"] == ["torch.float32"] and f"torch.{dtype}" in found["all"]
+
+
+def test_a_checkpoint_is_written_by_all_ranks_while_training_goes_on(ranks, model, tmp_path_factory):
+    run = next(tmp_path_factory.getbasetemp().glob("loading*/run"))
+    step = run / "checkpoints" / "step_1"
+    for rank in ranks:
+        found = rank["saved"]
+        assert (
+            found["seen"] == [] and found["asked"] > 3 and found["longest"] < 2 and found["a"] == 1 and found["intact"]
+        )
+        assert found["grown"] < 0.9 * WHOLE  # half of the weights twice: in float32, and as they are served
+    index = json.loads((step / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(list(step.glob("model-*.safetensors"))) > 2
+    again, original = (AutoModelForCausalLM.from_pretrained(path) for path in (step, model))
+    assert again.dtype == torch.bfloat16
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), original.parameters(), strict=True))
