@@ -453,6 +453,21 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Pol
     return shard(inner, cfg, device, trained=True), inner
 
 
+def empty_policy(cfg: TrainConfig, config=None) -> Policy:
+    """The policy of `load_policy` without values, unsharded: memory.py calls it where tensors have shapes only."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = config or load_config(cfg.model_id)
+    auto = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=getattr(torch, cfg.dtype), attn_implementation=cfg.attn_implementation)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    if cfg.use_peft:
+        model = add_lora(model, cfg)
+    return Policy(model.train(), cfg, cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16")
+
+
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     """A frozen copy of the initial policy. None if nothing asks for its log-probs, and with LoRA: without its adapters
     the policy is that copy.
