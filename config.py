@@ -179,7 +179,10 @@ class TrainConfig:
 
     # --- sharding ---
     strategy: Literal["ddp", "fsdp", "fsdp2"] = "ddp"  # replicate, or shard weights, gradients and optimizer state
+    shard_size: int | None = None  # ranks that share one copy, others replicate it (usual: a node's); unset: all ranks
     offload: bool = False  # with fsdp2: keep the shards in CPU memory
+    offload_activations: bool = False  # what gradient_checkpointing keeps of each layer waits in CPU memory
+    compile: bool = False  # torch.compile of the decoder layers; the first steps are slow
     dist_timeout: float = 600.0  # seconds a rank waits for the others
 
     # --- evaluation ---
@@ -308,6 +311,14 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.offload and c.strategy == "fsdp",
          "--offload with --strategy fsdp: torch's FSDP1 would keep the gradient of the last micro-batch alone; use "
          "--strategy fsdp2."),
+        (c.shard_size is not None and c.strategy == "ddp",
+         f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
+        (c.shard_size is not None and (c.shard_size < 1 or world % c.shard_size),
+         f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
+        (c.offload_activations and c.gradient_checkpointing is False,
+         "--offload_activations moves what --gradient_checkpointing keeps; leave out --no-gradient_checkpointing."),
+        (c.compile and c.strategy == "fsdp",
+         "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
         (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
          "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
         (c.kl_target is not None and not c.kl_target > 0, f"--kl_target={c.kl_target}: must be above 0."),

@@ -70,8 +70,10 @@ def one_rank(cfg: TrainConfig, ranks: int) -> TrainConfig:
     """Settings of a pass: as many groups as a rank has, or as fill a micro-batch; alike in what changes nothing."""
     filling = (cfg.tokens_per_microbatch or 16384) // (cfg.max_prompt_length + cfg.max_completion_length) + 2
     groups = min(cfg.prompts_per_step // ranks // cfg.num_minibatches, filling)
-    strategy = "ddp" if cfg.strategy == "ddp" else "fsdp2"
-    return replace(cfg, prompts_per_step=max(groups, 1), num_minibatches=1, strategy=strategy, offload=False)
+    alike = dict(num_minibatches=1, strategy="ddp" if cfg.strategy == "ddp" else "fsdp2", offload=False)
+    alike |= dict(gradient_checkpointing=bool(cfg.gradient_checkpointing or cfg.offload_activations))
+    alike |= dict(offload_activations=False, shard_size=None)
+    return replace(cfg, prompts_per_step=max(groups, 1), **alike)
 
 
 def longest_pass(cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
@@ -111,16 +113,20 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
                 parameter.grad = torch.zeros_like(parameter)  # as from the second micro-batch on
                 existing.append(parameter.grad)
         vocabulary = policy.hf_model.config.get_text_config().vocab_size
+        between: Counter = Counter()  # layers: what is kept of each with gradient checkpointing
         live = LiveBytes(vocabulary, [*existing, *policy.parameters(), *policy.buffers()])
 
         def say_when_backward(module, inputs, returned) -> None:
-            tree_leaves(returned)[0].register_hook(lambda gradient: live.enter("layers"))
+            returned = tree_leaves(returned)[0]
+            returned.register_hook(lambda gradient: live.enter("layers"))
+            if live.place == "head":  # not when it is computed again
+                between["activations"] += returned.untyped_storage().nbytes()
 
         for layer in decoder_layers(policy):
             layer.register_forward_hook(say_when_backward)
         with live:
             policy(inputs, *where)[0].sum().backward()
-    COUNTED[make_policy, repr(cfg)] = live.most, parameters(policy)
+    COUNTED[make_policy, repr(cfg)] = live.most | {"between": between}, parameters(policy)
     return COUNTED[make_policy, repr(cfg)]
 
 
@@ -156,6 +162,7 @@ def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
     Activations are those of the largest micro-batch from the second one on, when there are gradients already.
     """
     peaks, table = pass_bytes(make_policy, one_rank(cfg, ranks))
+    ranks = cfg.shard_size or ranks
     master, compute = (getattr(torch, name).itemsize for name in (cfg.dtype, cfg.compute_dtype))
     sharded = cfg.strategy != "ddp"
     size = {True: 0, False: 0}  # elements on this rank, by whether they are trained
@@ -191,6 +198,10 @@ def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         gathered["end"] = (2 * compute + 4) * of_root + 4 * of_root // ranks  # gradients as computed, as summed
     place = max(gathered, key=lambda place: peaks.get(place, Counter()).total() + gathered[place])
     need += Counter(peaks.get(place, Counter())) + Counter(gathered=gathered[place])
+    if cfg.offload_activations:  # the input of each layer waits in CPU memory
+        moved = min(need["activations"], peaks["between"].total())
+        need["in CPU memory"] += moved
+        need["activations"] -= moved
     largest = max(torch.Size(shape).numel() for shape, _, _ in table)
     need["push"] = min(cfg.push_bucket_mb * 2**20 + compute * largest, compute * whole)
     if sharded:  # gathered in --dtype
@@ -214,18 +225,57 @@ def peak(need: Counter) -> int:
     return max(update_peak(need), kept(need) + need["push"])
 
 
-def fitted(
-    make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int, gpu_bytes: float
-) -> tuple[TrainConfig, Counter]:
+def fitted(make_policy: Callable, cfg: TrainConfig, ranks: int, gpu_bytes: float) -> tuple[TrainConfig, Counter]:
     """The settings with a --tokens_per_microbatch, and what they need: the given one, or the largest of BUDGETS with
     which a step fits; the smallest if none does. SPARE of the memory stays free."""
-    if cfg.tokens_per_microbatch:
-        return cfg, rank_bytes(make_policy, cfg, ranks)
-    counted = {}
 
-    def fits(tokens: int) -> bool:
-        counted[tokens] = rank_bytes(make_policy, replace(cfg, tokens_per_microbatch=tokens), ranks)
-        return peak(counted[tokens]) <= gpu_bytes * (1 - SPARE)
+    def with_tokens(tokens: int) -> tuple[TrainConfig, Counter]:
+        chosen = replace(cfg, tokens_per_microbatch=tokens)
+        return chosen, rank_bytes(make_policy, chosen, ranks)
 
-    tokens = next((tokens for tokens in BUDGETS if fits(tokens)), BUDGETS[-1])
-    return replace(cfg, tokens_per_microbatch=tokens), counted[tokens]
+    def fits(choice: tuple[TrainConfig, Counter]) -> bool:
+        return peak(choice[1]) <= gpu_bytes * (1 - SPARE)
+
+    smallest = with_tokens(cfg.tokens_per_microbatch or BUDGETS[-1])
+    if cfg.tokens_per_microbatch or not fits(smallest):
+        return smallest
+    return next(filter(fits, map(with_tokens, BUDGETS)))
+
+
+def settled(
+    make_policy: Callable, cfg: TrainConfig, ranks: int, gpu_bytes: float | None, critic: bool = False
+) -> tuple[TrainConfig, str]:
+    """The settings with what was left to us, and a warning where they cannot fit, else "".
+
+    gpu_bytes: free on the GPU that has least; None without one: then no checkpointing, and 16,384 tokens. critic: there
+    is another model of the same size, whose weights, gradients and optimizer take as much again.
+    """
+    if gpu_bytes is None:
+        tokens = cfg.tokens_per_microbatch or BUDGETS[0]
+        return replace(cfg, gradient_checkpointing=bool(cfg.gradient_checkpointing), tokens_per_microbatch=tokens), ""
+    if cfg.gradient_checkpointing is None:
+        cfg = replace(cfg, gradient_checkpointing=True)
+
+    def attempt(cfg: TrainConfig) -> tuple[TrainConfig, int]:
+        of_critic = 0
+        if critic:
+            need = rank_bytes(make_policy, cfg, ranks)
+            of_critic = kept(need) + need["gradients"]
+        chosen, need = fitted(make_policy, cfg, ranks, gpu_bytes - of_critic / (1 - SPARE))
+        return chosen, peak(need) + of_critic
+
+    chosen, size = attempt(cfg)
+    usable = gpu_bytes * (1 - SPARE)
+    if size <= usable:
+        return chosen, ""
+    warning = (
+        f"Warning: this needs about {size / GIB:.1f} GiB on a GPU, and {usable / GIB:.1f} GiB can be used "
+        f"(--strategy {cfg.strategy}, {ranks} rank(s), {chosen.tokens_per_microbatch} tokens a micro-batch). "
+    )
+    sharding = [dict(strategy="fsdp2")] * (ranks > 1) + [dict(strategy="fsdp2", offload=True), dict(use_peft=True)]
+    for change in [*sharding, dict(strategy="fsdp2", use_peft=True)]:
+        _, other = attempt(replace(cfg, **change))
+        if other <= usable:
+            words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in change.items()]
+            return chosen, warning + f"{' '.join(words)} needs {other / GIB:.1f} GiB. See plan.py."
+    return chosen, warning + "Neither shards nor LoRA would fit: more GPUs, or shorter completions. See plan.py."

@@ -18,6 +18,7 @@ class PlanConfig(TrainConfig):
     strategy: Literal["auto", "ddp", "fsdp", "fsdp2"] = "auto"  # auto: ddp if it fits, else fsdp2
     gpus: int = 8  # GPUs of the machine
     gpu_memory: float = 80.0  # GiB of each
+    cpu_memory: float = 1000.0  # GiB of the machine, for offload
     server_gpus: int | None = None  # how many of them sample; unset: the split with the shortest step
     prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
@@ -25,6 +26,7 @@ class PlanConfig(TrainConfig):
     tflops: float = 350.0  # 10^12 operations a second that a GPU achieves in bfloat16 (H100: about 40 % of 989)
     memory_bandwidth: float = 2000.0  # GB/s that a GPU achieves reading its memory (H100: about 60 % of 3350)
     link_bandwidth: float = 150.0  # GB/s at which a GPU gathers or reduces shards
+    cpu_bandwidth: float = 25.0  # GB/s of each GPU to CPU memory, and of AdamW there
     push_bandwidth: float = 2.0  # GB/s of a weight push
     tokens_per_second: float | None = None  # sampled by one server GPU; unset: by memory bandwidth
 
@@ -135,13 +137,17 @@ def trainer(cfg: PlanConfig, make_policy, ranks: int) -> tuple[TrainConfig, Coun
     cfg = replace(cfg, prompts_per_step=max(round(cfg.prompts_per_step / unit), 1) * unit)
     for choice in strategies(cfg):
         choice, need = memory.fitted(make_policy, choice, ranks, cfg.gpu_memory * GIB)
-        if memory.peak(need) <= usable(cfg):
+        if fits(cfg, need, ranks):
             break
     return choice, need
 
 
 def usable(cfg: PlanConfig) -> float:
     return cfg.gpu_memory * GIB * (1 - memory.SPARE)
+
+
+def fits(cfg: PlanConfig, need: Counter, ranks: int) -> bool:
+    return memory.peak(need) <= usable(cfg) and need["in CPU memory"] * ranks <= cfg.cpu_memory * GIB
 
 
 def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, float]:
@@ -160,9 +166,11 @@ def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, 
     updates = cfg.num_iterations * cfg.num_minibatches
     reduces = passes if cfg.strategy != "ddp" else 2
     extra = (updates > 1 and cfg.old_logprobs == "recompute" or cfg.kl_in_reward) + (cfg.beta > 0)
+    shards = cfg.offload * parameters / ranks / (cfg.cpu_bandwidth * 1e9)  # each byte a parameter: to the GPU, or back
     return {
         "logprobs": extra * max(forward, passes * gather),
         "update": cfg.num_iterations * max(forward + backward, passes * 2 * gather + reduces * reduce),
+        "offload": updates * shards * (passes * 3 * 4 + 28),
         "push": 2 * parameters / (cfg.push_bandwidth * 1e9),
     }
 
@@ -178,9 +186,8 @@ def split(cfg: PlanConfig, config, make_policy, parameters: int, server_gpus: in
     phases = {"generate": server["seconds"] if server else float("inf")} | seconds(choice, config, parameters, ranks)
     rest = sum(phases.values()) - phases["generate"]
     step = max(phases["generate"], rest) if cfg.overlap else phases["generate"] + rest
-    fits = server is not None and memory.peak(need) <= usable(cfg)
     return dict(
-        cfg=choice, need=need, server=server, phases=phases, step=step, fits=fits, ranks=ranks,
+        cfg=choice, need=need, server=server, phases=phases, step=step, fits=bool(server) and fits(cfg, need, ranks), ranks=ranks,
         server_gpus=server_gpus, per_completion=step / choice.sequences_per_step,
     )  # fmt: skip
 
@@ -229,10 +236,10 @@ def table(plan: dict, cfg: PlanConfig) -> str:
     used = f"{choice.strategy}{' --offload' if choice.offload else ''}{' --use_peft' if choice.use_peft else ''}"
     lines = [f"Trainer: {plan['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens"]
     lines += [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in KINDS if need[kind]]
-    verdict = "fits" if memory.peak(need) <= usable(cfg) else "does NOT fit"
+    verdict = "fits" if fits(cfg, need, plan["ranks"]) else "does NOT fit"
     lines.append(f"  {'peak':<14}{memory.peak(need) / GIB:8.1f} GiB of {usable(cfg) / GIB:.0f}: {verdict}")
-    if choice.offload:
-        lines.append(f"  in CPU memory {need['in CPU memory'] / GIB:8.1f} GiB a rank")
+    if need["in CPU memory"]:
+        lines.append(f"  in CPU memory  {need['in CPU memory'] / GIB:8.1f} GiB a rank, of {cfg.cpu_memory:g} of all")
     if server:
         lines.append(
             f"Server: {server['servers']} x {server['split']} GPUs, {server['at_once']} completions at once each"

@@ -45,7 +45,7 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
     """Server and trainer take the lines, the trainer for that number of ranks."""
     from vllm_server import parse_command_line
 
-    words = f"--model_id models/tiny --prompt 20 --completion 30 --gpus 8 --gpu_memory 1 {more}".split()
+    words = f"--model_id models/tiny --prompt 20 --completion 30 --gpus 8 --gpu_memory 8 {more}".split()
     assert plan.main(load_config(plan.PlanConfig, words)) == 0
     printed = capsys.readouterr().out
     *servers, last = printed[printed.index("export VLLM_SERVER_TOKEN") :].splitlines()[1:]
@@ -62,7 +62,7 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
 
 def test_what_does_not_fit_is_said(capsys):
     """A hub id without a hub: the shape is known. 32 B on two GPUs cannot fit; the same model on eight is sharded."""
-    words = "--model_id Qwen/Qwen2.5-32B --gpus 2 --tokens_per_microbatch 2048".split()
+    words = "--model_id Qwen/Qwen2.5-32B --gpus 2 --cpu_memory 200 --tokens_per_microbatch 2048".split()
     assert plan.main(load_config(plan.PlanConfig, words)) == 1
     printed = capsys.readouterr().out
     assert "32.76 B parameters" in printed and "does NOT fit" in printed and "To type" not in printed
@@ -74,3 +74,38 @@ def test_what_does_not_fit_is_said(capsys):
 def test_mistakes_are_named(words, message):
     with pytest.raises(ConfigError, match=message):
         plan.main(load_config(plan.PlanConfig, words.split()))
+
+
+@pytest.fixture
+def seven_b(tmp_path):
+    """Settings of a model of 7.6 B parameters, by its config alone."""
+    plan.model_config("Qwen/Qwen2.5-7B").save_pretrained(tmp_path)
+    return TrainConfig(model_id=str(tmp_path), prompts_per_step=56, num_generations=2)
+
+
+def test_what_was_left_open_is_chosen_by_the_memory_there_is(seven_b):
+    """On 80 GiB x 7 the defaults of 7B fit; with less memory, fewer tokens; what was given stays."""
+    sharded = replace(seven_b, strategy="fsdp2")
+    roomy, warning = memory.settled(empty_policy, sharded, 7, 80 * memory.GIB)
+    assert roomy.gradient_checkpointing and roomy.tokens_per_microbatch == 16384 and not warning
+    tight, warning = memory.settled(empty_policy, sharded, 7, 30 * memory.GIB)
+    assert 1024 <= tight.tokens_per_microbatch < 16384 and not warning
+    assert memory.peak(memory.rank_bytes(empty_policy, tight, 7)) < 30 * memory.GIB * 0.9
+    given = replace(sharded, gradient_checkpointing=False, tokens_per_microbatch=2048)
+    chosen, _ = memory.settled(empty_policy, given, 7, 80 * memory.GIB)
+    assert (chosen.gradient_checkpointing, chosen.tokens_per_microbatch) == (False, 2048)
+
+
+def test_without_a_gpu_all_is_as_it_was(seven_b):
+    chosen, warning = memory.settled(empty_policy, seven_b, 2, None)
+    assert (chosen.gradient_checkpointing, chosen.tokens_per_microbatch, warning) == (False, 16384, "")
+
+
+def test_a_strategy_that_cannot_fit_is_said_with_one_that_can(seven_b):
+    """7B replicated takes 16 bytes a parameter, 20 with DDP's buckets."""
+    _, warning = memory.settled(empty_policy, seven_b, 7, 80 * memory.GIB)
+    assert "--strategy ddp" in warning and "--strategy fsdp2 needs" in warning
+    _, warning = memory.settled(empty_policy, seven_b, 7, 1 * memory.GIB)
+    assert "more GPUs" in warning
+    _, warning = memory.settled(empty_policy, replace(seven_b, strategy="fsdp2"), 7, 40 * memory.GIB, critic=True)
+    assert "needs" in warning
