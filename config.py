@@ -36,7 +36,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # master weights; in bfloat16 an update of 1e-6 is rounded away
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # forward and backward (autocast, or FSDP's param dtype)
     attn_implementation: str = "sdpa"  # sdpa, eager, flash_attention_2 where installed (then prompts are not shared)
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, about 1/3 slower
+    gradient_checkpointing: bool | None = None  # recompute activations: less memory, 1/3 slower; unset: on GPUs
     use_peft: bool = False  # train LoRA adapters instead of all weights
     lora_r: int = 32  # LoRA rank
     lora_alpha: float = 64.0  # LoRA scale: the update is alpha / r * B A
@@ -98,7 +98,7 @@ class TrainConfig:
     num_generations: int = 8  # completions sampled per prompt (the group)
     num_minibatches: int = 1  # optimizer updates per pass over the step's completions
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
-    tokens_per_microbatch: int = 16384  # tokens per forward pass and rank; memory and speed, never the gradient
+    tokens_per_microbatch: int | None = None  # tokens per forward pass and rank, never the gradient; unset: what fits
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
     logprob_chunk: int = 256  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
 
@@ -179,7 +179,10 @@ class TrainConfig:
 
     # --- sharding ---
     strategy: Literal["ddp", "fsdp", "fsdp2"] = "ddp"  # replicate, or shard weights, gradients and optimizer state
+    shard_size: int | None = None  # ranks that share one copy, others replicate it (usual: a node's); unset: all ranks
     offload: bool = False  # with fsdp2: keep the shards in CPU memory
+    offload_activations: bool = False  # what gradient_checkpointing keeps of each layer waits in CPU memory
+    compile: bool = False  # torch.compile of the decoder layers; the first steps are slow
     dist_timeout: float = 600.0  # seconds a rank waits for the others
 
     # --- evaluation ---
@@ -254,7 +257,7 @@ PRESETS: dict[str, dict] = {  # arXiv
 def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
-    positive += "tokens_per_microbatch logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
+    positive += "logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
     positive += "request_timeout dist_timeout push_steps "
     positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
@@ -270,7 +273,7 @@ def check_ranges(cfg: TrainConfig) -> None:
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
-    for name in "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length".split():
+    for name in "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length tokens_per_microbatch".split():
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise ConfigError(
                 f"--{name}={getattr(cfg, name)}: at least 1; leave it out, or give none, to switch it off."
@@ -308,6 +311,14 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.offload and c.strategy == "fsdp",
          "--offload with --strategy fsdp: torch's FSDP1 would keep the gradient of the last micro-batch alone; use "
          "--strategy fsdp2."),
+        (c.shard_size is not None and c.strategy == "ddp",
+         f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
+        (c.shard_size is not None and (c.shard_size < 1 or world % c.shard_size),
+         f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
+        (c.offload_activations and c.gradient_checkpointing is False,
+         "--offload_activations moves what --gradient_checkpointing keeps; leave out --no-gradient_checkpointing."),
+        (c.compile and c.strategy == "fsdp",
+         "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
         (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
          "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
         (c.kl_target is not None and not c.kl_target > 0, f"--kl_target={c.kl_target}: must be above 0."),

@@ -51,6 +51,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -58,6 +59,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -93,6 +95,7 @@ from envs.tools import named_tools
 from inputs import prompts
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import load_config, load_processor, loading, takes_images
+from memory import settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, score
 from rollouts import (
     ROLLOUTS,
@@ -333,6 +336,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
+        self.offload = cfg.offload_activations
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.
@@ -350,7 +354,8 @@ class Policy(nn.Module):
         with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
             if self.blank:
                 inputs = with_blank(inputs, self.blank)
-            hidden = self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
+            with save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext():
+                hidden = self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
             unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
             hidden = hidden[rows, columns] + unused  # [N, H]
             if len(hidden) <= self.chunk or not torch.is_grad_enabled():
@@ -428,6 +433,8 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     """
     layer_names = set(policy.hf_model._no_split_modules or [])
     layers = [m for m in policy.modules() if type(m).__name__ in layer_names]
+    for layer in layers if cfg.compile and trained else ():
+        layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
     fill = utils.handed_out(policy, device)
     if cfg.strategy == "ddp":
@@ -438,6 +445,9 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         unused = takes_images(policy.hf_model.config)  # some towers end before their last layer
         how = dict(find_unused_parameters=unused, gradient_as_bucket_view=True, init_sync=False)
         return DistributedDataParallel(policy, device_ids=devices, **how)
+    size = cfg.shard_size or utils.world_size()
+    shape = (size,) if size == utils.world_size() else (utils.world_size() // size, size)  # copies x shards of each
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     if cfg.strategy == "fsdp":
         units = {*layers, *(apart(policy, cfg.use_peft) if trained else ())}
         return FSDP(
@@ -447,9 +457,10 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT brings adapters float32
             use_orig_params=True,
             device_id=device,
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD if len(shape) > 1 else ShardingStrategy.FULL_SHARD,
         )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
-    mesh = init_device_mesh(device.type, (utils.world_size(),))
     for module in [*layers, policy]:
         fill(module)
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
@@ -473,12 +484,27 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Pol
     with utils.on_rank_0("Loading the policy"):
         model = load_hf_model(cfg, getattr(torch, cfg.dtype))
         model = add_lora(model, cfg) if cfg.use_peft else model
-    if cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing or cfg.offload_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
     autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
     inner = kind(model.train(), cfg, autocast)
     return shard(inner, cfg, device, trained=True), inner
+
+
+def empty_policy(cfg: TrainConfig, config=None) -> Policy:
+    """The policy of `load_policy` without values, unsharded: memory.py calls it where tensors have shapes only."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = config or load_config(cfg.model_id)
+    auto = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=getattr(torch, cfg.dtype), attn_implementation=cfg.attn_implementation)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    if cfg.use_peft:
+        model = add_lora(model, cfg)
+    return Policy(model.train(), cfg, cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16")
 
 
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
@@ -1153,6 +1179,9 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     """Everything a run works with, loaded and resumed; the generator has its weights."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
+    cfg, warning = settled(empty_policy, cfg, world, utils.free_memory(device), critic=make_critic is not None)
+    if warning and rank == 0:
+        print(warning)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
     sampler = None
     if not cfg.eval_only:

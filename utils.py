@@ -51,6 +51,11 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
     return rank, world, device
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on the GPU of the rank that has least; None without GPUs. Collective."""
+    return -all_max(-torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+
+
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 

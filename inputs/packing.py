@@ -184,7 +184,7 @@ def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = 
     for each other.
     """
     batch = on_host(batch)
-    lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch
+    lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch or 16384
     units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what becomes one packed row
     for members in sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]:
         prefix, size, rows = shared_prefix(batch, members), 0, []

@@ -129,6 +129,8 @@ def describe(cfg, policy, num_rows: int, world: int) -> None:
         "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
         "data": f"{num_rows} prompts, {cfg.max_steps * cfg.prompts_per_step / max(num_rows, 1):.2f} epochs",
         "parameters": f"{trained / 1e6:.1f} M trained of {total / 1e6:.1f} M on this rank, {cfg.strategy}",
+        "micro-batches": f"up to {cfg.tokens_per_microbatch} tokens"
+        + ", activations recomputed" * bool(cfg.gradient_checkpointing),
         "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
     }
     if cfg.preset:

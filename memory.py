@@ -1,0 +1,281 @@
+"""Bytes that a training step takes on one rank, from the model's config alone, before anything is loaded.
+
+plan.py prints them; train_grpo.py chooses --tokens_per_microbatch by them. What is kept from step to step (weights,
+gradients, optimizer) is arithmetic. What a pass takes (activations, logits) is counted: the policy itself runs forward
+and backward on tensors that have a shape and no memory, and the bytes that would be alive are added up.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from batch import Batch
+from config import TrainConfig
+from inputs.packing import micro_batches, pack
+
+GIB = 2**30
+SPARE = 0.1  # of a GPU's memory that is left to CUDA, NCCL and fragmentation
+BUDGETS = [16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024]  # --tokens_per_microbatch to choose from
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made under it that are alive, by kind, and what they were at their peaks.
+
+    vocabulary: tensors with a last dimension of this size are logits. Tensors that exist already do not count.
+    """
+
+    def __init__(self, vocabulary: int = 0, existing: Iterable[Tensor] = ()):
+        super().__init__()
+        self.vocabulary, self.now, self.place, self.most = vocabulary, Counter(), "head", {"head": Counter()}
+        self.existing = {tensor.untyped_storage()._cdata for tensor in existing}
+        self.sizes: dict[int, tuple[str, int]] = {}  # of storages that are alive
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returned = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, Tensor):
+                self.add(getattr(tensor, "_local_tensor", tensor))  # of a DTensor
+        if self.now.total() > self.most[self.place].total():
+            self.most[self.place] = self.now.copy()
+        return returned
+
+    def enter(self, place: str) -> None:
+        """From now on, peaks count as those of `place`."""
+        self.place = place
+        self.most.setdefault(place, self.now.copy())
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.existing or key in self.sizes:
+            return
+        kind = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
+        self.now[kind] += size
+        self.sizes[key] = kind, size
+        weakref.finalize(storage, self.drop, key)
+
+    def drop(self, key: int) -> None:
+        kind, size = self.sizes.pop(key)
+        self.now[kind] -= size
+
+
+def one_rank(cfg: TrainConfig, ranks: int) -> TrainConfig:
+    """Settings of a pass: as many groups as a rank has, or as fill a micro-batch; alike in what changes nothing."""
+    filling = (cfg.tokens_per_microbatch or 16384) // (cfg.max_prompt_length + cfg.max_completion_length) + 2
+    groups = min(cfg.prompts_per_step // ranks // cfg.num_minibatches, filling)
+    alike = dict(num_minibatches=1, strategy="ddp" if cfg.strategy == "ddp" else "fsdp2", offload=False)
+    alike |= dict(gradient_checkpointing=bool(cfg.gradient_checkpointing or cfg.offload_activations))
+    alike |= dict(offload_activations=False, shard_size=None)
+    return replace(cfg, prompts_per_step=max(groups, 1), **alike)
+
+
+def longest_pass(cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
+    """What `pack` makes of the largest micro-batch, every prompt and completion as long as it may be."""
+    length = cfg.max_prompt_length + cfg.max_completion_length
+    groups = torch.arange(cfg.prompts_per_step).repeat_interleave(cfg.num_generations)  # [B]
+    ids = groups[:, None] + torch.arange(length)  # [B, T]
+    sampled = (torch.arange(length) >= cfg.max_prompt_length).float().expand(ids.shape)
+    batch = Batch(ids, torch.ones(ids.shape), sampled, torch.zeros(ids.shape), groups)
+    return pack(batch.select(max(micro_batches(batch, cfg), key=len)), cfg)
+
+
+COUNTED: dict[tuple, tuple[dict, list]] = {}  # what `pass_bytes` has returned: plan.py asks for the same often
+
+
+def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig) -> tuple[dict, list]:
+    """Bytes by kind at the peaks of a forward and a backward pass, in the layers and in the head, without those of
+    weights and gradients; and what `parameters` says of the policy. cfg: `one_rank`'s."""
+    if (make_policy, repr(cfg)) in COUNTED:
+        return COUNTED[make_policy, repr(cfg)]
+    inputs, *where = longest_pass(cfg)
+    with torch.device("meta"):
+        policy = make_policy(cfg)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"):
+        claim_memory(policy, getattr(torch, cfg.dtype if cfg.strategy == "ddp" else cfg.compute_dtype))
+        if inputs["attention_mask"].ndim == 3:  # segments: their kernel keeps what that of causal attention keeps
+            policy.hf_model.set_attn_implementation("sdpa")
+            inputs["attention_mask"] = None
+        elif inputs["attention_mask"].ndim == 2:
+            rows, length = inputs["attention_mask"].shape
+            inputs["attention_mask"] = torch.ones(rows, 1, length, length, dtype=torch.bool)
+        inputs = {key: fake.from_tensor(x) if type(x) is Tensor else x for key, x in inputs.items()}
+        where = [fake.from_tensor(x) for x in where]
+        existing = list(policy.parameters())
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)  # as from the second micro-batch on
+                existing.append(parameter.grad)
+        vocabulary = policy.hf_model.config.get_text_config().vocab_size
+        between: Counter = Counter()  # layers: what is kept of each with gradient checkpointing
+        live = LiveBytes(vocabulary, [*existing, *policy.parameters(), *policy.buffers()])
+
+        def say_when_backward(module, inputs, returned) -> None:
+            returned = tree_leaves(returned)[0]
+            returned.register_hook(lambda gradient: live.enter("layers"))
+            if live.place == "head":  # not when it is computed again
+                between["activations"] += returned.untyped_storage().nbytes()
+
+        for layer in decoder_layers(policy):
+            layer.register_forward_hook(say_when_backward)
+        with live:
+            policy(inputs, *where)[0].sum().backward()
+    COUNTED[make_policy, repr(cfg)] = live.most | {"between": between}, parameters(policy)
+    return COUNTED[make_policy, repr(cfg)]
+
+
+def claim_memory(module: nn.Module, dtype: torch.dtype) -> None:
+    """Under FakeTensorMode: meta tensors become tensors of the CPU, as kernels see it, parameters in `dtype`, as shards
+    are gathered. Tied ones stay one."""
+    copies: dict[int, Tensor] = {}
+    for store in [store for part in module.modules() for store in (part._parameters, part._buffers)]:
+        for name, old in store.items():
+            if old is not None and id(old) not in copies:
+                parameter = isinstance(old, nn.Parameter)
+                new = torch.empty(old.shape, dtype=dtype if parameter else old.dtype)
+                copies[id(old)] = nn.Parameter(new, old.requires_grad) if parameter else new
+            store[name] = None if old is None else copies[id(old)]
+
+
+def decoder_layers(policy: nn.Module) -> list[nn.Module]:
+    """What FSDP makes a unit of each."""
+    kinds = set(policy.hf_model._no_split_modules or [])
+    return [module for module in policy.modules() if type(module).__name__ in kinds]
+
+
+def parameters(policy: nn.Module) -> list[tuple]:
+    """(shape, whether trained, number of its decoder layer or -1) of each parameter."""
+    layer_of = {id(p): number for number, layer in enumerate(decoder_layers(policy)) for p in layer.parameters()}
+    return [(tuple(p.shape), p.requires_grad, layer_of.get(id(p), -1)) for p in policy.parameters()]
+
+
+def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int) -> Counter:
+    """Bytes on the GPU of rank 0, which has the largest shards, by kind. `peak` adds up what is there together.
+
+    make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy).
+    Activations are those of the largest micro-batch from the second one on, when there are gradients already.
+    """
+    peaks, table = pass_bytes(make_policy, one_rank(cfg, ranks))
+    ranks = cfg.shard_size or ranks
+    master, compute = (getattr(torch, name).itemsize for name in (cfg.dtype, cfg.compute_dtype))
+    sharded = cfg.strategy != "ddp"
+    size = {True: 0, False: 0}  # elements on this rank, by whether they are trained
+    layers: Counter = Counter()  # elements of each unit of FSDP, and
+    learning: Counter = Counter()  # those that are trained
+    for shape, trained, layer in table:
+        number = torch.Size(shape).numel()
+        size[trained] += -(-shape[0] // ranks) * (number // shape[0]) if sharded else number
+        layers[layer] += number
+        learning[layer] += number * trained
+    need = Counter(weights=master * sum(size.values()), optimizer=2 * master * size[True])
+    if cfg.strategy == "fsdp":  # a flat parameter has one gradient, and lets go of it at the next forward pass only
+        learning = Counter({unit: layers[unit] for unit in layers if learning[unit]})
+        need["kept gradients"] = master * learning.total() // ranks
+    else:
+        need["gradients"] = master * size[True]
+        need["kept gradients"] = need["gradients"] * (cfg.strategy == "ddp" and ranks > 1)  # DDP's buckets
+    if cfg.offload:
+        need["in CPU memory"] = sum(need[kind] for kind in ("weights", "optimizer", "gradients"))
+        need["weights"] = need["optimizer"] = need["gradients"] = 0
+    whole, own = layers.total(), sum(size.values())
+    if cfg.beta > 0 and not cfg.use_peft:
+        need["reference"] = (4 if cfg.ref_sync_steps else compute) * own
+    if cfg.generator == "hf":
+        need["generator"] = compute * whole
+    root, of_root = layers[-1], learning[-1]
+    layer, of_layer = max(layers[n] for n in layers if n >= 0), max(learning[n] for n in learning if n >= 0)
+    gathered = {"head": 0, "layers": 0, "end": 0}
+    if sharded:
+        head = max(torch.Size(shape).numel() * trained for shape, trained, n in table if n < 0)  # most likely
+        gathered["head"] = compute * root
+        gathered["layers"] = compute * (root + 2 * layer + of_layer + head) + 4 * of_layer
+        gathered["end"] = (2 * compute + 4) * of_root + 4 * of_root // ranks  # gradients as computed, as summed
+    place = max(gathered, key=lambda place: peaks.get(place, Counter()).total() + gathered[place])
+    need += Counter(peaks.get(place, Counter())) + Counter(gathered=gathered[place])
+    if cfg.offload_activations:  # the input of each layer waits in CPU memory
+        moved = min(need["activations"], peaks["between"].total())
+        need["in CPU memory"] += moved
+        need["activations"] -= moved
+    largest = max(torch.Size(shape).numel() for shape, _, _ in table)
+    need["push"] = min(cfg.push_bucket_mb * 2**20 + compute * largest, compute * whole)
+    if sharded:  # gathered in --dtype
+        need["push"] += master * (root if cfg.strategy == "fsdp" else 2 * largest)
+    if cfg.use_peft:  # a layer's update is folded in
+        need["push"] += 2 * 4 * max(torch.Size(shape).numel() for shape, _, n in table if n >= 0)
+    return need
+
+
+def kept(need: Counter) -> int:
+    """Bytes between two steps."""
+    return sum(need[kind] for kind in ("weights", "optimizer", "kept gradients", "reference", "generator"))
+
+
+def update_peak(need: Counter) -> int:
+    return kept(need) + sum(need[kind] for kind in ("gradients", "gathered", "activations", "logits"))
+
+
+def peak(need: Counter) -> int:
+    """Bytes of the phase of a step that takes most: the update, or the push, when there are no gradients."""
+    return max(update_peak(need), kept(need) + need["push"])
+
+
+def fitted(make_policy: Callable, cfg: TrainConfig, ranks: int, gpu_bytes: float) -> tuple[TrainConfig, Counter]:
+    """The settings with a --tokens_per_microbatch, and what they need: the given one, or the largest of BUDGETS with
+    which a step fits; the smallest if none does. SPARE of the memory stays free."""
+
+    def with_tokens(tokens: int) -> tuple[TrainConfig, Counter]:
+        chosen = replace(cfg, tokens_per_microbatch=tokens)
+        return chosen, rank_bytes(make_policy, chosen, ranks)
+
+    def fits(choice: tuple[TrainConfig, Counter]) -> bool:
+        return peak(choice[1]) <= gpu_bytes * (1 - SPARE)
+
+    smallest = with_tokens(cfg.tokens_per_microbatch or BUDGETS[-1])
+    if cfg.tokens_per_microbatch or not fits(smallest):
+        return smallest
+    return next(filter(fits, map(with_tokens, BUDGETS)))
+
+
+def settled(
+    make_policy: Callable, cfg: TrainConfig, ranks: int, gpu_bytes: float | None, critic: bool = False
+) -> tuple[TrainConfig, str]:
+    """The settings with what was left to us, and a warning where they cannot fit, else "".
+
+    gpu_bytes: free on the GPU that has least; None without one: then no checkpointing, and 16,384 tokens. critic: there
+    is another model of the same size, whose weights, gradients and optimizer take as much again.
+    """
+    if gpu_bytes is None:
+        tokens = cfg.tokens_per_microbatch or BUDGETS[0]
+        return replace(cfg, gradient_checkpointing=bool(cfg.gradient_checkpointing), tokens_per_microbatch=tokens), ""
+    if cfg.gradient_checkpointing is None:
+        cfg = replace(cfg, gradient_checkpointing=True)
+
+    def attempt(cfg: TrainConfig) -> tuple[TrainConfig, int]:
+        of_critic = 0
+        if critic:
+            need = rank_bytes(make_policy, cfg, ranks)
+            of_critic = kept(need) + need["gradients"]
+        chosen, need = fitted(make_policy, cfg, ranks, gpu_bytes - of_critic / (1 - SPARE))
+        return chosen, peak(need) + of_critic
+
+    chosen, size = attempt(cfg)
+    usable = gpu_bytes * (1 - SPARE)
+    if size <= usable:
+        return chosen, ""
+    warning = (
+        f"Warning: this needs about {size / GIB:.1f} GiB on a GPU, and {usable / GIB:.1f} GiB can be used "
+        f"(--strategy {cfg.strategy}, {ranks} rank(s), {chosen.tokens_per_microbatch} tokens a micro-batch). "
+    )
+    sharding = [dict(strategy="fsdp2")] * (ranks > 1) + [dict(strategy="fsdp2", offload=True), dict(use_peft=True)]
+    for change in [*sharding, dict(strategy="fsdp2", use_peft=True)]:
+        _, other = attempt(replace(cfg, **change))
+        if other <= usable:
+            words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in change.items()]
+            return chosen, warning + f"{' '.join(words)} needs {other / GIB:.1f} GiB. See plan.py."
+    return chosen, warning + "Neither shards nor LoRA would fit: more GPUs, or shorter completions. See plan.py."

@@ -1,0 +1,306 @@
+"""Will it fit, how long does a step take, and what to type: from the model's config alone, on any laptop.
+
+    python plan.py --model_id Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu_memory 80 --prompt 500 --completion 4000
+
+Takes every flag of train_grpo.py, and a few of its own. Bytes: memory.py (checked against measured ones). Seconds are
+arithmetic on the rates given below, which are assumptions about your GPUs: measure one step, then put yours in.
+"""
+# ruff: noqa: E402 - as in train_grpo.py, mistakes on the command line answer before torch is imported
+
+from dataclasses import fields, replace
+from typing import Literal
+
+from config import ConfigError, TrainConfig, parse_args
+
+
+class PlanConfig(TrainConfig):
+    # --- plan ---
+    strategy: Literal["auto", "ddp", "fsdp", "fsdp2"] = "auto"  # auto: ddp if it fits, else fsdp2
+    gpus: int = 8  # GPUs of the machine
+    gpu_memory: float = 80.0  # GiB of each
+    cpu_memory: float = 1000.0  # GiB of the machine, for offload
+    server_gpus: int | None = None  # how many of them sample; unset: the split with the shortest step
+    prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
+    completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
+    overlap: bool = False  # train_async.py: sampling and update at the same time
+    tflops: float = 350.0  # 10^12 operations a second that a GPU achieves in bfloat16 (H100: about 40 % of 989)
+    memory_bandwidth: float = 2000.0  # GB/s that a GPU achieves reading its memory (H100: about 60 % of 3350)
+    link_bandwidth: float = 150.0  # GB/s at which a GPU gathers or reduces shards
+    cpu_bandwidth: float = 25.0  # GB/s of each GPU to CPU memory, and of AdamW there
+    push_bandwidth: float = 2.0  # GB/s of a weight push
+    tokens_per_second: float | None = None  # sampled by one server GPU; unset: by memory bandwidth
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.prompt = self.prompt or self.max_prompt_length
+        self.completion = self.completion or self.max_completion_length
+        self.max_prompt_length = max(self.max_prompt_length, self.prompt)
+        self.max_completion_length = max(self.max_completion_length, self.completion)
+        if self.gradient_checkpointing is None:
+            self.gradient_checkpointing = True
+
+
+CONFIG = parse_args(PlanConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
+
+import shlex
+import sys
+from collections import Counter
+from functools import partial
+
+import torch
+
+import memory
+from memory import GIB
+from train_grpo import empty_policy, load_config
+
+# Published shapes, for machines that reach no hub: hidden, feed-forward, layers, heads, key heads, vocabulary, tied.
+SHAPES = {
+    "Qwen/Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen/Qwen2.5-3B": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen/Qwen2.5-14B": ("qwen2", 5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False),
+    "Qwen/Qwen2.5-72B": ("qwen2", 8192, 29568, 80, 64, 8, 152064, False),
+    "meta-llama/Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "meta-llama/Llama-3.3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
+}
+VLLM_SHARE = 0.9  # of a GPU's memory that vLLM takes (--gpu-memory-utilization)
+VLLM_SPARE = 3 * GIB  # of it, for its activations and graphs
+MAX_SEQUENCES = 1024  # that vLLM samples at the same time
+
+
+def model_config(model_id: str):
+    """transformers' config: of a folder, of the hub, or of a shape in SHAPES if no hub can be reached."""
+    try:
+        return load_config(model_id)
+    except ConfigError:
+        shape = SHAPES.get(model_id.removesuffix("-Instruct"))
+        if shape is None:
+            raise
+    from transformers import AutoConfig
+
+    print(f"The hub cannot be asked for {model_id}: its shape is taken from plan.py.", file=sys.stderr)
+    kind, hidden, wide, layers, heads, kv_heads, words, tied = shape
+    return AutoConfig.for_model(
+        kind, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=words, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+
+def serve(cfg: PlanConfig, config, parameters: int, server_gpus: int, sequences: int) -> dict | None:
+    """Servers on `server_gpus` GPUs, each split over as few as hold the model: bytes on a GPU, seconds to sample
+    `sequences` completions of mean length. None if the model does not fit."""
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    window = cfg.max_prompt_length + cfg.max_completion_length
+    for split in (n for n in (1, 2, 4, 8) if server_gpus % n == 0 and text.num_attention_heads % n == 0):
+        kv = 2 * 2 * text.num_hidden_layers * max(kv_heads // split, 1) * width  # bytes of a token on one GPU
+        weights = 2 * parameters / split
+        room = cfg.gpu_memory * GIB * VLLM_SHARE - VLLM_SPARE - weights
+        if room < kv * window:
+            continue
+        servers = server_gpus // split
+        each = -(-sequences // servers)
+        at_once = min(each, int(room / kv / (cfg.prompt + cfg.completion)) or 1, MAX_SEQUENCES)
+        flops, bandwidth = cfg.tflops * 1e12 * split, cfg.memory_bandwidth * 1e9
+        token = (
+            weights + at_once * kv * (cfg.prompt + cfg.completion / 2)
+        ) / bandwidth + 2 * parameters * at_once / flops
+        seconds = cfg.completion * token * each / at_once
+        if cfg.tokens_per_second:
+            seconds = sequences * cfg.completion / (cfg.tokens_per_second * server_gpus)
+        seconds += 2 * parameters * cfg.prompt * each / cfg.num_generations / flops  # a prompt once for its group
+        return dict(
+            servers=servers, split=split, weights=weights, kv=room, at_once=at_once, seconds=seconds,
+            kv_used=at_once * kv * (cfg.prompt + cfg.completion),
+        )  # fmt: skip
+    return None
+
+
+# ---- the trainer ----------------------------------------------------------------------------------------------------
+
+
+def strategies(cfg: PlanConfig) -> list[TrainConfig]:
+    """What to try, the fastest first."""
+    if cfg.strategy != "auto":
+        return [cfg]
+    return [replace(cfg, strategy="ddp"), replace(cfg, strategy="fsdp2"), replace(cfg, strategy="fsdp2", offload=True)]
+
+
+def trainer(cfg: PlanConfig, make_policy, ranks: int) -> tuple[TrainConfig, Counter]:
+    """The first strategy that fits on `ranks` GPUs, with the tokens a micro-batch may have; if none does, the last."""
+    unit = ranks * cfg.num_minibatches
+    cfg = replace(cfg, prompts_per_step=max(round(cfg.prompts_per_step / unit), 1) * unit)
+    for choice in strategies(cfg):
+        choice, need = memory.fitted(make_policy, choice, ranks, cfg.gpu_memory * GIB)
+        if fits(cfg, need, ranks):
+            break
+    return choice, need
+
+
+def usable(cfg: PlanConfig) -> float:
+    return cfg.gpu_memory * GIB * (1 - memory.SPARE)
+
+
+def fits(cfg: PlanConfig, need: Counter, ranks: int) -> bool:
+    return memory.peak(need) <= usable(cfg) and need["in CPU memory"] * ranks <= cfg.cpu_memory * GIB
+
+
+def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, float]:
+    """Of the phases after sampling, by arithmetic; the slower of computing and communicating counts."""
+    text, tokens = config.get_text_config(), cfg.prompts_per_step * (cfg.prompt + cfg.num_generations * cfg.completion)
+    prompts = 1 if cfg.shared_prefix else cfg.num_generations
+    tokens += cfg.prompts_per_step * cfg.prompt * (prompts - 1)
+    pairs = prompts * cfg.prompt**2 / 2 + cfg.num_generations * cfg.completion * (cfg.prompt + cfg.completion / 2)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    attention = 4 * text.num_hidden_layers * text.num_attention_heads * width * pairs * cfg.prompts_per_step
+    forward = (2 * parameters * tokens + attention) / ranks / (cfg.tflops * 1e12)
+    passes = -(-tokens // ranks // (cfg.tokens_per_microbatch or 16384))
+    gather = parameters * 2 * (ranks - 1) / ranks / (cfg.link_bandwidth * 1e9) if cfg.strategy != "ddp" else 0
+    reduce = parameters * 4 * (ranks - 1) / ranks / (cfg.link_bandwidth * 1e9) * (0 if cfg.use_peft else 1)
+    backward = forward * ((1 if cfg.use_peft else 2) + cfg.gradient_checkpointing)
+    updates = cfg.num_iterations * cfg.num_minibatches
+    reduces = passes if cfg.strategy != "ddp" else 2
+    extra = (updates > 1 and cfg.old_logprobs == "recompute" or cfg.kl_in_reward) + (cfg.beta > 0)
+    shards = cfg.offload * parameters / ranks / (cfg.cpu_bandwidth * 1e9)  # each byte a parameter: to the GPU, or back
+    return {
+        "logprobs": extra * max(forward, passes * gather),
+        "update": cfg.num_iterations * max(forward + backward, passes * 2 * gather + reduces * reduce),
+        "offload": updates * shards * (passes * 3 * 4 + 28),
+        "push": 2 * parameters / (cfg.push_bandwidth * 1e9),
+    }
+
+
+# ---- a split, and what to print -------------------------------------------------------------------------------------
+
+
+def split(cfg: PlanConfig, config, make_policy, parameters: int, server_gpus: int) -> dict:
+    """Everything about one way to divide the GPUs."""
+    ranks = cfg.gpus - server_gpus
+    choice, need = trainer(cfg, make_policy, ranks)
+    server = serve(cfg, config, parameters, server_gpus, choice.sequences_per_step)
+    phases = {"generate": server["seconds"] if server else float("inf")} | seconds(choice, config, parameters, ranks)
+    rest = sum(phases.values()) - phases["generate"]
+    step = max(phases["generate"], rest) if cfg.overlap else phases["generate"] + rest
+    return dict(
+        cfg=choice, need=need, server=server, phases=phases, step=step, fits=bool(server) and fits(cfg, need, ranks), ranks=ranks,
+        server_gpus=server_gpus, per_completion=step / choice.sequences_per_step,
+    )  # fmt: skip
+
+
+def commands(plan: dict, gpus: int) -> list[str]:
+    """The lines to type: one a server, then the trainer's."""
+    cfg, server, servers_gpus = plan["cfg"], plan["server"], plan["server_gpus"]
+    lines = ["export VLLM_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"]
+    for number in range(server["servers"]):
+        own = ",".join(str(number * server["split"] + i) for i in range(server["split"]))
+        wide = f" --tensor-parallel-size {server['split']}" if server["split"] > 1 else ""
+        lines.append(
+            f"CUDA_VISIBLE_DEVICES={own} python vllm_server.py --model {shlex.quote(cfg.model_id)} "
+            f"--port {8000 + number} --max-model-len {cfg.max_prompt_length + cfg.max_completion_length}{wide} &"
+        )
+    others = ",".join(str(gpu) for gpu in range(servers_gpus, gpus))
+    script = "train_async.py" if cfg.overlap else "train_grpo.py"
+    urls = [f"http://127.0.0.1:{8000 + number}" for number in range(server["servers"])]
+    words = flags(replace(cfg, server_urls=urls, server_timeout=1800.0))
+    lines.append(
+        f"CUDA_VISIBLE_DEVICES={others} torchrun --nproc_per_node={plan['ranks']} {script} {shlex.join(words)}"
+    )
+    return lines
+
+
+def flags(cfg: TrainConfig) -> list[str]:
+    """Command-line words of every field that differs from its default, the model always."""
+    usual, words = TrainConfig(), ["--model_id", cfg.model_id]
+    for field in fields(TrainConfig):
+        value = getattr(cfg, field.name)
+        if value == getattr(usual, field.name) or field.name == "model_id" or not field.repr:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{field.name}" if value else f"--no-{field.name}")
+        else:
+            words += [f"--{field.name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+KINDS = "weights,gradients,kept gradients,optimizer,reference,generator,gathered,activations,logits,push".split(",")
+
+
+def table(plan: dict, cfg: PlanConfig) -> str:
+    """Of one split: bytes, verdict, seconds, commands."""
+    need, choice, server = plan["need"], plan["cfg"], plan["server"]
+    used = f"{choice.strategy}{' --offload' if choice.offload else ''}{' --use_peft' if choice.use_peft else ''}"
+    lines = [f"Trainer: {plan['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens"]
+    lines += [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in KINDS if need[kind]]
+    verdict = "fits" if fits(cfg, need, plan["ranks"]) else "does NOT fit"
+    lines.append(f"  {'peak':<14}{memory.peak(need) / GIB:8.1f} GiB of {usable(cfg) / GIB:.0f}: {verdict}")
+    if need["in CPU memory"]:
+        lines.append(f"  in CPU memory  {need['in CPU memory'] / GIB:8.1f} GiB a rank, of {cfg.cpu_memory:g} of all")
+    if server:
+        lines.append(
+            f"Server: {server['servers']} x {server['split']} GPUs, {server['at_once']} completions at once each"
+        )
+        lines.append(f"  {'weights':<14}{server['weights'] / GIB:8.1f} GiB a GPU")
+        lines.append(f"  {'KV cache':<14}{server['kv_used'] / GIB:8.1f} GiB used of {server['kv'] / GIB:.1f}")
+    else:
+        lines.append(f"Server: the model and one completion do not fit on {plan['server_gpus']} GPUs")
+    lines.append(f"Step of {choice.prompts_per_step} prompts x {choice.num_generations} completions, by arithmetic:")
+    lines += [f"  {phase:<14}{value:8.1f} s" for phase, value in plan["phases"].items() if value]
+    lines.append(f"  {'step':<14}{plan['step']:8.1f} s" + (" (sampling beside the rest)" if cfg.overlap else ""))
+    return "\n".join(lines)
+
+
+def by_turns(cfg: PlanConfig, config, make_policy, parameters: int) -> str:
+    """All GPUs by turns: sampling, with what the trainer keeps; the update, with the server's weights and KV out."""
+    choice, need = trainer(cfg, make_policy, cfg.gpus)
+    server = serve(cfg, config, parameters, cfg.gpus, choice.sequences_per_step)
+    if server is None:
+        return "By turns on all GPUs: the server does not fit."
+    sampling = memory.kept(need) + server["weights"] + server["kv_used"]
+    most = max(sampling, memory.peak(need))
+    return (
+        f"By turns on all {cfg.gpus} GPUs: sampling {sampling / GIB:.1f} GiB, update {memory.peak(need) / GIB:.1f} "
+        f"GiB, most {most / GIB:.1f} of {usable(cfg) / GIB:.0f}: {'fits' if most <= usable(cfg) else 'does NOT fit'}"
+    )
+
+
+def main(cfg: PlanConfig) -> int:
+    """Print the plan; 1 if nothing fits."""
+    for name in ("gpus", "gpu_memory", "tflops", "memory_bandwidth", "link_bandwidth", "push_bandwidth"):
+        if not getattr(cfg, name) > 0:
+            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
+    if cfg.gpus < 2 or (cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus):
+        raise ConfigError(f"--server_gpus={cfg.server_gpus} of --gpus={cfg.gpus}: server and trainer need one each.")
+    config = model_config(cfg.model_id)
+    make_policy = partial(empty_policy, config=config)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in make_policy(replace(cfg, use_peft=False)).parameters())
+    shares = [cfg.server_gpus] if cfg.server_gpus else range(1, cfg.gpus)
+    plans = [split(cfg, config, make_policy, parameters, share) for share in shares]
+    best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
+    print(f"{cfg.model_id}: {parameters / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
+    print(table(best, cfg))
+    if len(plans) > 1:
+        print("\nserver GPUs   trainer GPUs   strategy          peak GiB   s a step   completions/s")
+        for plan in plans:
+            used = plan["cfg"].strategy + " --offload" * plan["cfg"].offload
+            says = "" if plan["fits"] else "   does not fit"
+            print(
+                f"{plan['server_gpus']:<14}{plan['ranks']:<15}{used:<18}{memory.peak(plan['need']) / GIB:<11.1f}"
+                f"{plan['step']:<11.1f}{1 / plan['per_completion']:.2f}{says}"
+            )
+    print(f"\n{by_turns(cfg, config, make_policy, parameters)}")
+    if best["fits"]:
+        print("\nTo type:\n\n" + "\n".join(commands(best, cfg.gpus)))
+    return 0 if best["fits"] else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(CONFIG))
+    except ConfigError as error:
+        sys.exit(f"plan.py: error: {error}")

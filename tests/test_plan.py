@@ -1,0 +1,111 @@
+"""Will it fit: what memory.py says against the bytes of real updates; what plan.py says to type can be typed."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+from live import running, trainer
+
+import memory
+import plan
+from config import ConfigError, TrainConfig, check, load_config
+from train_grpo import empty_policy
+
+SHAPE = dict(vocab_size=4000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8)
+SHAPE |= dict(num_key_value_heads=2, tie_word_embeddings=False, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+FLAGS = "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 64 --push_bucket_mb 1 "
+FLAGS += "--tokens_per_microbatch 320 --logprob_chunk 64 --lora_r 8"
+
+
+@pytest.mark.parametrize("strategy, ranks", [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+def test_predicted_bytes_are_those_of_a_real_update(strategy, ranks, tmp_path):
+    """All weights and LoRA, with and without gradient checkpointing: within a tenth."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    words = ["--model_id", str(tmp_path), "--strategy", strategy, *FLAGS.split()]
+    out = tmp_path / "measured.json"
+    with running(trainer(tmp_path / "log", str(out), *words, ranks=ranks, script="tests/memory_worker.py")) as worker:
+        assert worker.end() == 0, worker.text
+    wrong = []
+    for use_peft, checkpointing, measured in json.loads(out.read_text()):
+        cfg = load_config(TrainConfig, words)
+        cfg = replace(cfg, use_peft=use_peft, gradient_checkpointing=checkpointing)
+        need = memory.rank_bytes(empty_policy, cfg, ranks)
+        predicted = {"kept": memory.kept(need), "update": memory.update_peak(need)}
+        predicted["push"] = memory.kept(need) + need["push"]
+        for what, size in predicted.items():
+            error = size / measured[what] - 1
+            print(f"{strategy} x {ranks} {use_peft=} {checkpointing=} {what}: {size} {measured[what]} {error:+.1%}")
+            wrong += [(use_peft, checkpointing, what, error)] * (abs(error) > 0.1)
+    assert not wrong
+
+
+@pytest.mark.parametrize("more", ["", "--use_peft --strategy fsdp2 --num_generations 4", "--overlap --server_gpus 2"])
+def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
+    """Server and trainer take the lines, the trainer for that number of ranks."""
+    from vllm_server import parse_command_line
+
+    words = f"--model_id models/tiny --prompt 20 --completion 30 --gpus 8 --gpu_memory 8 {more}".split()
+    assert plan.main(load_config(plan.PlanConfig, words)) == 0
+    printed = capsys.readouterr().out
+    *servers, last = printed[printed.index("export VLLM_SERVER_TOKEN") :].splitlines()[1:]
+    for line in servers:
+        args, rest = parse_command_line(shlex.split(line.removesuffix("&"))[3:])
+        assert args.model == "models/tiny" and rest[:2] == ["--max-model-len", str(1024 + 512)]
+    visible, _, ranks, script, *flags = shlex.split(last)
+    cfg = load_config(TrainConfig, flags)
+    check(cfg, int(ranks.split("=")[1]))
+    assert len(cfg.server_urls) == len(servers) and cfg.tokens_per_microbatch and cfg.gradient_checkpointing
+    assert script == ("train_async.py" if "--overlap" in more else "train_grpo.py")
+    assert cfg.use_peft == ("--use_peft" in more)
+
+
+def test_what_does_not_fit_is_said(capsys):
+    """A hub id without a hub: the shape is known. 32 B on two GPUs cannot fit; the same model on eight is sharded."""
+    words = "--model_id Qwen/Qwen2.5-32B --gpus 2 --cpu_memory 200 --tokens_per_microbatch 2048".split()
+    assert plan.main(load_config(plan.PlanConfig, words)) == 1
+    printed = capsys.readouterr().out
+    assert "32.76 B parameters" in printed and "does NOT fit" in printed and "To type" not in printed
+
+
+@pytest.mark.parametrize(
+    "words, message", [("--gpus 1", "one each"), ("--server_gpus 8", "one each"), ("--tflops 0", "0")]
+)
+def test_mistakes_are_named(words, message):
+    with pytest.raises(ConfigError, match=message):
+        plan.main(load_config(plan.PlanConfig, words.split()))
+
+
+@pytest.fixture
+def seven_b(tmp_path):
+    """Settings of a model of 7.6 B parameters, by its config alone."""
+    plan.model_config("Qwen/Qwen2.5-7B").save_pretrained(tmp_path)
+    return TrainConfig(model_id=str(tmp_path), prompts_per_step=56, num_generations=2)
+
+
+def test_what_was_left_open_is_chosen_by_the_memory_there_is(seven_b):
+    """On 80 GiB x 7 the defaults of 7B fit; with less memory, fewer tokens; what was given stays."""
+    sharded = replace(seven_b, strategy="fsdp2")
+    roomy, warning = memory.settled(empty_policy, sharded, 7, 80 * memory.GIB)
+    assert roomy.gradient_checkpointing and roomy.tokens_per_microbatch == 16384 and not warning
+    tight, warning = memory.settled(empty_policy, sharded, 7, 30 * memory.GIB)
+    assert 1024 <= tight.tokens_per_microbatch < 16384 and not warning
+    assert memory.peak(memory.rank_bytes(empty_policy, tight, 7)) < 30 * memory.GIB * 0.9
+    given = replace(sharded, gradient_checkpointing=False, tokens_per_microbatch=2048)
+    chosen, _ = memory.settled(empty_policy, given, 7, 80 * memory.GIB)
+    assert (chosen.gradient_checkpointing, chosen.tokens_per_microbatch) == (False, 2048)
+
+
+def test_without_a_gpu_all_is_as_it_was(seven_b):
+    chosen, warning = memory.settled(empty_policy, seven_b, 2, None)
+    assert (chosen.gradient_checkpointing, chosen.tokens_per_microbatch, warning) == (False, 16384, "")
+
+
+def test_a_strategy_that_cannot_fit_is_said_with_one_that_can(seven_b):
+    """7B replicated takes 16 bytes a parameter, 20 with DDP's buckets."""
+    _, warning = memory.settled(empty_policy, seven_b, 7, 80 * memory.GIB)
+    assert "--strategy ddp" in warning and "--strategy fsdp2 needs" in warning
+    _, warning = memory.settled(empty_policy, seven_b, 7, 1 * memory.GIB)
+    assert "more GPUs" in warning
+    _, warning = memory.settled(empty_policy, replace(seven_b, strategy="fsdp2"), 7, 40 * memory.GIB, critic=True)
+    assert "needs" in warning
