@@ -62,6 +62,8 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options) -
     if attention_mask is None or attention_mask.dtype != torch.int64:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if torch.is_autocast_enabled(device := query.device.type):  # casts sdpa's arguments, but knows nothing of kernels
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     width = value.shape[-1]  # of multi-head latent attention narrower than a key; the kernels want one width
     value = pad(value, (0, query.shape[-1] - width))
     kernel = attend_on_gpu if query.is_cuda else Pieces.apply
@@ -73,10 +75,12 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sca
     keys than queries, "causal" lets the last query see the last key."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query = query[0].transpose(0, 1)  # [L, heads, D]
-    key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))  # [K, kv heads, D]
+    def give(x):  # in fp32, so that the gradient of a prompt's keys is summed over completions in fp32
+        return x[0].transpose(0, 1).float().index_select(0, layout.keys).to(x.dtype)  # [K, kv heads, D]
+
     ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=(-1, 0), enable_gqa=True)
-    return varlen_attn(query, key, value, *ends, *layout.longest, **options).transpose(0, 1)[None]
+    out = varlen_attn(query[0].transpose(0, 1), give(key), give(value), *ends, *layout.longest, **options)
+    return out.transpose(0, 1)[None]  # [L, heads, D] -> [1, heads, L, D]
 
 
 class Pieces(torch.autograd.Function):
