@@ -93,6 +93,7 @@ from batch import (
 )
 from envs.tools import named_tools
 from inputs import prompts
+from inputs.attention import use_shared_attention
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import load_config, load_processor, loading, takes_images
 from memory import settled
@@ -337,6 +338,8 @@ class Policy(nn.Module):
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
         self.offload = cfg.offload_activations
+        if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
+            use_shared_attention(self.hf_model)
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.

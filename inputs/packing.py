@@ -19,13 +19,19 @@ def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        return f"layers of type {', '.join(sorted(kinds - {'full_attention'}))} take no free-form attention mask"
+        return f"layers of type {', '.join(sorted(kinds - {'full_attention'}))} cannot begin behind a shared prompt"
+    if getattr(hf_model, "_is_stateful", False):
+        return "recurrent layers cannot begin behind a shared prompt"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return "sliding-window attention takes no free-form attention mask"
+        return "sliding windows cannot begin behind a shared prompt"
     if hf_model.config.model_type in FOLLOWED_BY:
         return f"{hf_model.config.model_type} makes its own mask, in which images see themselves in both directions"
-    if cfg.attn_implementation not in ("sdpa", "eager"):
-        return f"--attn_implementation {cfg.attn_implementation} takes no free-form attention mask; sdpa does"
+    if cfg.attn_implementation != "sdpa":
+        return f"--attn_implementation {cfg.attn_implementation} takes no packed rows; sdpa does"
+    if torch.cuda.is_available() and (cfg.compute_dtype == "float32" or torch.cuda.get_device_capability() < (8, 0)):
+        return "torch's flash attention wants --compute_dtype bfloat16 and a GPU of compute capability 8.0 or newer"
+    if not hf_model.get_decoder()._can_set_attn_implementation():
+        return f"{hf_model.config.model_type} has an attention of its own"
     return None
 
 
@@ -88,45 +94,50 @@ def token_types(batch: Batch) -> Tensor:
 
 
 def with_blank(inputs: dict, blank: dict) -> dict:
-    """A pass's inputs with one more row that holds an image, if none does: the vision part must run on every rank, or
-    the collectives of the others wait for it. Nothing of the row counts.  [R, L] -> [R + 1, max(L, its length)]"""
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    """A pass's inputs with one more sequence that holds an image, if none does: the vision part must run on every rank,
+    or the collectives of the others wait for it. Nothing of it counts. It is a further segment of a packed row, or a
+    further row.  [1, L] -> [1, L + its length] or [R, L] -> [R + 1, max(L, its length)]"""
     if blank.keys() - {"input_ids", "position_ids", "token_type_ids"} <= inputs.keys():
         return inputs
-    n = blank["input_ids"].shape[1]
-    length = max(ids.shape[1], n)
-    more = length - ids.shape[1]
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     blank = {key: value.to(ids.device) for key, value in blank.items()}
-    padded = nn.functional.pad(ids, (0, more, 0, 1))
-    padded[-1, :n] = blank["input_ids"][0]
+    length, n = ids.shape[1], blank["input_ids"].shape[1]
+
+    def add(given: Tensor, own: Tensor) -> Tensor:
+        """[..., R, L], [..., 1, n]"""
+        if mask.ndim == 4:
+            return torch.cat([given, own], -1)
+        given = nn.functional.pad(given, (0, max(n - length, 0), 0, 1))
+        given[..., -1, :n] = own[..., 0, :]
+        return given
+
     if "position_ids" in inputs or "position_ids" in blank:
-        given = inputs.get("position_ids", (mask.cumsum(1) - 1).clamp(min=0) if mask.ndim == 2 else None)
+        given = inputs["position_ids"] if "position_ids" in inputs else (mask.cumsum(1) - 1).clamp(min=0)
         given = given if given.ndim == 3 else given[None]  # [axes, R, L]
         own = blank.get("position_ids", torch.arange(n, device=ids.device).view(1, 1, n))
-        given = nn.functional.pad(given.expand(max(len(given), len(own)), -1, -1), (0, more, 0, 1))
-        given[:, -1, :n] = own[:, 0]
-        blank["position_ids"] = given if len(given) > 1 else given[0]
+        axes = max(len(given), len(own))
+        positions = add(given.expand(axes, -1, -1), own.expand(axes, -1, -1))
+        blank["position_ids"] = positions if axes > 1 else positions[0]
     if "token_type_ids" in inputs or "token_type_ids" in blank:
-        types = nn.functional.pad(inputs.get("token_type_ids", torch.zeros_like(ids)), (0, more, 0, 1))
-        types[-1, :n] = blank["token_type_ids"][0, :n]
-        blank["token_type_ids"] = types
-    if mask.ndim == 2:
-        mask = nn.functional.pad(mask, (0, more, 0, 1))
-        mask[-1, :n] = 1
-    else:  # [R, 1, L, L] of bool, or added to the scores; what is filled up sees itself, or softmax would give nan
-        seen, unseen = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
-        mask = nn.functional.pad(mask, (0, more, 0, more, 0, 0, 0, 1), value=unseen)
-        mask[-1, 0] = torch.where(torch.ones(length, length, device=ids.device).tril() > 0, seen, unseen)
-        mask[:, 0].diagonal(dim1=1, dim2=2).fill_(seen)
-    return blank | {"input_ids": padded, "attention_mask": mask}
+        types = inputs.get("token_type_ids", torch.zeros_like(ids))
+        blank["token_type_ids"] = add(types, blank["token_type_ids"][:, :n])
+    if mask.ndim == 4:
+        mask = torch.cat([mask, mask.new_tensor([[[[length, length + n, 0, 0]]]])], 2)
+    else:
+        mask = add(mask, torch.ones_like(blank["input_ids"]))
+    return blank | {"input_ids": add(ids, blank["input_ids"]), "attention_mask": mask}
 
 
 def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     """A forward pass's inputs and, for each sampled token in row-major order, the place that predicts it.
 
-    A group becomes one packed row [prompt | completion 1 | ... | completion G]; positions restart after the prompt and
-    a completion sees the prompt and itself:   p p a a b   positions 0 1 2 3 2   segments 0 0 1 1 2
-    Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N].
+    Groups stand one behind the other in one packed row, without padding: [prompt | completion 1 | ... | completion G].
+    Positions restart after the prompt, and a completion sees the prompt and itself (attention.py):
+
+        p p a a b q c   positions 0 1 2 3 2 0 1   segments [0, 2), [2, 4) and [4, 5) behind [0, 2), [5, 6), [6, 7) ...
+
+    Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N]; R is 1, or B
+    where prompts are not shared. The attention mask is then [B, T], else a table of segments [1, 1, S, 4].
     """
     device, batch = batch.input_ids.device, on_host(batch)
     rows, places = batch.loss_mask.nonzero(as_tuple=True)  # [N] each
@@ -141,39 +152,28 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
             inputs["token_type_ids"] = token_types(batch)
         return {name: x.to(device) for name, x in inputs.items()}, rows.to(device), before.to(device), targets
     lengths = batch.attention_mask.sum(1).long().tolist()
-    packed, row_of, prefix_of, shift_of, images = [], [], [], [], []
+    spans, segments, places, images, end = [], [], [], [], 0
     for members in sharing(batch):
-        prefix = shared_prefix(batch, members)
-        pieces = [(members[0], slice(0, prefix), 0)]  # row, tokens, segment
-        end = prefix
+        start, prefix = end, shared_prefix(batch, members)
+        spans.append((members[0], slice(0, prefix)))  # row, its tokens
+        segments.append((start, start + prefix, 0, 0))
+        end += prefix
         images += [batch.model_inputs[members[0]]] if batch.model_inputs else []
-        for segment, member in enumerate(members, 1):
-            pieces.append((member, slice(prefix, lengths[member]), segment))
-            row_of.append(len(packed))
-            prefix_of.append(prefix)
-            shift_of.append(end - prefix)  # token t of this completion stands in column t + shift
-            end += lengths[member] - prefix
-        packed.append(pieces)
-    length = max(sum(span.stop - span.start for _, span, _ in pieces) for pieces in packed)
-    input_ids = torch.zeros(len(packed), length, dtype=torch.long)  # [R, L]
-    positions = torch.zeros(len(axes), len(packed), length, dtype=torch.long)  # [axes, R, L]
-    segments = torch.full_like(input_ids, -1)
-    for row, pieces in enumerate(packed):
-        end = sum(span.stop - span.start for _, span, _ in pieces)
-        input_ids[row, :end] = torch.cat([batch.input_ids[member, span] for member, span, _ in pieces])
-        positions[:, row, :end] = torch.cat([axes[:, member, span] for member, span, _ in pieces], dim=1)
-        segments[row, :end] = torch.cat([torch.full_like(batch.input_ids[m, span], n) for m, span, n in pieces])
-    input_ids, positions, segments = (x.to(device) for x in (input_ids, positions, segments))
-    order = torch.arange(length, device=device)
-    visible = (segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])  # [R, query, key]
-    mask = (visible & (order[None] <= order[:, None]))[:, None]  # [R, 1, L, L]
-    if cfg.attn_implementation == "eager":  # adds its mask
-        mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    row_of, prefix_of, shift_of = (torch.tensor(x)[rows] for x in (row_of, prefix_of, shift_of))  # [N]
-    columns = torch.where(before < prefix_of, before, before + shift_of)
-    inputs = {"input_ids": input_ids, "attention_mask": mask}
+        for member in members:
+            size = lengths[member] - prefix
+            spans.append((member, slice(prefix, lengths[member])))
+            segments.append((end, end + size, start, start + prefix))
+            places.append((prefix, start, end - prefix))  # token t stands in column t + start, or t + end - prefix
+            end += size
+    inputs = {"input_ids": torch.cat([batch.input_ids[row, span] for row, span in spans])[None]}  # [1, L]
+    positions = torch.cat([axes[:, row, span] for row, span in spans], dim=1)[:, None]  # [axes, 1, L]
     inputs["position_ids"] = positions if len(axes) > 1 else positions[0]
-    return inputs | join_inputs(images, device), row_of.to(device), columns.to(device), targets
+    inputs["attention_mask"] = torch.tensor([[[s for s in segments if s[1] > s[0]]]])
+    inputs |= join_inputs(images)
+    prefix, prompt, shift = torch.tensor(places)[rows].unbind(1)  # [N] each
+    columns = before + torch.where(before < prefix, prompt, shift)
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    return inputs, torch.zeros_like(rows).to(device), columns.to(device), targets
 
 
 def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
@@ -185,7 +185,7 @@ def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = 
     """
     batch = on_host(batch)
     lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch or 16384
-    units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what becomes one packed row
+    units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what shares a prompt
     for members in sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]:
         prefix, size, rows = shared_prefix(batch, members), 0, []
         for member in members:
@@ -197,16 +197,15 @@ def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = 
             rows = rows + [member]
         units.append((size, rows))
     passes: list[list[int]] = []
-    longest = used = 0
+    longest = number = total = 0
     learning = learning or [True] * len(batch)
     for size, rows in sorted(units, key=lambda unit: (any(learning[row] for row in unit[1]), unit), reverse=True):
-        longest = max(longest, size)
-        if passes and (used + 1) * longest <= limit:
+        longest, number, total = max(longest, size), number + 1, total + size
+        if passes and (total if cfg.shared_prefix else number * longest) <= limit:  # packed, or padded
             passes[-1] += rows
-            used += 1
         else:
             passes.append(list(rows))
-            longest, used = size, 1
+            longest, number, total = size, 1, size
     return [[]] * (int(utils.all_max(len(passes))) - len(passes)) + passes[::-1]
 
 

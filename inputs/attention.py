@@ -1,0 +1,118 @@
+"""Attention of packed rows: each completion sees its prompt and itself, and only those pairs are computed.
+
+    row        p p p a a b b b p p c c       two groups; completions a and b of one prompt, c of another
+    segments   (0, 3, 0, 0) (3, 5, 0, 3) (5, 8, 0, 3) (8, 10, 0, 0) (10, 12, 8, 10)
+
+A segment is (start, stop, prefix start, prefix stop): its tokens see the prefix and, causally, one another. The table
+of segments travels in place of the attention mask, which would have L x L entries. G completions of c tokens behind a
+prompt of p tokens take p^2 / 2 + G c (p + c / 2) pairs, of G (p + c)^2 / 2 in plain rows, and memory linear in L.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "shared_prefix"  # of this attention among transformers' implementations
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def use_shared_attention(model: nn.Module) -> None:
+    """From now on the model takes a table of segments [1, 1, S, 4] as its attention mask, and others as sdpa does."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])  # which hands on what is 4-D
+    model.set_attn_implementation(NAME)
+
+
+@dataclass
+class Layout:
+    """Segments as the kernels want them."""
+
+    pieces: list[tuple[slice, slice]]  # for the CPU: queries and the keys they see; causal if the two are equal
+    keys: Tensor  # [K] for the GPU: each segment's prefix and itself, one after the other
+    query_ends: Tensor  # [S + 1] int32: where segments begin and end among the queries,
+    key_ends: Tensor  # [S + 1] int32: and among `keys`
+    longest: tuple[int, int]  # segment, in queries and in keys
+
+
+@lru_cache(maxsize=2)  # the layers of a model are given the same tensor
+def layout_of(table: Tensor) -> Layout:
+    """table: [1, 1, S, 4]"""
+    segments, device = table[0, 0].tolist(), table.device
+    pieces = [(slice(start, stop), slice(start, stop)) for start, stop, _, _ in segments]
+    for prefix, members in groupby((s for s in segments if s[3] > s[2]), key=lambda s: slice(*s[2:])):
+        members = list(members)  # completions of one prompt are neighbours
+        pieces.append((slice(members[0][0], members[-1][1]), prefix))
+    keys = torch.cat([torch.cat([torch.arange(c, d), torch.arange(a, b)]) for a, b, c, d in segments])
+    sizes = torch.tensor([[0, 0], *([b - a, b - a + d - c] for a, b, c, d in segments)])  # [S + 1, 2]
+    ends = sizes.cumsum(0).int().T.contiguous().to(device)  # [2, S + 1]
+    return Layout(pieces, keys.to(device), *ends, tuple(sizes.amax(0).tolist()))
+
+
+def attend(module, query, key, value, attention_mask, scaling=None, **options) -> tuple[Tensor, None]:
+    """transformers' attention interface.  query [1, heads, L, D], key, value [1, kv heads, L, D] -> [1, L, heads, D]"""
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if torch.is_autocast_enabled(device := query.device.type):  # casts sdpa's arguments, but knows nothing of kernels
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    width = value.shape[-1]  # of multi-head latent attention narrower than a key; the kernels want one width
+    value = pad(value, (0, query.shape[-1] - width))
+    kernel = attend_on_gpu if query.is_cuda else Pieces.apply
+    return kernel(query, key, value, layout_of(attention_mask), scaling).transpose(1, 2)[..., :width], None
+
+
+def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None) -> Tensor:
+    """One call for all segments. A prompt's keys are given once per completion, as in plain rows; where there are more
+    keys than queries, "causal" lets the last query see the last key."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def give(x):  # in fp32, so that the gradient of a prompt's keys is summed over completions in fp32
+        return x[0].transpose(0, 1).float().index_select(0, layout.keys).to(x.dtype)  # [K, kv heads, D]
+
+    ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=(-1, 0), enable_gqa=True)
+    out = varlen_attn(query[0].transpose(0, 1), give(key), give(value), *ends, *layout.longest, **options)
+    return out.transpose(0, 1)[None]  # [L, heads, D] -> [1, heads, L, D]
+
+
+class Pieces(torch.autograd.Function):
+    """Softmax over keys that lie in two places: each place's output, weighted by its share of the sum of exponentials.
+
+    The kernel's backward pass takes the log-sum-exp over both places and the merged output, and then gives one place's
+    part of the gradient, as in ring attention (2310.01889).
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, layout, scale):
+        out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)  # [1, heads, L]
+        for q, k in layout.pieces:
+            part, part_lse = flash(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, q == k, scale=scale)
+            if q != k:  # these queries have seen themselves; this is the prompt
+                total = torch.logaddexp(lse[:, :, q], part_lse)
+                share = (part_lse - total).exp()[..., None]
+                part, part_lse = torch.lerp(out[:, :, q].float(), part.float(), share), total
+            out[:, :, q], lse[:, :, q] = part, part_lse
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = [torch.zeros_like(x) for x in (query, key, value)]
+        for q, k in ctx.layout.pieces:
+            seen = (key[:, :, k], value[:, :, k])
+            given = (grad[:, :, q], query[:, :, q], *seen, out[:, :, q], lse[:, :, q])
+            parts = flash_backward(*given, 0.0, q == k, scale=ctx.scale)
+            for whole, place, part in zip(grads, (q, k, k), parts, strict=True):
+                whole[:, :, place] += part
+        return *grads, None, None

@@ -1,0 +1,191 @@
+"""Attention of packed rows: the pairs of plain rows and no others, for all families that share prompts."""
+
+from dataclasses import replace
+
+import gradient_worker
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import train_grpo as script
+from config import TrainConfig
+from inputs import attention, packing
+
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+FAMILIES = {
+    "qwen3": dict(head_dim=16),
+    "qwen3_moe": dict(head_dim=16, **EXPERTS),
+    "deepseek_v3": LATENT | EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, num_key_value_heads=4),
+    "gemma": dict(head_dim=16),
+    "gpt2": dict(n_inner=96),  # positions are learned
+    "phi": {},
+    "falcon": {},  # calls sdpa itself
+    "gemma2": dict(head_dim=16),  # sliding windows
+}
+
+
+def family(name: str):
+    """`load_hf_model` of a tiny model of this family."""
+
+    def load(cfg, dtype):
+        torch.manual_seed(0)
+        tokens = dict(vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **tokens | SHAPE | FAMILIES[name]))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        return model.to(dtype)
+
+    return load
+
+
+def logprobs_and_gradient(policy, batch, cfg) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T] and all gradients in one vector."""
+    policy.zero_grad()
+    logprobs = script.compute_logprobs(policy, batch, cfg)[0]
+    (logprobs * torch.sin(batch.input_ids.float())).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    return logprobs.detach(), gradient.double()
+
+
+def assert_equal_to_plain_rows(policy, cfg, tolerance: float) -> None:
+    batch = gradient_worker.local_batch(0, 1)
+    logprobs, gradient = logprobs_and_gradient(policy, batch, cfg)
+    plain_logprobs, plain_gradient = logprobs_and_gradient(policy, batch, replace(cfg, shared_prefix=False))
+    assert (logprobs - plain_logprobs).abs().max() < tolerance * 10
+    assert (gradient - plain_gradient).norm() < tolerance * plain_gradient.norm()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, monkeypatch):
+    """Log-probs and gradients are those of plain rows; a family that cannot share says so."""
+    monkeypatch.setattr(script, "load_hf_model", family(name))
+    cfg = TrainConfig(compute_dtype="float32", beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    reason = packing.why_not_shared(inner.hf_model, cfg)
+    assert (reason is not None) == (name in ("falcon", "gemma2")), reason
+    if reason is None:
+        assert_equal_to_plain_rows(policy, cfg, 1e-6)
+
+
+SETTINGS = {
+    "checkpointing": dict(gradient_checkpointing=True),
+    "checkpointing, adapters": dict(gradient_checkpointing=True, use_peft=True),
+    "bf16": dict(compute_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_settings(settings, monkeypatch):
+    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+    cfg = TrainConfig(beta=0.0, **dict(compute_dtype="float32") | settings)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    gradient_worker.wake_adapters(inner)
+    assert_equal_to_plain_rows(policy, cfg, 2e-2 if cfg.compute_dtype == "bfloat16" else 1e-6)
+
+
+# Two groups and a row of its own, segments of one token among them: prompts of 7, 2 and 4 tokens.
+TABLE = torch.tensor(
+    [[[[0, 7, 0, 0], [7, 8, 0, 7], [8, 13, 0, 7], [13, 16, 0, 7], [16, 18, 0, 0], [18, 24, 16, 18], [24, 28, 0, 0]]]]
+)
+
+
+def dense_mask() -> torch.Tensor:
+    """[28, 28]"""
+    mask = torch.zeros(28, 28, dtype=torch.bool)
+    for start, stop, first, end in TABLE[0, 0].tolist():
+        mask[start:stop, first:end] = True
+        mask[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril() > 0
+    return mask
+
+
+def drawn() -> list[torch.Tensor]:
+    """query, key, value: four heads share two heads of keys"""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, 28, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+
+
+def plain_varlen(query, key, value, query_ends, key_ends, *longest, scale, window_size, enable_gqa):
+    """What torch's documentation says of varlen_attn, as a loop: the GPU's kernel does not run on a CPU."""
+    assert window_size == (-1, 0) and longest == tuple(int(ends.diff().max()) for ends in (query_ends, key_ends))
+    out = []
+    for a, b, c, d in zip(query_ends, query_ends[1:], key_ends, key_ends[1:], strict=False):
+        q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        out.append(scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "gpu"])
+def test_equal_to_a_mask(kernel, monkeypatch):
+    """Output and gradients are those of a dense mask, and no pair more is computed than it has entries."""
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
+    layout = attention.layout_of(TABLE)
+    run = {"cpu": attention.Pieces.apply, "gpu": attention.attend_on_gpu}[kernel]
+    results = []
+    for attend in (
+        lambda q, k, v: run(q, k, v, layout, 0.3),
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, dense_mask(), scale=0.3, enable_gqa=True),
+    ):
+        tensors = drawn()
+        out = attend(*tensors)
+        out.backward(torch.cos(torch.arange(out.numel()).view(out.shape)))
+        results.append([out, *(x.grad for x in tensors)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    sizes = [(q.stop - q.start, k.stop - k.start, q == k) for q, k in layout.pieces]
+    assert sum(n * (n + 1) // 2 if causal else n * m for n, m, causal in sizes) == dense_mask().sum()
+
+
+def test_the_kernel_of_the_gpu_takes_what_it_is_given():
+    """With tensors that claim to be on a GPU: shapes, types, the backward pass."""
+    layout = attention.layout_of(TABLE)
+    with FakeTensorMode():
+        tensors = [torch.empty(1, n, 28, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (4, 2, 2)]
+        places = (layout.keys, layout.query_ends, layout.key_ends)
+        places = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in places]
+        out = attention.attend_on_gpu(*tensors, attention.Layout([], *places, layout.longest), None)
+        assert out.shape == tensors[0].shape and out.dtype == torch.bfloat16 and out.device.type == "cuda"
+        gradients = torch.autograd.grad(out.sum(), tensors)
+    assert [g.shape for g in gradients] == [x.shape for x in tensors]
+
+
+def test_memory_is_linear():
+    """Bytes that the backward pass keeps: twice the tokens, twice the bytes, and none of them a mask."""
+
+    def kept(size: int) -> int:
+        table = torch.tensor([[[[n * size, (n + 1) * size, 0, size * (n > 0)] for n in range(5)]]])
+        found = {}
+
+        def note(x):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        tensors = [torch.randn(1, heads, 5 * size, 8, requires_grad=True) for heads in (4, 2, 2)]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            out, _ = attention.attend(torch.nn.Module(), *tensors, table)
+        assert out.shape == (1, 5 * size, 4, 8)
+        return sum(found.values())
+
+    assert kept(400) == 2 * kept(200) == 4 * (4 + 2 + 2 + 4) * 2000 * 8 + 4 * 4 * 2000
+
+
+def test_no_padding():
+    """Groups stand one behind the other; passes hold as many tokens as the budget allows."""
+    batch, cfg = gradient_worker.local_batch(0, 1), TrainConfig()
+    inputs, rows, columns, targets = packing.pack(batch, cfg)
+    lengths = batch.attention_mask.sum(1).long().tolist()
+    prompts = [packing.shared_prefix(batch, members) for members in packing.sharing(batch)]
+    length = sum(prompts) + sum(n - prompts[row // 3] for row, n in enumerate(lengths))
+    assert inputs["input_ids"].shape == inputs["position_ids"].shape == (1, length)
+    following = inputs["input_ids"][rows, (columns + 1).clamp(max=length - 1)] == targets
+    assert following.float().mean() > 0.8  # all but the first tokens of completions 2, 3, ...
+    passes = packing.micro_batches(batch, replace(cfg, tokens_per_microbatch=length // 2 + 20))
+    assert len(passes) == 2 and sorted(sum(passes, [])) == list(range(len(batch)))
+    sizes = [packing.pack(batch.select(part), cfg)[0]["input_ids"].shape[1] for part in passes]
+    assert sum(sizes) == length and max(sizes) <= length // 2 + 20
