@@ -158,7 +158,8 @@ def unknown_argument(given: str, hints: dict) -> ConfigError:
         return ConfigError(f"unknown argument {given!r}: it is one of {OF_OTHER_SCRIPTS[word]}.")
     guess = nearest(word, flags.values())
     meant = next((flag for flag, name in flags.items() if name == guess), None)
-    return ConfigError(f"unknown argument {given!r}. " + (f"Did you mean {meant}?" if meant else "See --help."))
+    hint = f"Did you mean {meant}?" if meant else "See --help."
+    return ConfigError(f"unknown argument {given!r}. {hint} A knob of your own stands above the line CONFIG = ...")
 
 
 def read_yaml(path: str, known: list[str]) -> dict:

@@ -350,7 +350,7 @@ def empty_trajectory(row: dict, cfg: TrainConfig) -> Trajectory:
     collective calls, so each needs a row with the same fields."""
     counts = dict.fromkeys(("unrewarded", "reward_timeouts", "reward_without_token"), 0)
     scores = {"rewards": {}, "reward": 0.0, "reward_components": [0.0] * len(cfg.reward_funcs), "baselines": 0.0}
-    info = {"completion": "", "model_inputs": {}} | counts | scores
+    info = {"completion": "", "model_inputs": {}, "row_number": -1} | counts | scores
     if cfg.rollout == "multi_turn":
         info["turns"] = []
     return Trajectory(row, 0, [0], [0], [0], [0.0], [0.0], finish_reason="failed", info=info)

@@ -481,8 +481,8 @@ def apart(module: nn.Module, trained: bool) -> Iterator[nn.Module]:
             yield from apart(child, trained)
 
 
-def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Policy) -> tuple[nn.Module, Policy]:
-    """(the policy as DDP or FSDP wraps it, the policy itself)."""
+def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
+    """(the policy as DDP or FSDP wraps it, which is called; the policy itself). kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # of adapters
     with utils.on_rank_0("Loading the policy"):
         model = load_hf_model(cfg, getattr(torch, cfg.dtype))
@@ -491,7 +491,7 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type[Policy] = Pol
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
     autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
-    inner = kind(model.train(), cfg, autocast)
+    inner = (kind or Policy)(model.train(), cfg, autocast)  # in train mode: checkpointing needs it, dropout is off
     return shard(inner, cfg, device, trained=True), inner
 
 
@@ -550,8 +550,8 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     """AdamW on what is trained. Edit me: any torch optimizer, with one or several groups of parameters.
 
-    Each update sets every group's learning rate: `lr_at`, times the group's own "lr_scale" if it has one. It is logged
-    as `lr`, and of further groups as lr/NAME by their "name".
+    Its step takes `closure=None`, as torch's do. Each update sets every group's learning rate: `lr_at`, times the
+    group's own "lr_scale" if it has one. It is logged as `lr`, and of further groups as lr/NAME by their "name".
     """
     trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
     return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
@@ -717,11 +717,12 @@ class Collector:
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
     """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, one
-    at least.
+    at least; or them and numbers to log, {name: number}, of which rank 0's are logged.
 
     `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
     and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
-    t.info["row_number"], and its score, sum(t.token_rewards).
+    t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, one of row
+    number -1 stands in.
 
     Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (their `logprobs`
     are nan: no generator sampled them). `group` puts one among the completions of a prompt; info["origin"] = "replay"
@@ -801,7 +802,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     silent = (group_mean(size, batch.groups) == 0).double()
     stats["advantages/abs_mean"] = utils.global_moments(batch.advantages.abs(), batch.loss_mask)[1]
     stats["advantages/frac_zero_groups"] = utils.global_moments(silent)[1]
-    return {name: float(value) for name, value in stats.items()}
+    values = utils.all_sum(torch.tensor([float(value) for value in stats.values()], dtype=torch.float64))
+    return dict(zip(stats, (values / utils.world_size()).tolist(), strict=True))
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> None:
@@ -881,7 +883,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
 
 
-def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=micro_loss) -> dict[str, Tensor]:
+def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
     Returns this rank's sums over tokens, a scalar each: "loss", "tokens" and the statistics. Counts are global and
@@ -897,6 +899,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
 
     Every rank takes the same branch at the same time (all_max), or the collectives of DDP and FSDP would not match.
     """
+    loss_of = loss_of or micro_loss
     choose = getattr(POLICY_LOSSES[cfg.policy_loss], "choose", None)
     if choose and batch.advantages is not None:  # not in a critic's update, which comes before the advantages
         now = all_logprobs(policy, batch, cfg)[0]
@@ -951,7 +954,7 @@ def without_graph(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of) 
     return loss, stats, any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=micro_loss) -> dict:
+def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=None) -> dict:
     """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank."""
     total, norms = defaultdict(float), []
     parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
@@ -1264,7 +1267,10 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             trajectories, collected = collector.take(step, pushed, cfg)
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
-            trajectories = sorted(after_rollout(trajectories, memory, step, cfg), key=lambda t: t.group)
+            edited = after_rollout(trajectories, memory, step, cfg)
+            trajectories, numbers = edited if isinstance(edited, tuple) else (edited, {})
+            metrics |= numbers
+            trajectories = sorted(trajectories, key=lambda t: t.group)
             metrics |= (foreign := counts_by_origin(trajectories))
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
             with clock(metrics, "logprobs"):

@@ -8,7 +8,8 @@ the advantage is what it earned beyond that. Each step updates the critic, then 
 
     values -> returns and advantages (GAE) -> critic update -> policy update, after --critic_warmup steps
 
-Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion a prompt is enough.
+Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion a prompt is enough. To use it
+with a copy of train_grpo.py, copy this file, too, and change its two imports.
 """
 
 from dataclasses import dataclass, replace

@@ -159,12 +159,12 @@ def completion_rows(trajectories: list, scores: list[float], advantages: list[fl
     rows = []
     for t, reward, advantage in zip(trajectories, scores, advantages, strict=True):
         prompt = t.info.get("shown", t.row["prompt"])  # as environment and tools made it
-        row = {"prompt": prompt, "completion": t.info["completion"]}
+        row = {"prompt": prompt, "completion": t.info.get("completion", "")}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
         row |= {name: t.info[name] for name in ("row_number", "origin") if name in t.info}
         if "turns" in t.info:
             row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
-        row |= {f"rewards/{name}": value for name, value in t.info["rewards"].items()}
+        row |= {f"rewards/{name}": value for name, value in t.info.get("rewards", {}).items()}
         rows.append(row | {name: value for name, value in t.info.get("extra", {}).items() if name not in row})
     return rows
 

@@ -6,7 +6,8 @@
 
 Runs the real script on a toy: a random model of 0.8 M parameters earns reward for tokens whose number ends in 0
 (benchmarks/toy.py). By chance it gets about 0.14, at most 0.95. The exit status is 0 if the reward of the last steps is
-above 0.5. That says that the edit runs and that the gradient points the right way; it says nothing about a real task.
+above 0.5. That says that the edit runs and that the gradient points the right way. It says nothing about a real task, or
+where the reward cannot rise (a win rate within the group). To keep the metrics: --output_dir runs --run_name NAME.
 """
 
 import os
@@ -36,12 +37,14 @@ def main(script: str, *flags: str) -> int:
     toy = ROOT / "benchmarks" / "toy.py"
     task = ["--model_id", str(model), "--dataset_id", f"{toy}:rows", "--reward_funcs", f"{toy}:tens"]
     critic = CRITIC if "critic_learning_rate" in Path(script).read_text() else []
-    with tempfile.TemporaryDirectory() as folder:
-        run = ["--output_dir", folder, "--run_name", "check"]
+    given = dict(zip(flags, flags[1:], strict=False))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, name = given.get("--output_dir", temporary), given.get("--run_name", "check")
+        run = ["--output_dir", folder, "--run_name", name]
         # One thread: the model is small, and more threads wait for each other longer than they compute.
         command = [sys.executable, script, *task, *FLAGS, *critic, *run, *flags]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        rewards = [line["reward"] for line in read_metrics(Path(folder) / "check") if "reward" in line]
+        rewards = [line["reward"] for line in read_metrics(Path(folder) / name) if "reward" in line]
     if done.returncode or not rewards:
         print(f"check: {script} ended with status {done.returncode} after {len(rewards)} steps", file=sys.stderr)
         return done.returncode or 1
