@@ -30,11 +30,8 @@ aten = torch.ops.aten
 
 COPIES = {aten.copy_, aten._to_copy, aten.to, aten._foreach_copy_}  # between devices
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-SCALARS = {
-    aten.where,
-    aten.masked_fill,
-    aten.masked_fill_,
-}  # with CPU scalars, as pointwise ops of two
+# These take CPU scalars, as pointwise ops of two tensors do.
+SCALARS = {aten.where, aten.masked_fill, aten.masked_fill_}
 READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
 READS |= {aten.unique_consecutive, aten.bincount, aten.repeat_interleave}  # the host has to know values
 
@@ -112,8 +109,10 @@ class ClaimedGPU(TorchDispatchMode):
             self.sent[line()] += sent
         cpu_args, cpu_kwargs = tree_unflatten([on_cpu(x) for x in flat], structure)
         out = func(*cpu_args, **cpu_kwargs)
+        if packet is aten.copy_:
+            return args[0]
         if not target:
-            return args[0] if packet is aten.copy_ else out
+            return out
         out = tree_map_only(torch.Tensor, Claimed, out)
         return return_and_correct_aliasing(func, args, kwargs or {}, out) if source else out
 
