@@ -452,7 +452,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     shape = (size,) if size == utils.world_size() else (utils.world_size() // size, size)  # copies x shards of each
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     if cfg.strategy == "fsdp":
-        units = {*layers, *(apart(policy, cfg.use_peft) if trained else ())}
+        units = {*layers, *(apart(policy.model, cfg.use_peft) if trained else ())}
         return FSDP(
             policy,
             auto_wrap_policy=CustomPolicy(lambda module: module in units),
@@ -1069,8 +1069,7 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
     for name, unit in units:
         with contextlib.ExitStack() as gathered:
             members = list(walk(name, unit.module, FSDP)) if wrapped else [(name, unit)]
-            parts = [unit, *(part for _, layer in members if is_lora(layer) for part in layer.modules())]
-            for part in parts:
+            for part in [unit, *(part for _, layer in members if is_lora(layer) for part in layer.modules())]:
                 if isinstance(part, FSDP):
                     gathered.enter_context(FSDP.summon_full_params(part, recurse=False, writeback=False))
             for member_name, member in members:

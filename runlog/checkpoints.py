@@ -39,6 +39,9 @@ import utils
 from config import ConfigError
 
 SUMS = "SHA256SUMS"
+CHUNK = 2**26  # bytes written at a time
+FILE = 2**30  # bytes of weights in a file, and the rest of a layer
+Buffer = bytes | memoryview
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -212,7 +215,7 @@ class Saver:
         self.thread = threading.Thread(target=self._write, args=(files,), daemon=True)
         self.thread.start()
 
-    def _write(self, files: dict[str, "Buffer"]) -> None:
+    def _write(self, files: dict[str, Buffer]) -> None:
         """In the thread: no collectives, and no Python object for long, so that the trainer's thread is not held up."""
         try:
             for name in list(files):
@@ -225,7 +228,7 @@ class Saver:
                         digest.update(part)
                         self.progress = time.monotonic()
                 self.sums[name] = digest.hexdigest()
-        except BaseException as error:
+        except Exception as error:  # carried to the trainer's thread
             self.error = error
 
     def poll(self) -> bool:
@@ -267,25 +270,16 @@ class Saver:
     def _explained(self):
         import torch.distributed.checkpoint as dcp
 
+        several = (dcp.api.CheckpointException, RuntimeError, OSError, MemoryError, SafetensorError)
         try:
             yield
-        except (
-            dcp.api.CheckpointException,
-            RuntimeError,
-            OSError,
-            SafetensorError,
-        ) as error:  # the first is no Exception
+        except several as error:  # the first is no Exception
             if utils.is_main():
                 self._clear()
             raise RuntimeError(
                 f"The checkpoint {self.final} could not be written; those before it are as they were. "
                 f"{room(self.final.parent)} {str(error)[-600:]}"
             ) from None
-
-
-Buffer = bytes | memoryview
-CHUNK = 2**26  # bytes written at a time
-FILE = 2**30  # bytes of weights a file, and the rest of a layer
 
 
 def _saved(value) -> Buffer:

@@ -68,7 +68,7 @@ def saved(folder: str, out: Path) -> dict:
     """A checkpoint of a sharded policy in several files; rank 1 has a slow disk."""
     cfg = config(folder, "fsdp2")
     policy, inner = script.load_policy(cfg, CPU)
-    checkpoints.FILE, checkpoints.CHUNK, fsync = 2**24, 2**24, os.fsync
+    checkpoints.FILE, checkpoints.CHUNK, fsync = 2**22, 2**24, os.fsync
     os.fsync = lambda file: time.sleep(0.0 if utils.is_main() else 0.3)
     saver = checkpoints.Saver(out, 2)
     buckets = script.weight_buckets(policy, 2**22, torch.bfloat16)

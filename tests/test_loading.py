@@ -60,7 +60,9 @@ def test_a_checkpoint_is_written_by_all_ranks_while_training_goes_on(ranks, mode
         assert (
             found["seen"] == [] and found["asked"] > 3 and found["longest"] < 2 and found["a"] == 1 and found["intact"]
         )
-        assert found["grown"] < 0.9 * WHOLE  # half of the weights twice: in float32, and as they are served
+        assert (
+            found["grown"] < 1.1 * WHOLE
+        )  # half of the weights twice, in float32 and as served, and what is under way
     index = json.loads((step / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(list(step.glob("model-*.safetensors"))) > 2
     again, original = (AutoModelForCausalLM.from_pretrained(path) for path in (step, model))
