@@ -264,7 +264,12 @@ def settled(
         chosen, need = fitted(make_policy, cfg, ranks, gpu_bytes - of_critic / (1 - SPARE))
         return chosen, peak(need) + of_critic
 
-    chosen, size = attempt(cfg)
+    try:
+        chosen, size = attempt(cfg)
+    except Exception as error:  # of a model that cannot run without values; it may train all the same
+        tokens = cfg.tokens_per_microbatch or BUDGETS[0]
+        unknown = f"Whether it fits cannot be told beforehand ({type(error).__name__}: {error!s:.200})."
+        return replace(cfg, tokens_per_microbatch=tokens), unknown
     usable = gpu_bytes * (1 - SPARE)
     if size <= usable:
         return chosen, ""

@@ -187,8 +187,8 @@ def split(cfg: PlanConfig, config, make_policy, parameters: int, server_gpus: in
     rest = sum(phases.values()) - phases["generate"]
     step = max(phases["generate"], rest) if cfg.overlap else phases["generate"] + rest
     return dict(
-        cfg=choice, need=need, server=server, phases=phases, step=step, fits=bool(server) and fits(cfg, need, ranks),
-        ranks=ranks, server_gpus=server_gpus, per_completion=step / choice.sequences_per_step,
+        cfg=choice, need=need, server=server, phases=phases, step=step, ranks=ranks, server_gpus=server_gpus,
+        fits=bool(server) and fits(cfg, need, ranks), per_completion=step / choice.sequences_per_step,
     )  # fmt: skip
 
 

@@ -101,6 +101,17 @@ def test_without_a_gpu_all_is_as_it_was(seven_b):
     assert (chosen.gradient_checkpointing, chosen.tokens_per_microbatch, warning) == (False, 16384, "")
 
 
+def test_a_model_that_cannot_run_without_values_trains_all_the_same(seven_b):
+    def by_value(cfg):
+        policy = empty_policy(cfg)
+        policy.register_forward_pre_hook(lambda module, inputs: inputs[1].tolist())
+        return policy
+
+    chosen, said = memory.settled(by_value, seven_b, 7, 80 * memory.GIB)
+    assert chosen.tokens_per_microbatch == 16384 and chosen.gradient_checkpointing
+    assert "cannot be told beforehand" in said
+
+
 def test_a_strategy_that_cannot_fit_is_said_with_one_that_can(seven_b):
     """7B replicated takes 16 bytes a parameter, 20 with DDP's buckets."""
     _, warning = memory.settled(empty_policy, seven_b, 7, 80 * memory.GIB)
