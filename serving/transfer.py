@@ -45,7 +45,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from serving.rendezvous import Joined
-from vllm_client import ALIGN, broadcast, checksum, fold, layout, local_address, not_finite, open_group, some, wait_for
+from serving.wire import broadcast, checksums, fold, layout, local_address, not_finite, open_group, some, wait_for
 
 # ---- in the workers: receiving and putting in place ------------------------------------------------------------------
 
@@ -169,8 +169,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         counts = collections.Counter([*push.sent, *names])
         if repeated := sorted(name for name, count in counts.items() if count > 1):
             raise ValueError(f"sent twice in one push: {', '.join(repeated[:8])}; send every parameter once")
-        for name, start, size, expected in zip(names, starts, sizes, update_info.checksums, strict=True):
-            got = checksum(bucket[start : start + -(-size // ALIGN) * ALIGN])
+        for name, got, expected in zip(names, checksums(bucket, starts), update_info.checksums, strict=True):
             if got != expected:
                 raise ValueError(f"{name} arrived damaged: checksum {got:016x}, the trainer's is {expected:016x}")
         bucket = bucket.to(self.device)
