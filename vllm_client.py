@@ -35,6 +35,7 @@ import torch
 import urllib3
 
 from safety import credentials
+from serving import wire
 from serving.rendezvous import Rendezvous
 from serving.wire import broadcast, checksums, fold, layout, local_address, not_finite, open_group, pack, some, wait_for
 
@@ -132,10 +133,16 @@ class VLLMClient:
         token: bearer token; when not given, VLLM_SERVER_TOKEN or what is in the file VLLM_SERVER_TOKEN_FILE names.
         timeout: seconds for a control request, for a bucket and for setting up the transfer.
         request_timeout: seconds for one `generate`. A server that dies is noticed long before.
+        changes_only: after the first push, only words that changed travel. Both ends then keep the weights as pushed.
     """
 
     def __init__(
-        self, urls: list[str], token: str | None = None, timeout: float = 60.0, request_timeout: float = 600.0
+        self,
+        urls: list[str],
+        token: str | None = None,
+        timeout: float = 60.0,
+        request_timeout: float = 600.0,
+        changes_only: bool = False,
     ):
         if not urls:
             raise ValueError("VLLMClient needs at least one server url, such as http://127.0.0.1:8000")
@@ -153,6 +160,13 @@ class VLLMClient:
         self._buffers: list[torch.Tensor] = []  # one is packed while the other travels
         self._checksums: list[int] | None = None  # of what was sent in the push under way
         self._sending: concurrent.futures.Future | None = None  # the bucket under way
+        self.changes_only = changes_only
+        self._kept: list[tuple[dict, torch.Tensor]] = []  # (names, dtypes, shapes) and bytes of each bucket, as pushed
+        self._push, self._base = (
+            "",
+            None,
+        )  # the push under way or last; the complete one that it changes
+        self._sent_buckets = self.sent_bytes = 0  # of the push under way or last
         # Per server, the name it took when this run's trainer connected. Where it answers with another one it was
         # started anew or belongs to another trainer, whatever number its weights have. None: not looked at.
         self.instances: dict[str, str] | None = None
@@ -345,7 +359,7 @@ class VLLMClient:
             link = Link(url, uuid.uuid4().hex, Rendezvous(secrets.token_hex(32), address, self.timeout))
             self._links.append(link)
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
-            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"]}
+            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes_only}
             body = {"session": link.session, "init_info": init}
             futures.append(in_thread(self._call, url, "POST", "/init_weight_transfer_engine", body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init))
@@ -379,7 +393,8 @@ class VLLMClient:
                 raise ServerError("begin_push before connect_weights: call connect_weights(device) once, on rank 0")
             self.connect_weights(self._device)
         self._step("/start_weight_update", [{} for _ in self._links])
-        self._checksums = []
+        self._checksums, self._push = [], uuid.uuid4().hex
+        self._sent_buckets = self.sent_bytes = 0
 
     def send_bucket(self, named: list[tuple[str, torch.Tensor]]):
         """Send whole tensors, on any device, to every server. Returns when they are packed and on their way: they may
@@ -405,6 +420,9 @@ class VLLMClient:
         bucket = self._take_buffer(total)
         packed = pack(named, dtypes, bucket, starts)
         bad, sums = not_finite(packed), checksums(bucket, starts)  # reads it back, so it is complete when handed over
+        what = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
+        what |= {"shapes": shapes}
+        sent, count = self._changes(what, bucket) if self.changes_only else (bucket, None)
         self._settle()
         if bad:  # also what fitted float32 and does not fit a server's float16
             reason = f"nan or inf in {some(bad)}"
@@ -413,10 +431,25 @@ class VLLMClient:
                 f"{reason}, as {str(narrow).removeprefix('torch.')}: these weights were not pushed. Look at loss and "
                 "gradient norm of the last steps, and resume from a checkpoint before them with a lower learning rate."
             )
-        update = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
-        update |= {"shapes": shapes, "checksums": sums}
+        update = what | {"checksums": sums, "push": self._push, "base": self._base, "changed": count}
         self._checksums += sums
-        self._sending = in_thread(self._step, "/update_weights", [{"update_info": update} for _ in self._links], bucket)
+        self._sent_buckets, self.sent_bytes = self._sent_buckets + 1, self.sent_bytes + len(sent)
+        self._sending = in_thread(self._step, "/update_weights", [{"update_info": update} for _ in self._links], sent)
+
+    def _changes(self, what: dict, bucket: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """(what is to travel, how many words of the servers' bucket it changes). (bucket, None): all of it does, as
+        they have no such bucket, or not half would be saved. `_kept` follows."""
+        number, kept = self._sent_buckets, self._kept  # the list itself: the bucket under way may fail, and drop it
+        if self._base is None or number >= len(kept) or kept[number][0] != what:
+            kept[number:] = [(what, bucket.clone())]
+            return bucket, None
+        old = kept[number][1]
+        positions, values = wire.changes(bucket, old)
+        if 2 * 6 * len(positions) >= len(bucket):
+            old.copy_(bucket)
+            return bucket, None
+        wire.change(old, positions, values)
+        return wire.pack_changes(positions, values), len(positions)
 
     def _take_buffer(self, size: int) -> torch.Tensor:
         """The buffer that was not used last: the other one may still travel. Kept from push to push, as fresh memory
@@ -482,6 +515,7 @@ class VLLMClient:
                     f"{link.url} has version {answer['policy_version']}, checksum {answer['checksum']:016x} after the "
                     f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
                 )
+        self._base = self._push if self.changes_only else None
 
     def abort_push(self, reason: str = "the trainer gave up"):
         """Tell the servers, as far as they can still be told, that the push will not be completed. They answer 503 to
@@ -493,8 +527,9 @@ class VLLMClient:
         concurrent.futures.wait([in_thread(self._call, *call) for call in calls], timeout=10)
 
     def close(self):
-        """Drop the transfer groups."""
+        """Drop the transfer groups; the next push is of all weights."""
         links, self._links = self._links, []
+        self._kept, self._base = [], None
         # In threads: a gloo group waits for its pending sends before it goes. Waited for, but not for long: a process
         # that ends while a thread takes a group down is aborted.
         abort = self._transport.type == "cuda"

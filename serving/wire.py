@@ -41,10 +41,11 @@ def checksums(bucket: torch.Tensor, starts: list[int]) -> list[int]:
     """
     rows = bucket.view(torch.int32).view(len(bucket) // ALIGN, CHUNK)
     weights = torch.arange(1, CHUNK + 1, dtype=torch.float64, device=bucket.device)
-    weights = torch.stack([torch.ones_like(weights), weights], 1)  # [CHUNK, 2]
+    weights = torch.stack([torch.ones_like(weights), weights])  # [2, CHUNK]
     pieces = rows.split(PIECE.get(bucket.device.type, ALIGN) // ALIGN)
-    sums = torch.cat([(piece.double() @ weights).long() for piece in pieces])  # [rows, 2]
-    values = torch.arange(len(rows), device=bucket.device) * CHUNK * sums[:, 0] + sums[:, 1]  # int64, wraps
+    wide = torch.empty(len(pieces[0]), CHUNK, dtype=torch.float64, device=bucket.device)  # of one piece at a time
+    sums = torch.cat([weights @ wide[: len(piece)].copy_(piece).T for piece in pieces], 1).long()  # [2, rows]
+    values = torch.arange(len(rows), device=bucket.device) * CHUNK * sums[0] + sums[1]  # int64, wraps
     ends = torch.nn.functional.pad(values.cumsum(0), (1, 0)).cpu()  # the one transfer to the host
     edges = ends[[start // ALIGN for start in [*starts, len(bucket)]]]
     return [value % (1 << 64) for value in edges.diff().tolist()]
@@ -91,6 +92,47 @@ def pack(named: list[tuple[str, torch.Tensor]], dtypes: list[torch.dtype], bucke
         packed[-1][1].view(tensor.shape).copy_(tensor.detach())
         bucket[start + size : end] = 0
     return packed
+
+
+def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 16-bit words in which two buckets differ: their positions [n] int32, what they are in the new one [n] int16.
+
+    Of bfloat16 weights a word is one; of wider ones it is a part. Eight bytes are compared at a time, then the words of
+    those that differ.
+    """
+    wide, kept, found = new.view(torch.int64), old.view(torch.int64), []
+    size = PIECE.get(new.device.type, ALIGN) // 8
+    for start in range(0, len(wide), size):
+        found.append((wide[start : start + size] != kept[start : start + size]).nonzero()[:, 0] + start)
+    hits = torch.cat(found) if found else wide.long()
+    words = wide[hits].view(torch.int16).view(-1, 4)
+    row, lane = (words != kept[hits].view(torch.int16).view(-1, 4)).nonzero(as_tuple=True)
+    return (hits[row] * 4 + lane).int(), words[row, lane]
+
+
+def layout_changes(count: int) -> tuple[list[int], list[int], int]:
+    return layout([torch.int32, torch.int16], [[count], [count]])
+
+
+def pack_changes(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """As they travel, in a bucket of their own."""
+    starts, _, total = layout_changes(len(positions))
+    bucket = torch.empty(total, dtype=torch.uint8, device=positions.device)
+    pack([("positions", positions), ("values", values)], [torch.int32, torch.int16], bucket, starts)
+    return bucket
+
+
+def unpack_changes(bucket: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    (first, second), (long, short), _ = layout_changes(count)
+    return bucket[first : first + long].view(torch.int32), bucket[second : second + short].view(torch.int16)
+
+
+def change(bucket: torch.Tensor, positions: torch.Tensor, values: torch.Tensor):
+    """Make the bucket what `changes` found the new one to be; ValueError for a position outside it."""
+    words = bucket.view(torch.int16)
+    if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(words):
+        raise ValueError(f"changes at {int(positions.min())} to {int(positions.max())} of {len(words)} words: damaged")
+    words[positions.long()] = values
 
 
 def some(names: list[str]) -> str:

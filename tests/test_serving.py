@@ -450,7 +450,15 @@ def test_no_port_of_the_rendezvous_stays_open(server):
 
 def test_nothing_is_unpickled():
     """Neither by us, nor by vLLM from what clients send: the workers run with its insecure serialization off."""
-    for module in ("vllm_client", "vllm_server", "serving/transfer", "serving/gate", "serving/rendezvous"):
+    for module in (
+        "vllm_client",
+        "vllm_server",
+        "serving/transfer",
+        "serving/gate",
+        "serving/rendezvous",
+        "serving/wire",
+        "serving/receiver",
+    ):
         text = (ROOT / f"{module}.py").read_text()
         for word in ("pickle", "torch.load", "object_list", "all_gather_object", "marshal", "eval("):
             assert word not in text.replace("unpickled", "").replace("no pickles", ""), (module, word)
