@@ -72,7 +72,8 @@ class TrainConfig:
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
-    push_bucket_mb: int = 256  # weights travel in buckets of this size; also the extra memory of a push
+    push_bucket_mb: int = 256  # weights travel in buckets of this size; a push takes the memory of three
+    push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
 
     # --- tools and environments ---
     env: str | None = (

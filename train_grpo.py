@@ -1054,12 +1054,13 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
 
 def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True):
-    """Yield lists of (checkpoint name, full tensor in `dtype`) of about `max_bytes`: all ranks call it in step.
+    """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
     gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
-    LoRA is folded in. Read a bucket before you ask for the next one: some tensors are the live weights. Vectors keep
-    their dtype, as some servers keep norms and biases wider. With keep=False a rank only takes part in the gathering.
+    LoRA is folded in. What is gathered or folded comes in `dtype`; other tensors are the live weights, in theirs: read
+    them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With keep=False a
+    rank only takes part in the gathering.
     """
     adapters = {part for layer in model.modules() if is_lora(layer) for part in layer.modules()}
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP) and m not in adapters]
@@ -1073,10 +1074,10 @@ def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: b
                 if isinstance(part, FSDP):
                     gathered.enter_context(FSDP.summon_full_params(part, recurse=False, writeback=False))
             for member_name, member in members:
-                for key, tensor in own_weights(member_name, member):
+                for key, tensor in own_weights(member_name, member, dtype):
                     size += tensor.numel() * dtype.itemsize * (key in names)
                     if keep and key in names:
-                        bucket.append((key, tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=bool(wrapped))))
+                        bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
         if size >= max_bytes:
             yield bucket
             bucket, size = [], 0
@@ -1093,15 +1094,22 @@ def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str
     yield name, module
 
 
-def own_weights(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Full (checkpoint name, tensor) pairs of the parameters that belong to this module itself."""
+def own_weights(name: str, module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Full (checkpoint name, tensor) pairs of the parameters that belong to this module itself. Shards are rounded to
+    `dtype` before they are gathered, as half the bytes travel then."""
     if is_lora(module):
-        yield clean_name(f"{name}.weight"), folded(module)
+        yield clean_name(f"{name}.weight"), rounded(folded(module), dtype)
         if module.base_layer.bias is not None:
             yield clean_name(f"{name}.bias"), full(module.base_layer.bias.detach())
         return
     for key, parameter in module.named_parameters(recurse=False):
-        yield clean_name(f"{name}.{key}"), full(parameter.detach())
+        tensor = parameter.detach()
+        yield clean_name(f"{name}.{key}"), full(rounded(tensor, dtype)) if isinstance(tensor, DTensor) else tensor
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
+    """A matrix in `dtype`; a vector as it is."""
+    return tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=copy)
 
 
 def is_lora(module: nn.Module) -> bool:

@@ -222,8 +222,8 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
     """The client of --server_urls, once they serve this model and can take its weights. Collective."""
     from vllm_client import VLLMClient
 
-    limits = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
-    client = VLLMClient(cfg.server_urls, cfg.server_token, **limits)
+    options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout, changes_only=cfg.push_changes)
+    client = VLLMClient(cfg.server_urls, cfg.server_token, **options)
     if is_main():
         if any(word.startswith("--server_token") for word in sys.argv):
             print("torchrun shows --server_token in `ps`; rather set VLLM_SERVER_TOKEN or VLLM_SERVER_TOKEN_FILE")

@@ -9,10 +9,11 @@
 Weights travel as bytes: the tensors of a bucket are packed into one flat uint8 buffer, their names, dtypes, shapes and
 checksums are announced over HTTP, and the buffer is broadcast in a torch process group of this process and the
 server's workers - one group a server, so that a dead server is known by its address. The whole bucket must be gathered
-before `send_bucket` is called: nothing here takes part in a collective of the trainer.
+before `send_bucket` is called: nothing here takes part in a collective of the trainer. It travels while the caller
+gathers the next one. What both ends must do alike is in serving/wire.py.
 
 Every wait has a limit (`timeout` for control and transfer, `request_timeout` for one generation) and its error says
-which server was waited for. No part of vLLM is imported. The first section is also what the server's end uses.
+which server was waited for. No part of vLLM is imported.
 """
 
 import asyncio
@@ -26,125 +27,17 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from urllib.parse import urlsplit
 
 import requests
 import torch
-import torch.distributed as dist
 import urllib3
 
 from safety import credentials
-from serving.rendezvous import Rendezvous, proof
-
-# --------------------------------------------------------------------------------------------------------------------
-# The wire: layout, checksum, process group. Both ends import these, so they cannot disagree.
-# --------------------------------------------------------------------------------------------------------------------
-
-ALIGN = 16  # bytes; a tensor starts on a multiple of it, so that any dtype can be viewed in place
-CHUNK = 1 << 14  # words a checksum step takes: temporaries stay in the cache
-MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant (the golden ratio), as the signed number torch wants
-
-
-def layout(dtypes: list[torch.dtype], shapes: list[list[int]]) -> tuple[list[int], list[int], int]:
-    """Where tensors lie in a bucket: (first byte of each, bytes of each, bytes of the bucket, padding included)."""
-    starts, sizes, end = [], [], 0
-    for dtype, shape in zip(dtypes, shapes, strict=True):
-        starts.append(end)
-        sizes.append(torch.Size(shape).numel() * dtype.itemsize)
-        end += -(-sizes[-1] // ALIGN) * ALIGN
-    return starts, sizes, end
-
-
-def checksum(data: torch.Tensor) -> int:
-    """64-bit sum of a uint8 tensor (length a multiple of 4), every word weighted by its position.
-
-    Word i counts (i + 1) * MIX times, modulo 2^64. Words differ by less than 2^32 and positions within a chunk by at
-    most 2^14, so a changed word and a swapped pair within a chunk can never cancel; across chunks it is a matter of
-    2^-64. Runs wherever the tensor lies.
-    """
-    words = data.view(torch.int32)
-    weights = torch.arange(1, min(CHUNK, len(words)) + 1, device=data.device) * MIX  # int64, wraps
-    sums = [(part * weights[: len(part)]).sum() for part in words.split(CHUNK) if len(part)]  # promoted to int64
-    return fold(torch.stack(sums).tolist()) if sums else 0
-
-
-def fold(values: list[int]) -> int:
-    """Checksums in order -> one checksum."""
-    total = 0
-    for value in values:
-        total = (total * MIX + value + 1) % (1 << 64)
-    return total
-
-
-def local_address(host: str, port: int) -> str:
-    """The address of this machine that faces `host`; nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
-def not_finite(tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of those that hold nan or inf. One pass over each tensor where it lies, one transfer to the host in all."""
-    named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    # torch has no aminmax of float8, of which every value fits bfloat16. aminmax keeps a nan.
-    wide = (tensor if tensor.dtype.itemsize > 1 else tensor.to(torch.bfloat16) for _, tensor in named)
-    extremes = [torch.stack(torch.aminmax(tensor)).double() for tensor in wide]
-    sound = torch.stack(extremes).isfinite().all(-1).tolist() if extremes else []
-    return [name for (name, _), good in zip(named, sound, strict=True) if not good]
-
-
-def some(names: list[str]) -> str:
-    """The first eight, for a message."""
-    return ", ".join(names[:8]) + " ..." * (len(names) > 8)
-
-
-def open_group(store, secret: str, rank: int, world_size: int, backend: str, timeout: float, address: str):
-    """Process group of the trainer (rank 0) and a server's workers, outside torch's global one. Before any weights
-    flow, every member has proved to every other that it knows `secret`; PermissionError otherwise.
-
-    gloo is bound to `address`, so that a host name that does not resolve is no obstacle. NCCL's own watchdog ends the
-    whole process when it fires; it is put far off, and `wait_for` keeps the time instead.
-    """
-    if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout + 2)  # `wait_for` speaks first
-        group, device = dist.ProcessGroupGloo(store, rank, world_size, options), torch.device("cpu")
-    else:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(hours=24)
-        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        device = torch.device("cuda", torch.cuda.current_device())
-    expected = [list(proof(secret, f"rank {member}")) for member in range(world_size)]
-    mine = torch.tensor(expected[rank], dtype=torch.uint8, device=device)
-    given = [torch.empty_like(mine) for _ in expected]
-    wait_for(group.allgather([given], [mine]), timeout, "the first message through the new process group")
-    if strangers := [rank for rank, one in enumerate(given) if one.tolist() != expected[rank]]:
-        raise PermissionError(f"ranks {strangers} of the {backend} group do not know the secret of this session")
-    return group
-
-
-def broadcast(group, tensor):
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([tensor], options)
-
-
-def wait_for(work, timeout: float, what: str, poll: Callable[[], None] | None = None):
-    """Wait until `work` is done; TimeoutError after `timeout` seconds. `poll` is called meanwhile and may raise."""
-    deadline = time.monotonic() + timeout
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout:g} s for {what}")
-        if poll is not None:
-            poll()
-        time.sleep(0.0005)
-    work.wait()
-
+from serving import wire
+from serving.rendezvous import Rendezvous
+from serving.wire import broadcast, checksums, fold, layout, local_address, not_finite, open_group, pack, some, wait_for
 
 # --------------------------------------------------------------------------------------------------------------------
 # The client
@@ -240,10 +133,16 @@ class VLLMClient:
         token: bearer token; when not given, VLLM_SERVER_TOKEN or what is in the file VLLM_SERVER_TOKEN_FILE names.
         timeout: seconds for a control request, for a bucket and for setting up the transfer.
         request_timeout: seconds for one `generate`. A server that dies is noticed long before.
+        changes_only: after the first push, only words that changed travel. Both ends then keep the weights as pushed.
     """
 
     def __init__(
-        self, urls: list[str], token: str | None = None, timeout: float = 60.0, request_timeout: float = 600.0
+        self,
+        urls: list[str],
+        token: str | None = None,
+        timeout: float = 60.0,
+        request_timeout: float = 600.0,
+        changes_only: bool = False,
     ):
         if not urls:
             raise ValueError("VLLMClient needs at least one server url, such as http://127.0.0.1:8000")
@@ -258,7 +157,16 @@ class VLLMClient:
         self._links, self._infos = [], []  # open connections; what the servers say of themselves
         self._device: torch.device | None = None
         self._transport = torch.device("cpu")  # where the packed bucket lies
+        self._buffers: list[torch.Tensor] = []  # one is packed while the other travels
         self._checksums: list[int] | None = None  # of what was sent in the push under way
+        self._sending: concurrent.futures.Future | None = None  # the bucket under way
+        self.changes_only = changes_only
+        self._kept: list[tuple[dict, torch.Tensor]] = []  # (names, dtypes, shapes) and bytes of each bucket, as pushed
+        self._push, self._base = (
+            "",
+            None,
+        )  # the push under way or last; the complete one that it changes
+        self._sent_buckets = self.sent_bytes = 0  # of the push under way or last
         # Per server, the name it took when this run's trainer connected. Where it answers with another one it was
         # started anew or belongs to another trainer, whatever number its weights have. None: not looked at.
         self.instances: dict[str, str] | None = None
@@ -444,13 +352,14 @@ class VLLMClient:
         self._device, self._infos = torch.device(device), self.server_info()
         backend = self._pick_backend()
         self._transport = self._device if backend == "nccl" else torch.device("cpu")
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._transport) for _ in range(2)]
         futures = []
         for url, info in zip(self.urls, self._infos, strict=True):
             address = local_address(urlsplit(url).hostname, urlsplit(url).port or 80)  # loopback for loopback
             link = Link(url, uuid.uuid4().hex, Rendezvous(secrets.token_hex(32), address, self.timeout))
             self._links.append(link)
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
-            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"]}
+            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes_only}
             body = {"session": link.session, "init_info": init}
             futures.append(in_thread(self._call, url, "POST", "/init_weight_transfer_engine", body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init))
@@ -484,16 +393,20 @@ class VLLMClient:
                 raise ServerError("begin_push before connect_weights: call connect_weights(device) once, on rank 0")
             self.connect_weights(self._device)
         self._step("/start_weight_update", [{} for _ in self._links])
-        self._checksums = []
+        self._checksums, self._push = [], uuid.uuid4().hex
+        self._sent_buckets = self.sent_bytes = 0
 
     def send_bucket(self, named: list[tuple[str, torch.Tensor]]):
-        """Send whole tensors, on any device, to every server. Blocks until they have arrived and their checksums agree.
+        """Send whole tensors, on any device, to every server. Returns when they are packed and on their way: they may
+        change then. An error on the way is raised by the next call, which waits for the arrival.
 
         Matrices wider than the server's dtype are rounded to it on the way, as the server would; vectors travel as
-        they are, since some (norms, biases, router corrections) are kept wider. Peak extra memory: the bucket.
+        they are, since some (norms, biases, router corrections) are kept wider. Peak extra memory: two buckets, one
+        that travels and one that is packed.
         FloatingPointError naming tensors that hold nan or inf, before anything of the bucket is sent; ends the push.
         """
         if self._checksums is None:
+            self._settle()  # why there is no push any more
             raise ServerError("send_bucket outside a push: call begin_push first")
         if not named:
             return
@@ -503,26 +416,55 @@ class VLLMClient:
             for _, t in named
         ]
         shapes = [list(tensor.shape) for _, tensor in named]
-        starts, sizes, total = layout(dtypes, shapes)
-        bucket = torch.empty(total, dtype=torch.uint8, device=self._transport)
-        sums, packed = [], []
-        for (name, tensor), dtype, start, size in zip(named, dtypes, starts, sizes, strict=True):
-            end = start + -(-size // ALIGN) * ALIGN
-            bucket[start + size : end] = 0
-            packed.append((name, bucket[start : start + size].view(dtype)))
-            packed[-1][1].view(tensor.shape).copy_(tensor.detach())
-            sums.append(checksum(bucket[start:end]))
-        if bad := not_finite(packed):  # also what fitted float32 and does not fit a server's float16
+        starts, _, total = layout(dtypes, shapes)
+        bucket = self._take_buffer(total)
+        packed = pack(named, dtypes, bucket, starts)
+        bad, sums = not_finite(packed), checksums(bucket, starts)  # reads it back, so it is complete when handed over
+        what = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
+        what |= {"shapes": shapes}
+        sent, count = self._changes(what, bucket) if self.changes_only else (bucket, None)
+        self._settle()
+        if bad:  # also what fitted float32 and does not fit a server's float16
             reason = f"nan or inf in {some(bad)}"
             self.abort_push(reason)
             raise FloatingPointError(
                 f"{reason}, as {str(narrow).removeprefix('torch.')}: these weights were not pushed. Look at loss and "
                 "gradient norm of the last steps, and resume from a checkpoint before them with a lower learning rate."
             )
-        update = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
-        update |= {"shapes": shapes, "checksums": sums}
-        self._step("/update_weights", [{"update_info": update} for _ in self._links], bucket)
+        update = what | {"checksums": sums, "push": self._push, "base": self._base, "changed": count}
         self._checksums += sums
+        self._sent_buckets, self.sent_bytes = self._sent_buckets + 1, self.sent_bytes + len(sent)
+        self._sending = in_thread(self._step, "/update_weights", [{"update_info": update} for _ in self._links], sent)
+
+    def _changes(self, what: dict, bucket: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """(what is to travel, how many words of the servers' bucket it changes). (bucket, None): all of it does, as
+        they have no such bucket, or not half would be saved. `_kept` follows."""
+        number, kept = self._sent_buckets, self._kept  # the list itself: the bucket under way may fail, and drop it
+        if self._base is None or number >= len(kept) or kept[number][0] != what:
+            kept[number:] = [(what, bucket.clone())]
+            return bucket, None
+        old = kept[number][1]
+        positions, values = wire.changes(bucket, old)
+        if 2 * 6 * len(positions) >= len(bucket):
+            old.copy_(bucket)
+            return bucket, None
+        wire.change(old, positions, values)
+        return wire.pack_changes(positions, values), len(positions)
+
+    def _take_buffer(self, size: int) -> torch.Tensor:
+        """The buffer that was not used last: the other one may still travel. Kept from push to push, as fresh memory
+        costs several times what copying into it does."""
+        self._buffers.reverse()
+        if len(self._buffers[0]) < size:
+            self._buffers[0] = None  # goes before the larger one comes
+            self._buffers[0] = torch.empty(size, dtype=torch.uint8, device=self._transport)
+        return self._buffers[0][:size]
+
+    def _settle(self):
+        """Wait until the bucket under way has arrived; raises what went wrong. `_step` keeps the time."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
 
     def _step(self, path: str, bodies: list[dict], bucket: torch.Tensor | None = None) -> list[dict]:
         """One step of a push on all servers. Whatever goes wrong ends the push: the groups may be out of step."""
@@ -540,6 +482,9 @@ class VLLMClient:
             raise
 
     def _broadcast(self, bucket: torch.Tensor, announcements: list):
+        if self._transport.type == "cuda":
+            torch.cuda.set_device(self._transport)  # the thread's own setting
+
         def refused():  # a server that turned the announcement down will never receive: say its reason at once
             for future in announcements:
                 if future.done():
@@ -559,6 +504,7 @@ class VLLMClient:
     def finish_push(self, version: int):
         """Close the update: every server checks that each of its parameters came exactly once, empties its caches,
         takes `version` and goes on sampling. ServerError names parameters that are missing, unknown or misshapen."""
+        self._settle()
         if self._checksums is None:
             raise ServerError("finish_push outside a push: call begin_push first")
         sums, self._checksums = self._checksums, None
@@ -569,6 +515,7 @@ class VLLMClient:
                     f"{link.url} has version {answer['policy_version']}, checksum {answer['checksum']:016x} after the "
                     f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
                 )
+        self._base = self._push if self.changes_only else None
 
     def abort_push(self, reason: str = "the trainer gave up"):
         """Tell the servers, as far as they can still be told, that the push will not be completed. They answer 503 to
@@ -580,8 +527,9 @@ class VLLMClient:
         concurrent.futures.wait([in_thread(self._call, *call) for call in calls], timeout=10)
 
     def close(self):
-        """Drop the transfer groups."""
+        """Drop the transfer groups; the next push is of all weights."""
         links, self._links = self._links, []
+        self._kept, self._base = [], None
         # In threads: a gloo group waits for its pending sends before it goes. Waited for, but not for long: a process
         # that ends while a thread takes a group down is aborted.
         abort = self._transport.type == "cuda"

@@ -44,8 +44,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from serving.receiver import Receiver
 from serving.rendezvous import Joined
-from vllm_client import ALIGN, broadcast, checksum, fold, layout, local_address, not_finite, open_group, some, wait_for
+from serving.wire import fold, local_address, not_finite, open_group, some
 
 # ---- in the workers: receiving and putting in place ------------------------------------------------------------------
 
@@ -58,6 +59,7 @@ class InitInfo(WeightTransferInitInfo):
     backend: str  # "gloo" | "nccl"
     world_size: int  # trainer (rank 0) + all workers of this server
     timeout: float  # seconds for joining, and for one bucket
+    keep: bool = False  # the buckets of a push, for a later one that sends only what has changed
 
 
 @dataclass
@@ -65,7 +67,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    checksums: list[int]
+    checksums: list[int]  # of the whole tensors, also where only changes travel
+    push: str = ""  # name of this push
+    base: str | None = None  # the complete push that it changes
+    changed: int | None = None  # so many 16-bit words of the kept bucket, which travel with their places; None: all
 
 
 @dataclass
@@ -104,7 +109,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.group = self.store = self.info = None
+        self.store = self.receiver = self.info = None
         self.push: Push | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -114,11 +119,14 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
         secret, limit, mine = init_info.secret, init_info.timeout, local_address(init_info.address, init_info.port)
         self.store = Joined(secret, init_info.address, init_info.port, limit)
-        self.group = open_group(self.store, secret, rank, init_info.world_size, init_info.backend, limit, mine)
+        group = open_group(self.store, secret, rank, init_info.world_size, init_info.backend, limit, mine)
+        over = self.device if init_info.backend == "nccl" else torch.device("cpu")
+        self.receiver = Receiver(group, limit, over, init_info.keep)
         self.info = init_info
 
     def start_weight_update(self) -> None:
         self.push = Push()
+        self.receiver.start()
         initialize_layerwise_reload(self.model)
         for module_name, layer in self.model.named_modules():
             for name, parameter in layer.named_parameters(recurse=False):
@@ -161,18 +169,11 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive one bucket, compare its checksums and hand its tensors to the model."""
         push, names = self.push, update_info.names
-        dtypes = [getattr(torch, dtype) for dtype in update_info.dtypes]
-        starts, sizes, total = layout(dtypes, update_info.shapes)
-        over = self.device if self.info.backend == "nccl" else torch.device("cpu")
-        bucket = torch.empty(total, dtype=torch.uint8, device=over)
-        wait_for(broadcast(self.group, bucket), self.info.timeout, f"the trainer to send {total / 1e6:.1f} MB")
+        bucket, starts, sizes = self.receiver.receive(update_info)
         counts = collections.Counter([*push.sent, *names])
         if repeated := sorted(name for name, count in counts.items() if count > 1):
             raise ValueError(f"sent twice in one push: {', '.join(repeated[:8])}; send every parameter once")
-        for name, start, size, expected in zip(names, starts, sizes, update_info.checksums, strict=True):
-            got = checksum(bucket[start : start + -(-size // ALIGN) * ALIGN])
-            if got != expected:
-                raise ValueError(f"{name} arrived damaged: checksum {got:016x}, the trainer's is {expected:016x}")
+        dtypes = [getattr(torch, dtype) for dtype in update_info.dtypes]
         bucket = bucket.to(self.device)
         tensors = [
             (name, bucket[start : start + size].view(dtype).view(shape))
@@ -246,6 +247,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for layer in tied:  # on CPUs it computes with a packed copy of the shared weight, which the reload leaves as is
             layer.quant_method.process_weights_after_loading(layer)
         self.push = None
+        self.receiver.finish()
 
     def abort(self) -> None:
         """Forget a push that will not be completed. Layers that were complete keep the new weights, the others get
@@ -261,11 +263,11 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.push = None
 
     def shutdown(self) -> None:
-        if self.group is not None and self.info.backend == "nccl":
-            self.group.abort()
+        if self.receiver is not None and self.info.backend == "nccl":
+            self.receiver.group.abort()
         if self.store is not None:
             self.store.close()
-        self.group = self.store = self.info = None
+        self.store = self.receiver = self.info = None
 
 
 class TransferWorker:

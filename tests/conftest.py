@@ -11,7 +11,7 @@ LONGEST += ["train", "foreign", "reward_model", "examples", "ideas", "readme", "
 
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.
-SERVED = ("test_push", "test_server", "test_serving", "test_async", "test_freshness")
+SERVED = ("test_push", "test_push_changes", "test_server", "test_serving", "test_async", "test_freshness")
 
 
 def pytest_collection_modifyitems(items):

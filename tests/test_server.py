@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vllm_client
 from config import TrainConfig
 from rollouts import multi_turn
-from vllm_client import ServerError, VLLMClient, checksum
+from serving import wire
+from serving.wire import CHUNK, checksum
+from vllm_client import ServerError, VLLMClient
 
 PROMPT = list(range(100, 140))
 NORM, K_PROJ, UP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
@@ -287,7 +289,7 @@ def test_requests_go_to_the_least_loaded_server(server, monkeypatch):
 
 def test_checksum_sees_every_change():
     torch.manual_seed(0)
-    for size in (4, 16, 4 * vllm_client.CHUNK, 4 * vllm_client.CHUNK * 3 + 16):
+    for size in (4, 16, 4 * CHUNK, 4 * CHUNK * 3 + 16):
         data = torch.randint(0, 256, (size,), dtype=torch.uint8)
         before = checksum(data)
         flipped, swapped = data.clone(), data.clone()
@@ -296,10 +298,51 @@ def test_checksum_sees_every_change():
         assert checksum(flipped) != before
         assert checksum(data.clone()) == before
         assert checksum(swapped) != before or data[0] == data[-1]
+        assert checksum(data.roll(4)) != before or size == 4
     # Sign flips that cancel in a plain weighted sum: +a and -a in exchanged places.
     signs = torch.tensor([1.0, -1.0, 1.0, 1.0])
     assert checksum(signs.view(torch.uint8)) != checksum(signs[[1, 0, 2, 3]].view(torch.uint8))
     assert checksum(torch.zeros(8, dtype=torch.uint8)) == checksum(torch.zeros(8, dtype=torch.uint8))
+
+
+def test_checksums_are_exact_and_know_places():
+    """Against python's own integers; with the largest words there are, and whatever is exchanged across rows."""
+    for fill in (-(2**31), 2**31 - 1, None):
+        rows = torch.randint(-(2**31), 2**31, (6, CHUNK), dtype=torch.int32)
+        rows = rows if fill is None else torch.full_like(rows, fill)
+        words, starts = rows.flatten().tolist(), [0, wire.ALIGN, 4 * wire.ALIGN, 4 * wire.ALIGN]
+        ends = [CHUNK, 4 * CHUNK, 4 * CHUNK, 6 * CHUNK]
+        expected = [
+            sum((i + 1) * words[i] for i in range(start // 4, end)) % 2**64
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        assert wire.checksums(rows.view(torch.uint8).flatten(), starts) == expected
+    rows[0, 0], rows[1, 0], rows[0, 1], rows[1, 1] = 5, -(2**31), 6, 7
+    before = checksum(rows.view(torch.uint8).flatten())
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for a in places:
+        for b in places[: places.index(a)]:
+            other = rows.clone()
+            other[a], other[b] = rows[b], rows[a]
+            assert checksum(other.view(torch.uint8).flatten()) != before, (a, b)
+    negated = rows.view(torch.float32).neg().view(torch.uint8)
+    assert checksum(negated.flatten()) != before
+
+
+def test_a_bucket_is_checked_by_few_operations():
+    """On a GPU each costs a launch; 64 MiB took 2,050."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    with Counter() as counter:
+        wire.checksums(torch.zeros(64 << 20, dtype=torch.uint8), [0, 32 << 20])
+    assert counter.count < 3 * 16 + 20, counter.count
 
 
 def test_weights_really_arrive(server, client, model):
@@ -389,11 +432,11 @@ def test_broken_pushes_name_the_culprit_and_a_good_one_recovers(server, client, 
 
 def test_a_flipped_byte_is_seen(client, model, monkeypatch):
     named = list(model.named_parameters())
-    starts, _, _ = vllm_client.layout([p.dtype for _, p in named[5:]], [list(p.shape) for _, p in named[5:]])
+    starts, _, total = wire.layout([p.dtype for _, p in named[5:]], [list(p.shape) for _, p in named[5:]])
     victim = [name for name, _ in named[5:]].index(K_PROJ)
 
     def damage(group, tensor):
-        if len(tensor) > starts[victim] and tensor.dtype == torch.uint8 and len(named[5:]) == len(starts):
+        if len(tensor) == total:  # the first bucket may still be under way
             tensor[starts[victim] + 1] ^= 1
         return broadcast(group, tensor)
 
@@ -403,6 +446,7 @@ def test_a_flipped_byte_is_seen(client, model, monkeypatch):
     monkeypatch.setattr(vllm_client, "broadcast", damage)
     with pytest.raises(ServerError, match=rf"{K_PROJ} arrived damaged"):
         client.send_bucket(named[5:])
+        client.finish_push(12)  # which waits for the bucket
     monkeypatch.undo()
     with pytest.raises(ServerError, match="503.*arrived damaged"):
         generate(client)

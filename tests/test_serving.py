@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ import vllm_client
 from cli import ConfigError
 from safety import credentials
 from serving import gate as vllm_gate
-from serving import rendezvous
+from serving import rendezvous, wire
 from vllm_client import ServerError, VLLMClient
 
 PROMPT = list(range(100, 140))
@@ -381,7 +382,7 @@ def test_the_transfers_store_wants_the_secret():
     assert ("127.0.0.1", store.port) in listening()
     store.set("0", b"an address")
     with pytest.raises((RuntimeError, ValueError)):
-        dist.TCPStore("127.0.0.1", store.port, None, False, timeout=vllm_client.timedelta(seconds=2)).list_keys()
+        dist.TCPStore("127.0.0.1", store.port, None, False, timeout=timedelta(seconds=2)).list_keys()
     with pytest.raises(PermissionError, match="refused the secret"):
         rendezvous.Joined("another secret", "127.0.0.1", store.port, 5)
     worker = rendezvous.Joined("the secret", "127.0.0.1", store.port, 5)
@@ -389,7 +390,7 @@ def test_the_transfers_store_wants_the_secret():
     worker.set("1", b"\x00\xff")
     assert store.get("1") == b"\x00\xff" and worker.check(["0", "1"]) and not worker.check(["2"])
     with pytest.raises(TimeoutError, match=r"waited 0.2 s.*\(2\)"):
-        worker.wait(["2"], vllm_client.timedelta(seconds=0.2))
+        worker.wait(["2"], timedelta(seconds=0.2))
     store.close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", store.port), timeout=2)
@@ -428,7 +429,7 @@ def test_members_of_a_group_prove_the_secret():
     store = dist.HashStore()
 
     def member(rank, secret):
-        return vllm_client.open_group(store, secret, rank, 2, "gloo", 10, "127.0.0.1")
+        return wire.open_group(store, secret, rank, 2, "gloo", 10, "127.0.0.1")
 
     other = vllm_client.in_thread(member, 1, "guessed")
     with pytest.raises(PermissionError, match=r"ranks \[1\] .*do not know the secret"):
@@ -449,7 +450,15 @@ def test_no_port_of_the_rendezvous_stays_open(server):
 
 def test_nothing_is_unpickled():
     """Neither by us, nor by vLLM from what clients send: the workers run with its insecure serialization off."""
-    for module in ("vllm_client", "vllm_server", "serving/transfer", "serving/gate", "serving/rendezvous"):
+    for module in (
+        "vllm_client",
+        "vllm_server",
+        "serving/transfer",
+        "serving/gate",
+        "serving/rendezvous",
+        "serving/wire",
+        "serving/receiver",
+    ):
         text = (ROOT / f"{module}.py").read_text()
         for word in ("pickle", "torch.load", "object_list", "all_gather_object", "marshal", "eval("):
             assert word not in text.replace("unpickled", "").replace("no pickles", ""), (module, word)

@@ -1,0 +1,58 @@
+"""The server's end of the wire, without vLLM: receives the buckets of a push, whole or as changes, and checks them."""
+
+import torch
+
+from serving import wire
+
+
+class Receiver:
+    """Takes part in one transfer group, rank 0 of which is the trainer.
+
+    With `keep`, the buckets of a complete push stay, and a bucket of the next push may be announced as changes of the
+    one that was kept. `complete` names the push that the kept buckets are of: none while another is under way or after
+    one that broke off. An announcement (UpdateInfo of serving/transfer.py) says which push it changes, and its
+    checksums are those of the whole tensors, so a change that went wrong, now or at any time before, is seen.
+    """
+
+    def __init__(self, group, timeout: float, device: torch.device, keep: bool):
+        """device: where buckets arrive. timeout: seconds for one bucket."""
+        self.group, self.timeout, self.device, self.keep = group, timeout, device, keep
+        self.kept: list[tuple[tuple, torch.Tensor]] = []  # (names, dtypes, shapes) and bytes of each bucket
+        self.complete: str | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.base, self.complete, self.push, self.number = self.complete, None, None, 0
+
+    def finish(self) -> None:
+        self.complete = self.push if self.keep else None
+
+    def receive(self, info) -> tuple[torch.Tensor, list[int], list[int]]:
+        """The bucket that `info` announces; first byte and bytes of each tensor in it. ValueError for a damaged one."""
+        starts, sizes, total = wire.layout([getattr(torch, dtype) for dtype in info.dtypes], info.shapes)
+        bucket = self._bucket(info, total)
+        for name, got, expected in zip(info.names, wire.checksums(bucket, starts), info.checksums, strict=True):
+            if got != expected:
+                raise ValueError(f"{name} arrived damaged: checksum {got:016x}, the trainer's is {expected:016x}")
+        return bucket, starts, sizes
+
+    def _bucket(self, info, total: int) -> torch.Tensor:
+        what, number, self.push = (info.names, info.dtypes, info.shapes), self.number, info.push
+        self.number += 1
+        kept = next((bucket for known, bucket in self.kept[number : number + 1] if known == what), None)
+        if info.changed is None:
+            if kept is None:
+                kept = torch.empty(total, dtype=torch.uint8, device=self.device)
+                self.kept[number:] = [(what, kept)] if self.keep else []
+            return self._arrive(kept)
+        if kept is None or info.base is None or info.base != self.base:
+            raise ValueError(f"this server does not hold push {info.base}, which was to be changed; push all weights")
+        size = wire.layout_changes(info.changed)[2]
+        arrived = self._arrive(torch.empty(size, dtype=torch.uint8, device=self.device))
+        wire.change(kept, *wire.unpack_changes(arrived, info.changed))
+        return kept
+
+    def _arrive(self, into: torch.Tensor) -> torch.Tensor:
+        what = f"the trainer to send {len(into) / 1e6:.1f} MB"
+        wire.wait_for(wire.broadcast(self.group, into), self.timeout, what)
+        return into

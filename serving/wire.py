@@ -1,0 +1,184 @@
+"""What travels in a weight push, and through what: layout, checksums, process group. Both ends import this, so they
+cannot disagree.
+
+A bucket is one flat uint8 tensor. Its tensors lie one behind the other, each from a multiple of ALIGN bytes on; names,
+dtypes, shapes and checksums are announced over HTTP. No part of vLLM is imported.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from serving.rendezvous import proof
+
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant (the golden ratio)
+CHUNK = 1 << 11  # words of a row of the checksum: sums of a row stay below 2^53, so float64 holds them exactly
+ALIGN = 4 * CHUNK  # bytes; a tensor starts on a row, so that any dtype can be viewed in place
+PIECE = {"cpu": 4 << 20, "cuda": 64 << 20}  # bytes that are checksummed at a time: on CPUs, what fits the caches
+
+
+def layout(dtypes: list[torch.dtype], shapes: list[list[int]]) -> tuple[list[int], list[int], int]:
+    """Where tensors lie in a bucket: (first byte of each, bytes of each, bytes of the bucket, padding included)."""
+    starts, sizes, end = [], [], 0
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        starts.append(end)
+        sizes.append(torch.Size(shape).numel() * dtype.itemsize)
+        end += -(-sizes[-1] // ALIGN) * ALIGN
+    return starts, sizes, end
+
+
+def checksums(bucket: torch.Tensor, starts: list[int]) -> list[int]:
+    """64-bit checksum of each tensor in a bucket: its 32-bit words, each times its position in the bucket, summed.
+
+    Exact, and the same wherever the bucket lies. Words differ by less than 2^32, positions by less than 2^31 (8 GiB):
+    no changed word and no exchanged pair can cancel modulo 2^64; of other damage one in 2^64 goes unseen. One product
+    gives each row's plain sum S and its sum T weighted by 1 ... CHUNK; word j of row i counts i * CHUNK + j + 1 times,
+    which is i * CHUNK * S + T.
+    """
+    rows = bucket.view(torch.int32).view(len(bucket) // ALIGN, CHUNK)
+    weights = torch.arange(1, CHUNK + 1, dtype=torch.float64, device=bucket.device)
+    weights = torch.stack([torch.ones_like(weights), weights])  # [2, CHUNK]
+    pieces = rows.split(PIECE.get(bucket.device.type, ALIGN) // ALIGN)
+    wide = torch.empty(len(pieces[0]), CHUNK, dtype=torch.float64, device=bucket.device)  # of one piece at a time
+    sums = torch.cat([weights @ wide[: len(piece)].copy_(piece).T for piece in pieces], 1).long()  # [2, rows]
+    values = torch.arange(len(rows), device=bucket.device) * CHUNK * sums[0] + sums[1]  # int64, wraps
+    ends = torch.nn.functional.pad(values.cumsum(0), (1, 0)).cpu()  # the one transfer to the host
+    edges = ends[[start // ALIGN for start in [*starts, len(bucket)]]]
+    return [value % (1 << 64) for value in edges.diff().tolist()]
+
+
+def checksum(data: torch.Tensor) -> int:
+    """That of a single uint8 tensor, of any length: zeros fill up its last row."""
+    return checksums(torch.nn.functional.pad(data, (0, -len(data) % ALIGN)), [0])[0] if len(data) else 0
+
+
+def fold(values: list[int]) -> int:
+    """Checksums in order -> one checksum."""
+    total = 0
+    for value in values:
+        total = (total * MIX + value + 1) % (1 << 64)
+    return total
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this machine that faces `host`; nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def not_finite(tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of those that hold nan or inf. One pass over each tensor where it lies, one transfer to the host in all."""
+    named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    # torch has no aminmax of float8, of which every value fits bfloat16. aminmax keeps a nan.
+    wide = (tensor if tensor.dtype.itemsize > 1 else tensor.to(torch.bfloat16) for _, tensor in named)
+    extremes = [torch.stack(torch.aminmax(tensor)).double() for tensor in wide]
+    sound = torch.stack(extremes).isfinite().all(-1).tolist() if extremes else []
+    return [name for (name, _), good in zip(named, sound, strict=True) if not good]
+
+
+def pack(named: list[tuple[str, torch.Tensor]], dtypes: list[torch.dtype], bucket: torch.Tensor, starts: list[int]):
+    """Copy tensors into a bucket, in these dtypes and from these bytes on; (name, flat tensor) pairs of what lies there
+    then. Padding becomes 0."""
+    packed = []
+    for (name, tensor), dtype, start, end in zip(named, dtypes, starts, [*starts[1:], len(bucket)], strict=True):
+        size = tensor.numel() * dtype.itemsize
+        packed.append((name, bucket[start : start + size].view(dtype)))
+        packed[-1][1].view(tensor.shape).copy_(tensor.detach())
+        bucket[start + size : end] = 0
+    return packed
+
+
+def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 16-bit words in which two buckets differ: their positions [n] int32, what they are in the new one [n] int16.
+
+    Of bfloat16 weights a word is one; of wider ones it is a part. Eight bytes are compared at a time, then the words of
+    those that differ.
+    """
+    wide, kept, found = new.view(torch.int64), old.view(torch.int64), []
+    size = PIECE.get(new.device.type, ALIGN) // 8
+    for start in range(0, len(wide), size):
+        found.append((wide[start : start + size] != kept[start : start + size]).nonzero()[:, 0] + start)
+    hits = torch.cat(found) if found else wide.long()
+    words = wide[hits].view(torch.int16).view(-1, 4)
+    row, lane = (words != kept[hits].view(torch.int16).view(-1, 4)).nonzero(as_tuple=True)
+    return (hits[row] * 4 + lane).int(), words[row, lane]
+
+
+def layout_changes(count: int) -> tuple[list[int], list[int], int]:
+    return layout([torch.int32, torch.int16], [[count], [count]])
+
+
+def pack_changes(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """As they travel, in a bucket of their own."""
+    starts, _, total = layout_changes(len(positions))
+    bucket = torch.empty(total, dtype=torch.uint8, device=positions.device)
+    pack([("positions", positions), ("values", values)], [torch.int32, torch.int16], bucket, starts)
+    return bucket
+
+
+def unpack_changes(bucket: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    (first, second), (long, short), _ = layout_changes(count)
+    return bucket[first : first + long].view(torch.int32), bucket[second : second + short].view(torch.int16)
+
+
+def change(bucket: torch.Tensor, positions: torch.Tensor, values: torch.Tensor):
+    """Make the bucket what `changes` found the new one to be; ValueError for a position outside it."""
+    words = bucket.view(torch.int16)
+    if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(words):
+        raise ValueError(f"changes at {int(positions.min())} to {int(positions.max())} of {len(words)} words: damaged")
+    words[positions.long()] = values
+
+
+def some(names: list[str]) -> str:
+    """The first eight, for a message."""
+    return ", ".join(names[:8]) + " ..." * (len(names) > 8)
+
+
+def open_group(store, secret: str, rank: int, world_size: int, backend: str, timeout: float, address: str):
+    """Process group of the trainer (rank 0) and a server's workers, outside torch's global one. Before any weights
+    flow, every member has proved to every other that it knows `secret`; PermissionError otherwise.
+
+    gloo is bound to `address`, so that a host name that does not resolve is no obstacle. NCCL's own watchdog ends the
+    whole process when it fires; it is put far off, and `wait_for` keeps the time instead.
+    """
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout + 2)  # `wait_for` speaks first
+        group, device = dist.ProcessGroupGloo(store, rank, world_size, options), torch.device("cpu")
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(hours=24)
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        device = torch.device("cuda", torch.cuda.current_device())
+    expected = [list(proof(secret, f"rank {member}")) for member in range(world_size)]
+    mine = torch.tensor(expected[rank], dtype=torch.uint8, device=device)
+    given = [torch.empty_like(mine) for _ in expected]
+    wait_for(group.allgather([given], [mine]), timeout, "the first message through the new process group")
+    if strangers := [rank for rank, one in enumerate(given) if one.tolist() != expected[rank]]:
+        raise PermissionError(f"ranks {strangers} of the {backend} group do not know the secret of this session")
+    return group
+
+
+def broadcast(group, tensor):
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([tensor], options)
+
+
+def wait_for(work, timeout: float, what: str, poll: Callable[[], None] | None = None):
+    """Wait until `work` is done; TimeoutError after `timeout` seconds. `poll` is called meanwhile and may raise."""
+    deadline = time.monotonic() + timeout
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:g} s for {what}")
+        if poll is not None:
+            poll()
+        time.sleep(0.0005)
+    work.wait()
