@@ -1110,6 +1110,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     """Everything a run works with, loaded and resumed; the generator has its weights."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
+    utils.check_nodes(cfg)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
     sampler = None
     if not cfg.eval_only:

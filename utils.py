@@ -9,11 +9,14 @@ import functools
 import os
 import pickle
 import re
+import socket
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -176,6 +179,21 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
         client.connect_weights(device)
     client.instances = gather_objects(client.instances)[0]  # every rank looks whether its answers are theirs
     return client
+
+
+def check_nodes(cfg: TrainConfig) -> None:
+    """ConfigError for a loopback address among --server_urls if ranks are on several machines. Collective."""
+    loopback = [url for url in cfg.server_urls if urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")]
+    spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    network = [spaces[0].read_text(), os.readlink(spaces[1])] if spaces[1].exists() else None  # who shares a loopback
+    ranks = gather_objects((network, socket.gethostname()))
+    if cfg.generator == "vllm" and loopback and any(network != ranks[0][0] for network, _ in ranks):
+        other = next(rank for rank, (network, _) in enumerate(ranks) if network != ranks[0][0])
+        raise ConfigError(
+            f"--server_urls={loopback[0]} is each machine's own address, and there are several: rank 0 is on "
+            f"{ranks[0][1]}, rank {other} on {ranks[other][1]}. Start the server with --host ADDRESS and a token, and "
+            "give --server_urls http://ADDRESS:PORT."
+        )
 
 
 def check_servers(client, config, window: int) -> None:

@@ -474,7 +474,7 @@ class VLLMClient:
     def _pick_backend(self) -> str:
         if self._device.type != "cuda" or any(info["device"] != "cuda" for info in self._infos):
             return "gloo"
-        mine = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self._device).uuid}"
+        mine = str(torch.cuda.get_device_properties(self._device).uuid)
         return "gloo" if any(mine in info["devices"] for info in self._infos) else "nccl"
 
     def begin_push(self):

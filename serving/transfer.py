@@ -19,7 +19,6 @@ import logging
 import multiprocessing
 import os
 import re
-import socket
 import sys
 import time
 import uuid
@@ -280,10 +279,8 @@ class TransferWorker:
         self._weight_update_active = False
 
     def name_device(self) -> str:
-        """Host and GPU, the same wherever it is seen from; "cpu" for a worker without."""
-        if self.device.type != "cuda":
-            return "cpu"
-        return f"{socket.gethostname()}/{torch.cuda.get_device_properties(self.device).uuid}"
+        """The GPU's UUID, the same from any container (host names are not); "cpu" for a worker without."""
+        return "cpu" if self.device.type != "cuda" else str(torch.cuda.get_device_properties(self.device).uuid)
 
 
 def keep_last_error(path: str):

@@ -1,5 +1,6 @@
-"""scripts/serve_and_train.sh on machines with GPUs that this one need not have: commands of the same names stand before
-the real ones in PATH, and write down what they were given."""
+"""scripts/serve_and_train.sh and scripts/slurm.sh where there are GPUs and nodes that this machine need not have.
+
+Commands of the same names stand before the real ones in PATH, and write down what they were given."""
 
 import json
 import os
@@ -19,10 +20,15 @@ name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 if name == "nvidia-smi":
     print(*[f"GPU {{i}}: a GPU (UUID: GPU-{{i}})" for i in range({gpus})], sep="\\n")
     sys.exit(0 if {gpus} else 9)
+if name == "scontrol":
+    print("node-a", "node-b", "node-c", sep="\\n")
+    sys.exit()
 script = next((word for word in words if word.endswith(".py")), None)
 if script is None:  # the launcher's own one-liners
     os.execv("{python}", ["{python}", *words] if words != ["-", "runs/{run}"] else ["{python}", "-c", ""])
 seen = dict(name=name, words=words, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"))
+token = os.environ.get("VLLM_SERVER_TOKEN_FILE")
+seen["token"] = token and (oct(os.stat(token).st_mode & 0o777), len(open(token).read()))
 seen["ready"] = os.path.exists(here + "/ready")
 with open(f"{{here}}/{{'server' if script == 'vllm_server.py' else 'trainer'}}.json", "w") as file:
     json.dump(seen, file)
@@ -36,17 +42,17 @@ if script == "vllm_server.py":
 """
 
 
-def launch(folder: Path, gpus: int, *flags: str, visible: str | None = None, dies: bool = False, **env: str):
+def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False, script="serve_and_train.sh", **env: str):
     """(exit status, what was printed, what the server was given, what the trainer was given)"""
     run = "launch-" + secrets.token_hex(4)
-    for name in ("nvidia-smi", "python", "torchrun"):
+    for name in ("nvidia-smi", "python", "torchrun", "srun", "scontrol"):
         text = STAND_IN.format(python=sys.executable, here=folder, gpus=gpus, run=run, dies=dies)
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVER_FLAGS")}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}"} | env
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    command = ["bash", "scripts/serve_and_train.sh", run, "a-model", "512", "train_grpo.py", *flags]
+    command = ["bash", f"scripts/{script}", run, "a-model", "512", "train_grpo.py", *flags]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     finally:
@@ -115,3 +121,16 @@ def test_a_server_that_is_never_ready(tmp_path):
     (tmp_path / "bin").mkdir()
     status, text, _, trainer = launch(tmp_path, 2, SERVER_START_SECONDS="0")
     assert status == 1 and trainer is None and "SERVER_START_SECONDS=0" in text
+
+
+def test_slurm_has_the_first_node_serve_and_the_others_train(tmp_path):
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_JOB_ID": "1234567"}
+    status, text, server, trainer = launch(tmp_path, 8, "-x", script="slurm.sh", SLURM_GPUS_ON_NODE="8", **slurm)
+    assert status == 0, text
+    words, given = " ".join(server["words"]), " ".join(trainer["words"])
+    assert "--nodelist=node-a python vllm_server.py" in words and "--host 0.0.0.0 --port 14567" in words
+    assert "--tensor-parallel-size 8" in words and server["token"] == trainer["token"] == ["0o600", 33]
+    assert "--nodes=2 --ntasks-per-node=1 --nodelist=node-b,node-c torchrun --nnodes=2 --nproc_per_node=8" in given
+    assert "--rdzv_endpoint=node-b:24567 train_grpo.py" in given and given.endswith("-x") and trainer["ready"]
+    assert "--server_urls http://node-a:14567" in given
+    assert not list((ROOT / "runs").glob("launch-*-token"))
