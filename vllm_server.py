@@ -379,6 +379,8 @@ async def describe_server(engine, placeholders: list[int]) -> dict:
     """What /server_info answers, but for the state of the weights."""
     import vllm
 
+    from serving.transfer import ask_workers
+
     config, parallel = engine.model_config, engine.vllm_config.parallel_config
     return {
         "model": config.model,
@@ -391,7 +393,7 @@ async def describe_server(engine, placeholders: list[int]) -> dict:
         "vllm_version": vllm.__version__,
         "world_size": parallel.world_size_across_dp,
         "device": "cpu" if engine.vllm_config.device_config.device_type == "cpu" else "cuda",
-        "devices": await engine.collective_rpc("name_device"),
+        "devices": sum(await ask_workers(engine, "name_device"), []),
         "never_sampled": placeholders,
         "max_n": MAX_N,
     }
