@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from config import ConfigError, TrainConfig
 from safety import limits
@@ -173,6 +174,8 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
         print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
     client.wait_ready(cfg.server_timeout)
     check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
+    if cfg.colocate and not all(info["can_sleep"] for info in client.server_info()):
+        raise ConfigError(f"--colocate: start the server at {client.urls[0]} with --enable-sleep-mode.")
     client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:
@@ -219,6 +222,20 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
     from transformers.core_model_loading import revert_weight_conversion
 
     return list(revert_weight_conversion(hf_model, dict(named)).items())
+
+
+def move(run, device: torch.device) -> None:
+    """Weights and optimizer state of all that `run` trains to `device`. Parameters stay the objects that the optimizer
+    knows. FSDP2's, which --offload keeps on the CPU, stay there."""
+    if isinstance(run.policy, FSDPModule):
+        return
+    for module in (run.policy, run.reference, run.critic and run.critic.module):
+        if module is not None:
+            module.to(device)
+    for state in (s for _, optimizer in run.modules.values() if optimizer for s in optimizer.state.values()):
+        state |= {name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)}
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what lies free in this process is of no use to the server
 
 
 # ---- 3 checks of a run ----------------------------------------------------------------------------------------------

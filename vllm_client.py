@@ -446,6 +446,12 @@ class VLLMClient:
             raise ServerError(f"waited {self.timeout + 15:g} s for {what}; look at the servers' terminals")
         return [future.result() for future in futures]
 
+    def sleep(self):
+        """The servers drop weights and KV cache, and give their memory back. The next push wakes them."""
+        answers = self._on_all([(url, "POST", "/sleep", None) for url in self.urls])
+        if answers[0]["state"] != "asleep":
+            raise ServerError(f"{self.urls[0]} is {answers[0]['state']} after POST /sleep; look at its terminal")
+
     # -- pushing weights ---------------------------------------------------------------------------------------------
 
     def connect_weights(self, device: torch.device | str = "cpu"):

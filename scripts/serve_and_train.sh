@@ -9,7 +9,7 @@
 # trainer's status. SERVER_FLAGS in the environment go to the server.
 #
 # Of several GPUs the first N (unset: 1) are the server's, which splits the model over them; torchrun starts a trainer
-# on each of the others. One GPU is shared. On GPUs the trainer starts when the server is ready, for which it has
+# on each of the others. One GPU is shared, with --colocate by turns. On GPUs the trainer starts when the server is ready, for which it has
 # SERVER_START_SECONDS (unset: 1800). Without a GPU a script with async in its name and the server get half of the cores
 # each.
 set -euo pipefail
@@ -36,6 +36,8 @@ else
   visible=""
 fi
 IFS=, read -ra gpus <<<"$visible"
+colocate=""
+for flag in "${flags[@]}"; do [ "$flag" != --colocate ] || { colocate=1; gpus=("${gpus[@]:0:1}"); }; done
 if [ ${#gpus[@]} -gt 1 ] && ! [[ "$server_gpus" =~ ^[0-9]+$ && $server_gpus -ge 1 && $server_gpus -lt ${#gpus[@]} ]]; then
   echo "--server_gpus=$server_gpus of ${#gpus[@]} GPUs: give 1 to $((${#gpus[@]} - 1)), the others are the trainer's" >&2
   exit 2
@@ -74,6 +76,7 @@ if [ ${#gpus[@]} -gt 1 ]; then
 elif [ ${#gpus[@]} = 1 ]; then
   for_server=(env CUDA_VISIBLE_DEVICES="${gpus[0]}") for_trainer=(env CUDA_VISIBLE_DEVICES="${gpus[0]}")
   server_flags=(--gpu-memory-utilization 0.3)
+  [ -z "$colocate" ] || server_flags=(--gpu-memory-utilization 0.85 --enable-sleep-mode)
 else # both on the same cores: whoever waits must not spin
   export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
   read -ra cores <<<"$(python -c 'import os; print(*sorted(os.sched_getaffinity(0)))')"

@@ -45,6 +45,7 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.utils.nccl import unpinned_nccl_env
 
 from serving.rendezvous import Joined
+from serving.sleep import Sleep
 from vllm_client import ALIGN, broadcast, checksum, fold, layout, local_address, not_finite, open_group, some, wait_for
 
 # ---- in the workers: receiving and putting in place ------------------------------------------------------------------
@@ -446,7 +447,7 @@ class AbortBody(SessionBody):
     reason: str = "the trainer gave up"
 
 
-def push_routes(engine, pushes: Pushes) -> APIRouter:
+def push_routes(engine, pushes: Pushes, sleep: Sleep) -> APIRouter:
     router = APIRouter()
 
     @router.post("/init_weight_transfer_engine")
@@ -469,6 +470,7 @@ def push_routes(engine, pushes: Pushes) -> APIRouter:
             pushes.settled.clear()
             # Keeps sequences under way, and empties the caches: nothing is computed until the push is finished.
             await engine.pause_generation(mode="keep", clear_cache=True)
+            await sleep.wake(["weights"])
             await engine.start_weight_update()
         return {}
 
@@ -484,6 +486,7 @@ def push_routes(engine, pushes: Pushes) -> APIRouter:
             reports = await ask_workers(engine, "report_weight_update")
             check_coverage(reports)
             await engine.finish_weight_update(str(body.weight_version))
+            await sleep.wake(["weights", "kv_cache"])
             pushes.version, pushes.broken, pushes.active = body.weight_version, None, False
             await engine.resume_generation()
             pushes.settled.set()

@@ -96,6 +96,14 @@ def test_one_gpu_is_shared_and_the_server_comes_first(tmp_path):
     assert server["words"][-2:] == ["--gpu-memory-utilization", "0.3"]
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_turns_on_one_gpu_give_the_server_most_of_it(tmp_path, gpus):
+    status, text, server, trainer = launch(tmp_path, gpus, "--colocate")
+    assert status == 0, text
+    assert server["gpus"] == trainer["gpus"] == "0" and trainer["name"] == "python" and "--colocate" in trainer["words"]
+    assert server["words"][-3:] == ["--gpu-memory-utilization", "0.85", "--enable-sleep-mode"]
+
+
 @pytest.mark.parametrize(("gpus", "visible"), [(0, None), (2, "")])
 def test_without_a_gpu_both_begin_at_once(tmp_path, gpus, visible):
     status, text, server, trainer = launch(tmp_path, gpus, visible=visible)

@@ -17,7 +17,7 @@ from vllm.utils import nccl
 
 from serving import transfer
 from serving.rendezvous import Joined, Rendezvous
-from vllm_client import in_thread, open_group
+from vllm_client import broadcast, in_thread, open_group
 
 BUCKET = {"names": ["w"], "dtypes": ["float32"], "shapes": [[4]], "checksums": [0]}
 
@@ -108,18 +108,20 @@ def test_after_a_lost_bucket_a_new_group_works():
             assert engine.group is None
             trainer.result(10)
     tensor = torch.arange(4.0)
-    arrived = in_thread(lambda: engine.group.broadcast(tensor_out := torch.zeros(4)).wait() or tensor_out)
-    trainer.result(10).broadcast(tensor).wait()
-    assert arrived.result(10).tolist() == tensor.tolist()
+    sent = broadcast(trainer.result(10), tensor)
+    broadcast(engine.group, arrived := torch.zeros(4)).wait()
+    sent.wait()
+    assert arrived.tolist() == tensor.tolist()
 
 
 class Silent(Rendezvous):
     """A store in which set-up waits as NCCL's does for its members: without a limit."""
 
     def wait(self, keys, timeout=None):
-        while True:
-            time.sleep(1)
+        self.over.wait(60)
+        raise TimeoutError
 
+    over = threading.Event()
     get = wait
 
 
@@ -129,6 +131,7 @@ def test_setting_up_a_group_has_a_limit():
     with pytest.raises(TimeoutError, match="gloo group of 2 members to be set up"):
         done.result(20)
     assert time.monotonic() - start < 15
+    store.over.set()
     store.close()
 
 
