@@ -182,17 +182,15 @@ def test_what_cannot_take_turns_is_refused(monkeypatch):
         load_config(TrainConfig, ["--colocate"])
 
 
-def test_everything_moves_and_stays_what_the_optimizer_knows():
+def test_everything_moves():
+    """Weights, buffers and optimizer state, to a device without memory. (There parameters become new objects; between
+    CPU and GPU, nn.Module.to keeps them, as the optimizer needs it.)"""
     policy, reference = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2))
     optimizer = torch.optim.AdamW(policy.parameters())
     policy(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    optimizer.zero_grad()
     run = SimpleNamespace(policy=policy, reference=reference, critic=None, modules={"policy": (policy, optimizer)})
-    known = list(map(id, policy.parameters()))
     utils.move(run, torch.device("meta"))
     tensors = [*policy.state_dict().values(), *reference.state_dict().values()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == known
-    assert list(map(id, policy.parameters())) == known
+    assert {tensor.device.type for tensor in tensors} == {"meta"} and len(tensors) == 14 + 12
