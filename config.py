@@ -71,6 +71,7 @@ class TrainConfig:
     server_token: str | None = field(default=None, repr=False)  # `ps` shows it: rather set VLLM_SERVER_TOKEN
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
+    colocate: bool = False  # server and trainer take turns on one GPU; the server needs --enable-sleep-mode
     push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
     push_bucket_mb: int = 256  # weights travel in buckets of this size; a push takes the memory of three
     push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
@@ -354,6 +355,14 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--reward_funcs judge needs --judge_url and --judge_model."),
         (c.judge_template and not os.path.isfile(c.judge_template),
          f"--judge_template={c.judge_template}: there is no such file."),
+        (c.colocate and c.generator == "hf",
+         "--colocate has a server and the trainer take turns; --generator hf samples in the trainer: leave one out."),
+        (c.colocate and world > 1,
+         f"--colocate is for one GPU, and there are {world} ranks: start one, or give the server a GPU of its own."),
+        (c.colocate and c.strategy != "ddp" and not c.offload,
+         f"--colocate --strategy {c.strategy}: its shards cannot be moved; take ddp, or fsdp2 with --offload."),
+        (c.colocate and c.push_steps > 1,
+         f"--colocate --push_steps={c.push_steps}: a server that slept has no weights, so each step pushes them."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         (c.push_to_hub and not c.hub_repo_id, "--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO."),

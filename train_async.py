@@ -48,6 +48,11 @@ def check(cfg: TrainConfig) -> None:
             f"--max_staleness={cfg.max_staleness} --generator hf: the trainer's own process samples, so nothing can "
             "overlap. Start vllm_server.py and use --generator vllm, or --max_staleness 0."
         )
+    if cfg.colocate:
+        raise ConfigError(
+            "--colocate has the server sleep while the trainer updates, so nothing can overlap; use train_grpo.py, or "
+            "give the server a GPU of its own."
+        )
     if cfg.max_staleness + 1 < cfg.push_steps:
         raise ConfigError(
             f"--push_steps={cfg.push_steps} --max_staleness={cfg.max_staleness}: the weights that sample are up to "

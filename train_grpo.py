@@ -1192,6 +1192,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     """Everything a run works with, loaded and resumed; the generator has its weights."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
+    utils.check_nodes(cfg)
     cfg, warning = settled(empty_policy, cfg, world, utils.free_memory(device), critic=make_critic is not None)
     if warning and rank == 0:
         print(warning)
@@ -1203,14 +1204,15 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     lock, first, made_with = resume.begin(cfg, rows, held_out, PromptSampler, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0, 0.0, 0.0]}
-    policy, inner = load_policy(cfg, device)
-    reference = load_reference(cfg, device)
+    home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # the server has the GPU at first
+    policy, inner = load_policy(cfg, home)
+    reference = load_reference(cfg, home)
     if cfg.shared_prefix and (reason := why_not_shared(inner.hf_model, cfg)):
         cfg = replace(cfg, shared_prefix=False)
         if rank == 0:
             print(f"Prompts are computed once per completion, not once per group: {reason}.")
     optimizer = make_optimizer(policy, cfg)
-    critic = make_critic(cfg, device) if make_critic else None
+    critic = make_critic(cfg, home) if make_critic else None
     generator = make_generator(cfg, inner.hf_model, processor, device)
 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
@@ -1272,6 +1274,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(step, 0)
             trajectories, collected = collector.take(step, pushed, cfg)
+            if cfg.colocate:  # the GPU is the trainer's until the push, which wakes the server
+                generator.sleep()
+                utils.move(run, run.device)
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             edited = after_rollout(trajectories, memory, step, cfg)
@@ -1292,6 +1297,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
                 agreed = True
             with clock(metrics, "push"):
+                if cfg.colocate:
+                    utils.move(run, torch.device("cpu"))
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
                     push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)

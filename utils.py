@@ -10,16 +10,20 @@ import functools
 import os
 import pickle
 import re
+import socket
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from config import ConfigError, TrainConfig
 from safety import limits
@@ -230,12 +234,29 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
         print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
     client.wait_ready(cfg.server_timeout)
     check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
+    if cfg.colocate and not all(info["can_sleep"] for info in client.server_info()):
+        raise ConfigError(f"--colocate: start the server at {client.urls[0]} with --enable-sleep-mode.")
     client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:
         client.connect_weights(device)
     client.instances = gather_objects(client.instances)[0]  # every rank looks whether its answers are theirs
     return client
+
+
+def check_nodes(cfg: TrainConfig) -> None:
+    """ConfigError for a loopback address among --server_urls if ranks are on several machines. Collective."""
+    loopback = [url for url in cfg.server_urls if urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")]
+    spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    network = [spaces[0].read_text(), os.readlink(spaces[1])] if spaces[1].exists() else None  # who shares a loopback
+    ranks = gather_objects((network, socket.gethostname()))
+    if cfg.generator == "vllm" and loopback and any(network != ranks[0][0] for network, _ in ranks):
+        other = next(rank for rank, (network, _) in enumerate(ranks) if network != ranks[0][0])
+        raise ConfigError(
+            f"--server_urls={loopback[0]} is each machine's own address, and there are several: rank 0 is on "
+            f"{ranks[0][1]}, rank {other} on {ranks[other][1]}. Start the server with --host ADDRESS and a token, and "
+            "give --server_urls http://ADDRESS:PORT."
+        )
 
 
 def check_servers(client, config, window: int) -> None:
@@ -261,6 +282,20 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
     from transformers.core_model_loading import revert_weight_conversion
 
     return list(revert_weight_conversion(hf_model, dict(named)).items())
+
+
+def move(run, device: torch.device) -> None:
+    """Weights and optimizer state of all that `run` trains to `device`. Parameters stay the objects that the optimizer
+    knows. FSDP2's, which --offload keeps on the CPU, stay there."""
+    if isinstance(run.policy, FSDPModule):
+        return
+    for module in (run.policy, run.reference, run.critic and run.critic.module):
+        if module is not None:
+            module.to(device)
+    for state in (s for _, optimizer in run.modules.values() if optimizer for s in optimizer.state.values()):
+        state |= {name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)}
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what lies free in this process is of no use to the server
 
 
 # ---- 3 checks of a run ----------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -37,7 +36,19 @@ import urllib3
 from safety import credentials
 from serving import wire
 from serving.rendezvous import Rendezvous
-from serving.wire import broadcast, checksums, fold, layout, local_address, not_finite, open_group, pack, some, wait_for
+from serving.wire import (
+    broadcast,
+    checksums,
+    fold,
+    in_thread,
+    layout,
+    local_address,
+    not_finite,
+    open_group,
+    pack,
+    some,
+    wait_for,
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # The client
@@ -92,21 +103,6 @@ class Link:
     session: str
     store: Rendezvous
     group: object = None
-
-
-def in_thread(function, *args) -> concurrent.futures.Future:
-    """Run in a daemon thread: unlike a pool's, it cannot keep the interpreter from ending while a server hangs."""
-    future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # who no longer waits for it cannot cancel it: the thread sets it in any case
-
-    def run():
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def drop_group(link: Link, abort: bool):
@@ -340,6 +336,12 @@ class VLLMClient:
             raise ServerError(f"waited {self.timeout + 15:g} s for {what}; look at the servers' terminals")
         return [future.result() for future in futures]
 
+    def sleep(self):
+        """The servers drop weights and KV cache, and give their memory back. The next push wakes them."""
+        answers = self._on_all([(url, "POST", "/sleep", None) for url in self.urls])
+        if answers[0]["state"] != "asleep":
+            raise ServerError(f"{self.urls[0]} is {answers[0]['state']} after POST /sleep; look at its terminal")
+
     # -- pushing weights ---------------------------------------------------------------------------------------------
 
     def connect_weights(self, device: torch.device | str = "cpu"):
@@ -383,7 +385,7 @@ class VLLMClient:
     def _pick_backend(self) -> str:
         if self._device.type != "cuda" or any(info["device"] != "cuda" for info in self._infos):
             return "gloo"
-        mine = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self._device).uuid}"
+        mine = str(torch.cuda.get_device_properties(self._device).uuid)
         return "gloo" if any(mine in info["devices"] for info in self._infos) else "nccl"
 
     def begin_push(self):

@@ -15,6 +15,7 @@ On top of vLLM's routes:
 * Weight pushes (`VLLMClient.begin_push / send_bucket / finish_push`) on vLLM's life cycle and route names:
   /init_weight_transfer_engine, /start_weight_update (pauses; sequences under way are kept), /update_weights once a
   bucket, /finish_weight_update (checks coverage, takes the version, resumes), /abort_weight_update.
+* `/sleep`, `/wake_up` for a trainer on the same GPU: serving/sleep.py.
 
 Which weights sampled what. Requests that arrive during a push wait for its end. A sequence under way is frozen; after
 the push its prefix is computed anew and it goes on under the new weights. `policy_version` is the version when it began
@@ -379,6 +380,8 @@ async def describe_server(engine, placeholders: list[int]) -> dict:
     """What /server_info answers, but for the state of the weights."""
     import vllm
 
+    from serving.transfer import ask_workers
+
     config, parallel = engine.model_config, engine.vllm_config.parallel_config
     return {
         "model": config.model,
@@ -391,9 +394,10 @@ async def describe_server(engine, placeholders: list[int]) -> dict:
         "vllm_version": vllm.__version__,
         "world_size": parallel.world_size_across_dp,
         "device": "cpu" if engine.vllm_config.device_config.device_type == "cpu" else "cuda",
-        "devices": await engine.collective_rpc("name_device"),
+        "devices": sum(await ask_workers(engine, "name_device"), []),
         "never_sampled": placeholders,
         "max_n": MAX_N,
+        "can_sleep": config.enable_sleep_mode,
     }
 
 
@@ -401,19 +405,22 @@ async def build_app(engine, args: argparse.Namespace, token: str):
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
+    from serving.sleep import Sleep, sleep_routes
     from serving.transfer import Pushes, push_routes
 
     tasks = await engine.get_supported_tasks()
     app = build_vllm_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    pushes, placeholders = Pushes(), placeholder_tokens(engine.model_config.hf_config)
+    pushes, sleep, placeholders = Pushes(), Sleep(engine), placeholder_tokens(engine.model_config.hf_config)
     description = await describe_server(engine, placeholders)
-    router = push_routes(engine, pushes)
+    router = push_routes(engine, pushes, sleep)
+    router.include_router(sleep_routes(engine, pushes, sleep))
     router.post("/generate")(generate_route(engine, pushes, placeholders))
 
     @router.get("/server_info")
     async def server_info():
-        return description | {"policy_version": pushes.version, "weights_error": pushes.broken}
+        state = {"policy_version": pushes.version, "weights_error": pushes.broken, "state": sleep.state(pushes)}
+        return description | state
 
     app.router.routes[:0] = router.routes  # before vLLM's of the same path
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token, pushes)  # outermost

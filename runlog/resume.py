@@ -7,6 +7,9 @@ is said and training goes on; --strict_resume refuses it.
 import base64
 import hashlib
 import json
+import os
+import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +25,11 @@ from runlog.log import claim_run, code_files, package_versions, public_config
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (
     "resume strict_resume run_name output_dir server_urls server_token server_timeout request_timeout push_bucket_mb "
-    "push_changes dist_timeout save_steps save_total_limit log_steps log_completions print_samples_every "
+    "push_changes dist_timeout save_steps save_total_limit log_steps log_completions print_samples_every colocate "
     "logprob_diff_limit report_to wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset"
 ).split()
+
+SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written
 
 
 def begin(cfg: TrainConfig, rows, held_out, sampler: type, lr_at: Callable):
@@ -36,14 +41,17 @@ def begin(cfg: TrainConfig, rows, held_out, sampler: type, lr_at: Callable):
     """
     run_dir = Path(cfg.output_dir) / cfg.run_name
     lock = made_with = error = None
-    start = checkpoints.last_step(run_dir) if cfg.resume else 0
+    start = 0
     try:
         if utils.is_main():
+            start = checkpoints.last_step(run_dir) if cfg.resume else 0
             lock = claim_run(cfg)
             made_with = fingerprint(cfg, rows, held_out, utils.world_size())
     except (ConfigError, OSError) as caught:
         error = caught
     utils.raise_together(error, "Taking the run folder")
+    check_seen(run_dir, lock)
+    start = utils.gather_objects(start)[0]
     if cfg.resume:
         verified = checkpoints.check_sums(run_dir, start)
         saved = checkpoints.read_state(run_dir, start).get("made_with")
@@ -51,6 +59,30 @@ def begin(cfg: TrainConfig, rows, held_out, sampler: type, lr_at: Callable):
             error = say_differences(differences(saved, made_with, start, cfg, sampler, lr_at, verified), cfg, start)
         utils.raise_together(error, "Resuming")
     return lock, start, made_with
+
+
+def check_seen(run_dir: Path, lock) -> None:
+    """ConfigError naming the ranks that do not see the folder which rank 0 has locked. Collective.
+
+    They read what rank 0 wrote into the lock; a folder of the same name on a disk of their own has another text.
+    """
+    if lock is not None:
+        os.fsync(lock.fileno())  # a network file system may keep it back while the file is locked
+
+    def text() -> str | None:
+        path = run_dir / "lock"
+        return path.read_text(errors="replace") if path.is_file() else None
+
+    wanted, deadline = utils.gather_objects(text())[0], time.monotonic() + SEEN_SECONDS
+    while text() != wanted and time.monotonic() < deadline:
+        time.sleep(0.2)
+    ranks = utils.gather_objects((socket.gethostname(), text()))
+    if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if seen != wanted]:
+        raise ConfigError(
+            f"--output_dir={run_dir.parent}: {', '.join(blind[:8])}{' ...' * (len(blind) > 8)} "
+            f"{'does' if len(blind) == 1 else 'do'} not see the run folder {run_dir.resolve()} of rank 0 on "
+            f"{ranks[0][0]}. All ranks write checkpoints to it: give a folder that every node has mounted."
+        )
 
 
 def say_differences(lines: list[str], cfg: TrainConfig, start: int) -> ConfigError | None:

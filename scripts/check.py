@@ -6,7 +6,7 @@
 
 Runs the real script on a toy: a random model of 0.8 M parameters earns reward for tokens whose number ends in 0
 (benchmarks/toy.py). By chance it gets about 0.14, at most 0.95. The exit status is 0 if the reward of the last steps is
-above 0.5. That says that the edit runs and that the gradient points the right way. It says nothing about a real task, or
+above 0.5: the edit runs and the gradient points the right way. It says nothing about a real task, nor
 where the reward cannot rise (a win rate within the group). To keep the metrics: --output_dir runs --run_name NAME.
 """
 

@@ -30,16 +30,17 @@ GRACE = 2.0  # seconds in which what a connection sent may wait to be read
 MAX_CONNECTIONS = 8192
 PUSH_WAIT = 30.0  # seconds a request of vLLM's own routes waits for a push to end
 
+# They look at the state themselves, and answer at any moment.
 PUSH_ROUTES = {f"/{step}_weight_update" for step in ("start", "finish", "abort")} | {
     "/init_weight_transfer_engine",
     "/update_weights",
+    "/sleep",
+    "/wake_up",
 }
 # vLLM's routes that change the engine's state. In mid-push /resume would sample from weights that are not there yet.
 CONTROL_ROUTES = {
     "/pause",
     "/resume",
-    "/sleep",
-    "/wake_up",
     "/release_kv_cache_memory",
     "/collective_rpc",
     "/reset_prefix_cache",

@@ -19,7 +19,6 @@ import logging
 import multiprocessing
 import os
 import re
-import socket
 import sys
 import time
 import uuid
@@ -43,9 +42,11 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.utils.nccl import unpinned_nccl_env
 
 from serving.receiver import Receiver
 from serving.rendezvous import Joined
+from serving.sleep import Sleep
 from serving.wire import fold, local_address, not_finite, open_group, some
 
 # ---- in the workers: receiving and putting in place ------------------------------------------------------------------
@@ -119,7 +120,8 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
         secret, limit, mine = init_info.secret, init_info.timeout, local_address(init_info.address, init_info.port)
         self.store = Joined(secret, init_info.address, init_info.port, limit)
-        group = open_group(self.store, secret, rank, init_info.world_size, init_info.backend, limit, mine)
+        with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT sets NCCL up in a way that the trainer's end does not know
+            group = open_group(self.store, secret, rank, init_info.world_size, init_info.backend, limit, mine)
         over = self.device if init_info.backend == "nccl" else torch.device("cpu")
         self.receiver = Receiver(group, limit, over, init_info.keep)
         self.info = init_info
@@ -169,7 +171,13 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive one bucket, compare its checksums and hand its tensors to the model."""
         push, names = self.push, update_info.names
-        bucket, starts, sizes = self.receiver.receive(update_info)
+        try:
+            bucket, starts, sizes = self.receiver.receive(update_info)
+        except ValueError:  # damaged, but all of it came: the group is sound
+            raise
+        except BaseException:
+            self.shutdown()  # NCCL's kernel waits on, and whatever synchronises the GPU from now on would wait for it
+            raise
         counts = collections.Counter([*push.sent, *names])
         if repeated := sorted(name for name, count in counts.items() if count > 1):
             raise ValueError(f"sent twice in one push: {', '.join(repeated[:8])}; send every parameter once")
@@ -201,14 +209,17 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         push.bucket = None  # layers that are still waiting for their other tensors hold on to it
 
     def report(self) -> dict:
-        """{"sent", "taken": elements by name; "missing": parameters that got less than their size; "checksum"}."""
+        """{"sent", "taken": elements by name; "missing": parameters that got less than their size; "checksum";
+        "sliced": whether engines hold slices of the experts}."""
         seen: set[int] = set()  # of a tied pair only the first is named
+        parallel = self.parallel_config  # a dense model's engines each have a data_parallel_size of 1
         layers = self.model.named_modules()
         return {
             "sent": self.push.sent,
             "taken": self.push.taken,
             "missing": [text for name, layer in layers for text in self._missing(name, layer, seen)],
             "checksum": fold(self.push.checksums),
+            "sliced": parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel,
         }
 
     def _missing(self, module_name: str, layer: torch.nn.Module, seen: set[int]) -> list[str]:
@@ -282,10 +293,8 @@ class TransferWorker:
         self._weight_update_active = False
 
     def name_device(self) -> str:
-        """Host and GPU, the same wherever it is seen from; "cpu" for a worker without."""
-        if self.device.type != "cuda":
-            return "cpu"
-        return f"{socket.gethostname()}/{torch.cuda.get_device_properties(self.device).uuid}"
+        """The GPU's UUID, the same from any container (host names are not); "cpu" for a worker without."""
+        return "cpu" if self.device.type != "cuda" else str(torch.cuda.get_device_properties(self.device).uuid)
 
 
 def keep_last_error(path: str):
@@ -325,8 +334,11 @@ async def break_off(engine, pushes: Pushes, reason: str):
     pushes.active = False
     pushes.broken = f"a weight push did not complete ({reason}); push all weights again to go on"
     pushes.session = None
+    try:
+        await asyncio.wait_for(engine.pause_generation(mode="abort", clear_cache=False), pushes.timeout)
+    except TimeoutError:
+        pushes.broken += f", or start this server anew: its engine has not stopped within {pushes.timeout:g} s"
     print(f"vllm_server: {pushes.broken}", file=sys.stderr, flush=True)
-    await engine.pause_generation(mode="abort", clear_cache=False)
     pushes.settled.set()
 
 
@@ -391,10 +403,21 @@ def left_out(names: list[str], taken: dict[str, int]) -> set[str]:
     return beyond | norms
 
 
-def check_coverage(reports: list[dict]):
-    """ValueError naming what a push lacked or had too much of; `reports` of all workers, which may share parameters."""
-    sent = reports[0]["sent"]
-    taken = {name: sum(report["taken"].get(name, 0) for report in reports) for name in sent}
+async def ask_workers(engine, method: str) -> list[list]:
+    """What `method` returns on every worker, by engine. vLLM's collective_rpc runs on all engines of a data-parallel
+    server, too, but returns the answers of the first alone."""
+    return await engine.engine_core.call_utility_all_async("collective_rpc", method, None, (), None)
+
+
+def check_coverage(engines: list[list[dict]]):
+    """ValueError naming what a push lacked or had too much of. `engines`: of each engine its workers' reports.
+
+    The workers of an engine share its parameters. Engines have copies, but for experts: each whole on one of them
+    (expert parallel), or in slices on all.
+    """
+    reports = [report for workers in engines for report in workers]
+    sent, merge = reports[0]["sent"], sum if reports[0]["sliced"] else max
+    taken = {name: merge(sum(one["taken"].get(name, 0) for one in workers) for workers in engines) for name in sent}
     missing = sorted({name for report in reports for name in report["missing"]})
     unknown = [name for name in sent if taken[name] == 0 and sent[name]]
     unneeded = left_out(unknown, taken)
@@ -428,7 +451,7 @@ class AbortBody(SessionBody):
     reason: str = "the trainer gave up"
 
 
-def push_routes(engine, pushes: Pushes) -> APIRouter:
+def push_routes(engine, pushes: Pushes, sleep: Sleep) -> APIRouter:
     router = APIRouter()
 
     @router.post("/init_weight_transfer_engine")
@@ -451,6 +474,7 @@ def push_routes(engine, pushes: Pushes) -> APIRouter:
             pushes.settled.clear()
             # Keeps sequences under way, and empties the caches: nothing is computed until the push is finished.
             await engine.pause_generation(mode="keep", clear_cache=True)
+            await sleep.wake(["weights"])
             await engine.start_weight_update()
         return {}
 
@@ -463,13 +487,14 @@ def push_routes(engine, pushes: Pushes) -> APIRouter:
     @router.post("/finish_weight_update")
     async def finish(body: FinishBody):
         async with PushStep(engine, pushes, body.session, during_push=True):
-            reports = await engine.collective_rpc("report_weight_update")
+            reports = await ask_workers(engine, "report_weight_update")
             check_coverage(reports)
             await engine.finish_weight_update(str(body.weight_version))
+            await sleep.wake(["weights", "kv_cache"])
             pushes.version, pushes.broken, pushes.active = body.weight_version, None, False
             await engine.resume_generation()
             pushes.settled.set()
-        return {"policy_version": pushes.version, "checksum": reports[0]["checksum"]}
+        return {"policy_version": pushes.version, "checksum": reports[0][0]["checksum"]}
 
     @router.post("/abort_weight_update")
     async def abort(body: AbortBody):

@@ -5,7 +5,9 @@ A bucket is one flat uint8 tensor. Its tensors lie one behind the other, each fr
 dtypes, shapes and checksums are announced over HTTP. No part of vLLM is imported.
 """
 
+import concurrent.futures
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -140,29 +142,58 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:8]) + " ..." * (len(names) > 8)
 
 
+def in_thread(function, *args) -> concurrent.futures.Future:
+    """Run in a daemon thread: unlike a pool's, it cannot keep the interpreter from ending while a server hangs."""
+    future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # who no longer waits for it cannot cancel it: the thread sets it in any case
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def open_group(store, secret: str, rank: int, world_size: int, backend: str, timeout: float, address: str):
     """Process group of the trainer (rank 0) and a server's workers, outside torch's global one. Before any weights
-    flow, every member has proved to every other that it knows `secret`; PermissionError otherwise.
+    flow, every member has proved to every other that it knows `secret`; PermissionError otherwise. TimeoutError if the
+    group does not stand in time; what is left of it is aborted.
 
     gloo is bound to `address`, so that a host name that does not resolve is no obstacle. NCCL's own watchdog ends the
-    whole process when it fires; it is put far off, and `wait_for` keeps the time instead.
+    whole process when it fires; it is put far off, and `wait_for` keeps the time instead. The set-up runs in a thread:
+    NCCL's own waits for the other members without a limit.
     """
-    if backend == "gloo":
+    made = []
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    future = in_thread(_open_group, made, store, secret, rank, world_size, device, timeout, address)
+    if not concurrent.futures.wait([future], timeout + 5).done:  # what waits within has spoken before
+        in_thread(lambda: [group.abort() for group in made])
+        raise TimeoutError(f"waited {timeout + 5:g} s for the {backend} group of {world_size} members to be set up")
+    return future.result()
+
+
+def _open_group(made: list, store, secret: str, rank: int, world_size: int, device: torch.device, timeout, address):
+    """`made` gets the group before anything is waited for."""
+    if device.type == "cpu":
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout + 2)  # `wait_for` speaks first
-        group, device = dist.ProcessGroupGloo(store, rank, world_size, options), torch.device("cpu")
+        group = dist.ProcessGroupGloo(store, rank, world_size, options)
     else:
+        torch.cuda.set_device(device)  # of this thread
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(hours=24)
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        device = torch.device("cuda", torch.cuda.current_device())
+    made.append(group)
     expected = [list(proof(secret, f"rank {member}")) for member in range(world_size)]
     mine = torch.tensor(expected[rank], dtype=torch.uint8, device=device)
     given = [torch.empty_like(mine) for _ in expected]
     wait_for(group.allgather([given], [mine]), timeout, "the first message through the new process group")
     if strangers := [rank for rank, one in enumerate(given) if one.tolist() != expected[rank]]:
-        raise PermissionError(f"ranks {strangers} of the {backend} group do not know the secret of this session")
+        raise PermissionError(f"ranks {strangers} of the group do not know the secret of this session")
     return group
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ import vllm_client
 from cli import ConfigError
 from safety import credentials
 from serving import gate as vllm_gate
-from serving import rendezvous, wire
+from serving import rendezvous, transfer, wire
 from vllm_client import ServerError, VLLMClient
 
 PROMPT = list(range(100, 140))
@@ -525,3 +526,18 @@ def test_wrong_tokens_are_refused_and_not_shown(server, token):
     with pytest.raises(ServerError, match="refuses the token") as error:
         VLLMClient([server.url], token).server_info()
     assert "wrong" not in str(error.value) and "falsch" not in str(error.value)
+
+
+@pytest.mark.parametrize(("theirs", "backend"), [("GPU-1", "gloo"), ("GPU-2", "nccl")])
+def test_a_shared_gpu_is_known_by_its_uuid(theirs, backend, monkeypatch):
+    """From another container, too: those have host names of their own."""
+    gpu = SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    client = VLLMClient(["http://127.0.0.1:1"], "t")
+    worker = SimpleNamespace(device=torch.device("cuda", 0))
+    gpu.uuid = theirs
+    seen = transfer.TransferWorker.name_device(worker)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-container")
+    gpu.uuid = "GPU-1"
+    client._device, client._infos = torch.device("cuda", 0), [{"device": "cuda", "devices": [seen]}]
+    assert client._pick_backend() == backend

@@ -1,0 +1,51 @@
+"""What vLLM's sleep mode is on a CPU, as a plugin of vLLM: tests give it to a server.
+
+vLLM's CPU worker answers `sleep` and `wake_up` with a warning, and its platform says that there is no sleep mode. These
+three are replaced; all else is the real code. Asleep, weights and KV cache have no memory at all. What wakes after
+level 2 is nan: whatever computes with it could not go unnoticed.
+"""
+
+import multiprocessing
+import os
+import time
+
+import torch
+
+
+def note(text: str) -> None:
+    with open(os.environ["CPU_SLEEP_LOG"], "a") as file:
+        file.write(text + "\n")
+
+
+def storages(worker, tag: str) -> list[torch.UntypedStorage]:
+    runner = worker.model_runner
+    tensors = runner.kv_caches if tag == "kv_cache" else runner.model.parameters()
+    return list({s.data_ptr(): s for t in tensors if len(s := t.untyped_storage())}.values())
+
+
+def sleep(self, level: int = 1) -> None:
+    note(f"sleep {level}")
+    time.sleep(float(os.environ["CPU_SLEEP_SECONDS"]))
+    self.dropped = {tag: [(s, len(s), None) for s in storages(self, tag)] for tag in ("weights", "kv_cache")}
+    if level == 1:
+        self.dropped["weights"] = [(s, size, s.clone()) for s, size, _ in self.dropped["weights"]]
+    for storage, _, _ in sum(self.dropped.values(), []):
+        storage.resize_(0)
+
+
+def wake_up(self, tags: list[str] | None = None) -> None:
+    for tag in tags or list(self.dropped):
+        note(f"wake {tag}")
+        for storage, size, saved in self.dropped.pop(tag):
+            storage.resize_(size)
+            storage.copy_(saved) if saved is not None else storage.fill_(0xFF if tag == "weights" else 0)
+
+
+def register() -> None:
+    from vllm.platforms import current_platform
+
+    type(current_platform).is_sleep_mode_available = lambda self: True
+    if multiprocessing.parent_process() is not None:
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up

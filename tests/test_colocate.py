@@ -1,0 +1,196 @@
+"""--colocate: server and trainer by turns, the whole life cycle against a live server that can sleep (cpu_sleep.py)."""
+
+import asyncio
+import json
+import os
+import shutil
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from live import EVEN, ROOT, SMALL, running, trainer
+from server_fixture import make_tiny, start_server
+from transformers import AutoModelForCausalLM
+
+import train_async
+import utils
+from config import ConfigError, TrainConfig, load_config
+from vllm_client import ServerError, VLLMClient, in_thread
+
+PROMPT = list(range(100, 140))
+
+
+@pytest.fixture(scope="module")
+def sleeper(tmp_path_factory):
+    """(server, file in which its worker notes when it slept and woke)"""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copy(ROOT / "tests" / "cpu_sleep.py", folder)
+    about = folder / "cpu_sleep-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-sleep\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\ncpu_sleep = cpu_sleep:register\n")
+    paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    with mock.patch.dict(os.environ, PYTHONPATH=paths, CPU_SLEEP_LOG=str(folder / "log"), CPU_SLEEP_SECONDS="0.5"):
+        live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512", "--enable-sleep-mode")
+    try:
+        yield live.wait(), folder / "log"
+    finally:
+        live.stop()
+
+
+@pytest.fixture(scope="module")
+def client(sleeper):
+    client = VLLMClient([sleeper[0].url], sleeper[0].token, timeout=60, request_timeout=60)
+    client.connect_weights("cpu")
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
+
+
+def push(client, model, version):
+    client.begin_push()
+    client.send_bucket(list(model.named_parameters()))
+    client.finish_push(version)
+
+
+def difference(client, model) -> float:
+    """Largest |model - server| over the log-probs of what the server samples now."""
+    (one,) = asyncio.run(client.generate(PROMPT, max_tokens=8))
+    ids = torch.tensor([PROMPT + one.token_ids])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
+    return float((logprobs.gather(-1, ids[0, len(PROMPT) :, None])[:, 0] - torch.tensor(one.logprobs)).abs().max())
+
+
+def state(server) -> str:
+    return server.request("GET", "/sleep").json()["state"]
+
+
+def test_a_push_wakes_the_server_and_its_weights_are_whole(sleeper, client, model):
+    server, log = sleeper
+    assert state(server) == "awake"
+    client.sleep()
+    assert state(server) == "asleep" and client.server_info()[0]["state"] == "asleep"
+    with pytest.raises(ServerError, match="sleeps and its weights are dropped"):
+        asyncio.run(client.generate(PROMPT, max_tokens=2))
+    client.sleep()  # it may be asked again
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    push(client, model, 1)
+    assert state(server) == "awake" and difference(client, model) < 1e-4
+    assert log.read_text().split("\n")[:3] == ["sleep 2", "wake weights", "wake kv_cache"]
+
+
+def test_what_woke_without_weights_does_not_sample(sleeper, client, model):
+    server, _ = sleeper
+    client.sleep()
+    assert server.request("POST", "/wake_up").json() == {"state": "awake"}
+    with pytest.raises(ServerError, match="woke without weights"):
+        asyncio.run(client.generate(PROMPT, max_tokens=2))
+    answer = server.request("POST", "/v1/completions", json={"model": str(make_tiny()), "prompt": "a", "max_tokens": 2})
+    assert answer.status_code == 503 and "woke without weights" in answer.text
+    push(client, model, 2)
+    assert difference(client, model) < 1e-4
+
+
+def test_level_1_keeps_the_weights(sleeper, client, model):
+    server, _ = sleeper
+    push(client, model, 3)
+    assert server.request("POST", "/sleep?level=1").json() == {"state": "asleep"}
+    assert server.request("POST", "/generate", json={"prompt_ids": PROMPT, "max_tokens": 2}).status_code == 503
+    assert server.request("POST", "/wake_up").json() == {"state": "awake"}
+    assert difference(client, model) < 1e-4
+
+
+def test_its_state_is_clear_at_any_moment(sleeper, client, model):
+    server, _ = sleeper
+    falling = in_thread(server.request, "POST", "/sleep")
+    while (seen := state(server)) == "awake":
+        pass
+    assert seen == "in transition"
+    for path in ("/sleep", "/wake_up"):
+        answer = server.request("POST", path)
+        assert answer.status_code == 409 and "in transition" in answer.text
+    assert falling.result(30).json() == {"state": "asleep"}
+    client.begin_push()
+    assert state(server) == "in a push"
+    answer = server.request("POST", "/sleep")
+    assert answer.status_code == 409 and "in a push" in answer.text
+    client.abort_push()  # weights are awake, the KV cache is not, and neither is of any policy
+    assert state(server) == "asleep"
+    assert server.request("POST", "/generate", json={"prompt_ids": PROMPT, "max_tokens": 2}).status_code == 503
+    push(client, model, 4)
+    assert state(server) == "awake" and difference(client, model) < 1e-4
+    assert server.request("POST", "/sleep?level=7").status_code == 400
+    assert server.request("POST", "/sleep", token="wrong").status_code == 401
+
+
+def test_training_by_turns(sleeper, tmp_path):
+    """Three steps: each sleeps once, and each samples from the weights that the last one pushed."""
+    server, log = sleeper
+    noted = len(log.read_text())
+    flags = SMALL.replace("--generator hf", "--generator vllm").split()
+    (tmp_path / "even.py").write_text(EVEN)  # a reward by which the weights change
+    flags += [
+        "--reward_funcs",
+        f"{tmp_path}/even.py:even",
+        "--beta",
+        "0.1",
+        "--max_steps",
+        "3",
+        "--server_urls",
+        server.url,
+    ]
+    flags += ["--colocate", "--logprob_diff_limit", "1e-3", "--output_dir", str(tmp_path), "--run_name", "run"]
+    with running(trainer(tmp_path / "log", *flags, VLLM_SERVER_TOKEN=server.token)) as run:
+        assert run.end() == 0, run.text
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["sampling/logprob_diff_mean"] < 1e-3 and line["policy_lag"] == 0 for line in lines)
+    assert log.read_text()[noted:].split("\n")[:-1] == ["sleep 2", "wake weights", "wake kv_cache"] * 3
+
+
+def test_a_server_that_cannot_sleep_is_refused(server, model):
+    client = VLLMClient([server.url], server.token)
+    with pytest.raises(ServerError, match="--enable-sleep-mode"):
+        client.sleep()
+    cfg = TrainConfig(colocate=True, server_urls=[server.url], max_prompt_length=64, max_completion_length=8)
+    cfg.server_token = server.token
+    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+        utils.connect_servers(cfg, model, torch.device("cpu"))
+
+
+def test_what_cannot_take_turns_is_refused(monkeypatch):
+    for flags, words in {
+        "--generator hf": "--generator hf",
+        "--push_steps 2": "--push_steps=2",
+        "--strategy fsdp": "--strategy fsdp",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            load_config(TrainConfig, ["--colocate", *flags.split()])
+    with pytest.raises(ConfigError, match="nothing can overlap"):
+        train_async.check(load_config(train_async.TrainConfig, ["--colocate"]))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 ranks"):
+        load_config(TrainConfig, ["--colocate"])
+
+
+def test_everything_moves():
+    """Weights, buffers and optimizer state, to a device without memory. (There parameters become new objects; between
+    CPU and GPU, nn.Module.to keeps them, as the optimizer needs it.)"""
+    policy, reference = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    policy(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    run = SimpleNamespace(policy=policy, reference=reference, critic=None, modules={"policy": (policy, optimizer)})
+    utils.move(run, torch.device("meta"))
+    tensors = [*policy.state_dict().values(), *reference.state_dict().values()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"} and len(tensors) == 14 + 12
