@@ -317,24 +317,21 @@ def test_evaluation(gpu, tokenizer, monkeypatch):
     model = script.load_hf_model(cfg, torch.float32)
     generator = script.make_generator(cfg, model, tokenizer, GPU)
     rows = [{"prompt": "1 + 1 ="}, {"prompt": "Count to three:"}]
-    metrics, shown = script.evaluate(
-        rows, generator, {"length": lambda completions, **_: map(len, completions)}, cfg, 0
-    )
+    metrics, shown = script.evaluate(rows, generator, {"length": length}, cfg, 0)
     assert metrics["eval/rows"] == 2 and len(shown) == 2
 
 
 def test_a_checkpoint(gpu, small, tokenizer, tmp_path):
-    """Saved from the GPU, loaded onto it: weights, Adam's moments and tensors that the run remembers."""
+    """Saved from the GPU, loaded onto it: weights and Adam's moments."""
     cfg, saved = settings(use_peft=True), {}
     for step in (1, 2):
         policy, inner = script.load_policy(cfg, GPU)
-        optimizer, memory = script.make_optimizer(policy, cfg), {"seen": torch.ones(2, device=GPU)}
+        optimizer = script.make_optimizer(policy, cfg)
         modules = {"policy": (policy, optimizer)}
         if step == 2:
-            memory = {}
-            checkpoints.load_checkpoint(tmp_path, 1, modules, memory, [Trajectory])
+            checkpoints.load_checkpoint(tmp_path, 1, modules, {}, [Trajectory])
             now = [p.cpu() for p in policy.parameters()] + [s["exp_avg"].cpu() for s in optimizer.state.values()]
-            assert all(map(torch.equal, now, saved)) and torch.equal(memory["seen"].cpu(), torch.ones(2))
+            assert all(map(torch.equal, now, saved))
             assert all(s["exp_avg"].device == GPU for s in optimizer.state.values())
         batch = script.collate(trajectories(), 0, GPU)
         script.add_advantages(batch, cfg)
@@ -343,7 +340,7 @@ def test_a_checkpoint(gpu, small, tokenizer, tmp_path):
         saved += [s["exp_avg"].cpu() for s in optimizer.state.values()]
         buckets = script.weight_buckets(policy, 2**20, torch.float32)
         state = {"num_tokens": 3}
-        checkpoints.save_checkpoint(tmp_path, step, modules, inner.hf_model, buckets, tokenizer, state, memory, 2)
+        checkpoints.save_checkpoint(tmp_path, step, modules, inner.hf_model, buckets, tokenizer, state, {}, 2)
 
 
 # ---- how often the host waits ----------------------------------------------------------------------------------------
