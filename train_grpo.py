@@ -439,8 +439,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             mixed_precision=MixedPrecision(**precision),
             use_orig_params=True,
             device_id=device,
-            device_mesh=mesh,
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD if len(shape) > 1 else ShardingStrategy.FULL_SHARD,
+            **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if len(shape) > 1 else {}),
         )
     if not cfg.offload:
         policy = policy.to(device)
