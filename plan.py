@@ -91,34 +91,35 @@ def model_config(model_id: str):
 
 
 def serve(cfg: PlanConfig, config, parameters: int, server_gpus: int, sequences: int) -> dict | None:
-    """Servers on `server_gpus` GPUs, each split over as few as hold the model: bytes on a GPU, seconds to sample
+    """The fastest way to serve on `server_gpus` GPUs, as one or several servers: bytes on a GPU, seconds to sample
     `sequences` completions of mean length. None if the model does not fit."""
+    heads = config.get_text_config().num_attention_heads
+    splits = [n for n in (1, 2, 4, 8) if server_gpus % n == 0 and heads % n == 0]
+    ways = [serve_split(cfg, config, parameters, server_gpus // n, n, sequences) for n in splits]
+    return min(filter(None, ways), key=lambda way: way["seconds"], default=None)
+
+
+def serve_split(cfg: PlanConfig, config, parameters: int, servers: int, split: int, sequences: int) -> dict | None:
+    """`serve` by `servers` servers, each with the model split over `split` GPUs."""
     text = config.get_text_config()
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    window = cfg.max_prompt_length + cfg.max_completion_length
-    for split in (n for n in (1, 2, 4, 8) if server_gpus % n == 0 and text.num_attention_heads % n == 0):
-        kv = 2 * 2 * text.num_hidden_layers * max(kv_heads // split, 1) * width  # bytes of a token on one GPU
-        weights = 2 * parameters / split
-        room = cfg.gpu_memory * GIB * VLLM_SHARE - VLLM_SPARE - weights
-        if room < kv * window:
-            continue
-        servers = server_gpus // split
-        each = -(-sequences // servers)
-        at_once = min(each, int(room / kv / (cfg.prompt + cfg.completion)) or 1, MAX_SEQUENCES)
-        flops, bandwidth = cfg.tflops * 1e12 * split, cfg.memory_bandwidth * 1e9
-        token = (
-            weights + at_once * kv * (cfg.prompt + cfg.completion / 2)
-        ) / bandwidth + 2 * parameters * at_once / flops
-        seconds = cfg.completion * token * each / at_once
-        if cfg.tokens_per_second:
-            seconds = sequences * cfg.completion / (cfg.tokens_per_second * server_gpus)
-        seconds += 2 * parameters * cfg.prompt * each / cfg.num_generations / flops  # a prompt once for its group
-        return dict(
-            servers=servers, split=split, weights=weights, kv=room, at_once=at_once, seconds=seconds,
-            kv_used=at_once * kv * (cfg.prompt + cfg.completion),
-        )  # fmt: skip
-    return None
+    kv = 2 * 2 * text.num_hidden_layers * max(kv_heads // split, 1) * width  # bytes of a token on one GPU
+    weights = 2 * parameters / split
+    room = cfg.gpu_memory * GIB * VLLM_SHARE - VLLM_SPARE - weights
+    if room < kv * (cfg.max_prompt_length + cfg.max_completion_length):
+        return None
+    each = -(-sequences // servers)
+    at_once = min(each, int(room / kv / (cfg.prompt + cfg.completion)), MAX_SEQUENCES)
+    flops, bandwidth = cfg.tflops * 1e12 * split, cfg.memory_bandwidth * 1e9
+    read = weights + at_once * kv * (cfg.prompt + cfg.completion / 2)  # by each token of all that are sampled
+    token = read / bandwidth + 2 * parameters * at_once / flops
+    seconds = cfg.completion * token * each / at_once
+    if cfg.tokens_per_second:
+        seconds = sequences * cfg.completion / (cfg.tokens_per_second * servers * split)
+    seconds += 2 * parameters * cfg.prompt * each / cfg.num_generations / flops  # a prompt once for its group
+    used = at_once * kv * (cfg.prompt + cfg.completion)
+    return dict(servers=servers, split=split, weights=weights, kv=room, kv_used=used, at_once=at_once, seconds=seconds)
 
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
@@ -183,9 +184,10 @@ def split(cfg: PlanConfig, config, make_policy, parameters: int, server_gpus: in
     ranks = cfg.gpus - server_gpus
     choice, need = trainer(cfg, make_policy, ranks)
     server = serve(cfg, config, parameters, server_gpus, choice.sequences_per_step)
-    phases = {"generate": server["seconds"] if server else float("inf")} | seconds(choice, config, parameters, ranks)
-    rest = sum(phases.values()) - phases["generate"]
-    step = max(phases["generate"], rest) if cfg.overlap else phases["generate"] + rest
+    generate, phases = server["seconds"] if server else float("inf"), seconds(choice, config, parameters, ranks)
+    rest = sum(phases.values())
+    step = max(generate, rest) if cfg.overlap else generate + rest
+    phases = {"generate": generate} | phases
     return dict(
         cfg=choice, need=need, server=server, phases=phases, step=step, ranks=ranks, server_gpus=server_gpus,
         fits=bool(server) and fits(cfg, need, ranks), per_completion=step / choice.sequences_per_step,
@@ -236,10 +238,12 @@ def table(plan: dict, cfg: PlanConfig) -> str:
     used = f"{choice.strategy}{' --offload' if choice.offload else ''}{' --use_peft' if choice.use_peft else ''}"
     lines = [f"Trainer: {plan['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens"]
     lines += [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in KINDS if need[kind]]
-    verdict = "fits" if fits(cfg, need, plan["ranks"]) else "does NOT fit"
+    verdict = "fits" if memory.peak(need) <= usable(cfg) else "does NOT fit"
     lines.append(f"  {'peak':<14}{memory.peak(need) / GIB:8.1f} GiB of {usable(cfg) / GIB:.0f}: {verdict}")
     if need["in CPU memory"]:
-        lines.append(f"  in CPU memory  {need['in CPU memory'] / GIB:8.1f} GiB a rank, of {cfg.cpu_memory:g} of all")
+        whole = need["in CPU memory"] * plan["ranks"] / GIB
+        verdict = "fits" if whole <= cfg.cpu_memory else "does NOT fit"
+        lines.append(f"  in CPU memory  {whole:8.1f} GiB of {cfg.cpu_memory:g} (--cpu_memory): {verdict}")
     if server:
         lines.append(
             f"Server: {server['servers']} x {server['split']} GPUs, {server['at_once']} completions at once each"

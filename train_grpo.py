@@ -460,8 +460,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT brings adapters float32
             use_orig_params=True,
             device_id=device,
-            device_mesh=mesh,
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD if len(shape) > 1 else ShardingStrategy.FULL_SHARD,
+            **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if len(shape) > 1 else {}),
         )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
     for module in [*layers, policy]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo.utils
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import gradient_worker  # noqa: E402
@@ -38,7 +39,8 @@ def main(out: str, flags: list[str]) -> None:
     norm = script.clip_gradients(policy, 1e9)
     sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]
     if rank == 0:
-        torch.save({"gradient": gradient, "norm": norm, "sent": sorted(sent)}, out)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled
+        torch.save({"gradient": gradient, "norm": norm, "sent": sorted(sent), "graphs": graphs}, out)
     utils.end_process(0)
 
 

@@ -61,62 +61,62 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
 
 
 def test_what_does_not_fit_is_said(capsys):
-    """A hub id without a hub: the shape is known. 32 B on two GPUs cannot fit; the same model on eight is sharded."""
-    words = "--model_id Qwen/Qwen2.5-32B --gpus 2 --cpu_memory 200 --tokens_per_microbatch 2048".split()
+    """A hub id without a hub: the shape is known. 16 bytes a parameter fit neither on the GPU nor in CPU memory."""
+    words = "--model_id Qwen/Qwen2.5-1.5B --gpus 2 --gpu_memory 20 --cpu_memory 20 --tokens_per_microbatch 2048".split()
     assert plan.main(load_config(plan.PlanConfig, words)) == 1
     printed = capsys.readouterr().out
-    assert "32.76 B parameters" in printed and "does NOT fit" in printed and "To type" not in printed
+    assert "1.54 B parameters" in printed and "does NOT fit" in printed and "To type" not in printed
 
 
-@pytest.mark.parametrize(
-    "words, message", [("--gpus 1", "one each"), ("--server_gpus 8", "one each"), ("--tflops 0", "0")]
-)
-def test_mistakes_are_named(words, message):
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("words", ["--gpus 1", "--server_gpus 8", "--tflops 0"])
+def test_mistakes_are_named(words):
+    with pytest.raises(ConfigError, match="one each|above 0"):
         plan.main(load_config(plan.PlanConfig, words.split()))
 
 
 @pytest.fixture
-def seven_b(tmp_path):
-    """Settings of a model of 7.6 B parameters, by its config alone."""
-    plan.model_config("Qwen/Qwen2.5-7B").save_pretrained(tmp_path)
+def wide(tmp_path):
+    """Settings of the first 2 layers of Qwen2.5-7B, 1.56 B parameters, by their config alone."""
+    config = plan.model_config("Qwen/Qwen2.5-7B")
+    config.num_hidden_layers = 2
+    config.save_pretrained(tmp_path)
     return TrainConfig(model_id=str(tmp_path), prompts_per_step=56, num_generations=2)
 
 
-def test_what_was_left_open_is_chosen_by_the_memory_there_is(seven_b):
-    """On 80 GiB x 7 the defaults of 7B fit; with less memory, fewer tokens; what was given stays."""
-    sharded = replace(seven_b, strategy="fsdp2")
+def test_what_was_left_open_is_chosen_by_the_memory_there_is(wide):
+    """With less memory, fewer tokens; what was given stays."""
+    sharded = replace(wide, strategy="fsdp2")
     roomy, warning = memory.settled(empty_policy, sharded, 7, 80 * memory.GIB)
     assert roomy.gradient_checkpointing and roomy.tokens_per_microbatch == 16384 and not warning
-    tight, warning = memory.settled(empty_policy, sharded, 7, 30 * memory.GIB)
-    assert 1024 <= tight.tokens_per_microbatch < 16384 and not warning
-    assert memory.peak(memory.rank_bytes(empty_policy, tight, 7)) < 30 * memory.GIB * 0.9
-    given = replace(sharded, gradient_checkpointing=False, tokens_per_microbatch=2048)
-    chosen, _ = memory.settled(empty_policy, given, 7, 80 * memory.GIB)
-    assert (chosen.gradient_checkpointing, chosen.tokens_per_microbatch) == (False, 2048)
+    given = replace(sharded, gradient_checkpointing=False, tokens_per_microbatch=8192)
+    assert memory.settled(empty_policy, given, 7, 80 * memory.GIB) == (given, "")
+    just = memory.peak(memory.rank_bytes(empty_policy, given, 7)) / (1 - memory.SPARE) + 1
+    assert memory.settled(empty_policy, replace(given, tokens_per_microbatch=None), 7, just) == (given, "")
 
 
-def test_without_a_gpu_all_is_as_it_was(seven_b):
-    chosen, warning = memory.settled(empty_policy, seven_b, 2, None)
+def test_without_a_gpu_all_is_as_it_was(wide):
+    chosen, warning = memory.settled(empty_policy, wide, 2, None)
     assert (chosen.gradient_checkpointing, chosen.tokens_per_microbatch, warning) == (False, 16384, "")
 
 
-def test_a_model_that_cannot_run_without_values_trains_all_the_same(seven_b):
+def test_a_model_that_cannot_run_without_values_trains_all_the_same(wide):
     def by_value(cfg):
         policy = empty_policy(cfg)
         policy.register_forward_pre_hook(lambda module, inputs: inputs[1].tolist())
         return policy
 
-    chosen, said = memory.settled(by_value, seven_b, 7, 80 * memory.GIB)
+    chosen, said = memory.settled(by_value, wide, 7, 80 * memory.GIB)
     assert chosen.tokens_per_microbatch == 16384 and chosen.gradient_checkpointing
     assert "cannot be told beforehand" in said
 
 
-def test_a_strategy_that_cannot_fit_is_said_with_one_that_can(seven_b):
-    """7B replicated takes 16 bytes a parameter, 20 with DDP's buckets."""
-    _, warning = memory.settled(empty_policy, seven_b, 7, 80 * memory.GIB)
+def test_a_strategy_that_cannot_fit_is_said_with_one_that_can(wide):
+    """Replicated it takes 20 bytes a parameter, DDP's buckets among them: 29 GiB."""
+    _, warning = memory.settled(empty_policy, wide, 7, 25 * memory.GIB)
     assert "--strategy ddp" in warning and "--strategy fsdp2 needs" in warning
-    _, warning = memory.settled(empty_policy, seven_b, 7, 1 * memory.GIB)
+    _, warning = memory.settled(empty_policy, wide, 7, 1 * memory.GIB)
     assert "more GPUs" in warning
-    _, warning = memory.settled(empty_policy, replace(seven_b, strategy="fsdp2"), 7, 40 * memory.GIB, critic=True)
-    assert "needs" in warning
+    shards = replace(wide, strategy="fsdp2", gradient_checkpointing=True, tokens_per_microbatch=4096)
+    just = memory.peak(memory.rank_bytes(empty_policy, shards, 7)) / (1 - memory.SPARE) + 1
+    assert memory.settled(empty_policy, shards, 7, just) == (shards, "")
+    assert "--offload needs" in memory.settled(empty_policy, shards, 7, just, critic=True)[1]

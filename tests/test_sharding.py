@@ -31,11 +31,10 @@ def test_two_copies_of_two_shards_give_the_gradient_of_one_rank(one, strategy, t
     assert found["sent"] == one[""]["sent"]
 
 
-@pytest.mark.parametrize("more", ["", "--use_peft"])
-@pytest.mark.parametrize("ranks, strategy", [(1, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize("ranks, strategy, more", [(1, "ddp", ""), (2, "fsdp2", "--use_peft")])  # a minute each
 def test_compiled_layers_give_the_same_gradient(one, ranks, strategy, more, tmp_path):
     found = run(tmp_path, ranks, f"--strategy {strategy} --compile {more}")
-    assert relative_difference(found["gradient"], one[more]["gradient"]) < 1e-5
+    assert found["graphs"] and relative_difference(found["gradient"], one[more]["gradient"]) < 1e-5
     assert found["sent"] == one[more]["sent"]
 
 
