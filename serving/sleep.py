@@ -11,7 +11,9 @@ broke off: what woke without weights is of no policy. Memory is vLLM's matter (`
 
 import asyncio
 
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter
+
+from serving.gate import failure
 
 TAGS = ["weights", "kv_cache"]  # of vLLM's memory pools, in the order in which they are needed
 
@@ -49,24 +51,22 @@ def sleep_routes(engine, pushes, sleep: Sleep) -> APIRouter:
 
     async def change(what: str, wanted: str, act):
         """`act` under the lock of pushes, unless the state is `wanted` already."""
+        if (now := sleep.state(pushes)) in BUSY:
+            return failure(503, f"{what}: {BUSY[now]} (state: {now}); ask again when GET /sleep says another", 5)
         if not engine.model_config.enable_sleep_mode:
-            raise HTTPException(400, f"{what}: start the server with --enable-sleep-mode")
-        if (now := sleep.state(pushes)) in ("in transition", "in a push"):
-            raise HTTPException(409, f"{what}: the server is {now}; ask again when GET /sleep says awake or asleep")
+            return failure(400, f"{what}: start the server with --enable-sleep-mode")
         if now == wanted:
             return {"state": now}
         sleep.moving = True  # nothing was awaited since the state was looked at
         try:
             async with pushes.lock:
                 if pushes.active:
-                    raise HTTPException(409, f"{what}: a push has begun")
+                    return failure(503, f"{what}: {BUSY['in a push']}", 5)
                 await asyncio.wait_for(act(), pushes.timeout)
-        except HTTPException:
-            raise
         except Exception as error:  # also of vLLM's: the engine may hold anything now
             reason = f"took over {pushes.timeout:g} s" if isinstance(error, TimeoutError) else f"failed ({error})"
             pushes.broken = f"{what} {reason}; start this server anew"
-            raise HTTPException(503, pushes.broken) from error
+            return failure(503, pushes.broken)
         finally:
             sleep.moving = False
         return {"state": sleep.state(pushes)}
@@ -74,7 +74,7 @@ def sleep_routes(engine, pushes, sleep: Sleep) -> APIRouter:
     @router.post("/sleep")
     async def fall_asleep(level: int = 2):
         if level not in (1, 2):
-            raise HTTPException(400, f"level={level}: 1 keeps the weights in host memory, 2 drops them")
+            return failure(400, f"level={level}: 1 keeps the weights in host memory, 2 drops them")
 
         async def act():
             pushes.broken = pushes.broken or SLEEPS[level]
@@ -94,6 +94,7 @@ def sleep_routes(engine, pushes, sleep: Sleep) -> APIRouter:
     return router
 
 
+BUSY = {"in transition": "the server is falling asleep or waking up", "in a push": "a weight push is under way"}
 SLEEPS = {
     1: "the server sleeps; POST /wake_up wakes it",
     2: "the server sleeps and its weights are dropped; a push of all weights wakes it",

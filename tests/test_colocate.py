@@ -117,12 +117,12 @@ def test_its_state_is_clear_at_any_moment(sleeper, client, model):
     assert seen == "in transition"
     for path in ("/sleep", "/wake_up"):
         answer = server.request("POST", path)
-        assert answer.status_code == 409 and "in transition" in answer.text
+        assert answer.status_code == 503 and "in transition" in answer.text
     assert falling.result(30).json() == {"state": "asleep"}
     client.begin_push()
     assert state(server) == "in a push"
     answer = server.request("POST", "/sleep")
-    assert answer.status_code == 409 and "in a push" in answer.text
+    assert answer.status_code == 503 and "in a push" in answer.text
     client.abort_push()  # weights are awake, the KV cache is not, and neither is of any policy
     assert state(server) == "asleep"
     assert server.request("POST", "/generate", json={"prompt_ids": PROMPT, "max_tokens": 2}).status_code == 503
