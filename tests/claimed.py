@@ -120,7 +120,7 @@ class ClaimedGPU(TorchDispatchMode):
 def on_cpu(value):
     """What the CPU is given in place of an argument."""
     if isinstance(value, torch.device):
-        return torch.device("cpu")
+        return value if value.type == "meta" else torch.device("cpu")
     return value.inner if isinstance(value, Claimed) else value
 
 

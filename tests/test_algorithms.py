@@ -13,6 +13,8 @@ import train_grpo as script
 from config import TrainConfig
 from train_grpo import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, Batch, normalize, token_weights
 
+OWN = sorted(ADVANTAGES.keys() - {"gae"})  # train_ppo.py's, which another test file imports, wants a critic
+
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = json.loads((FOLDER / "advantages_losses.json").read_text())
 NORMALISED = json.loads((FOLDER / "reward_normalisation.json").read_text())
@@ -312,7 +314,7 @@ def test_advantages_equal_the_plain_loop_and_keep_to_the_mask(batch, name):
 
 
 @settings(max_examples=200, deadline=None)
-@given(batch=random_batch(), name=st.sampled_from(sorted(ADVANTAGES)), gamma=st.sampled_from([1.0, 0.9]))
+@given(batch=random_batch(), name=st.sampled_from(OWN), gamma=st.sampled_from([1.0, 0.9]))
 def test_every_advantage_is_finite_and_0_where_nothing_was_sampled(batch, name, gamma):
     batch.baselines = torch.zeros(len(batch), dtype=torch.float64)
     ours = ADVANTAGES[name](batch, TrainConfig(gamma=gamma))
@@ -372,7 +374,7 @@ def test_learning_rate_warms_up_and_decays():
     assert rates[-1] == pytest.approx(1 / 8)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("score", [0.3, 0.7, 5.3, 11.7])
 def test_equal_scores_teach_nothing_whatever_they_are(name, score):
     """In float32 the mean of eight times .7 is not .7, and a std of 6e-8 divides it up again."""

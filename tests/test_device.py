@@ -250,7 +250,7 @@ STEPS = {
     "several updates": dict(num_iterations=2, num_minibatches=2, policy_loss="kl_cov", kl_cov_ratio=0.2),
     "LoRA, plain rows": dict(use_peft=True, kl_in_reward=True, shared_prefix=False),
     "entropy, output layer in chunks": dict(entropy_target=1.0, logprob_chunk=4, top_entropy_quantile=0.5),
-    "a reference that follows": dict(ref_sync_steps=1, kl_target=0.1, compute_dtype="bfloat16"),
+    "a reference that follows": dict(ref_sync_steps=1, kl_target=0.1),
     "checkpointed activations": dict(gradient_checkpointing=True, advantage="otb", loss_agg="constant"),
 }
 
