@@ -25,7 +25,7 @@ Where it differs from the papers and from TRL, on purpose:
     * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
 
 Dimensions in comments: B rows (completions) of a batch, T tokens of the longest row, G completions per prompt,
-N sampled tokens, V vocabulary; R packed rows of a micro-batch, L their length.
+N sampled tokens, V vocabulary; R rows of a forward pass (one where prompts are shared), L their length.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 
