@@ -26,8 +26,8 @@ Where it differs from the papers and from TRL, on purpose:
     * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
 
 Dimensions in comments: B completions of a batch, T tokens of the longest one, G completions per prompt, N sampled
-tokens, V vocabulary; R packed rows of a micro-batch, L their length. A data row is a dict of the data set (`rows`, in
-sections 4 and 6); a row of a tensor is a completion.
+tokens, V vocabulary; R rows of a forward pass (one where prompts are shared), L their length. A data row is a dict of
+the data set (`rows`, in sections 4 and 6); a row of a tensor is a completion.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
 

@@ -6,8 +6,9 @@
 
 Time: log-probs and gradient of one group, `--shared_prefix` against plain rows, in turn after one to warm up; the
 shortest of three each and their ratio. All completions are of one length, so that plain rows are not padded and
-compute their causal half alone: the best that they can do. The model is a Llama without weights to speak of: attention
-is a third to nine tenths of its work. Cells whose plain rows have more than `--pairs` pairs are left out.
+compute their causal half alone: the best that they can do. The model is a small Llama; by arithmetic attention is 4 %
+of its layers' work in rows of 100 tokens, 16 % at 450, 63 % at 4,000. Cells whose plain rows have more than `--pairs`
+pairs are left out.
 Memory: bytes of distinct tensors that autograd keeps in one attention layer, counted; and the largest of them.
 """
 
