@@ -78,7 +78,7 @@ def test_mistakes_are_named(words):
 def wide(tmp_path):
     """Settings of the first 2 layers of Qwen2.5-7B, 1.56 B parameters, by their config alone."""
     config = plan.model_config("Qwen/Qwen2.5-7B")
-    config.num_hidden_layers = 2
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     config.save_pretrained(tmp_path)
     return TrainConfig(model_id=str(tmp_path), prompts_per_step=56, num_generations=2)
 
