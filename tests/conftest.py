@@ -7,11 +7,22 @@ from server_fixture import server  # noqa: F401
 
 # Files that take longest, first: several run at a time, and the last ones should be short.
 LONGEST = ["push", "limits", "resume", "sandbox", "failures", "mcp", "server_processes", "gradient", "vision_server"]
-LONGEST += ["train", "push_bf16", "foreign", "reward_model", "examples", "ideas", "readme", "hostile_completions"]
+LONGEST += [
+    "train",
+    "push_bf16",
+    "foreign",
+    "reward_model",
+    "examples",
+    "ideas",
+    "readme",
+    "hostile_completions",
+    "nodes",
+    "experts",
+]
 
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.
-SERVED = ("test_push", "test_server", "test_serving", "test_async", "test_freshness")
+SERVED = ("test_push", "test_server", "test_serving", "test_async", "test_freshness", "test_colocate")
 
 
 def pytest_collection_modifyitems(items):
