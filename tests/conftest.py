@@ -7,11 +7,13 @@ from server_fixture import server  # noqa: F401
 
 # Files that take longest, first: several run at a time, and the last ones should be short.
 LONGEST = ["push", "limits", "resume", "sandbox", "failures", "mcp", "server_processes", "gradient", "vision_server"]
-LONGEST += ["train", "foreign", "reward_model", "examples", "ideas", "readme", "hostile_completions"]
+LONGEST += ["train", "foreign", "reward_model", "nodes", "experts", "plan", "sharding", "examples", "ideas", "readme"]
+LONGEST += ["hostile_completions", "loading"]
 
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.
-SERVED = ("test_push", "test_push_changes", "test_server", "test_serving", "test_async", "test_freshness")
+SERVED = ("push", "push_changes", "server", "serving", "async", "freshness", "colocate")
+SERVED = [f"test_{name}" for name in SERVED]
 
 
 def pytest_collection_modifyitems(items):
