@@ -99,7 +99,7 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         policy = make_policy(cfg)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"):
         claim_memory(policy, getattr(torch, cfg.dtype if cfg.strategy == "ddp" else cfg.compute_dtype))
-        if inputs["attention_mask"].ndim == 3:  # segments: their kernel keeps what that of causal attention keeps
+        if inputs["attention_mask"].ndim == 4:  # segments: their kernel keeps what that of causal attention keeps
             policy.hf_model.set_attn_implementation("sdpa")
             inputs["attention_mask"] = None
         elif inputs["attention_mask"].ndim == 2:
@@ -174,12 +174,11 @@ def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         layers[layer] += number
         learning[layer] += number * trained
     need = Counter(weights=master * sum(size.values()), optimizer=2 * master * size[True])
-    if cfg.strategy == "fsdp":  # a flat parameter has one gradient, and lets go of it at the next forward pass only
-        learning = Counter({unit: layers[unit] for unit in layers if learning[unit]})
-        need["kept gradients"] = master * learning.total() // ranks
-    else:
+    if cfg.strategy == "fsdp":  # lets go of gradients at the next forward pass only
+        need["kept gradients"] = master * size[True]
+    else:  # DDP's buckets stay, and what micro-batches before the last add up does not lie in them
         need["gradients"] = master * size[True]
-        need["kept gradients"] = need["gradients"] * (cfg.strategy == "ddp" and ranks > 1)  # DDP's buckets
+        need["kept gradients"] = need["gradients"] * (cfg.strategy == "ddp" and ranks > 1)
     if cfg.offload:
         need["in CPU memory"] = sum(need[kind] for kind in ("weights", "optimizer", "gradients"))
         need["weights"] = need["optimizer"] = need["gradients"] = 0
@@ -204,8 +203,8 @@ def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         need["activations"] -= moved
     largest = max(torch.Size(shape).numel() for shape, _, _ in table)
     need["push"] = min(cfg.push_bucket_mb * 2**20 + compute * largest, compute * whole)
-    if sharded:  # gathered in --dtype
-        need["push"] += master * (root if cfg.strategy == "fsdp" else 2 * largest)
+    if cfg.strategy == "fsdp":  # gathered in --dtype
+        need["push"] += master * root
     if cfg.use_peft:  # a layer's update is folded in
         need["push"] += 2 * 4 * max(torch.Size(shape).numel() for shape, _, n in table if n >= 0)
     return need
