@@ -203,8 +203,8 @@ def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         need["activations"] -= moved
     largest = max(torch.Size(shape).numel() for shape, _, _ in table)
     need["push"] = min(cfg.push_bucket_mb * 2**20 + compute * largest, compute * whole)
-    if sharded:  # FSDP1 gathers in --dtype
-        need["push"] += master * root if cfg.strategy == "fsdp" else compute * largest
+    if sharded:  # what is gathered at a time
+        need["push"] += master * (root if cfg.strategy == "fsdp" else largest)
     if cfg.use_peft:  # a layer's update is folded in
         need["push"] += 2 * 4 * max(torch.Size(shape).numel() for shape, _, n in table if n >= 0)
     return need
