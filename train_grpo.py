@@ -1317,7 +1317,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         if evaluates:  # before saving, so that a resumed run has it
             last_eval = evaluation(step + 1)
         if saves:
-            weights = weight_buckets(policy, cfg.push_bucket_mb * 2**20, generator.weight_dtype)
+            dtype = generator.weight_dtype
+            buckets = weight_buckets(policy, cfg.push_bucket_mb * 2**20, dtype)
+            weights = ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets)
             saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory)
 
     saver.wait()

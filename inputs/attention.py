@@ -57,6 +57,7 @@ def layout_of(table: Tensor) -> Layout:
     return Layout(pieces, keys.to(device), *ends, tuple(sizes.amax(0).tolist()))
 
 
+@torch.compiler.disable  # else every table of segments would be compiled for itself
 def attend(module, query, key, value, attention_mask, scaling=None, **options) -> tuple[Tensor, None]:
     """transformers' attention interface.  query [1, heads, L, D], key, value [1, kv heads, L, D] -> [1, L, heads, D]"""
     if attention_mask is None or attention_mask.dtype != torch.int64:

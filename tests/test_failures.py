@@ -258,4 +258,5 @@ def test_a_server_dies_comes_back_and_dies_again(doomed, folder):
         ending = ending_of(run, start)
     assert_ended(ending, f"{doomed.url} is gone", "start it again", "resume the run")
     lines = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert lines == list(range(1, steps + 2))  # the first push brought the restarted server up to date
+    # The first push brought the restarted server up to date. The last checkpoint may have been under way when it died.
+    assert lines in (list(range(1, steps + 2)), list(range(1, steps + 1)))

@@ -16,6 +16,7 @@ import torch
 from vllm.utils import nccl
 
 from serving import transfer
+from serving.receiver import Receiver
 from serving.rendezvous import Joined, Rendezvous
 from vllm_client import broadcast, in_thread, open_group
 
@@ -40,8 +41,9 @@ class Stuck:
 def engine_with(group, backend: str, timeout: float = 0.3):
     """A worker's transfer engine in mid-push."""
     engine = transfer.TorchTransferEngine.__new__(transfer.TorchTransferEngine)
-    engine.device, engine.group, engine.store, engine.push = torch.device("cpu"), group, None, transfer.Push()
+    engine.device, engine.store, engine.push = torch.device("cpu"), None, transfer.Push()
     engine.info = SimpleNamespace(backend=backend, timeout=timeout)
+    engine.receiver = Receiver(group, timeout, engine.device, keep=False) if group else None
     return engine
 
 
@@ -71,7 +73,7 @@ def test_the_group_is_aborted_before_anything_synchronises():
         return pushes.broken
 
     assert "push all weights again" in asyncio.run(push_step())
-    assert events == ["broadcast", "abort", "synchronize", "paused"] and engine.group is None
+    assert events == ["broadcast", "abort", "synchronize", "paused"] and engine.receiver is None
 
 
 def test_an_engine_that_never_stops_does_not_hold_the_lock():
@@ -105,11 +107,11 @@ def test_after_a_lost_bucket_a_new_group_works():
         if attempt == 0:
             with pytest.raises(TimeoutError, match="the trainer to send"):
                 receive(engine)
-            assert engine.group is None
+            assert engine.receiver is None
             trainer.result(10)
     tensor = torch.arange(4.0)
     sent = broadcast(trainer.result(10), tensor)
-    broadcast(engine.group, arrived := torch.zeros(4)).wait()
+    broadcast(engine.receiver.group, arrived := torch.zeros(4)).wait()
     sent.wait()
     assert arrived.tolist() == tensor.tolist()
 
