@@ -18,6 +18,6 @@ python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct
 ruff check .
 ruff format --check .
 
-# Two files at a time: most tests start processes of their own. Four are a quarter faster on two cores, but then some
-# processes get no core for seconds, and tests of time limits fail now and then.
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout="${TEST_TIMEOUT:-300}" --durations=15 --durations-min=2 -ra "$@"
+# Three files at a time: most tests wait for processes of their own. With four on two cores some processes get no core
+# for seconds, and tests of time limits fail now and then.
+exec python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --timeout="${TEST_TIMEOUT:-300}" --durations=15 --durations-min=2 -ra "$@"

@@ -37,8 +37,10 @@ def hold(command: list[str], stack: contextlib.ExitStack) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def nodes(tmp_path_factory):
     """{name: Node} of node-a, node-b and node-c at 10.77.0.1, .2 and .3."""
+    hosts = tmp_path_factory.mktemp("nodes") / "hosts"  # else names are asked for, and nobody answers, for minutes
+    hosts.write_text("127.0.0.1 localhost\n10.77.0.1 node-a\n10.77.0.2 node-b\n10.77.0.3 node-c\n")
     with contextlib.ExitStack() as stack:
         try:
             switch = Node(hold(["unshare", "-Urn"], stack), "-n")
@@ -51,7 +53,8 @@ def nodes():
                 node = made[name] = Node(holder, "-n", "-m", "-u")
                 switch.run(f"ip link add {name} type veth peer name eth0 netns {holder.pid}")
                 switch.run(f"ip link set {name} master br0 up")
-                node.run(f"hostname {name}; ip link set lo up; ip addr add 10.77.0.{number}/24 dev eth0")
+                node.run(f"mount --bind {hosts} /etc/hosts; hostname {name}")
+                node.run(f"ip link set lo up; ip addr add 10.77.0.{number}/24 dev eth0")
                 node.run("ip link set eth0 up; ip route add default via 10.77.0.254")
         except OSError as error:
             pytest.skip(f"no namespaces here: {error}")
