@@ -372,7 +372,7 @@ def test_sequences_under_way_go_on_with_the_new_weights(client, model):
     edit(model)
 
     async def push_meanwhile():
-        running = asyncio.create_task(client.generate(PROMPT, n=4, max_tokens=400))
+        running = asyncio.create_task(client.generate(PROMPT, n=4, max_tokens=400, min_tokens=400))
         await asyncio.sleep(0.7)
         assert not running.done()
         await asyncio.to_thread(push, client, model, 9)
