@@ -516,7 +516,8 @@ def test_a_trainer_that_dies_in_mid_push(server, client, model):
     trainer.kill()
     trainer.wait()
     start = time.monotonic()
-    with pytest.raises(ServerError, match=r"503.*did not complete.*silent for 4 s"):  # the request waits for the end
+    how = "silent for 4 s|Connection reset|Connection closed"  # its last bucket may have been under way
+    with pytest.raises(ServerError, match=f"503.*did not complete.*({how})"):  # the request waits for the end
         generate(client)
     assert time.monotonic() - start < 15
     edit(model)
