@@ -388,7 +388,7 @@ class Policy(nn.Module):
 
 
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
-    """The transformers model of --model_id, dropout off (ratios between two passes must be those of the weights).
+    """The transformers model of --model_id, dropout off.
 
     Within `torch.device("meta")` nothing is read: the same modules without values.
     """
@@ -401,16 +401,14 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
         model = auto.from_config(config, **how)
     else:
         with loading(cfg.model_id):
-            model = auto.from_pretrained(cfg.model_id, **how)
+            model = auto.from_pretrained(cfg.model_id, config=config, **how)
         utils.check_finite(model, cfg.model_id)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout):  # of which the config knows nothing
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
     return model
 
 
@@ -452,7 +450,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     shape = (size,) if size == utils.world_size() else (utils.world_size() // size, size)  # copies x shards of each
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     if cfg.strategy == "fsdp":
-        units = {*layers, *(apart(policy.model, cfg.use_peft) if trained else ())}
+        units = {*layers, *(apart(policy, (not cfg.use_peft, getattr(torch, cfg.dtype))) if trained else ())}
         return FSDP(
             policy,
             auto_wrap_policy=CustomPolicy(lambda module: module in units),
@@ -469,15 +467,15 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     return policy
 
 
-def apart(module: nn.Module, trained: bool) -> Iterator[nn.Module]:
-    """The largest modules all of whose parameters are trained, or are not. FSDP1 makes one flat parameter of a unit:
-    with a single trained one in it, the whole of it would have a gradient and reduce it over the ranks."""
-    kinds = {parameter.requires_grad for parameter in module.parameters()}
-    if kinds == {trained} and not isinstance(module, (nn.ModuleDict, nn.ModuleList)):  # those are never called
-        yield module
-    elif trained in kinds:
+def apart(module: nn.Module, common: tuple[bool, torch.dtype]) -> Iterator[nn.Module]:
+    """The largest modules whose parameters are all of one kind (trained, dtype), which is not the common one. FSDP1
+    makes one flat parameter of a unit: it has one dtype, and with a single trained part it is all trained."""
+    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()}
+    if len(kinds) == 1 and common not in kinds and not isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+        yield module  # those two are never called
+    elif kinds - {common}:
         for child in module.children():
-            yield from apart(child, trained)
+            yield from apart(child, common)
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
@@ -1305,7 +1303,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
-        saver.poll()  # a checkpoint that all ranks have written counts from now on
+        saver.poll()  # a checkpoint that could not be written ends the run
         state |= {"num_tokens": state["num_tokens"] + metrics["num_tokens"]}
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         metrics["num_tokens"] = state["num_tokens"]

@@ -78,23 +78,32 @@ def value_loss(values: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, 
     return torch.max(plain, clipped) / 2, {"value/clip_ratio": (clipped > plain).float(), "value/mean": values}
 
 
+class ValueHead(nn.Linear):
+    """One number per position, 0 at first. In float32: a product in bfloat16 could not tell .70 from .7025."""
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n]"""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
+
+
 class Critic(Policy):
     """The backbone of a causal LM with one number per position in place of a vocabulary. It starts at 0 everywhere."""
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__(model, cfg, autocast)
-        self.value = nn.Linear(model.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.value.weight)
-        nn.init.zeros_(self.value.bias)
+        self.value = ValueHead(model.config.get_text_config().hidden_size, 1)
         output, inputs = self.hf_model.get_output_embeddings(), self.hf_model.get_input_embeddings()
         if output.weight is not inputs.weight:  # never used: DDP would wait for its gradient
             output.requires_grad_(False)
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
         """[n, H], [n] -> [n]"""
-        with torch.autocast(hidden.device.type, enabled=False):  # a product in bf16 could not tell .70 from .7025
-            weight, bias = self.value.weight.float(), self.value.bias.float()
-            return (nn.functional.linear(hidden.float(), weight, bias)[:, 0],)
+        return (self.value(hidden),)
 
 
 class CriticTrainer:

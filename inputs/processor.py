@@ -75,7 +75,10 @@ def unreadable(folder: Path) -> Iterator[str]:
 
 
 def load_config(model_id: str):
-    """transformers' config of a model. ConfigError if there is no such model."""
+    """transformers' config of a model, dropout off: ratios between two passes must be those of the weights.
+
+    ConfigError if there is no such model.
+    """
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -83,7 +86,19 @@ def load_config(model_id: str):
     if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
         logging.disable_progress_bar()
     with loading(model_id):
-        return AutoConfig.from_pretrained(model_id)
+        config = AutoConfig.from_pretrained(model_id)
+    without_dropout(config)
+    return config
+
+
+def without_dropout(config) -> None:
+    """Set every rate of dropout in a config to 0, in those of its parts, too. Modules read them when they are built;
+    many then call a function, not a module that could be found."""
+    for name, value in vars(config).items():
+        if "drop" in name and type(value) in (int, float):
+            setattr(config, name, 0.0)
+        elif name in config.sub_configs and value is not None:
+            without_dropout(value)
 
 
 @functools.cache

@@ -9,8 +9,9 @@
         SHA256SUMS                                       of every file above; `sha256sum -c SHA256SUMS` checks them, too
 
 The ranks make a checkpoint together, each its part of the files in its own memory. Then each writes its files in a
-thread while training goes on. The folder is called incomplete_step_N_XXXX until all have. What is read back is tensors,
-numbers and text: nothing in a folder that was tampered with can run. Heavy imports happen where they are used.
+thread while training goes on. The folder is called incomplete_step_N_XXXX until all have; rank 0's thread renames it.
+What is read back is tensors, numbers and text: nothing in a folder that was tampered with can run. Heavy imports happen
+where they are used.
 """
 
 import contextlib
@@ -164,7 +165,8 @@ class Saver:
 
     run_dir: a folder that all ranks see. keep: this many checkpoints stay. stalled: seconds without progress of a
     rank's writing after which the run ends. They are no time limit of a collective: `wait` asks all the time.
-    A process that ends, however, drops what it was writing; the next checkpoint removes it.
+    A checkpoint is complete as soon as it is written, whether anybody asks or not; that a write failed is told by
+    `poll`. A process that ends drops what it was writing; the next checkpoint removes it.
     """
 
     def __init__(self, run_dir: Path, keep: int, stalled: float = 600.0):
@@ -186,6 +188,7 @@ class Saver:
         # A name of its own: whatever a killed run left under another is in nobody's way.
         name = f"incomplete_step_{step}_{secrets.token_hex(4)}"
         self.partial = self.final.with_name(utils.gather_objects(name)[0])
+        self.rank, self.world = dist.get_rank() if dist.is_initialized() else 0, utils.world_size()
         self.sums: dict[str, str] = {}  # of the files that this rank has written
         self.error: BaseException | None = None
         files: dict[str, Buffer] = {}
@@ -195,10 +198,9 @@ class Saver:
             (self.partial / "trainer" / "state").mkdir(parents=True)
 
         def own() -> None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            files[f"trainer/rng_{rank}.pt"] = _saved(_rng_state())
+            files[f"trainer/rng_{self.rank}.pt"] = _saved(_rng_state())
             if memory:
-                files[f"trainer/memory_{rank}.pt"] = _saved(memory)
+                files[f"trainer/memory_{self.rank}.pt"] = _saved(memory)
 
         def others() -> None:
             files["trainer/state.json"] = json.dumps(state | {"step": step}).encode()
@@ -228,33 +230,45 @@ class Saver:
                         digest.update(part)
                         self.progress = time.monotonic()
                 self.sums[name] = digest.hexdigest()
-        except Exception as error:  # carried to the trainer's thread
+            said = self._said(self.rank)
+            said.with_suffix(".half").write_text(json.dumps(self.sums))
+            said.with_suffix(".half").rename(said)
+            if self.rank == 0:
+                self._complete()
+        except Exception as error:  # whatever it is, `poll` raises it on all ranks
             self.error = error
 
+    def _said(self, rank: int) -> Path:
+        """Where a rank says that it has written its files, with their checksums."""
+        return self.partial / f"written_{rank}.json"
+
+    def _complete(self) -> None:
+        """Rank 0's thread: wait for the others' files, and give the folder its name."""
+        everyone = [self._said(rank) for rank in range(self.world)]
+        while set(everyone) - set(self.partial.iterdir()):  # network file systems remember that a name was not there
+            time.sleep(0.05)
+            self.progress = time.monotonic()
+        lines = sorted(line for said in everyone for line in json.loads(said.read_text()).items())
+        (self.partial / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in lines))
+        for said in everyone:
+            said.unlink()
+        shutil.rmtree(self.final, ignore_errors=True)
+        os.replace(self.partial, self.final)
+        for old in steps_saved(self.run_dir)[: -self.keep]:
+            shutil.rmtree(folder_of(self.run_dir, old))
+
     def poll(self) -> bool:
-        """Complete what all ranks have written; whether nothing is under way then. RuntimeError if a rank failed."""
+        """Whether nothing is under way. RuntimeError if a rank failed."""
         if self.thread is None:
             return True
         writing, silence = self.thread.is_alive(), time.monotonic() - self.progress
         if writing and silence > self.stalled:
             self.error = TimeoutError(f"nothing could be written for {silence:.0f} s")
-        sums = None if writing else self.sums
-
-        def complete() -> None:
-            lines = sorted((name, value) for part in everyone for name, value in part.items())
-            (self.partial / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in lines))
-            shutil.rmtree(self.final, ignore_errors=True)
-            os.replace(self.partial, self.final)
-            for old in steps_saved(self.run_dir)[: -self.keep]:
-                shutil.rmtree(folder_of(self.run_dir, old))
-
         with self._explained():
             utils.raise_together(self.error, "Writing the checkpoint")
-            everyone = utils.gather_objects(sums)
-            if None in everyone:
+            if any(utils.gather_objects(writing)):
                 return False
-            self.thread = None
-            _together(complete, main=True)
+        self.thread = None
         return True
 
     def wait(self) -> None:

@@ -90,9 +90,17 @@ def saved(folder: str, out: Path) -> dict:
         asked += 1
         time.sleep(0.05)
     os.fsync = fsync
+    buckets = script.weight_buckets(policy, 2**22, torch.bfloat16)
+    saver.save(2, modules, inner.hf_model, buckets, script_tokenizer(), {}, {})
+    deadline = time.monotonic() + 30
+    while checkpoints.steps_saved(out) != [1, 2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    unasked = checkpoints.steps_saved(out)
+    saver.wait()
     memory: dict = {}
     state = checkpoints.load_checkpoint(out, 1, modules, memory, [])
-    return dict(grown=grown, asked=asked, longest=max(waits), seen=seen, intact=checkpoints.check_sums(out, 1)) | state
+    intact = all(checkpoints.check_sums(out, step) for step in (1, 2))
+    return dict(grown=grown, asked=asked, longest=max(waits), seen=seen, unasked=unasked, intact=intact) | state
 
 
 def script_tokenizer():

@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 from live import running, trainer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import train_grpo as script
+from config import TrainConfig
 
 LAYERS, HIDDEN, INNER = 10, 512, 1536
 PARAMETERS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER + 2 * HIDDEN) + 4096 * HIDDEN + HIDDEN
@@ -63,8 +66,30 @@ def test_a_checkpoint_is_written_by_all_ranks_while_training_goes_on(ranks, mode
         assert (
             found["grown"] < 1.1 * WHOLE
         )  # half of the weights twice, in float32 and as served, and what is under way
+        assert found["unasked"] == [1, 2]  # complete before anybody asked
+    assert not list(step.glob("written*"))
     index = json.loads((step / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(list(step.glob("model-*.safetensors"))) > 2
     again, original = (AutoModelForCausalLM.from_pretrained(path) for path in (step, model))
     assert again.dtype == torch.bfloat16
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), original.parameters(), strict=True))
+
+
+TINY = dict(vocab_size=200, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+DROPPING = {  # families that call the function `dropout`, by rates in their config; opt leaves out layers, too
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.3, layerdrop=0.5),
+    "gpt_bigcode": dict(n_embd=32, attn_pdrop=0.3),
+    "seed_oss": dict(intermediate_size=64, head_dim=16, num_key_value_heads=2, residual_dropout=0.3),
+}
+
+
+@pytest.mark.parametrize("family", DROPPING)
+def test_dropout_is_off_in_training(family, tmp_path):
+    """Two passes in train mode agree; as the model was saved, they would not."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY | DROPPING[family])).save_pretrained(tmp_path)
+    ids = torch.arange(40)[None]
+    torch.manual_seed(0)
+    given = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert not torch.equal(given(ids).logits, given(ids).logits)
+    loaded = script.load_hf_model(TrainConfig(model_id=str(tmp_path)), torch.float32).train()
+    assert torch.equal(loaded(ids).logits, loaded(ids).logits)

@@ -69,7 +69,13 @@ def test_a_reward_after_an_observation_reaches_the_first_turn():
 
 
 FLAGS = f"{SMALL} --prompts_per_step 4 --num_generations 1 --max_steps 2 --critic_learning_rate 1e-3"
-SHARDINGS = {"ddp, LoRA": "--use_peft", "fsdp": "--strategy fsdp", "fsdp2, LoRA": "--strategy fsdp2 --use_peft"}
+SHARDINGS = {
+    "ddp, LoRA": "--use_peft",
+    "fsdp": "--strategy fsdp",
+    "fsdp, bf16": "--strategy fsdp --dtype bfloat16",
+    "fsdp, LoRA, bf16": "--strategy fsdp --use_peft --dtype bfloat16",
+    "fsdp2, LoRA, bf16": "--strategy fsdp2 --use_peft --dtype bfloat16",
+}
 
 
 @pytest.mark.parametrize("case", SHARDINGS)

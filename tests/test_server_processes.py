@@ -13,8 +13,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from live import SMALL, running, trainer
+from safetensors.torch import load_file
 from server_fixture import ROOT, free_port, make_tiny
 from test_push import check, push_all
+from transformers import AutoModelForCausalLM
 
 from vllm_client import ServerError, VLLMClient
 
@@ -106,6 +110,47 @@ def test_sockets_lie_in_a_folder_of_ones_own(odd_server):
 def test_pushed_weights_are_the_trainers_in_bf16(odd_server, tmp_path):
     server = SimpleNamespace(url=odd_server[2], token="Größe-☃-s3cret", model_dir=make_tiny())
     check(push_all(server, "bfloat16", tmp_path / "out.json"), 0.05)
+
+
+RECORDER = """
+import json
+from pathlib import Path
+def even(completion_ids, trajectories, **_):
+    with open(Path(__file__).with_name("sampled.jsonl"), "a") as file:
+        for t in trajectories:
+            print(json.dumps([t.policy_version, t.prompt_ids, t.token_ids, t.logprobs]), file=file)
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+@pytest.mark.parametrize("ranks, more", [(1, ""), (1, "--use_peft"), (2, "--strategy fsdp2")])
+def test_a_checkpoint_gives_the_logprobs_that_the_server_gave(odd_server, ranks, more, tmp_path):
+    """The one between and the last: in the server's dtype, and its log-probs are those of the weights it was pushed."""
+    (tmp_path / "even.py").write_text(RECORDER)
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1 + 1 ="}\n' * 2)
+    flags = f"{SMALL} --generator vllm --server_urls {odd_server[2]} --reward_funcs {tmp_path}/even.py:even {more} "
+    flags += f"--max_steps 2 --save_steps 1 --output_dir {tmp_path} --run_name run --learning_rate 1e-2 "
+    flags += f"--eval_steps 1 --eval_dataset_id {tmp_path}/held_out.jsonl --eval_split train"
+    token = dict(VLLM_SERVER_TOKEN="Größe-☃-s3cret")
+    with running(trainer(tmp_path / "log", *flags.split(), ranks=ranks, **token)) as run:
+        assert run.end() == 0, run.text[-3000:]
+    sampled = [json.loads(line) for line in (tmp_path / "sampled.jsonl").read_text().splitlines()]
+    folders = [make_tiny(), *(tmp_path / "run" / "checkpoints" / f"step_{step}" for step in (1, 2))]
+    for folder in folders[1:]:
+        weights = load_file(folder / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values() if tensor.ndim > 1} == {torch.bfloat16}
+    far = torch.tensor([[difference(folder, sampled, version) for folder in folders] for version in range(3)])
+    assert (far.diag() < 0.03).all() and (far + torch.eye(3) > 0.1).all(), far
+
+
+def difference(folder: Path, sampled: list, version: int) -> float:
+    """Mean |server - model| of the log-probs that weights of this version gave, by the model in this folder."""
+    model, differences = AutoModelForCausalLM.from_pretrained(folder), []
+    for _, prompt, tokens, given in (each for each in sampled if each[0] == version):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        differences += (logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0] - torch.tensor(given)).abs().tolist()
+    return sum(differences) / len(differences)
 
 
 def test_the_server_ends_with_the_process_that_started_it(odd_server):
