@@ -2,13 +2,16 @@
 
     python benchmarks/attention.py                        # a group of each size, forward and backward; two CPU cores
     python benchmarks/attention.py --cells 400,50,4       # one cell: prompt, completion, completions per prompt
+    python benchmarks/attention.py --cpu_time             # one core, and the seconds that it worked for this process
     python benchmarks/attention.py --memory               # bytes kept for the backward pass at 4k, 8k and 16k tokens
 
 Time: log-probs and gradient of one group, `--shared_prefix` against plain rows, in turn after one to warm up; the
-shortest of three each and their ratio. All completions are of one length, so that plain rows are not padded and
-compute their causal half alone: the best that they can do. The model is a small Llama; by arithmetic attention is 4 %
-of its layers' work in rows of 100 tokens, 16 % at 450, 63 % at 4,000. Cells whose plain rows have more than `--pairs`
-pairs are left out.
+shortest of three each (`--rounds`) and their ratio. All completions are of one length, so that plain rows are not
+padded and compute their causal half alone: the best that they can do. The model is a small Llama; by arithmetic
+attention is 4 % of its layers' work in rows of 100 tokens, 16 % at 450, 63 % at 4,000. Cells whose plain rows have more
+than `--pairs` pairs are left out. Where other processes want the cores, too, wall-clock times tell little: sharing
+makes many small parallel calls of few large ones, and each waits for the core that comes last. `--cpu_time` is for such
+machines.
 Memory: bytes of distinct tensors that autograd keeps in one attention layer, counted; and the largest of them.
 """
 
@@ -47,11 +50,11 @@ def group_of(prompt: int, completion: int, count: int) -> script.Batch:
     return script.collate(trajectories, 0, torch.device("cpu"))
 
 
-def seconds(policy, batch: script.Batch, cfg: TrainConfig) -> float:
+def seconds(policy, batch: script.Batch, cfg: TrainConfig, clock=time.perf_counter) -> float:
     policy.zero_grad()
-    begin = time.perf_counter()
+    begin = clock()
     script.compute_logprobs(policy, batch, cfg)[0].sum().backward()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def kept(length: int, completions: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -77,6 +80,8 @@ def main() -> None:
     cells = [",".join(map(str, cell)) for cell in product((50, 400, 2000), (50, 400, 2000), (4, 16))]
     parser.add_argument("--cells", nargs="+", default=cells, help="prompt,completion,completions per prompt")
     parser.add_argument("--pairs", type=float, default=2e7, help="of plain rows: larger cells are left out")
+    parser.add_argument("--rounds", type=int, default=3, help="of both forms, after one to warm up")
+    parser.add_argument("--cpu_time", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
@@ -86,6 +91,8 @@ def main() -> None:
             total, largest = kept(length, 8, getattr(torch, args.dtype))
             print(f"{length:6}  {total / 2**20:8.1f}  {largest / 2**20:11.1f}  {length**2 / 2**20:8.0f}")
         return
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    torch.set_num_threads(1 if args.cpu_time else torch.get_num_threads())
     script.load_hf_model = small_llama
     cfg = TrainConfig(compute_dtype=args.dtype, beta=0.0)
     policy, _ = script.load_policy(cfg, torch.device("cpu"))
@@ -96,9 +103,9 @@ def main() -> None:
             print(f"{p:6} {c:10} {count:3}   left out: {plain_pairs / 1e6:.0f} million pairs")
             continue
         batch, times = group_of(p, c, count), {False: [], True: []}
-        for _ in range(4):
+        for _ in range(1 + args.rounds):
             for shared in times:
-                times[shared].append(seconds(policy, batch, replace(cfg, shared_prefix=shared)))
+                times[shared].append(seconds(policy, batch, replace(cfg, shared_prefix=shared), clock))
         plain, shared = (min(times[key][1:]) for key in (False, True))
         tokens = (p + count * c) / (count * (p + c))
         figures = f"{plain:8.2f}  {shared:8.2f}  {shared / plain:5.2f}  {shared_pairs / plain_pairs:5.2f} {tokens:5.2f}"
