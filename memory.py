@@ -150,38 +150,51 @@ def decoder_layers(policy: nn.Module) -> list[nn.Module]:
 
 
 def parameters(policy: nn.Module) -> list[tuple]:
-    """(shape, whether trained, number of its decoder layer or -1) of each parameter."""
+    """(shape, whether trained, number of its decoder layer or -1, whether a critic has no use for it) of each
+    parameter. A critic has no output layer; tied to the embeddings, it is needed all the same."""
     layer_of = {id(p): number for number, layer in enumerate(decoder_layers(policy)) for p in layer.parameters()}
-    return [(tuple(p.shape), p.requires_grad, layer_of.get(id(p), -1)) for p in policy.parameters()]
+    output, inputs = policy.hf_model.get_output_embeddings().weight, policy.hf_model.get_input_embeddings().weight
+    return [
+        (tuple(p.shape), p.requires_grad, layer_of.get(id(p), -1), p is output and p is not inputs)
+        for p in policy.parameters()
+    ]
 
 
-def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int) -> Counter:
+def rank_bytes(
+    make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int, critic: bool = False
+) -> Counter:
     """Bytes on the GPU of rank 0, which has the largest shards, by kind. `peak` adds up what is there together.
 
-    make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy).
+    make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy). critic: there is a critic of
+    the same size (train_ppo.py). Its update comes before the policy's, and takes no more.
     Activations are those of the largest micro-batch from the second one on, when there are gradients already.
     """
     peaks, table = pass_bytes(make_policy, one_rank(cfg, ranks))
     ranks = cfg.shard_size or ranks
     master, compute = (getattr(torch, name).itemsize for name in (cfg.dtype, cfg.compute_dtype))
     sharded = cfg.strategy != "ddp"
+    trained_in = 4 if cfg.use_peft else master  # bytes: adapters are float32
     size = {True: 0, False: 0}  # elements on this rank, by whether they are trained
+    of_critic = 0  # those that a critic trains
     layers: Counter = Counter()  # elements of each unit of FSDP, and
     learning: Counter = Counter()  # those that are trained
-    for shape, trained, layer in table:
+    for shape, trained, layer, unused in table:
         number = torch.Size(shape).numel()
-        size[trained] += -(-shape[0] // ranks) * (number // shape[0]) if sharded else number
+        own = -(-shape[0] // ranks) * (number // shape[0]) if sharded else number
+        size[trained] += own
+        of_critic += own * (trained and not unused)
         layers[layer] += number
         learning[layer] += number * trained
-    need = Counter(weights=master * sum(size.values()), optimizer=2 * master * size[True])
-    if cfg.strategy == "fsdp":  # lets go of gradients at the next forward pass only
-        need["kept gradients"] = master * size[True]
-    else:  # DDP's buckets stay, and what micro-batches before the last add up does not lie in them
-        need["gradients"] = master * size[True]
-        need["kept gradients"] = need["gradients"] * (cfg.strategy == "ddp" and ranks > 1)
+    need = Counter(weights=master * size[False] + trained_in * size[True], optimizer=2 * trained_in * size[True])
+    # FSDP1 lets go of gradients at the next forward pass only. DDP's buckets stay, and what micro-batches before the
+    # last add up does not lie in them.
+    keeps = cfg.strategy == "fsdp" or (cfg.strategy == "ddp" and ranks > 1)
+    need["kept gradients"] = trained_in * size[True] * keeps
+    need["gradients"] = trained_in * size[True] * (cfg.strategy != "fsdp")
+    if critic:  # its other gradients are gone when the policy's come
+        need["critic"] = need["weights"] + (2 + keeps) * trained_in * of_critic
     if cfg.offload:
-        need["in CPU memory"] = sum(need[kind] for kind in ("weights", "optimizer", "gradients"))
-        need["weights"] = need["optimizer"] = need["gradients"] = 0
+        need["in CPU memory"] = sum(need.pop(kind, 0) for kind in ("weights", "optimizer", "gradients", "critic"))
     whole, own = layers.total(), sum(size.values())
     if cfg.beta > 0 and not cfg.use_peft:
         need["reference"] = (4 if cfg.ref_sync_steps else compute) * own
@@ -191,7 +204,7 @@ def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
     layer, of_layer = max(layers[n] for n in layers if n >= 0), max(learning[n] for n in learning if n >= 0)
     gathered = {"head": 0, "layers": 0, "end": 0}
     if sharded:
-        head = max(torch.Size(shape).numel() * trained for shape, trained, n in table if n < 0)  # most likely
+        head = max(torch.Size(shape).numel() * trained for shape, trained, n, _ in table if n < 0)  # most likely
         gathered["head"] = compute * root
         gathered["layers"] = compute * (root + 2 * layer + of_layer + head) + 4 * of_layer
         gathered["end"] = (2 * compute + 4) * of_root + 4 * of_root // ranks  # gradients as computed, as summed
@@ -201,18 +214,18 @@ def rank_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         moved = min(need["activations"], peaks["between"].total())
         need["in CPU memory"] += moved
         need["activations"] -= moved
-    largest = max(torch.Size(shape).numel() for shape, _, _ in table)
+    largest = max(torch.Size(shape).numel() for shape, *_ in table)
     need["push"] = min(cfg.push_bucket_mb * 2**20 + compute * largest, compute * whole)
     if sharded:  # what is gathered at a time
         need["push"] += master * (root if cfg.strategy == "fsdp" else largest)
     if cfg.use_peft:  # a layer's update is folded in
-        need["push"] += 2 * 4 * max(torch.Size(shape).numel() for shape, _, n in table if n >= 0)
+        need["push"] += 2 * 4 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
     return need
 
 
 def kept(need: Counter) -> int:
     """Bytes between two steps."""
-    return sum(need[kind] for kind in ("weights", "optimizer", "kept gradients", "reference", "generator"))
+    return sum(need[kind] for kind in ("weights", "optimizer", "kept gradients", "critic", "reference", "generator"))
 
 
 def update_peak(need: Counter) -> int:
@@ -224,13 +237,15 @@ def peak(need: Counter) -> int:
     return max(update_peak(need), kept(need) + need["push"])
 
 
-def fitted(make_policy: Callable, cfg: TrainConfig, ranks: int, gpu_bytes: float) -> tuple[TrainConfig, Counter]:
+def fitted(
+    make_policy: Callable, cfg: TrainConfig, ranks: int, gpu_bytes: float, critic: bool = False
+) -> tuple[TrainConfig, Counter]:
     """The settings with a --tokens_per_microbatch, and what they need: the given one, or the largest of BUDGETS with
     which a step fits; the smallest if none does. SPARE of the memory stays free."""
 
     def with_tokens(tokens: int) -> tuple[TrainConfig, Counter]:
         chosen = replace(cfg, tokens_per_microbatch=tokens)
-        return chosen, rank_bytes(make_policy, chosen, ranks)
+        return chosen, rank_bytes(make_policy, chosen, ranks, critic)
 
     def fits(choice: tuple[TrainConfig, Counter]) -> bool:
         return peak(choice[1]) <= gpu_bytes * (1 - SPARE)
@@ -246,8 +261,8 @@ def settled(
 ) -> tuple[TrainConfig, str]:
     """The settings with what was left to us, and a warning where they cannot fit, else "".
 
-    gpu_bytes: free on the GPU that has least; None without one: then no checkpointing, and 16,384 tokens. critic: there
-    is another model of the same size, whose weights, gradients and optimizer take as much again.
+    gpu_bytes: free on the GPU that has least; None without one: then no checkpointing, and 16,384 tokens. critic: as
+    for `rank_bytes`.
     """
     if gpu_bytes is None:
         tokens = cfg.tokens_per_microbatch or BUDGETS[0]
@@ -256,16 +271,12 @@ def settled(
         cfg = replace(cfg, gradient_checkpointing=True)
 
     def attempt(cfg: TrainConfig) -> tuple[TrainConfig, int]:
-        of_critic = 0
-        if critic:
-            need = rank_bytes(make_policy, cfg, ranks)
-            of_critic = kept(need) + need["gradients"]
-        chosen, need = fitted(make_policy, cfg, ranks, gpu_bytes - of_critic / (1 - SPARE))
-        return chosen, peak(need) + of_critic
+        chosen, need = fitted(make_policy, cfg, ranks, gpu_bytes, critic)
+        return chosen, peak(need)
 
     try:
         chosen, size = attempt(cfg)
-    except Exception as error:  # of a model that cannot run without values; it may train all the same
+    except Exception as error:  # whatever a model's own code raises that cannot run without values; it may train
         tokens = cfg.tokens_per_microbatch or BUDGETS[0]
         unknown = f"Whether it fits cannot be told beforehand ({type(error).__name__}: {error!s:.200})."
         return replace(cfg, tokens_per_microbatch=tokens), unknown

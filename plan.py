@@ -23,6 +23,7 @@ class PlanConfig(TrainConfig):
     prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
     overlap: bool = False  # train_async.py: sampling and update at the same time
+    critic: bool = False  # train_ppo.py: a critic as large as the model
     tflops: float = 350.0  # 10^12 operations a second that a GPU achieves in bfloat16 (H100: about 40 % of 989)
     memory_bandwidth: float = 2000.0  # GB/s that a GPU achieves reading its memory (H100: about 60 % of 3350)
     link_bandwidth: float = 150.0  # GB/s at which a GPU gathers or reduces shards
@@ -50,6 +51,7 @@ from functools import partial
 import torch
 
 import memory
+import train_ppo
 from memory import GIB
 from train_grpo import empty_policy, load_config
 
@@ -137,7 +139,7 @@ def trainer(cfg: PlanConfig, make_policy, ranks: int) -> tuple[TrainConfig, Coun
     unit = ranks * cfg.num_minibatches
     cfg = replace(cfg, prompts_per_step=max(round(cfg.prompts_per_step / unit), 1) * unit)
     for choice in strategies(cfg):
-        choice, need = memory.fitted(make_policy, choice, ranks, cfg.gpu_memory * GIB)
+        choice, need = memory.fitted(make_policy, choice, ranks, cfg.gpu_memory * GIB, cfg.critic)
         if fits(cfg, need, ranks):
             break
     return choice, need
@@ -168,10 +170,12 @@ def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, 
     reduces = passes if cfg.strategy != "ddp" else 2
     extra = (updates > 1 and cfg.old_logprobs == "recompute" or cfg.kl_in_reward) + (cfg.beta > 0)
     shards = cfg.offload * parameters / ranks / (cfg.cpu_bandwidth * 1e9)  # each byte a parameter: to the GPU, or back
+    update = max(forward + backward, passes * 2 * gather + reduces * reduce)
     return {
+        "critic": cfg.critic * (max(forward, passes * gather) + update),
         "logprobs": extra * max(forward, passes * gather),
-        "update": cfg.num_iterations * max(forward + backward, passes * 2 * gather + reduces * reduce),
-        "offload": updates * shards * (passes * 3 * 4 + 28),
+        "update": cfg.num_iterations * update,
+        "offload": (updates + cfg.critic) * shards * (passes * 3 * 4 + 28),
         "push": 2 * parameters / (cfg.push_bandwidth * 1e9),
     }
 
@@ -206,7 +210,7 @@ def commands(plan: dict, gpus: int) -> list[str]:
             f"--port {8000 + number} --max-model-len {cfg.max_prompt_length + cfg.max_completion_length}{wide} &"
         )
     others = ",".join(str(gpu) for gpu in range(servers_gpus, gpus))
-    script = "train_async.py" if cfg.overlap else "train_grpo.py"
+    script = "train_async.py" if cfg.overlap else "train_ppo.py" if cfg.critic else "train_grpo.py"
     urls = [f"http://127.0.0.1:{8000 + number}" for number in range(server["servers"])]
     words = flags(replace(cfg, server_urls=urls, server_timeout=1800.0))
     lines.append(
@@ -215,12 +219,16 @@ def commands(plan: dict, gpus: int) -> list[str]:
     return lines
 
 
+PLANNED = "prompts_per_step num_generations beta kl_in_reward".split()  # where train_ppo.py has defaults of its own
+
+
 def flags(cfg: TrainConfig) -> list[str]:
-    """Command-line words of every field that differs from its default, the model always."""
-    usual, words = TrainConfig(), ["--model_id", cfg.model_id]
+    """Command-line words of every field that differs from the script's default, the model always."""
+    usual, words = train_ppo.TrainConfig() if cfg.critic else TrainConfig(), ["--model_id", cfg.model_id]
     for field in fields(TrainConfig):
         value = getattr(cfg, field.name)
-        if value == getattr(usual, field.name) or field.name == "model_id" or not field.repr:
+        untouched = cfg.critic and field.name not in PLANNED and value == field.default
+        if value == getattr(usual, field.name) or untouched or field.name == "model_id" or not field.repr:
             continue
         if isinstance(value, bool):
             words.append(f"--{field.name}" if value else f"--no-{field.name}")
@@ -229,7 +237,7 @@ def flags(cfg: TrainConfig) -> list[str]:
     return words
 
 
-KINDS = "weights,gradients,kept gradients,optimizer,reference,generator,gathered,activations,logits,push".split(",")
+KINDS = "weights,gradients,kept gradients,optimizer,critic,reference,generator,gathered,activations,logits,push"
 
 
 def table(plan: dict, cfg: PlanConfig) -> str:
@@ -237,7 +245,7 @@ def table(plan: dict, cfg: PlanConfig) -> str:
     need, choice, server = plan["need"], plan["cfg"], plan["server"]
     used = f"{choice.strategy}{' --offload' if choice.offload else ''}{' --use_peft' if choice.use_peft else ''}"
     lines = [f"Trainer: {plan['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens"]
-    lines += [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in KINDS if need[kind]]
+    lines += [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in KINDS.split(",") if need[kind]]
     verdict = "fits" if memory.peak(need) <= usable(cfg) else "does NOT fit"
     lines.append(f"  {'peak':<14}{memory.peak(need) / GIB:8.1f} GiB of {usable(cfg) / GIB:.0f}: {verdict}")
     if need["in CPU memory"]:
@@ -279,6 +287,8 @@ def main(cfg: PlanConfig) -> int:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     if cfg.gpus < 2 or (cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus):
         raise ConfigError(f"--server_gpus={cfg.server_gpus} of --gpus={cfg.gpus}: server and trainer need one each.")
+    if cfg.critic and cfg.overlap:
+        raise ConfigError("--critic --overlap: train_async.py has no critic; plan them one at a time.")
     config = model_config(cfg.model_id)
     make_policy = partial(empty_policy, config=config)
     with torch.device("meta"):

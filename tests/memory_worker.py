@@ -1,13 +1,14 @@
 """What an update and a push really take: bytes of the tensors that are alive, on rank 0. Run by test_plan.py.
 
 usage: memory_worker.py OUT.json [flags of TrainConfig]      the model's weights are random, its config.json is enough
+
+A list of [settings on top of the flags, whether there is a critic, bytes by phase].
 """
 
 import gc
 import json
 import sys
-from dataclasses import replace
-from itertools import product
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import memory  # noqa: E402
 import train_grpo as script  # noqa: E402
+import train_ppo  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
@@ -64,15 +66,23 @@ def batch_of(cfg: TrainConfig, rank: int, world: int) -> script.Batch:
     return batch
 
 
-def measured(cfg: TrainConfig, rank: int, world: int, device) -> dict[str, int]:
+def measured(cfg: TrainConfig, critic: bool, rank: int, world: int, device) -> dict[str, int]:
     """Bytes on this rank: kept between steps, and the peaks of a second update and of a push."""
     batch, seen = batch_of(cfg, rank, world), Recorder()
+    own = train_ppo.TrainConfig(**{field.name: getattr(cfg, field.name) for field in fields(TrainConfig) if field.init})
     with seen:
         policy, _ = script.load_policy(cfg, device)
         optimizer = script.make_optimizer(policy, cfg)
-        script.update(policy, optimizer, batch, cfg, 0)  # makes the optimizer's state
+        trained = train_ppo.CriticTrainer(own, device) if critic else None
+
+        def step(number: int) -> None:
+            if critic:
+                trained.learn(batch, own, number)
+            script.update(policy, optimizer, batch, cfg, number)
+
+        step(0)  # makes the optimizer's state
         seen.next_phase("update")
-        script.update(policy, optimizer, batch, cfg, 1)
+        step(1)
         kept = seen.now.total()
         seen.next_phase("push")
         for _ in script.weight_buckets(policy, cfg.push_bucket_mb * 2**20, torch.bfloat16, keep=rank == 0):
@@ -80,15 +90,30 @@ def measured(cfg: TrainConfig, rank: int, world: int, device) -> dict[str, int]:
     return {"kept": kept} | {place: seen.most[place].total() for place in ("update", "push")}
 
 
+def predicted(cfg: TrainConfig, ranks: int, critic: bool) -> dict[str, int]:
+    """What memory.py says of the same. Here it is one memory in which shards are, offloaded or not."""
+    need = memory.rank_bytes(script.empty_policy, replace(cfg, offload=False), ranks, critic)
+    kept = memory.kept(need)
+    return {"kept": kept, "update": memory.update_peak(need), "push": kept + need["push"]}
+
+
+CASES = [
+    (dict(use_peft=False, gradient_checkpointing=False), False),
+    (dict(use_peft=False, gradient_checkpointing=True), False),
+    (dict(use_peft=True, gradient_checkpointing=False), False),
+    (dict(use_peft=True, gradient_checkpointing=True, dtype="bfloat16"), False),
+    (dict(use_peft=False, gradient_checkpointing=False), True),
+]
+
+
 def main(out: str, argv: list[str]) -> None:
-    """All weights and LoRA, with and without gradient checkpointing; rank 0 writes what it measured."""
+    """Rank 0 writes what it measured."""
     script.load_hf_model = random_model
     given = load_config(TrainConfig, ["--max_steps", "2", *argv])
     rank, world, device = utils.init_distributed(120)
-    found = []
-    for use_peft, checkpointing in product((False, True), (False, True)):
-        cfg = replace(given, use_peft=use_peft, gradient_checkpointing=checkpointing)
-        found.append([use_peft, checkpointing, measured(cfg, rank, world, device)])
+    offload = [(dict(use_peft=False, gradient_checkpointing=False, offload=True), False)]
+    cases = CASES + offload * (given.strategy == "fsdp2")
+    found = [[more, critic, measured(replace(given, **more), critic, rank, world, device)] for more, critic in cases]
     if rank == 0:
         Path(out).write_text(json.dumps(found))
     utils.end_process(0)

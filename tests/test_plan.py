@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 from live import running, trainer
+from memory_worker import predicted
 
 import memory
 import plan
+import train_ppo
 from config import ConfigError, TrainConfig, check, load_config
 from train_grpo import empty_policy
 
@@ -20,27 +22,26 @@ FLAGS += "--tokens_per_microbatch 320 --logprob_chunk 64 --lora_r 8"
 
 @pytest.mark.parametrize("strategy, ranks", [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_predicted_bytes_are_those_of_a_real_update(strategy, ranks, tmp_path):
-    """All weights and LoRA, with and without gradient checkpointing: within a tenth."""
+    """All weights and LoRA, with and without gradient checkpointing, with a critic, offloaded: within a tenth."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     words = ["--model_id", str(tmp_path), "--strategy", strategy, *FLAGS.split()]
     out = tmp_path / "measured.json"
     with running(trainer(tmp_path / "log", str(out), *words, ranks=ranks, script="tests/memory_worker.py")) as worker:
         assert worker.end() == 0, worker.text
     wrong = []
-    for use_peft, checkpointing, measured in json.loads(out.read_text()):
-        cfg = load_config(TrainConfig, words)
-        cfg = replace(cfg, use_peft=use_peft, gradient_checkpointing=checkpointing)
-        need = memory.rank_bytes(empty_policy, cfg, ranks)
-        predicted = {"kept": memory.kept(need), "update": memory.update_peak(need)}
-        predicted["push"] = memory.kept(need) + need["push"]
-        for what, size in predicted.items():
+    for more, critic, measured in json.loads(out.read_text()):
+        cfg = replace(load_config(TrainConfig, words), **more)
+        for what, size in predicted(cfg, ranks, critic).items():
             error = size / measured[what] - 1
-            print(f"{strategy} x {ranks} {use_peft=} {checkpointing=} {what}: {size} {measured[what]} {error:+.1%}")
-            wrong += [(use_peft, checkpointing, what, error)] * (abs(error) > 0.1)
+            print(f"{strategy} x {ranks} {more} {critic=} {what}: {size} {measured[what]} {error:+.1%}")
+            wrong += [(more, critic, what, error)] * (abs(error) > 0.1)
     assert not wrong
 
 
-@pytest.mark.parametrize("more", ["", "--use_peft --strategy fsdp2 --num_generations 4", "--overlap --server_gpus 2"])
+MORE = ["", "--use_peft --strategy fsdp2 --num_generations 4", "--overlap --server_gpus 2", "--critic"]
+
+
+@pytest.mark.parametrize("more", MORE)
 def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
     """Server and trainer take the lines, the trainer for that number of ranks."""
     from vllm_server import parse_command_line
@@ -53,10 +54,11 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
         args, rest = parse_command_line(shlex.split(line.removesuffix("&"))[3:])
         assert args.model == "models/tiny" and rest[:2] == ["--max-model-len", str(1024 + 512)]
     visible, _, ranks, script, *flags = shlex.split(last)
-    cfg = load_config(TrainConfig, flags)
+    cfg = load_config(train_ppo.TrainConfig if "--critic" in more else TrainConfig, flags)
     check(cfg, int(ranks.split("=")[1]))
     assert len(cfg.server_urls) == len(servers) and cfg.tokens_per_microbatch and cfg.gradient_checkpointing
-    assert script == ("train_async.py" if "--overlap" in more else "train_grpo.py")
+    assert script == {"--overlap": "train_async.py", "--critic": "train_ppo.py"}.get(more[:9].strip(), "train_grpo.py")
+    assert ("\n  critic " in printed) == ("--critic" in more) == (cfg.advantage == "gae") and cfg.num_generations > 1
     assert cfg.use_peft == ("--use_peft" in more)
 
 
@@ -68,9 +70,9 @@ def test_what_does_not_fit_is_said(capsys):
     assert "1.54 B parameters" in printed and "does NOT fit" in printed and "To type" not in printed
 
 
-@pytest.mark.parametrize("words", ["--gpus 1", "--server_gpus 8", "--tflops 0"])
+@pytest.mark.parametrize("words", ["--gpus 1", "--server_gpus 8", "--tflops 0", "--critic --overlap"])
 def test_mistakes_are_named(words):
-    with pytest.raises(ConfigError, match="one each|above 0"):
+    with pytest.raises(ConfigError, match="one each|above 0|no critic"):
         plan.main(load_config(plan.PlanConfig, words.split()))
 
 
