@@ -152,7 +152,7 @@ class HFGenerator:
             queue = [request for request in queue if request not in batch]
             try:
                 results = self._sample(batch, **dict(batch[0].options))
-            except Exception as error:  # belongs to whoever awaits it, not to the event loop
+            except Exception as error:  # whatever the model's own code raises: it belongs to whoever awaits it
                 for request in batch:
                     request.future.set_exception(error)
                 continue

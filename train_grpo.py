@@ -339,7 +339,7 @@ class Policy(nn.Module):
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
-            use_shared_attention(self.hf_model)
+            use_shared_attention(self.hf_model, cfg.attn_implementation)
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.

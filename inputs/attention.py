@@ -9,7 +9,7 @@ prompt of p tokens take p^2 / 2 + G c (p + c / 2) pairs, of G (p + c)^2 / 2 in p
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 
 import torch
@@ -25,11 +25,16 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def use_shared_attention(model: nn.Module) -> None:
-    """From now on the model takes a table of segments [1, 1, S, 4] as its attention mask, and others as sdpa does."""
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])  # which hands on what is 4-D
-    model.set_attn_implementation(NAME)
+def use_shared_attention(model: nn.Module, implementation: str) -> None:
+    """From now on the model takes a table of segments [1, 1, S, 4] as its attention mask, and others as sdpa does.
+
+    implementation: "sdpa", or one of transformers' that are called flash_attention_..., whose kernel is taken then.
+    """
+    number = implementation.removeprefix("flash_attention_")  # by "flash" in a name vision towers would take it for one
+    name = NAME if implementation == "sdpa" else f"{NAME}_{number}"
+    AttentionInterface.register(name, partial(attend, implementation=implementation))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])  # which hands on what is 4-D
+    model.set_attn_implementation(name)
 
 
 @dataclass
@@ -58,7 +63,9 @@ def layout_of(table: Tensor) -> Layout:
 
 
 @torch.compiler.disable  # else every table of segments would be compiled for itself
-def attend(module, query, key, value, attention_mask, scaling=None, **options) -> tuple[Tensor, None]:
+def attend(
+    module, query, key, value, attention_mask, scaling=None, *, implementation="sdpa", **options
+) -> tuple[Tensor, None]:
     """transformers' attention interface.  query [1, heads, L, D], key, value [1, kv heads, L, D] -> [1, L, heads, D]"""
     if attention_mask is None or attention_mask.dtype != torch.int64:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -67,20 +74,32 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options) -
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     width = value.shape[-1]  # of multi-head latent attention narrower than a key; the kernels want one width
     value = pad(value, (0, query.shape[-1] - width))
-    kernel = attend_on_gpu if query.is_cuda else Pieces.apply
-    return kernel(query, key, value, layout_of(attention_mask), scaling).transpose(1, 2)[..., :width], None
+    layout = layout_of(attention_mask)
+    if query.is_cuda or implementation != "sdpa":
+        out = attend_in_one_call(query, key, value, layout, scaling, implementation)
+    else:
+        out = Pieces.apply(query, key, value, layout, scaling)
+    return out.transpose(1, 2)[..., :width], None
 
 
-def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None) -> Tensor:
-    """One call for all segments. A prompt's keys are given once per completion, as in plain rows; where there are more
-    keys than queries, "causal" lets the last query see the last key."""
+def attend_in_one_call(query, key, value, layout: Layout, scale: float | None, implementation: str = "sdpa") -> Tensor:
+    """All segments at once, for GPUs. A prompt's keys are given once per completion, as in plain rows; where there are
+    more keys than queries, "causal" lets the last query see the last key (flash-attn: from 2.1 on)."""
     from torch.nn.attention.varlen import varlen_attn
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
     def give(x):  # in fp32, so that the gradient of a prompt's keys is summed over completions in fp32
         return x[0].transpose(0, 1).float().index_select(0, layout.keys).to(x.dtype)  # [K, kv heads, D]
 
-    ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=(-1, 0), enable_gqa=True)
-    out = varlen_attn(query[0].transpose(0, 1), give(key), give(value), *ends, *layout.longest, **options)
+    queries, keys, values = query[0].transpose(0, 1), give(key), give(value)
+    if implementation == "sdpa":
+        ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=(-1, 0), enable_gqa=True)
+        out = varlen_attn(queries, keys, values, *ends, *layout.longest, **options)
+    else:
+        ends = dict(cu_seq_lens_q=layout.query_ends, cu_seq_lens_k=layout.key_ends)
+        ends |= dict(max_length_q=layout.longest[0], max_length_k=layout.longest[1])
+        options = dict(is_causal=True, softmax_scale=scale, attn_implementation=implementation, **ends)
+        out = _flash_attention_forward(queries[None], keys[None], values[None], None, len(queries), **options)[0]
     return out.transpose(0, 1)[None]  # [L, heads, D] -> [1, heads, L, D]
 
 

@@ -26,8 +26,8 @@ def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
         return "sliding windows cannot begin behind a shared prompt"
     if hf_model.config.model_type in FOLLOWED_BY:
         return f"{hf_model.config.model_type} makes its own mask, in which images see themselves in both directions"
-    if cfg.attn_implementation != "sdpa":
-        return f"--attn_implementation {cfg.attn_implementation} takes no packed rows; sdpa does"
+    if cfg.attn_implementation != "sdpa" and not cfg.attn_implementation.startswith("flash_attention_"):
+        return f"--attn_implementation {cfg.attn_implementation} takes no packed rows; sdpa and flash_attention_2 do"
     if torch.cuda.is_available() and (cfg.compute_dtype == "float32" or torch.cuda.get_device_capability() < (8, 0)):
         return "torch's flash attention wants --compute_dtype bfloat16 and a GPU of compute capability 8.0 or newer"
     if not hf_model.get_decoder()._can_set_attn_implementation():

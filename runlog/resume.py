@@ -149,8 +149,9 @@ def differences(
         return [*lines, "the checkpoint does not say what it was made with (an older version wrote it): not compared"]
     if saved["ranks"] != now["ranks"]:
         lines.append(f"ranks {saved['ranks']} -> {now['ranks']}: other random numbers and orders of sums from here on")
-    old, new = saved["settings"], now["settings"]
-    for name in [*new, *(name for name in old if name not in new)]:
+    # A setting that came later was what it is by default.
+    old, new = public_config(type(cfg)()) | saved["settings"], now["settings"]
+    for name in [*new, *(name for name in saved["settings"] if name not in new)]:
         if old.get(name) != new.get(name) and (name != "max_steps" or schedule_depends(cfg)):
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
     lines += row_differences(saved, now, start, sampler)

@@ -1,6 +1,7 @@
 """Attention of packed rows: the pairs of plain rows and no others, for all families that share prompts."""
 
 from dataclasses import replace
+from functools import partial
 
 import gradient_worker
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import modeling_flash_attention_utils as flash_utils
 
 import train_grpo as script
 from config import TrainConfig
@@ -76,16 +78,18 @@ SETTINGS = {
     "checkpointing": dict(gradient_checkpointing=True),
     "checkpointing, adapters": dict(gradient_checkpointing=True, use_peft=True),
     "bf16": dict(compute_dtype="bfloat16"),
+    "flash-attn": dict(attn_implementation="flash_attention_2"),
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_settings(settings, monkeypatch):
+def test_settings(settings, flash_attn, monkeypatch):
     monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
     cfg = TrainConfig(beta=0.0, **dict(compute_dtype="float32") | settings)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     gradient_worker.wake_adapters(inner)
     assert_equal_to_plain_rows(policy, cfg, 2e-2 if cfg.compute_dtype == "bfloat16" else 1e-6)
+    assert bool(flash_attn) == (cfg.attn_implementation == "flash_attention_2")
 
 
 # Two groups and a row of its own, segments of one token among them: prompts of 7, 2 and 4 tokens.
@@ -120,12 +124,31 @@ def plain_varlen(query, key, value, query_ends, key_ends, *longest, scale, windo
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "gpu"])
-def test_equal_to_a_mask(kernel, monkeypatch):
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """In place of the package, what its documentation says of flash_attn_varlen_func; lengths of segments, by call."""
+    calls = []
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
+    ):
+        assert causal and dropout_p == 0
+        calls.append(cu_seqlens_q.diff().tolist())
+        ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return plain_varlen(q, k, v, *ends, *longest, scale=softmax_scale, window_size=(-1, 0), enable_gqa=True)
+
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: (None, flash_attn_varlen_func, None, None, None))
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    return calls
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "gpu", "flash_attention_2"])
+def test_equal_to_a_mask(kernel, flash_attn, monkeypatch):
     """Output and gradients are those of a dense mask, and no pair more is computed than it has entries."""
     monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
     layout = attention.layout_of(TABLE)
-    run = {"cpu": attention.Pieces.apply, "gpu": attention.attend_on_gpu}[kernel]
+    in_one_call = partial(attention.attend_in_one_call, implementation="sdpa" if kernel == "gpu" else kernel)
+    run = attention.Pieces.apply if kernel == "cpu" else in_one_call
     results = []
     for attend in (
         lambda q, k, v: run(q, k, v, layout, 0.3),

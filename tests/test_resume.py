@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from live import EVEN, SMALL, running, trainer
+from safetensors.torch import load_file, save_file
 
 from config import ConfigError
 from runlog import checkpoints
@@ -308,6 +309,26 @@ def test_a_second_trainer_is_refused(broken):
         first.until(lambda: steps_done(broken.folder / "busy") > done)
     steps = [line["step"] for line in timeless(broken.folder / "busy")]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(broken):
+    """One from before there were checksums, the setting `compile`, and weights in the dtype of the server."""
+    (broken.step / "SHA256SUMS").unlink()
+    state = json.loads((broken.step / "trainer" / "state.json").read_text())
+    del state["made_with"]["settings"]["compile"]
+    (broken.step / "trainer" / "state.json").write_text(json.dumps(state))
+    weights = {name: tensor.double() for name, tensor in load_file(broken.step / "model.safetensors").items()}
+    save_file(weights, broken.step / "model.safetensors")
+    end = broken.resume()
+    assert end.status == 0, end.text
+    assert [line[:35] for line in re.findall(r"\n  \* (.*)", end.text)] == ["the checkpoint has no checksums (an"], (
+        end.text
+    )
+    del state["made_with"]
+    (broken.step / "trainer" / "state.json").write_text(json.dumps(state))
+    shutil.rmtree(broken.step.with_name("step_6"))
+    end = broken.resume("--strict_resume")
+    assert end.status == 1 and "does not say what it was made with" in end.text, end.text
 
 
 EVEN_ARGS = f"{SMALL} --reward_funcs length".split()
