@@ -35,6 +35,7 @@ import urllib3
 
 from safety import credentials
 from serving import wire
+from serving.changes import Changes
 from serving.rendezvous import Rendezvous
 from serving.wire import (
     broadcast,
@@ -96,6 +97,16 @@ class Completion:
 
 
 @dataclass
+class Described:
+    """A bucket that the servers have."""
+
+    what: dict[str, list]  # names, dtypes, shapes
+    starts: list[int]
+    checksums: list[int]
+    moves: list[torch.Tensor] | None  # where words of the trainer's bucket lie in it (wire.moved); None: hard to say
+
+
+@dataclass
 class Link:
     """What is open to one server for pushing weights."""
 
@@ -129,7 +140,7 @@ class VLLMClient:
         token: bearer token; when not given, VLLM_SERVER_TOKEN or what is in the file VLLM_SERVER_TOKEN_FILE names.
         timeout: seconds for a control request, for a bucket and for setting up the transfer.
         request_timeout: seconds for one `generate`. A server that dies is noticed long before.
-        changes_only: after the first push, only words that changed travel. Both ends then keep the weights as pushed.
+        changes_only: the servers keep the buckets of a push, for `send_changes`; `changes` keeps this end's.
     """
 
     def __init__(
@@ -156,12 +167,11 @@ class VLLMClient:
         self._buffers: list[torch.Tensor] = []  # one is packed while the other travels
         self._checksums: list[int] | None = None  # of what was sent in the push under way
         self._sending: concurrent.futures.Future | None = None  # the bucket under way
-        self.changes_only = changes_only
-        self._kept: list[tuple[dict, torch.Tensor]] = []  # (names, dtypes, shapes) and bytes of each bucket, as pushed
-        self._push, self._base = (
-            "",
-            None,
-        )  # the push under way or last; the complete one that it changes
+        self.receives_weights = True  # whether pushes go through this process
+        self.weight_dtype: torch.dtype | None = None  # of the servers
+        self.changes = Changes() if changes_only else None
+        self._described: list[Described] = []  # with `changes`, the buckets that the servers keep
+        self._push, self._base = "", None  # the push under way or last; the complete one that it changes
         self._sent_buckets = self.sent_bytes = 0  # of the push under way or last
         # Per server, the name it took when this run's trainer connected. Where it answers with another one it was
         # started anew or belongs to another trainer, whatever number its weights have. None: not looked at.
@@ -352,6 +362,7 @@ class VLLMClient:
         """
         self.close()
         self._device, self._infos = torch.device(device), self.server_info()
+        self.weight_dtype = getattr(torch, self._infos[0]["dtype"])
         backend = self._pick_backend()
         self._transport = self._device if backend == "nccl" else torch.device("cpu")
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._transport) for _ in range(2)]
@@ -361,7 +372,7 @@ class VLLMClient:
             link = Link(url, uuid.uuid4().hex, Rendezvous(secrets.token_hex(32), address, self.timeout))
             self._links.append(link)
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
-            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes_only}
+            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes is not None}
             body = {"session": link.session, "init_info": init}
             futures.append(in_thread(self._call, url, "POST", "/init_weight_transfer_engine", body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init))
@@ -402,56 +413,65 @@ class VLLMClient:
         """Send whole tensors, on any device, to every server. Returns when they are packed and on their way: they may
         change then. An error on the way is raised by the next call, which waits for the arrival.
 
-        Matrices wider than the server's dtype are rounded to it on the way, as the server would; vectors travel as
-        they are, since some (norms, biases, router corrections) are kept wider. Peak extra memory: two buckets, one
-        that travels and one that is packed.
-        FloatingPointError naming tensors that hold nan or inf, before anything of the bucket is sent; ends the push.
+        They travel in the dtypes of `wire.travels_as`. Peak extra memory: two buckets, one that travels and one that is
+        packed. FloatingPointError naming tensors that hold nan or inf, before anything of the bucket is sent; ends the
+        push.
         """
-        if self._checksums is None:
-            self._settle()  # why there is no push any more
-            raise ServerError("send_bucket outside a push: call begin_push first")
+        self._check_open()
         if not named:
             return
-        narrow = getattr(torch, self._infos[0]["dtype"])
-        dtypes = [
-            narrow if t.is_floating_point() and t.ndim > 1 and t.dtype.itemsize > narrow.itemsize else t.dtype
-            for _, t in named
-        ]
+        given, named = named, self.convert(named)
+        dtypes = [wire.travels_as(tensor, self.weight_dtype) for _, tensor in named]
         shapes = [list(tensor.shape) for _, tensor in named]
         starts, _, total = layout(dtypes, shapes)
         bucket = self._take_buffer(total)
         packed = pack(named, dtypes, bucket, starts)
         bad, sums = not_finite(packed), checksums(bucket, starts)  # reads it back, so it is complete when handed over
-        what = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
-        what |= {"shapes": shapes}
-        sent, count = self._changes(what, bucket) if self.changes_only else (bucket, None)
         self._settle()
         if bad:  # also what fitted float32 and does not fit a server's float16
             reason = f"nan or inf in {some(bad)}"
             self.abort_push(reason)
             raise FloatingPointError(
-                f"{reason}, as {str(narrow).removeprefix('torch.')}: these weights were not pushed. Look at loss and "
-                "gradient norm of the last steps, and resume from a checkpoint before them with a lower learning rate."
+                f"{reason}, as {str(self.weight_dtype).removeprefix('torch.')}: these weights were not pushed. Look at "
+                "loss and gradient norm of the last steps, and resume from a checkpoint before them with a lower "
+                "learning rate."
             )
-        update = what | {"checksums": sums, "push": self._push, "base": self._base, "changed": count}
-        self._checksums += sums
-        self._sent_buckets, self.sent_bytes = self._sent_buckets + 1, self.sent_bytes + len(sent)
-        self._sending = in_thread(self._step, "/update_weights", [{"update_info": update} for _ in self._links], sent)
+        what = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
+        described = Described(what | {"shapes": shapes}, starts, sums, None)
+        if self.changes is not None:
+            described.moves = wire.rearranged(given, named, self.convert, self.weight_dtype, bucket)
+            self._described[self._sent_buckets : self._sent_buckets + 1] = [described]
+        self._send(described, bucket, None)
 
-    def _changes(self, what: dict, bucket: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """(what is to travel, how many words of the servers' bucket it changes). (bucket, None): all of it does, as
-        they have no such bucket, or not half would be saved. `_kept` follows."""
-        number, kept = self._sent_buckets, self._kept  # the list itself: the bucket under way may fail, and drop it
-        if self._base is None or number >= len(kept) or kept[number][0] != what:
-            kept[number:] = [(what, bucket.clone())]
-            return bucket, None
-        old = kept[number][1]
-        positions, values = wire.changes(bucket, old)
-        if 2 * 6 * len(positions) >= len(bucket):
-            old.copy_(bucket)
-            return bucket, None
-        wire.change(old, positions, values)
-        return wire.pack_changes(positions, values), len(positions)
+    def can_change(self, number: int) -> bool:
+        """Whether bucket `number` of the push under way may be sent by `send_changes`, as far as this process knows."""
+        known = self._described[number : number + 1]
+        return not self.receives_weights or (self._base is not None and bool(known) and known[0].moves is not None)
+
+    def send_changes(self, found: torch.Tensor):
+        """Instead of `send_bucket`: what has changed of the servers' bucket since the last push, as `Changes.find`
+        gives it. The checksums announced are of the whole tensors, as they are then."""
+        self._check_open()
+        described, found = self._described[self._sent_buckets], found.to(self._transport)
+        places = wire.moved(found >> 32, *described.moves)
+        old, new = found.view(torch.int16).view(-1, 4)[:, :2].unbind(1)
+        described.checksums = wire.changed_checksums(described.checksums, described.starts, places, new, old)
+        bucket = wire.pack_changes(places, new)
+        self._settle()
+        self._send(described, bucket, len(places))
+
+    def _check_open(self):
+        if self._checksums is None:
+            self._settle()  # why there is no push any more
+            raise ServerError("send_bucket outside a push: call begin_push first")
+
+    def _send(self, described: Described, bucket: torch.Tensor, changed: int | None):
+        """A bucket on its way, or of one that the servers keep the words that have `changed`."""
+        update = described.what | {"checksums": described.checksums, "push": self._push}
+        update |= {"base": self._base, "changed": changed}
+        self._checksums += described.checksums
+        self._sent_buckets, self.sent_bytes = self._sent_buckets + 1, self.sent_bytes + len(bucket)
+        self._sending = in_thread(self._step, "/update_weights", [{"update_info": update} for _ in self._links], bucket)
 
     def _take_buffer(self, size: int) -> torch.Tensor:
         """The buffer that was not used last: the other one may still travel. Kept from push to push, as fresh memory
@@ -517,7 +537,7 @@ class VLLMClient:
                     f"{link.url} has version {answer['policy_version']}, checksum {answer['checksum']:016x} after the "
                     f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
                 )
-        self._base = self._push if self.changes_only else None
+        self._base = None if self.changes is None else self._push
 
     def abort_push(self, reason: str = "the trainer gave up"):
         """Tell the servers, as far as they can still be told, that the push will not be completed. They answer 503 to
@@ -531,7 +551,7 @@ class VLLMClient:
     def close(self):
         """Drop the transfer groups; the next push is of all weights."""
         links, self._links = self._links, []
-        self._kept, self._base = [], None
+        self._described, self._base = [], None
         # In threads: a gloo group waits for its pending sends before it goes. Waited for, but not for long: a process
         # that ends while a thread takes a group down is aborted.
         abort = self._transport.type == "cuda"

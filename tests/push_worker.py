@@ -87,7 +87,7 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
 class Packer:
     """Takes a push as a client does, into a bucket for the wire, and drops it."""
 
-    receives_weights, weight_dtype, convert = True, torch.float32, staticmethod(list)
+    receives_weights, weight_dtype, changes = True, torch.float32, None
 
     def begin_push(self) -> None:
         self.received = 0
