@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from serving import wire
 
-WORTH = 16  # bytes of a rank's part for each of its changes: more changes than that, and the whole bucket travels
+MOST = 1 / 8  # of the words of a rank's part: with more changes (of four words each) the whole bucket travels
 
 
 class Changes:
@@ -65,14 +65,14 @@ class Changes:
             return None, None, None
         kept = self.kept[number][1]
         places, new, old = wire.changes(bucket, kept)
-        if wire.not_finite(packed) or WORTH * len(places) > total:
+        if wire.not_finite(packed) or len(places) > MOST * total / 2:
             kept.copy_(bucket)
             return None, None, None
         wire.change(kept, places, new)
         whole, _, _ = wire.layout(dtypes, [list(tensor.shape) for _, tensor in named])
         to = [start + first * d.itemsize for start, (_, _, first), d in zip(whole, parts, dtypes, strict=True)]
-        edges = [torch.tensor(bytes_, device=places.device) // 2 for bytes_ in (starts, to)]
-        return (wire.moved(places, *edges) if len(places) else places), new, old
+        here, there = (torch.tensor(each, dtype=torch.int64, device=places.device) // 2 for each in (starts, to))
+        return wire.moved(places, here, there), new, old
 
     def _room(self, size: int, device: torch.device) -> Tensor:
         if len(self.scratch) < size or self.scratch.device != device:

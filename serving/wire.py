@@ -173,10 +173,9 @@ def layout_changes(count: int) -> tuple[list[int], list[int], int]:
     return layout([torch.int32, torch.int16], [[count], [count]])
 
 
-def pack_changes(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """As they travel, in a bucket of their own."""
-    starts, _, total = layout_changes(len(positions))
-    bucket = torch.empty(total, dtype=torch.uint8, device=positions.device)
+def pack_changes(positions: torch.Tensor, values: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
+    """As they travel, in a bucket of their own, which has `layout_changes`'s size."""
+    starts, _, _ = layout_changes(len(positions))
     pack([("positions", positions), ("values", values)], [torch.int32, torch.int16], bucket, starts)
     return bucket
 
@@ -252,6 +251,13 @@ def _open_group(made: list, store, secret: str, rank: int, world_size: int, devi
     if strangers := [rank for rank, one in enumerate(given) if one.tolist() != expected[rank]]:
         raise PermissionError(f"ranks {strangers} of the group do not know the secret of this session")
     return group
+
+
+def all_equal(group, world_size: int, mine: torch.Tensor, timeout: float) -> bool:
+    """Whether all members of a group brought the same; all get the same answer."""
+    given = [torch.empty_like(mine) for _ in range(world_size)]
+    wait_for(group.allgather([given], [mine]), timeout, "the other members of the process group")
+    return all(torch.equal(one, given[0]) for one in given)
 
 
 def broadcast(group, tensor):

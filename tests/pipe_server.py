@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from serving import wire
+from serving import shared, wire
 from serving.receiver import Receiver
 from serving.rendezvous import Joined
 from vllm_client import VLLMClient
@@ -22,6 +22,8 @@ def other_end(pipe) -> None:
             store = Joined(info["secret"], info["address"], info["port"], info["timeout"])
             mine = wire.local_address(info["address"], info["port"])
             group = wire.open_group(store, info["secret"], 1, 2, "gloo", info["timeout"], mine)
+            if info["probe"] is not None:
+                wire.all_equal(group, 2, shared.read(info["probe"]), info["timeout"])
             receiver = Receiver(group, info["timeout"], torch.device("cpu"), info["keep"])
         elif path == "/start_weight_update":
             receiver.start()
@@ -32,6 +34,7 @@ def other_end(pipe) -> None:
         elif path == "/finish_weight_update":
             receiver.finish()
             answer = {"policy_version": body["weight_version"], "checksum": wire.fold(sums)}
+            answer["seconds"] = dict(receiver.seconds)
         elif path == "kept":
             answer = [(what, bucket.numpy().tobytes()) for what, bucket in receiver.kept]
         elif path == "rate":
