@@ -74,6 +74,7 @@ class TrainConfig:
     colocate: bool = False  # server and trainer take turns on one GPU; the server needs --enable-sleep-mode
     push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
     push_bucket_mb: int = 256  # weights travel in buckets of this size; a push takes the memory of three
+    push_over: Literal["auto", "memory", "nccl", "gloo"] = "auto"  # how weights travel; auto: the fastest that works
     push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
 
     # --- tools and environments ---

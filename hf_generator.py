@@ -60,7 +60,7 @@ class HFGenerator:
     `seed(n)` makes the next samples reproducible; the training loop calls it once per step.
     """
 
-    receives_weights = True  # on every rank
+    receives_weights, changes = True, None  # on every rank; all of them
     image_bytes = 0  # sent to servers
     rope_index = None  # of models whose positions have three axes; see inputs/prompts.py
 
@@ -85,12 +85,7 @@ class HFGenerator:
     def close(self) -> None:
         """Nothing to release; servers have."""
 
-    # ---- weights: the same three calls as VLLMClient ----
-
-    @staticmethod
-    def convert(named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The copy's names are the trainer's."""
-        return named
+    # ---- weights: the same three calls as VLLMClient; the copy's names are the trainer's ----
 
     def begin_push(self) -> None:
         self._missing = {name for name, _ in self.model.named_parameters()}

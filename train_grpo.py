@@ -64,7 +64,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -1032,8 +1032,10 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
     `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
     rank 0 for servers. After each bucket the ranks agree that it arrived; an error on one is raised on all.
+    With --push_changes the ranks first compare their own shards with the last push. Where little has changed, that
+    alone is gathered and sent.
     """
-    active = generator.receives_weights
+    active, dtype = generator.receives_weights, generator.weight_dtype
 
     def attempt(call, *args):
         try:
@@ -1044,42 +1046,65 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
             return caught
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
-    for bucket in weight_buckets(policy, bucket_mb * 2**20, generator.weight_dtype, keep=active):
-        error = attempt(lambda bucket: generator.send_bucket(generator.convert(bucket)), bucket)
+    sharded = generator.changes is not None
+    for number, bucket in enumerate(weight_buckets(policy, bucket_mb * 2**20, dtype, active, sharded)):
+        found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if sharded else None
+        if found is None:
+            error = attempt(generator.send_bucket, gathered(bucket, active))
+        else:
+            error = attempt(generator.send_changes, found)
         utils.raise_together(error, "Sending weights")
     utils.raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
 
 
-def weight_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True):
+def weight_buckets(
+    model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True, sharded: bool = False
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
     gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
-    LoRA is folded in. What is gathered or folded comes in `dtype`; other tensors are the live weights, in theirs: read
+    LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights, in theirs: read
     them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With keep=False a
-    rank only takes part in the gathering.
+    rank only takes part in the gathering. sharded: FSDP2's tensors come as they are, for `gathered`, on every rank.
     """
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward pass without a backward one, its own parameters still were whole
     adapters = {part for layer in model.modules() if is_lora(layer) for part in layer.modules()}
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP) and m not in adapters]
     units = wrapped or list(walk("", model, ()))  # of `wrapped` the root comes first: FSDP1 learns which it is
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     bucket, size = [], 0
     for name, unit in units:
-        with contextlib.ExitStack() as gathered:
+        with contextlib.ExitStack() as whole:
             members = list(walk(name, unit.module, FSDP)) if wrapped else [(name, unit)]
             for part in [unit, *(part for _, layer in members if is_lora(layer) for part in layer.modules())]:
                 if isinstance(part, FSDP):
-                    gathered.enter_context(FSDP.summon_full_params(part, recurse=False, writeback=False))
+                    whole.enter_context(FSDP.summon_full_params(part, recurse=False, writeback=False))
             for member_name, member in members:
                 for key, tensor in own_weights(member_name, member, dtype):
-                    size += tensor.numel() * dtype.itemsize * (key in names)
-                    if keep and key in names:
+                    if key not in names:
+                        continue
+                    size += tensor.numel() * dtype.itemsize
+                    if isinstance(tensor, DTensor):
+                        bucket += [(key, tensor)] if sharded else gathered([(key, tensor)], keep)
+                    elif keep:
                         bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
         if size >= max_bytes:
             yield bucket
             bucket, size = [], 0
     if size:
         yield bucket
+
+
+def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
+    """The tensors of a bucket made whole, one after another; all ranks call it. With keep=False none is returned."""
+    whole = []
+    for name, tensor in bucket:
+        tensor = full(tensor)
+        if keep:
+            whole.append((name, tensor))
+    return whole
 
 
 def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
@@ -1092,16 +1117,16 @@ def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str
 
 
 def own_weights(name: str, module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Full (checkpoint name, tensor) pairs of the parameters that belong to this module itself. Shards are rounded to
-    `dtype` before they are gathered, as half the bytes travel then."""
+    """(checkpoint name, tensor) pairs of the parameters that belong to this module itself. FSDP2's stay sharded, and
+    are rounded to `dtype` before they are gathered, as half the bytes travel then."""
     if is_lora(module):
         yield clean_name(f"{name}.weight"), rounded(folded(module), dtype)
         if module.base_layer.bias is not None:
-            yield clean_name(f"{name}.bias"), full(module.base_layer.bias.detach())
+            yield clean_name(f"{name}.bias"), module.base_layer.bias.detach()
         return
     for key, parameter in module.named_parameters(recurse=False):
         tensor = parameter.detach()
-        yield clean_name(f"{name}.{key}"), full(rounded(tensor, dtype)) if isinstance(tensor, DTensor) else tensor
+        yield clean_name(f"{name}.{key}"), rounded(tensor, dtype) if isinstance(tensor, DTensor) else tensor
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
@@ -1114,11 +1139,17 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def folded(layer: nn.Module) -> Tensor:
-    """W + scale * B A of one LoRA layer, in a new tensor: the live weights are never merged and unmerged."""
-    weight = full(layer.base_layer.weight.detach()).float()
+    """W + scale * B A of one LoRA layer, in a new tensor: the live weights are never merged and unmerged. Under FSDP2
+    each rank folds its own rows of W, from its own rows of B and the whole A."""
+    weight = layer.base_layer.weight.detach().float()
     for name in layer.active_adapters:
-        delta = full(layer.lora_B[name].weight.detach()).float() @ full(layer.lora_A[name].weight.detach()).float()
-        weight = weight + layer.scaling[name] * (delta.T if layer.fan_in_fan_out else delta)
+        a, b = (part[name].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
+        if isinstance(a, DTensor):
+            a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+        delta = (b @ a).T if layer.fan_in_fan_out else b @ a
+        if isinstance(delta, DTensor):
+            delta = delta.redistribute(placements=weight.placements)
+        weight = weight + layer.scaling[name] * delta
     return weight
 
 

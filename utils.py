@@ -226,7 +226,8 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
     """The client of --server_urls, once they serve this model and can take its weights. Collective."""
     from vllm_client import VLLMClient
 
-    options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout, changes_only=cfg.push_changes)
+    options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
+    options |= dict(over=cfg.push_over, changes_only=cfg.push_changes)
     client = VLLMClient(cfg.server_urls, cfg.server_token, **options)
     if is_main():
         if any(word.startswith("--server_token") for word in sys.argv):

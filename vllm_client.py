@@ -7,10 +7,11 @@
     client.begin_push(); client.send_bucket([(name, tensor), ...]); client.finish_push(version=1)
 
 Weights travel as bytes: the tensors of a bucket are packed into one flat uint8 buffer, their names, dtypes, shapes and
-checksums are announced over HTTP, and the buffer is broadcast in a torch process group of this process and the
-server's workers - one group a server, so that a dead server is known by its address. The whole bucket must be gathered
-before `send_bucket` is called: nothing here takes part in a collective of the trainer. It travels while the caller
-gathers the next one. What both ends must do alike is in serving/wire.py.
+checksums are announced over HTTP, and the server's workers read the buffer where it lies, if they are on this machine
+(serving/shared.py). Else it is broadcast in a torch process group of this process and the workers - one group a server,
+so that a dead server is known by its address. The whole bucket must be gathered before `send_bucket` is called: nothing
+here takes part in a collective of the trainer. It travels while the caller gathers the next one. What both ends must do
+alike is in serving/wire.py.
 
 Every wait has a limit (`timeout` for control and transfer, `request_timeout` for one generation) and its error says
 which server was waited for. No part of vLLM is imported.
@@ -20,6 +21,7 @@ import asyncio
 import base64
 import concurrent.futures
 import io
+import itertools
 import json
 import os
 import secrets
@@ -27,6 +29,7 @@ import socket
 import time
 import uuid
 from dataclasses import dataclass
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import requests
@@ -34,7 +37,9 @@ import torch
 import urllib3
 
 from safety import credentials
-from serving import wire
+from safety.limits import warn_once
+from serving import shared, wire
+from serving.changes import Changes
 from serving.rendezvous import Rendezvous
 from serving.wire import (
     broadcast,
@@ -96,6 +101,16 @@ class Completion:
 
 
 @dataclass
+class Described:
+    """A bucket that the servers have."""
+
+    what: dict[str, list]  # names, dtypes, shapes
+    starts: list[int]
+    checksums: list[int]
+    moves: list[torch.Tensor] | None  # where words of the trainer's bucket lie in it (wire.moved); None: hard to say
+
+
+@dataclass
 class Link:
     """What is open to one server for pushing weights."""
 
@@ -103,6 +118,12 @@ class Link:
     session: str
     store: Rendezvous
     group: object = None
+    shares: bool = False  # its workers read this process's memory
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    return local_address(host, 1) in {address[0] for *_, address in socket.getaddrinfo(host, 1)}
 
 
 def drop_group(link: Link, abort: bool):
@@ -129,7 +150,8 @@ class VLLMClient:
         token: bearer token; when not given, VLLM_SERVER_TOKEN or what is in the file VLLM_SERVER_TOKEN_FILE names.
         timeout: seconds for a control request, for a bucket and for setting up the transfer.
         request_timeout: seconds for one `generate`. A server that dies is noticed long before.
-        changes_only: after the first push, only words that changed travel. Both ends then keep the weights as pushed.
+        over: how weights travel: memory that both ends share, nccl or gloo; auto: the fastest that works.
+        changes_only: the servers keep the buckets of a push, for `send_changes`; `changes` keeps this end's.
     """
 
     def __init__(
@@ -138,13 +160,14 @@ class VLLMClient:
         token: str | None = None,
         timeout: float = 60.0,
         request_timeout: float = 600.0,
+        over: str = "auto",
         changes_only: bool = False,
     ):
         if not urls:
             raise ValueError("VLLMClient needs at least one server url, such as http://127.0.0.1:8000")
         self.urls = [url.rstrip("/") for url in urls]
         self.token = credentials.read("VLLM_SERVER_TOKEN", token)
-        self.timeout, self.request_timeout = timeout, request_timeout
+        self.timeout, self.request_timeout, self.over = timeout, request_timeout, over
         self.tokenizer = self.rope_index = None
         self.convert = lambda named: named  # (name, tensor) pairs as the trainer has them -> as a checkpoint has them
         self.image_bytes = 0  # sent since the start, as base64
@@ -153,16 +176,16 @@ class VLLMClient:
         self._links, self._infos = [], []  # open connections; what the servers say of themselves
         self._device: torch.device | None = None
         self._transport = torch.device("cpu")  # where the packed bucket lies
-        self._buffers: list[torch.Tensor] = []  # one is packed while the other travels
+        self._buffers: list = []  # with `bytes` and `place`, as Shared; one is packed while the other travels
         self._checksums: list[int] | None = None  # of what was sent in the push under way
         self._sending: concurrent.futures.Future | None = None  # the bucket under way
-        self.changes_only = changes_only
-        self._kept: list[tuple[dict, torch.Tensor]] = []  # (names, dtypes, shapes) and bytes of each bucket, as pushed
-        self._push, self._base = (
-            "",
-            None,
-        )  # the push under way or last; the complete one that it changes
+        self.receives_weights = True  # whether pushes go through this process
+        self.weight_dtype: torch.dtype | None = None  # of the servers
+        self.changes = Changes() if changes_only else None
+        self._described: list[Described] = []  # with `changes`, the buckets that the servers keep
+        self._push, self._base = "", None  # the push under way or last; the complete one that it changes
         self._sent_buckets = self.sent_bytes = 0  # of the push under way or last
+        self.server_seconds: dict[str, float] = {}  # of the last push, at the first server: receive, check, load
         # Per server, the name it took when this run's trainer connected. Where it answers with another one it was
         # started anew or belongs to another trainer, whatever number its weights have. None: not looked at.
         self.instances: dict[str, str] | None = None
@@ -347,46 +370,71 @@ class VLLMClient:
     def connect_weights(self, device: torch.device | str = "cpu"):
         """Open a process group with every server; drops older ones, also those of another trainer.
 
-        NCCL where this process and the server have different GPUs; gloo on CPUs, and where both sit on one GPU, which
-        NCCL refuses (the bucket then goes through host memory).
+        Weights are read from shared memory where trainer and server are on one machine and not on different GPUs, which
+        is asked by letting the workers read a random number there. NCCL where they have different GPUs. Else gloo,
+        through host memory.
         """
         self.close()
         self._device, self._infos = torch.device(device), self.server_info()
+        self.weight_dtype = getattr(torch, self._infos[0]["dtype"])
         backend = self._pick_backend()
         self._transport = self._device if backend == "nccl" else torch.device("cpu")
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._transport) for _ in range(2)]
+        self._buffers = [None, None]
+        probe = shared.probe() if backend == "gloo" and self.over != "gloo" else None
         futures = []
         for url, info in zip(self.urls, self._infos, strict=True):
             address = local_address(urlsplit(url).hostname, urlsplit(url).port or 80)  # loopback for loopback
             link = Link(url, uuid.uuid4().hex, Rendezvous(secrets.token_hex(32), address, self.timeout))
             self._links.append(link)
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
-            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes_only}
+            init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes is not None}
+            init |= {"probe": probe and probe.place}
             body = {"session": link.session, "init_info": init}
             futures.append(in_thread(self._call, url, "POST", "/init_weight_transfer_engine", body, self.timeout + 10))
-            futures.append(in_thread(self._open, link, init))
+            futures.append(in_thread(self._open, link, init, probe))
         try:
             answers = self._gather(futures, "the transfer groups")
         except BaseException:
             self.close()
             raise
         self.instances = {link.url: a["instance"] for link, a in zip(self._links, answers[::2], strict=True)}
+        self._check_memory()
 
-    def _open(self, link: Link, init: dict):
+    def _check_memory(self):
+        """Say which servers of this machine cannot read this process's memory."""
+        if self._transport.type == "cuda" or self.over == "gloo":
+            return
+        cannot = [link.url for link in self._links if not link.shares]
+        if self.over == "memory" and cannot:
+            self.close()
+            raise ServerError(
+                f"{', '.join(cannot)} cannot read this process's memory: another machine, container or user, or not "
+                "Linux. Leave --push_over memory out."
+            )
+        for url in cannot:
+            if is_here(urlsplit(url).hostname):
+                warn_once(f"{url} cannot read this process's memory (another container or user?): weights go by gloo.")
+
+    def _open(self, link: Link, init: dict, probe: shared.Shared | None):
         if init["backend"] == "nccl":
             torch.cuda.set_device(self._device)  # the thread's own setting
         world, backend, limit, address = (init[key] for key in ("world_size", "backend", "timeout", "address"))
         try:
             link.group = open_group(link.store, link.store.secret, 0, world, backend, limit, address)
             link.store.close()  # all have come
+            link.shares = probe is not None and wire.all_equal(link.group, world, probe.bytes, limit)
         except (RuntimeError, TimeoutError, PermissionError) as error:
             raise ServerError(f"{link.url} did not join the transfer group ({init['backend']}): {error}") from error
 
     def _pick_backend(self) -> str:
-        if self._device.type != "cuda" or any(info["device"] != "cuda" for info in self._infos):
-            return "gloo"
-        mine = str(torch.cuda.get_device_properties(self._device).uuid)
-        return "gloo" if any(mine in info["devices"] for info in self._infos) else "nccl"
+        """Of the process groups. NCCL wants a GPU of its own at each end."""
+        nccl = self._device.type == "cuda" and all(info["device"] == "cuda" for info in self._infos)
+        if nccl:
+            mine = str(torch.cuda.get_device_properties(self._device).uuid)
+            nccl = not any(mine in info["devices"] for info in self._infos)
+        if self.over == "nccl" and not nccl:
+            raise ServerError("--push_over nccl wants trainer and servers on different GPUs; leave it out")
+        return "nccl" if nccl and self.over in ("auto", "nccl") else "gloo"
 
     def begin_push(self):
         """Pause the servers (sequences under way are kept) and open an update. Connects again after a failure."""
@@ -402,65 +450,84 @@ class VLLMClient:
         """Send whole tensors, on any device, to every server. Returns when they are packed and on their way: they may
         change then. An error on the way is raised by the next call, which waits for the arrival.
 
-        Matrices wider than the server's dtype are rounded to it on the way, as the server would; vectors travel as
-        they are, since some (norms, biases, router corrections) are kept wider. Peak extra memory: two buckets, one
-        that travels and one that is packed.
-        FloatingPointError naming tensors that hold nan or inf, before anything of the bucket is sent; ends the push.
+        They travel in the dtypes of `wire.travels_as`. Peak extra memory: two buckets, one that travels and one that is
+        packed. FloatingPointError naming tensors that hold nan or inf, before anything of the bucket is sent; ends the
+        push.
         """
-        if self._checksums is None:
-            self._settle()  # why there is no push any more
-            raise ServerError("send_bucket outside a push: call begin_push first")
+        self._check_open()
         if not named:
             return
-        narrow = getattr(torch, self._infos[0]["dtype"])
-        dtypes = [
-            narrow if t.is_floating_point() and t.ndim > 1 and t.dtype.itemsize > narrow.itemsize else t.dtype
-            for _, t in named
-        ]
+        given, named = named, self.convert(named)
+        dtypes = [wire.travels_as(tensor, self.weight_dtype) for _, tensor in named]
         shapes = [list(tensor.shape) for _, tensor in named]
         starts, _, total = layout(dtypes, shapes)
         bucket = self._take_buffer(total)
         packed = pack(named, dtypes, bucket, starts)
         bad, sums = not_finite(packed), checksums(bucket, starts)  # reads it back, so it is complete when handed over
-        what = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
-        what |= {"shapes": shapes}
-        sent, count = self._changes(what, bucket) if self.changes_only else (bucket, None)
         self._settle()
         if bad:  # also what fitted float32 and does not fit a server's float16
             reason = f"nan or inf in {some(bad)}"
             self.abort_push(reason)
             raise FloatingPointError(
-                f"{reason}, as {str(narrow).removeprefix('torch.')}: these weights were not pushed. Look at loss and "
-                "gradient norm of the last steps, and resume from a checkpoint before them with a lower learning rate."
+                f"{reason}, as {str(self.weight_dtype).removeprefix('torch.')}: these weights were not pushed. Look at "
+                "loss and gradient norm of the last steps, and resume from a checkpoint before them with a lower "
+                "learning rate."
             )
-        update = what | {"checksums": sums, "push": self._push, "base": self._base, "changed": count}
-        self._checksums += sums
-        self._sent_buckets, self.sent_bytes = self._sent_buckets + 1, self.sent_bytes + len(sent)
-        self._sending = in_thread(self._step, "/update_weights", [{"update_info": update} for _ in self._links], sent)
+        what = {"names": [name for name, _ in named], "dtypes": [str(d).removeprefix("torch.") for d in dtypes]}
+        described = Described(what | {"shapes": shapes}, starts, sums, None)
+        if self.changes is not None:
+            described.moves = wire.rearranged(given, named, self.convert, self.weight_dtype, bucket)
+            self._described[self._sent_buckets : self._sent_buckets + 1] = [described]
+        self._send(described, bucket, None)
 
-    def _changes(self, what: dict, bucket: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """(what is to travel, how many words of the servers' bucket it changes). (bucket, None): all of it does, as
-        they have no such bucket, or not half would be saved. `_kept` follows."""
-        number, kept = self._sent_buckets, self._kept  # the list itself: the bucket under way may fail, and drop it
-        if self._base is None or number >= len(kept) or kept[number][0] != what:
-            kept[number:] = [(what, bucket.clone())]
-            return bucket, None
-        old = kept[number][1]
-        positions, values = wire.changes(bucket, old)
-        if 2 * 6 * len(positions) >= len(bucket):
-            old.copy_(bucket)
-            return bucket, None
-        wire.change(old, positions, values)
-        return wire.pack_changes(positions, values), len(positions)
+    def can_change(self, number: int) -> bool:
+        """Whether bucket `number` of the push under way may be sent by `send_changes`, as far as this process knows."""
+        known = self._described[number : number + 1]
+        return not self.receives_weights or (self._base is not None and bool(known) and known[0].moves is not None)
+
+    def send_changes(self, found: torch.Tensor):
+        """Instead of `send_bucket`: what has changed of the servers' bucket since the last push, as `Changes.find`
+        gives it. The checksums announced are of the whole tensors, as they are then."""
+        self._check_open()
+        described, found = self._described[self._sent_buckets], found.to(self._transport)
+        places = wire.moved(found >> 32, *described.moves)
+        old, new = found.view(torch.int16).view(-1, 4)[:, :2].unbind(1)
+        described.checksums = wire.changed_checksums(described.checksums, described.starts, places, new, old)
+        bucket = wire.pack_changes(places, new, self._take_buffer(wire.layout_changes(len(places))[2]))
+        self._settle()
+        self._send(described, bucket, len(places))
+
+    def _check_open(self):
+        if self._checksums is None:
+            self._settle()  # why there is no push any more
+            raise ServerError("send_bucket outside a push: call begin_push first")
+
+    def _send(self, described: Described, bucket: torch.Tensor, changed: int | None):
+        """The buffer taken last on its way: a bucket, or so many words that have `changed` of one that servers keep."""
+        memory = [self._buffers[0].place if link.shares else None for link in self._links]
+        update = described.what | {"checksums": described.checksums, "push": self._push}
+        update |= {"base": self._base, "changed": changed}
+        self._checksums += described.checksums
+        self._sent_buckets, self.sent_bytes = self._sent_buckets + 1, self.sent_bytes + len(bucket)
+        bodies = [{"update_info": update | {"memory": place}} for place in memory]
+        self._sending = in_thread(self._step, "/update_weights", bodies, bucket)
 
     def _take_buffer(self, size: int) -> torch.Tensor:
         """The buffer that was not used last: the other one may still travel. Kept from push to push, as fresh memory
         costs several times what copying into it does."""
         self._buffers.reverse()
-        if len(self._buffers[0]) < size:
+        if self._buffers[0] is None or len(self._buffers[0].bytes) < size:
             self._buffers[0] = None  # goes before the larger one comes
-            self._buffers[0] = torch.empty(size, dtype=torch.uint8, device=self._transport)
-        return self._buffers[0][:size]
+            self._buffers[0] = self._make_buffer(size)
+        return self._buffers[0].bytes[:size]
+
+    def _make_buffer(self, size: int):
+        if any(link.shares for link in self._links):
+            try:
+                return shared.Shared(max(size, wire.ALIGN))
+            except OSError as error:
+                warn_once(f"no {size / 1e6:.0f} MB of shared memory ({error.strerror}): weights go by gloo.")
+        return SimpleNamespace(bytes=torch.empty(size, dtype=torch.uint8, device=self._transport), place=None)
 
     def _settle(self):
         """Wait until the bucket under way has arrived; raises what went wrong. `_step` keeps the time."""
@@ -477,13 +544,14 @@ class VLLMClient:
                 for link, body in zip(self._links, bodies, strict=True)
             ]
             if bucket is not None:
-                self._broadcast(bucket, futures)
+                receivers = [b["update_info"]["memory"] is None for b in bodies]
+                self._broadcast(bucket, list(itertools.compress(self._links, receivers)), futures)
             return self._gather(futures, f"{path} on " + ", ".join(link.url for link in self._links))
         except BaseException as error:
             self.abort_push(reason=str(error))
             raise
 
-    def _broadcast(self, bucket: torch.Tensor, announcements: list):
+    def _broadcast(self, bucket: torch.Tensor, links: list[Link], announcements: list):
         if self._transport.type == "cuda":
             torch.cuda.set_device(self._transport)  # the thread's own setting
 
@@ -492,8 +560,8 @@ class VLLMClient:
                 if future.done():
                     future.result()
 
-        works = [broadcast(link.group, bucket) for link in self._links]
-        for link, work in zip(self._links, works, strict=True):
+        works = [broadcast(link.group, bucket) for link in links]
+        for link, work in zip(links, works, strict=True):
             try:
                 wait_for(work, self.timeout, f"{link.url} to receive {len(bucket) / 1e6:.1f} MB", refused)
             except (RuntimeError, TimeoutError) as error:
@@ -517,7 +585,8 @@ class VLLMClient:
                     f"{link.url} has version {answer['policy_version']}, checksum {answer['checksum']:016x} after the "
                     f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
                 )
-        self._base = self._push if self.changes_only else None
+        self._base = None if self.changes is None else self._push
+        self.server_seconds = answers[0]["seconds"]
 
     def abort_push(self, reason: str = "the trainer gave up"):
         """Tell the servers, as far as they can still be told, that the push will not be completed. They answer 503 to
@@ -531,7 +600,7 @@ class VLLMClient:
     def close(self):
         """Drop the transfer groups; the next push is of all weights."""
         links, self._links = self._links, []
-        self._kept, self._base = [], None
+        self._described, self._base = [], None
         # In threads: a gloo group waits for its pending sends before it goes. Waited for, but not for long: a process
         # that ends while a thread takes a group down is aborted.
         abort = self._transport.type == "cuda"

@@ -3,15 +3,19 @@
     python benchmarks/push.py --gigabytes 0.1 0.5 2           # without vLLM: what is received is checked and dropped
     python benchmarks/push.py --model models/SmolLM2-135M-Instruct     # a live vLLM server, which loads the weights
 
-Each size is pushed whole, then `repetitions` times again after a share of the weights was changed (`--changed`), whole
-and as changes only. Both ends are the ones that training uses (VLLMClient, serving/wire.py), over gloo; without vLLM a
-pipe takes the place of HTTP. Phases overlap, so they add up to more than the whole.
+Each size is pushed whole over gloo and through shared memory, then `repetitions` times again after a share of the
+weights was changed (`--changed`), whole and as changes only. Both ends are the ones that training uses (push_weights,
+VLLMClient, serving/receiver.py); without vLLM a pipe takes the place of HTTP. Phases overlap, so they add up to more
+than the whole.
 
-gather    weight_buckets: walking the model, rounding fp32 masters to bfloat16
-pack      into the bucket, the look for nan and inf included
-checksum  at the trainer's end; the server's takes as long
-compare   with what was pushed last (changes only)
-send      gloo's broadcast, from the announcement on; with a live server its checksum and loading, too
+gather    weight_buckets: walking the model
+compare   with what was pushed last: rounding, packing and comparing this rank's part (changes only)
+pack      rounding and packing what is sent, the look for nan and inf included (its part in `compare`, too)
+checksum  at the trainer's end
+send      from a bucket's announcement to the answer: all of the server's phases
+receive   at the server's end: gloo's broadcast, or opening the memory; applying changes
+check     at the server's end: checksums
+load      at the server's end: the look for nan and inf, and vLLM's loaders
 finish    of a live server: coverage, the last layers, resuming
 
 The rates to compare with, measured beside it: `copy`, from memory to memory (both touched before, 64 MiB at a time,
@@ -19,14 +23,13 @@ all threads), and `gloo`, a bare broadcast between the same two processes.
 """
 
 import argparse
+import itertools
 import json
-import multiprocessing
 import os
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -34,11 +37,12 @@ from torch import nn
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import pipe_server  # noqa: E402
+
 import train_grpo as script  # noqa: E402
 import vllm_client  # noqa: E402
 from serving import wire  # noqa: E402
-from serving.receiver import Receiver  # noqa: E402
-from serving.rendezvous import Joined  # noqa: E402
+from serving.changes import Changes  # noqa: E402
 from vllm_client import VLLMClient  # noqa: E402
 
 SECONDS: dict[str, float] = defaultdict(float)
@@ -55,46 +59,26 @@ def timed(phase: str, function):
     return call
 
 
-def other_end(pipe) -> None:
-    """A server's worker without a server."""
-    receiver = push = None
-    while True:
-        path, body = pipe.recv()
-        if path == "/init_weight_transfer_engine":
-            info = body["init_info"]
-            store = Joined(info["secret"], info["address"], info["port"], info["timeout"])
-            group = wire.open_group(
-                store, info["secret"], 1, 2, "gloo", info["timeout"], wire.local_address(info["address"], info["port"])
-            )
-            receiver = Receiver(group, info["timeout"], torch.device("cpu"), info["keep"])
-        elif path == "/start_weight_update":
-            receiver.start()
-            push = []
-        elif path == "/update_weights":
-            receiver.receive(SimpleNamespace(**body["update_info"]))
-            push += body["update_info"]["checksums"]
-        elif path == "/finish_weight_update":
-            receiver.finish()
-            pipe.send({"policy_version": body["weight_version"], "checksum": wire.fold(push)})
-            continue
-        elif path == "broadcast":
-            wire.wait_for(wire.broadcast(receiver.group, torch.empty(body, dtype=torch.uint8)), 60, "the trainer")
-        pipe.send({"policy_version": 0, "instance": "benchmark"})
+def timed_buckets(*args):
+    """weight_buckets, timed."""
+    buckets = WEIGHT_BUCKETS(*args)
+    next_bucket = timed("gather", lambda: next(buckets, None))
+    while (bucket := next_bucket()) is not None:
+        yield bucket
 
 
-class PipeClient(VLLMClient):
-    """VLLMClient that talks through a pipe in place of HTTP."""
-
-    def __init__(self, pipe, **options):
-        super().__init__(["http://127.0.0.1:1"], "token", **options)
-        self.pipe = pipe
-
-    def server_info(self) -> list[dict]:
-        return [{"vocab_size": 1, "world_size": 1, "device": "cpu", "devices": ["cpu"], "dtype": "bfloat16"}]
-
-    def _call(self, url, method, path, body=None, timeout=None) -> dict:
-        self.pipe.send((path, body))
-        return self.pipe.recv()
+WEIGHT_BUCKETS, script.weight_buckets = script.weight_buckets, timed_buckets
+for module, phase, name in (
+    (wire, "pack", "pack"),
+    (vllm_client, "pack", "pack"),
+    (wire, "pack", "not_finite"),
+    (vllm_client, "pack", "not_finite"),
+    (vllm_client, "checksum", "checksums"),
+    (Changes, "compare", "find"),
+    (VLLMClient, "send", "_step"),
+    (VLLMClient, "finish", "finish_push"),
+):
+    setattr(module, name, timed(phase, getattr(module, name)))
 
 
 def copy_rate() -> float:
@@ -110,10 +94,10 @@ def copy_rate() -> float:
 
 
 def gloo_rate(client: VLLMClient, pipe) -> float:
-    """Bytes a second of a bare broadcast to the other process; into memory that is fresh there, as a bucket's is."""
+    """Bytes a second of a bare broadcast to the other process, into memory that is fresh there."""
     bucket, best = torch.ones(256 << 20, dtype=torch.uint8), 1e9
     for _ in range(3):
-        pipe.send(("broadcast", len(bucket)))
+        pipe.send(("rate", len(bucket)))
         start = time.perf_counter()
         wire.wait_for(wire.broadcast(client._links[0].group, bucket), 60, "the other end")
         best = min(best, time.perf_counter() - start)
@@ -139,47 +123,42 @@ def disturb(model: nn.Module, share: float) -> None:
 def push(model: nn.Module, client: VLLMClient, version: int, bucket_mb: int) -> dict:
     """Seconds by phase, and bytes."""
     SECONDS.clear()
-    buckets, start = script.weight_buckets(model, bucket_mb << 20, torch.bfloat16), time.perf_counter()
-    client.begin_push()
-    SECONDS["begin"] = time.perf_counter() - start
-    next_bucket = timed("gather", lambda: next(buckets, None))
-    while (bucket := next_bucket()) is not None:
-        client.send_bucket(bucket)
-    client._settle()
-    timed("finish", client.finish_push)(version)
-    return {"total": time.perf_counter() - start, "bytes": client.sent_bytes} | dict(SECONDS)
+    start = time.perf_counter()
+    script.push_weights(model, client, version, bucket_mb)
+    return {"total": time.perf_counter() - start, "bytes": client.sent_bytes} | dict(SECONDS) | client.server_seconds
 
 
-def measure(model: nn.Module, make_client, args, name: str) -> list[dict]:
+def measure(model: nn.Module, make_client, args, name: str, weight_bytes: float) -> list[dict]:
+    """The first push of each way, in which memory is fresh, and the median of those that follow."""
     results = []
-    for changes_only in (False, True):
-        client = make_client(changes_only)
-        client._step = timed("send", client._step)
+    for over, changes_only in itertools.product(args.over, (False, True)):
+        client = make_client(over=over, changes_only=changes_only)
         client.connect_weights("cpu")
         first = push(model, client, 1, args.push_bucket_mb)
         pushes = []
         for repetition in range(args.repetitions):
             disturb(model, args.changed)
             pushes.append(push(model, client, 2 + repetition, args.push_bucket_mb))
-        for what, row in (("first", first), ("median", sorted(pushes, key=lambda row: row["total"])[len(pushes) // 2])):
-            results.append({"weights": name, "push": "changes" if changes_only else "whole", "which": what} | row)
-            print(json.dumps(results[-1], default=float), flush=True)
         client.close()
+        label = {"weights": name, "over": over, "push": "changes" if changes_only else "whole"}
+        for what, row in (("first", first), ("median", sorted(pushes, key=lambda row: row["total"])[len(pushes) // 2])):
+            results.append(label | {"which": what, "weight_bytes": weight_bytes} | row)
+            print(json.dumps(results[-1], default=float), flush=True)
     return results
 
 
-PHASES = ["total", "begin", "gather", "pack", "checksum", "compare", "send", "finish"]
+PHASES = ["total", "gather", "compare", "pack", "checksum", "send", "receive", "check", "load", "finish"]
 
 
 def table(results: list[dict], rates: dict) -> str:
-    lines = [f"| weights | push | MB sent | {' | '.join(PHASES)} | GB/s | of copy | of gloo |"]
-    lines += ["|---" * (len(PHASES) + 6) + "|"]
+    lines = [f"| weights | over | push | MB sent | {' | '.join(PHASES)} | GB/s | of copy | of gloo |"]
+    lines += ["|---" * (len(PHASES) + 7) + "|"]
     for row in results:
-        seconds = " | ".join(f"{row.get(phase, 0):.3f}" for phase in PHASES)
-        sent, rate = f"{row['bytes'] / 1e6:.1f}", row["weight_bytes"] / row["total"]
+        seconds = " | ".join(f"{row[phase]:.3f}" if row.get(phase) else "" for phase in PHASES)
+        rate = row["weight_bytes"] / row["total"]
         shares = " | ".join(f"{rate / rates[key]:.0%}" if key in rates else "" for key in ("copy", "gloo"))
-        label = f"{row['push']}, {row['which']}"
-        lines.append(f"| {row['weights']} | {label} | {sent} | {seconds} | {rate / 1e9:.2f} | {shares} |")
+        label = f"{row['weights']} | {row['over']} | {row['push']}, {row['which']} | {row['bytes'] / 1e6:.1f}"
+        lines.append(f"| {label} | {seconds} | {rate / 1e9:.2f} | {shares} |")
     return "\n".join(lines)
 
 
@@ -187,13 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.1, 0.5, 2.0], help="of bfloat16 weights")
     parser.add_argument("--model", help="a folder: push it to a live vLLM server instead")
+    parser.add_argument("--over", nargs="+", default=["gloo", "memory"])
     parser.add_argument("--changed", type=float, default=0.01, help="share of the weights that change between pushes")
     parser.add_argument("--push_bucket_mb", type=int, default=256)
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
-    for phase, name in (("pack", "pack"), ("pack", "not_finite"), ("checksum", "checksums")):
-        setattr(vllm_client, name, timed(phase, getattr(vllm_client, name)))
-    wire.changes = timed("compare", wire.changes)
     rates, results = {"copy": copy_rate()}, []
     if args.model:
         from server_fixture import start_server
@@ -204,21 +181,18 @@ def main() -> None:
             holder = nn.Module()  # as `Policy` holds it
             holder.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
             size = 2 * sum(p.numel() for p in holder.parameters())
-            make = lambda only: VLLMClient([live.url], live.token, changes_only=only)  # noqa: E731
-            results = measure(holder, make, args, Path(args.model).name)
-            results = [row | {"weight_bytes": size} for row in results]
+            make = lambda **options: VLLMClient([live.url], live.token, **options)  # noqa: E731
+            results = measure(holder, make, args, Path(args.model).name, size)
         finally:
             live.stop()
     else:
-        here, there = multiprocessing.get_context("spawn").Pipe()
-        multiprocessing.get_context("spawn").Process(target=other_end, args=(there,), daemon=True).start()
-        probe = PipeClient(here)
+        pipe = pipe_server.start()
+        probe = pipe_server.PipeClient(pipe)
         probe.connect_weights("cpu")
-        rates["gloo"] = gloo_rate(probe, here)
+        rates["gloo"] = gloo_rate(probe, pipe)
         for gigabytes in args.gigabytes:
-            model = make_model(gigabytes)
-            found = measure(model, lambda only: PipeClient(here, changes_only=only), args, f"{gigabytes:g} GB")
-            results += [row | {"weight_bytes": gigabytes * 1e9} for row in found]
+            make = lambda **options: pipe_server.PipeClient(pipe, **options)  # noqa: E731
+            results += measure(make_model(gigabytes), make, args, f"{gigabytes:g} GB", gigabytes * 1e9)
     print(", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()), f"; {os.cpu_count()} cores\n")
     print(table(results, rates))
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel
+from torch.utils._pytree import tree_map
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -44,10 +45,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.utils.nccl import unpinned_nccl_env
 
+from serving import shared
 from serving.receiver import Receiver
 from serving.rendezvous import Joined
 from serving.sleep import Sleep
-from serving.wire import fold, local_address, not_finite, open_group, some
+from serving.wire import all_equal, fold, local_address, not_finite, open_group, some
 
 # ---- in the workers: receiving and putting in place ------------------------------------------------------------------
 
@@ -61,6 +63,7 @@ class InitInfo(WeightTransferInitInfo):
     world_size: int  # trainer (rank 0) + all workers of this server
     timeout: float  # seconds for joining, and for one bucket
     keep: bool = False  # the buckets of a push, for a later one that sends only what has changed
+    probe: list[int] | None = None  # of the trainer's memory (serving/shared.py); None: buckets travel in the group
 
 
 @dataclass
@@ -72,6 +75,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     push: str = ""  # name of this push
     base: str | None = None  # the complete push that it changes
     changed: int | None = None  # so many 16-bit words of the kept bucket, which travel with their places; None: all
+    memory: list[int] | None = None  # where the bucket lies, in a process of this machine; None: it is broadcast
 
 
 @dataclass
@@ -122,6 +126,8 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.store = Joined(secret, init_info.address, init_info.port, limit)
         with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT sets NCCL up in a way that the trainer's end does not know
             group = open_group(self.store, secret, rank, init_info.world_size, init_info.backend, limit, mine)
+        if init_info.probe is not None:
+            all_equal(group, init_info.world_size, shared.read(init_info.probe), limit)  # the trainer draws conclusions
         over = self.device if init_info.backend == "nccl" else torch.device("cpu")
         self.receiver = Receiver(group, limit, over, init_info.keep)
         self.info = init_info
@@ -182,7 +188,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if repeated := sorted(name for name, count in counts.items() if count > 1):
             raise ValueError(f"sent twice in one push: {', '.join(repeated[:8])}; send every parameter once")
         dtypes = [getattr(torch, dtype) for dtype in update_info.dtypes]
-        bucket = bucket.to(self.device)
+        began, bucket = time.perf_counter(), bucket.to(self.device)
         tensors = [
             (name, bucket[start : start + size].view(dtype).view(shape))
             for name, dtype, shape, start, size in zip(names, dtypes, update_info.shapes, starts, sizes, strict=True)
@@ -206,11 +212,26 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(
                 f"{push.current} of shape {shape} {where}: {type(error).__name__}: {str(error)[:200]}"
             ) from error
-        push.bucket = None  # layers that are still waiting for their other tensors hold on to it
+        self._copy_waiting(bucket)
+        push.bucket = None
+        self.receiver.seconds["load"] += time.perf_counter() - began
+
+    def _copy_waiting(self, bucket: torch.Tensor) -> None:
+        """Layers that are still waiting for their other tensors hold on to those that came: in a copy from now on, as
+        the bucket's memory is used again."""
+        place = bucket.untyped_storage().data_ptr()
+
+        def own(value):
+            inside = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == place
+            return value.clone() if inside else value
+
+        for layer in self.model.modules():
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                call.arguments.update(tree_map(own, dict(call.arguments)))
 
     def report(self) -> dict:
         """{"sent", "taken": elements by name; "missing": parameters that got less than their size; "checksum";
-        "sliced": whether engines hold slices of the experts}."""
+        "seconds" by phase; "sliced": whether engines hold slices of the experts}."""
         seen: set[int] = set()  # of a tied pair only the first is named
         parallel = self.parallel_config  # a dense model's engines each have a data_parallel_size of 1
         layers = self.model.named_modules()
@@ -219,6 +240,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "taken": self.push.taken,
             "missing": [text for name, layer in layers for text in self._missing(name, layer, seen)],
             "checksum": fold(self.push.checksums),
+            "seconds": dict(self.receiver.seconds),
             "sliced": parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel,
         }
 
@@ -494,7 +516,8 @@ def push_routes(engine, pushes: Pushes, sleep: Sleep) -> APIRouter:
             pushes.version, pushes.broken, pushes.active = body.weight_version, None, False
             await engine.resume_generation()
             pushes.settled.set()
-        return {"policy_version": pushes.version, "checksum": reports[0][0]["checksum"]}
+        first = reports[0][0]
+        return {"policy_version": pushes.version, "checksum": first["checksum"], "seconds": first["seconds"]}
 
     @router.post("/abort_weight_update")
     async def abort(body: AbortBody):

@@ -6,6 +6,7 @@ dtypes, shapes and checksums are announced over HTTP. No part of vLLM is importe
 """
 
 import concurrent.futures
+import itertools
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from serving.rendezvous import proof
 MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant (the golden ratio)
 CHUNK = 1 << 11  # words of a row of the checksum: sums of a row stay below 2^53, so float64 holds them exactly
 ALIGN = 4 * CHUNK  # bytes; a tensor starts on a row, so that any dtype can be viewed in place
+PIECES = 1 << 14  # of a converted bucket, at most; a layer of experts makes some hundreds
 PIECE = {"cpu": 4 << 20, "cuda": 64 << 20}  # bytes that are checksummed at a time: on CPUs, what fits the caches
 
 
@@ -88,7 +90,7 @@ def pack(named: list[tuple[str, torch.Tensor]], dtypes: list[torch.dtype], bucke
     """Copy tensors into a bucket, in these dtypes and from these bytes on; (name, flat tensor) pairs of what lies there
     then. Padding becomes 0."""
     packed = []
-    for (name, tensor), dtype, start, end in zip(named, dtypes, starts, [*starts[1:], len(bucket)], strict=True):
+    for (name, tensor), dtype, start, end in zip(named, dtypes, starts, [*starts, len(bucket)][1:], strict=True):
         size = tensor.numel() * dtype.itemsize
         packed.append((name, bucket[start : start + size].view(dtype)))
         packed[-1][1].view(tensor.shape).copy_(tensor.detach())
@@ -96,8 +98,16 @@ def pack(named: list[tuple[str, torch.Tensor]], dtypes: list[torch.dtype], bucke
     return packed
 
 
-def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 16-bit words in which two buckets differ: their positions [n] int32, what they are in the new one [n] int16.
+def travels_as(tensor: torch.Tensor, narrow: torch.dtype) -> torch.dtype:
+    """The dtype in which a tensor is sent to a server that computes in `narrow`. Wider matrices are rounded on the way,
+    as the server would; vectors stay as they are, since some (norms, biases, router corrections) are kept wider."""
+    wide = tensor.is_floating_point() and tensor.ndim > 1 and tensor.dtype.itemsize > narrow.itemsize
+    return narrow if wide else tensor.dtype
+
+
+def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The 16-bit words in which two buckets differ: their places [n] int64, what they are in the new one and in the old
+    one [n] int16.
 
     Of bfloat16 weights a word is one; of wider ones it is a part. Eight bytes are compared at a time, then the words of
     those that differ.
@@ -107,19 +117,65 @@ def changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.T
     for start in range(0, len(wide), size):
         found.append((wide[start : start + size] != kept[start : start + size]).nonzero()[:, 0] + start)
     hits = torch.cat(found) if found else wide.long()
-    words = wide[hits].view(torch.int16).view(-1, 4)
-    row, lane = (words != kept[hits].view(torch.int16).view(-1, 4)).nonzero(as_tuple=True)
-    return (hits[row] * 4 + lane).int(), words[row, lane]
+    words, before = (flat[hits].view(torch.int16).view(-1, 4) for flat in (wide, kept))
+    row, lane = (words != before).nonzero(as_tuple=True)
+    return hits[row] * 4 + lane, words[row, lane], before[row, lane]
+
+
+def moved(places: torch.Tensor, starts: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """Places of one layout in another: what begins at starts[i] there (ascending) begins at to[i] here."""
+    return places + (to - starts)[torch.bucketize(places, starts, right=True) - 1]
+
+
+def rearranged(given, named, convert, narrow: torch.dtype, bucket: torch.Tensor) -> list[torch.Tensor] | None:
+    """`moved`'s starts and to: where what lies in a bucket of the tensors `given` lies in `bucket`, that of the tensors
+    `named`, into which `convert` has made them (other names, order, pieces). None if they are no such pieces, or many.
+
+    Numbers are converted in place of the weights: what runs on by one before and after is one piece.
+    """
+    if all(a is b for (_, a), (_, b) in itertools.zip_longest(given, named, fillvalue=(None, None))):
+        return [torch.zeros(1, dtype=torch.int64, device=bucket.device)] * 2
+    dtypes = [travels_as(tensor, narrow) for _, tensor in given]
+    starts, _, total = layout(dtypes, [list(tensor.shape) for _, tensor in given])
+    before = torch.empty(total, dtype=torch.uint8, device=bucket.device)
+    pack(given, dtypes, before, starts)
+    numbers = [
+        (name, (torch.arange(t.numel(), dtype=torch.int32) * (d.itemsize // 2) + start // 2).view(t.shape))
+        for (name, t), d, start in zip(given, dtypes, starts, strict=True)
+    ]
+    pieces, dtypes = [], [travels_as(tensor, narrow) for _, tensor in named]
+    ends, _, _ = layout(dtypes, [list(tensor.shape) for _, tensor in named])
+    for (_, places), dtype, to in zip(convert(numbers), dtypes, ends, strict=True):
+        places, step = places.flatten(), dtype.itemsize // 2
+        breaks = torch.cat([places.new_zeros(1), (places.diff() != step).nonzero()[:, 0] + 1])
+        for first, end in zip(breaks.tolist(), [*breaks[1:].tolist(), len(places)], strict=True):
+            source, size = int(places[first]) * 2, (end - first) * dtype.itemsize
+            target = to + first * dtype.itemsize
+            if len(pieces) == PIECES or not torch.equal(before[source : source + size], bucket[target : target + size]):
+                return None
+            pieces.append((source // 2, target // 2))
+    return list(torch.tensor(sorted(pieces), device=bucket.device).T.contiguous())
+
+
+def changed_checksums(
+    sums: list[int], starts: list[int], places: torch.Tensor, new: torch.Tensor, old: torch.Tensor
+) -> list[int]:
+    """Checksums of a bucket's tensors after these words of it have changed, from those before: a checksum is a sum, so
+    each change adds its own part. Of a 32-bit word the first 16-bit word is the low half (little-endian)."""
+    new, old = new.long(), old.long()
+    parts = torch.where(places % 2 == 0, (new & 0xFFFF) - (old & 0xFFFF), (new - old) << 16) * (places // 2 + 1)
+    edges = torch.tensor(starts, device=places.device) // 2
+    added = torch.zeros_like(edges).index_add_(0, torch.bucketize(places, edges, right=True) - 1, parts)  # wraps
+    return [(before + more) % (1 << 64) for before, more in zip(sums, added.tolist(), strict=True)]
 
 
 def layout_changes(count: int) -> tuple[list[int], list[int], int]:
     return layout([torch.int32, torch.int16], [[count], [count]])
 
 
-def pack_changes(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """As they travel, in a bucket of their own."""
-    starts, _, total = layout_changes(len(positions))
-    bucket = torch.empty(total, dtype=torch.uint8, device=positions.device)
+def pack_changes(positions: torch.Tensor, values: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
+    """As they travel, in a bucket of their own, which has `layout_changes`'s size."""
+    starts, _, _ = layout_changes(len(positions))
     pack([("positions", positions), ("values", values)], [torch.int32, torch.int16], bucket, starts)
     return bucket
 
@@ -195,6 +251,13 @@ def _open_group(made: list, store, secret: str, rank: int, world_size: int, devi
     if strangers := [rank for rank, one in enumerate(given) if one.tolist() != expected[rank]]:
         raise PermissionError(f"ranks {strangers} of the group do not know the secret of this session")
     return group
+
+
+def all_equal(group, world_size: int, mine: torch.Tensor, timeout: float) -> bool:
+    """Whether all members of a group brought the same; all get the same answer."""
+    given = [torch.empty_like(mine) for _ in range(world_size)]
+    wait_for(group.allgather([given], [mine]), timeout, "the other members of the process group")
+    return all(torch.equal(one, given[0]) for one in given)
 
 
 def broadcast(group, tensor):

@@ -64,6 +64,7 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
         max_completion_length=24,
         max_prompt_length=64,
         push_bucket_mb=4,
+        push_changes=True,
     )
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     tokenizer = script_tokenizer(model_dir)
@@ -74,11 +75,17 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
     script.push_weights(policy, generator, version, cfg.push_bucket_mb)
     after, versions = difference(policy, cfg, generator)
     untouched = all(torch.equal(a, b) for a, b in zip(original, snapshot(policy), strict=True))
+    whole = generator.sent_bytes
+    next(p for p in policy.parameters() if p.requires_grad and p.numel()).data.mul_(1.5)
+    script.push_weights(policy, generator, version + 1, cfg.push_bucket_mb)  # only what has changed
+    later, _ = difference(policy, cfg, generator)
     generator.close()
     return {
         "case": f"{strategy}{' lora' if use_peft else ''}",
         "before": before,
         "after": after,
+        "later": later,
+        "saved": utils.is_main() and generator.sent_bytes < whole,
         "version": versions == {version},
         "untouched": untouched,
     }
@@ -87,7 +94,7 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
 class Packer:
     """Takes a push as a client does, into a bucket for the wire, and drops it."""
 
-    receives_weights, weight_dtype, convert = True, torch.float32, staticmethod(list)
+    receives_weights, weight_dtype, changes = True, torch.float32, None
 
     def begin_push(self) -> None:
         self.received = 0

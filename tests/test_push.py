@@ -17,8 +17,8 @@ def check(results: list[dict], limit: float) -> None:
     assert len(results) == 6
     for result in results:
         assert result["before"] > 0.1 > result["after"], result  # the edit was large, and it arrived
-        assert result["after"] < limit, result
-        assert result["version"] and result["untouched"], result
+        assert result["after"] < limit and result["later"] < limit, result
+        assert result["version"] and result["untouched"] and result["saved"], result
         # Of a model of 164 MiB: a layer gathered, the bucket filled from it, that packed for the wire; 13 MiB each.
         assert result["extra_mb"] < 3 * 13 + 16, result
 

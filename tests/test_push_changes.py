@@ -1,11 +1,15 @@
-"""Pushes that send only what has changed, to a live server: bit for bit what whole pushes leave behind."""
+"""Pushes that send only what has changed: bit for bit what whole pushes leave behind, on a live server and, from two
+ranks, on the server's end of the wire."""
 
 import asyncio
+import json
 
 import pytest
 import torch
+from live import Process, running
 from transformers import AutoModelForCausalLM
 
+import train_grpo as script
 import vllm_client
 from serving import wire
 from vllm_client import ServerError, VLLMClient
@@ -15,7 +19,7 @@ PROMPT = list(range(100, 140))
 
 @pytest.fixture
 def client(server):
-    client = VLLMClient([server.url], server.token, timeout=30, request_timeout=120, changes_only=True)
+    client = VLLMClient([server.url], server.token, timeout=30, request_timeout=120, over="gloo", changes_only=True)
     client.connect_weights("cpu")
     yield client
     client.close()
@@ -35,11 +39,9 @@ def disturb(model, share, seed):
 
 
 def push(client, model, version):
-    named = list(model.named_parameters())
-    client.begin_push()
-    client.send_bucket(named[:5])
-    client.send_bucket(named[5:])
-    client.finish_push(version)
+    policy = torch.nn.Module()
+    policy.model = model  # as `Policy` holds it
+    script.push_weights(policy, client, version, bucket_mb=4)
     return client.sent_bytes
 
 
@@ -139,11 +141,75 @@ def test_changes_are_exact(share):
     old = torch.randn(3 * wire.ALIGN // 2).bfloat16()
     new = torch.where(torch.rand(len(old)) < share, -old, old)
     before, after = old.view(torch.uint8), new.view(torch.uint8)
-    positions, values = wire.changes(after, before)
-    assert positions.tolist() == (old.view(torch.int16) != new.view(torch.int16)).nonzero()[:, 0].tolist()
-    packed = wire.pack_changes(positions, values)
-    wire.change(before, *wire.unpack_changes(packed, len(positions)))
+    places, are, were = wire.changes(after, before)
+    assert places.tolist() == (old.view(torch.int16) != new.view(torch.int16)).nonzero()[:, 0].tolist()
+    starts = [0, wire.ALIGN, wire.ALIGN]  # the second tensor is empty
+    sums = wire.changed_checksums(wire.checksums(before, starts), starts, places, are, were)
+    assert sums == wire.checksums(after, starts)
+    packed = wire.pack_changes(places, are, torch.empty(wire.layout_changes(len(places))[2], dtype=torch.uint8))
+    wire.change(before, *wire.unpack_changes(packed, len(places)))
     assert torch.equal(before, after)
+
+
+def split_experts(named):
+    """What transformers does to fused experts, and a new name that changes the order."""
+    out = {}
+    for name, tensor in named:
+        if name == "gate_up":
+            halves = [half.contiguous() for half in tensor.chunk(2, dim=1)]
+            out |= {f"{n}.{kind}": e for kind, half in zip("gu", halves, strict=True) for n, e in enumerate(half)}
+        else:
+            out["a." + name] = tensor
+    return sorted(out.items())
+
+
+def test_changes_find_their_place_in_converted_tensors():
+    torch.manual_seed(0)
+    named = [("gate_up", torch.randn(3, 10, 7)), ("norm", torch.randn(5)), ("down", torch.randn(4, 6))]
+    dtypes, shapes = [torch.bfloat16, torch.float32, torch.bfloat16], [list(t.shape) for _, t in named]
+    starts, _, total = wire.layout(dtypes, shapes)
+    old, new = (torch.empty(total, dtype=torch.uint8) for _ in range(2))
+    wire.pack(named, dtypes, old, starts)
+
+    def converted():
+        pairs = split_experts(named)
+        kinds = [wire.travels_as(t, torch.bfloat16) for _, t in pairs]
+        firsts, _, size = wire.layout(kinds, [list(t.shape) for _, t in pairs])
+        bucket = torch.empty(size, dtype=torch.uint8)
+        wire.pack(pairs, kinds, bucket, firsts)
+        return pairs, bucket
+
+    pairs, held = converted()
+    moves = wire.rearranged(named, pairs, split_experts, torch.bfloat16, held)
+    for _, tensor in named:
+        tensor[torch.rand(tensor.shape) < 0.3] += 1
+    wire.pack(named, dtypes, new, starts)
+    places, are, _ = wire.changes(new, old)
+    wire.change(held, wire.moved(places, *moves), are)
+    assert torch.equal(held, converted()[1])
+    assert wire.rearranged(named, converted()[0], split_experts, torch.bfloat16, held) is not None
+    held[0] ^= 1
+    assert wire.rearranged(named, pairs, split_experts, torch.bfloat16, held) is None  # the values are not the same
+
+
+def test_ranks_compare_their_own_shards(tmp_path):
+    """Two ranks, every kind of sharding: what the server holds is what a whole push leaves, bit for bit, and what the
+    ranks tell each other grows with what has changed. Nothing whole is gathered unless it is sent whole."""
+    out = tmp_path / "out.json"
+    with running(Process(["tests/changes_worker.py", str(out)], tmp_path / "log", 2)) as ranks:
+        assert ranks.end() == 0, ranks.text[-4000:]
+    results = json.loads(out.read_text())
+    for case, found in results.items():
+        assert found["equal"], case
+        sent = {push: found[push]["sent"] for push in found if push != "equal"}
+        assert sent["nothing"] == 0 and sent["fresh"] == sent["whole"], case
+        assert 0 < sent["0.002"] < sent["0.02"] <= sent["0.9"] <= sent["whole"], (case, sent)
+        told = {push: sum(found[push]["told"].values()) for push in sent}
+        if case in ("fsdp2", "fsdp2, offload"):
+            assert told["nothing"] < 1000 and told["0.002"] < told["0.02"] / 5 < told["whole"] / 10, (case, told)
+            assert found["0.02"]["told"].keys() == {"allgather_", "gather_"}  # counts, and changes
+        if case == "fsdp2, LoRA":
+            assert told["0.02"] < told["whole"], told  # frozen weights stay where they are
 
 
 @pytest.mark.parametrize("place", [-1, 3 * wire.ALIGN // 2])

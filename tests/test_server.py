@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vllm_client
 from config import TrainConfig
 from rollouts import multi_turn
-from serving import wire
+from serving import shared, wire
 from serving.wire import CHUNK, checksum
 from vllm_client import ServerError, VLLMClient
 
@@ -435,28 +435,79 @@ def test_broken_pushes_name_the_culprit_and_a_good_one_recovers(server, client, 
     assert server.request("POST", "/v1/chat/completions", json=chat).status_code == 200
 
 
-def test_a_flipped_byte_is_seen(client, model, monkeypatch):
+@pytest.fixture(params=["memory", "gloo"])
+def way(request, server):
+    """A client whose buckets travel in a way of its own."""
+    client = VLLMClient([server.url], server.token, timeout=30, request_timeout=120, over=request.param)
+    client.connect_weights("cpu")
+    yield client
+    client.close()
+
+
+def test_weights_arrive_either_way(way, client, server):
+    """In shared memory and over gloo, from buffers that are used again: the server copies what it still waits for."""
+    model = load(server.model_dir)
+    assert way._links[0].shares == (way.over == "memory")
+    for version in range(2):
+        edit(model, version)
+        way.begin_push()
+        for named in model.named_parameters():  # the server's layers are of several of these
+            way.send_bucket([named])
+        way.finish_push(version)
+        assert difference(model, generate(way, n=4)) < 1e-4
+    client.close()
+
+
+def test_the_fastest_way_that_works_is_taken(server, client, monkeypatch, caplog):
+    client.connect_weights("cpu")
+    assert client._links[0].shares and client.over == "auto"
+    real = shared.probe
+
+    def out_of_reach():
+        memory = real()
+        memory.place[1] = 10**6
+        return memory
+
+    monkeypatch.setattr(shared, "probe", out_of_reach)
+    client.close()
+    with pytest.raises(ServerError, match="cannot read this process's memory.*--push_over"):
+        VLLMClient([server.url], server.token, over="memory").connect_weights("cpu")
+    with pytest.raises(ServerError, match="nccl wants.*different GPUs"):
+        VLLMClient([server.url], server.token, over="nccl").connect_weights("cpu")
+    model = load(server.model_dir)
+    push(client, model, 3)
+    assert not client._links[0].shares
+    push(client, model, 4)
+    client.close()
+    push(client, model, 5)
+    assert caplog.text.count("cannot read this process's memory") == 1
+    assert difference(model, generate(client)) < 1e-4
+    client.close()
+
+
+def test_a_flipped_byte_is_seen(way, client, model, monkeypatch):
+    way.connect_weights("cpu")  # `model` has pushed since
     named = list(model.named_parameters())
-    starts, _, total = wire.layout([p.dtype for _, p in named[5:]], [list(p.shape) for _, p in named[5:]])
+    starts, _, _ = wire.layout([p.dtype for _, p in named[5:]], [list(p.shape) for _, p in named[5:]])
     victim = [name for name, _ in named[5:]].index(K_PROJ)
+    send = way._send
 
-    def damage(group, tensor):
-        if len(tensor) == total:  # the first bucket may still be under way
-            tensor[starts[victim] + 1] ^= 1
-        return broadcast(group, tensor)
+    def damage(described, bucket, changed):
+        bucket[starts[victim] + 1] ^= 1
+        send(described, bucket, changed)
 
-    broadcast = vllm_client.broadcast
-    client.begin_push()
-    client.send_bucket(named[:5])
-    monkeypatch.setattr(vllm_client, "broadcast", damage)
+    way.begin_push()
+    way.send_bucket(named[:5])
+    monkeypatch.setattr(way, "_send", damage)
     with pytest.raises(ServerError, match=rf"{K_PROJ} arrived damaged"):
-        client.send_bucket(named[5:])
-        client.finish_push(12)  # which waits for the bucket
+        way.send_bucket(named[5:])
+        way.finish_push(12)  # which waits for the bucket
     monkeypatch.undo()
     with pytest.raises(ServerError, match="503.*arrived damaged"):
-        generate(client)
-    push(client, model, 12)
-    assert difference(model, generate(client, n=2)) < 1e-4
+        generate(way)
+    push(way, model, 12)
+    assert difference(model, generate(way, n=2)) < 1e-4
+    client.close()
 
 
 def resident(processes):
@@ -465,7 +516,7 @@ def resident(processes):
 
 
 def test_fifty_pushes_do_not_grow_memory(server, client, model):
-    """Freed buckets stay with the allocator for a while, so the smallest of several readings counts."""
+    """What a layer is made of stays with the allocator for a while, so the smallest of several readings counts."""
     bucket = sum(p.numel() * 4 for p in model.parameters()) / 2**20
     there = psutil.Process(server.process.pid)
     groups = [[psutil.Process()], [there, *there.children(recursive=True)]]
@@ -500,7 +551,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 import torch
 from vllm_client import VLLMClient
-client = VLLMClient([{url!r}], {token!r}, timeout=4)
+client = VLLMClient([{url!r}], {token!r}, timeout=4, over={over!r})
 client.connect_weights("cpu")
 client.begin_push()
 client.send_bucket([("model.norm.weight", torch.ones(128))])
@@ -509,20 +560,47 @@ time.sleep(60)
 """
 
 
-def test_a_trainer_that_dies_in_mid_push(server, client, model):
-    script = DYING_TRAINER.format(root=str(ROOT), url=server.url, token=server.token)
+@pytest.mark.parametrize("over", ["memory", "gloo"])
+def test_a_trainer_that_dies_in_mid_push(server, client, model, over):
+    script = DYING_TRAINER.format(root=str(ROOT), url=server.url, token=server.token, over=over)
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "half\n"
     trainer.kill()
     trainer.wait()
     start = time.monotonic()
-    how = "silent for 4 s|Connection reset|Connection closed"  # its last bucket may have been under way
+    # Its last bucket may have been under way.
+    how = "silent for 4 s|Connection reset|Connection closed|the trainer's process .* is gone"
     with pytest.raises(ServerError, match=f"503.*did not complete.*({how})"):  # the request waits for the end
         generate(client)
     assert time.monotonic() - start < 15
     edit(model)
     client.close()
     push(client, model, 15)  # the resumed trainer
+    assert difference(model, generate(client)) < 1e-4
+
+
+def test_a_bucket_that_is_never_read(server, client, model):
+    """In shared memory, by workers that have stopped. What they read when they go on is still there."""
+    hurried = VLLMClient([server.url], server.token, timeout=1, over="memory")
+    hurried.connect_weights("cpu")
+    hurried.begin_push()
+    workers = psutil.Process(server.process.pid).children(recursive=True)
+    for process in workers:
+        process.suspend()
+    start = time.monotonic()
+    try:
+        with pytest.raises(ServerError, match="no answer to POST /update_weights within 11 s"):
+            hurried.send_bucket([(NORM, torch.ones(128))])
+            hurried._settle()
+        assert time.monotonic() - start < 25
+        hurried.close()
+    finally:
+        for process in workers:
+            process.resume()
+    with pytest.raises(ServerError, match="503"):
+        generate(client)
+    client.close()
+    push(client, model, 15)
     assert difference(model, generate(client)) < 1e-4
 
 
