@@ -19,7 +19,7 @@ from PIL import Image
 
 from config import ConfigError, TrainConfig
 from rollouts import Trajectory
-from runlog.log import RunLog, completion_rows, name_run, progress_text
+from runlog.log import RunLog, completion_rows, evaluation_rows, name_run, progress_text
 from runlog.reading import phases, read_metrics
 from runlog.report import write_report
 
@@ -63,8 +63,8 @@ def test_lines_are_plain_json(make_log):
     assert without_times([second]) == [{"step": 1, "eval/mean@4": 0.25}]
 
 
-def held_out(completion: str, reward: float, image: bytes | None) -> Trajectory:
-    info = {"completion": completion, "rewards": {"marked": reward}}
+def held_out(completion: str, reward: float, image: bytes | None, number: int = 0) -> Trajectory:
+    info = {"completion": completion, "rewards": {"marked": reward}, "row_number": number}
     images = [image] if image else []
     return Trajectory({"prompt": "Where?"}, 0, [1], [2], [1], [0.0], [reward], images=images, info=info)
 
@@ -81,21 +81,26 @@ def test_an_evaluation_keeps_pictures(make_log):
     png = io.BytesIO()
     Image.new("RGB", (1000, 500), "gray").save(png, "PNG")
     log = make_log()
-    log.eval(0, {"eval/mean@4": 0.0}, [held_out("left", 0.0, png.getvalue()), held_out("none", 0.0, None)], {})
+    first = [held_out("left", 0.0, png.getvalue()), held_out("none", 0.0, None, 1)]
+    log.eval(0, {"eval/mean@4": 0.0}, evaluation_rows(first, {}, log.cfg))
     marked.picture = draw
-    last = [held_out("right", 1.0, png.getvalue()), held_out("none", 0.5, None)] + [held_out("more", 0.0, None)] * 20
-    log.eval(3, {"eval/mean@4": 1.0}, last[:2], {"marked": marked})
+    last = [held_out("none", 0.5, None, 1), held_out("right", 1.0, png.getvalue())]  # as several ranks bring them
+    log.eval(3, {"eval/mean@4": 1.0}, evaluation_rows(last, {"marked": marked}, log.cfg))
+    log.written()
     tables = [pyarrow.parquet.read_table(path).to_pylist() for path in sorted(log.dir.glob("evaluations/*"))]
     assert [row["completion"] for row in tables[1]] == ["right", "none"]
     assert [row["rewards/marked"] for row in tables[1]] == [1.0, 0.5]
+    assert [row["token_ids"] for row in tables[1]] == [[2], [2]]
     plain, drawn = (Image.open(io.BytesIO(table[0]["picture"])) for table in tables)
     assert plain.size == drawn.size == (320, 160) and tables[0][1]["picture"] is None
     assert plain.getpixel((0, 0)) != drawn.getpixel((0, 0)) and plain.getpixel((9, 9)) == drawn.getpixel((9, 9))
     page = write_report(log.dir).read_text()
     assert "after step 0" in page and "after step 3" in page and page.count('class="seen"') == 2
-    log.eval(4, {"eval/mean@4": 1.0}, last, {"marked": marked})
-    assert pyarrow.parquet.read_table(log.dir / "evaluations" / "step_000004.parquet").num_rows == 8
+    many = [held_out("more", 0.0, png.getvalue(), number) for number in range(100)]
+    log.eval(4, {"eval/mean@4": 1.0}, evaluation_rows(many, {}, log.cfg))
     log.close()
+    kept = pyarrow.parquet.read_table(log.dir / "evaluations" / "step_000004.parquet").to_pylist()
+    assert len(kept) == 64 and [bool(row["picture"]) for row in kept] == [True] * 8 + [False] * 56
     make_log(resume_step=3, resume=True)
     assert sorted(path.stem for path in log.dir.glob("evaluations/*")) == ["step_000000", "step_000003"]
 
@@ -118,6 +123,7 @@ def test_resuming_equals_never_stopping(make_log):
 
     resumed = make_log(resume_step=2, resume=True)
     assert without_times(read_metrics(log.dir)) == [line for line in complete if line["step"] <= 2]
+    resumed.written()
     assert [path.name for path in sorted(log.dir.glob("completions/*"))] == [
         "step_000001.parquet",
         "step_000002.parquet",
@@ -177,6 +183,7 @@ def test_completions_keep_every_row_and_reward(make_log):
         {"prompt": "plain", "completion": "é\n5", "rewards": {"exact": 0.0}, "finish_reason": "length"},
     ]
     log.completions(12, rows)
+    log.written()
     back = pyarrow.parquet.read_table(log.dir / "completions" / "step_000012.parquet").to_pylist()
     assert json.loads(back[0]["prompt"]) == chat and back[1]["prompt"] == "plain"
     assert [row["completion"] for row in back] == ["4", "é\n5"]
@@ -188,7 +195,7 @@ def test_samples_are_printed_now_and_then(make_log, capsys):
     log = make_log(print_samples_every=2)
     row = {"prompt": [{"role": "user", "content": "2 + [b]2?"}], "completion": "x" * 5000, "rewards": {"exact": 1.0}}
     for step in (1, 2, 3):
-        log.sample(step, row | {"reward": 1.0, "finish_reason": "length"})
+        log.sample(step, [row | {"reward": 1.0, "finish_reason": "length"}])
     printed = capsys.readouterr().out
     assert printed.count("a sample of step") == 2 and "step 2 " not in printed
     assert "user: 2 + [b]2?" in printed and "(3500 more characters)" in printed and "exact 1" in printed
@@ -276,7 +283,10 @@ ANYTHING = st.recursive(
     max_leaves=8,
 )
 OBSERVATION = st.none() | st.lists(st.fixed_dictionaries({"content": ANYTHING, "role": ODD}), max_size=2)
-CALL = st.fixed_dictionaries({"name": ODD, "seconds": st.floats(0, 9), "failed": st.booleans()})
+CALL = st.fixed_dictionaries(
+    {"name": ODD, "seconds": st.floats(0, 9), "failed": st.booleans()},
+    optional={"written": ODD, "arguments": ANYTHING, "result": ANYTHING, "cached": st.booleans()},
+)
 TURN = st.fixed_dictionaries(
     {"text": ODD, "reward": st.floats(), "observation": OBSERVATION}
     | {"info": st.fixed_dictionaries({"calls": st.lists(CALL, max_size=2)})}
@@ -290,13 +300,14 @@ def test_whatever_was_sampled_can_be_stored_and_shown(tmp_path_factory, capsys, 
     """completion_rows -> parquet -> terminal -> report, with names of rewards and metrics as odd as the texts."""
     trajectories = []
     for prompt, completion, reward, turns, finish in sampled:
-        info = {"completion": completion, "rewards": {name: reward}} | ({"turns": turns} if turns else {})
+        info = {"completion": completion, "rewards": {name: reward}, "row_number": 0}
+        info |= {"turns": turns} if turns else {}
         made = Trajectory({"prompt": prompt}, 0, [1], [2], [1], [0.0], [0.0], finish_reason=finish, info=info)
         trajectories.append(made)
     rows = completion_rows(trajectories, [reward for _, _, reward, _, _ in sampled], [None] * len(sampled))
     log = RunLog(TrainConfig(run_name="run", output_dir=str(tmp_path_factory.mktemp("odd"))))
     log.step(1, {f"rewards/{name}": 1e308, f"tools/{name}/seconds": 10**400, f"time/{name}": 1.0}, rows)
-    log.eval(1, {f"eval/rewards/{name}/mean": 0.5, "eval/mean@4": -1e308}, trajectories, {})
+    log.eval(1, {f"eval/rewards/{name}/mean": 0.5, "eval/mean@4": -1e308}, evaluation_rows(trajectories, {}, log.cfg))
     log.close()
     back = pyarrow.parquet.read_table(log.dir / "completions" / "step_000001.parquet").to_pylist()
     assert len(back) == len(rows)
@@ -310,6 +321,7 @@ def test_whatever_was_sampled_can_be_stored_and_shown(tmp_path_factory, capsys, 
 def test_a_completion_of_a_megabyte_is_kept_whole_and_shown_short(make_log, capsys):
     log, text = make_log(), "\ud83d" + "long \x1b[2J" * 100_000
     log.step(1, {"reward": 1.0}, [{"prompt": "[" * 5000, "completion": text, "reward": 1.0}])
+    log.written()
     (row,) = pyarrow.parquet.read_table(log.dir / "completions" / "step_000001.parquet").to_pylist()
     assert row["completion"] == "\\ud83d" + text[1:] and row["prompt"] == "[" * 5000
     log.close()
@@ -320,6 +332,7 @@ def test_a_completion_of_a_megabyte_is_kept_whole_and_shown_short(make_log, caps
 def test_columns_of_several_types_become_text(make_log):
     log = make_log()
     log.completions(1, [{"a": 1, "b": {("x", 1): object}, (1, 2): "c"}, {"a": "one", "b": [b"\xff"], (1, 2): None}])
+    log.written()
     one, two = pyarrow.parquet.read_table(log.dir / "completions" / "step_000001.parquet").to_pylist()
     assert (one["a"], two["a"]) == ("1", "one") and one["(1, 2)"] == "c"
     assert json.loads(one["b"]) == {"('x', 1)": "<class 'object'>"} and json.loads(two["b"]) == ["b'\\xff'"]
