@@ -121,15 +121,18 @@ class Panel:
         bar = ["", bar_of(share, min(room, 30), plain)][room >= 8 and bool(total)]
         first = fit([part for part in (count, bar, *clocks) if part], width)
 
-        second = [f"reward {line['reward']:.4g}"] if line.get("reward") is not None else ["reward -"]
+        second = [f"reward {line['reward']:.4g}" if line.get("reward") is not None else "reward -"]
+        more = []
         if self.held_out:
             step, name, value = self.held_out[-1]
             best = max(self.held_out, key=lambda seen: seen[2])
-            second += [f"held-out {name} {value:.3g}"]
-            second += [f"best {best[2]:.3g} at step {best[0]}"] if best[0] != step else [f"at step {step}"]
-        room = width - cell_len(fit(second, width)) - 3
-        if len(self.rewards) > 1 and room >= 5 and not plain:
-            second.insert(1, sparkline(self.rewards, min(room, 40)))
+            second.append(f"held-out {name} {value:.3g}")
+            more = [f"best {best[2]:.3g} at step {best[0]}" if best[0] != step else f"at step {step}"]
+        if len(self.rewards) > 1 and not plain:  # the trend is worth more than the best step
+            more = more if width - cell_len(fit(second + more, width)) >= 10 else []
+            if (room := width - cell_len(fit(second + more, width)) - 2) >= 5:
+                second.insert(1, sparkline(self.rewards, min(room, 40)))
+        second += more
 
         seconds = phases(line)
         spent = line.get("time/step") or sum(seconds.values())
@@ -150,11 +153,12 @@ class Panel:
 
 
 def fit(parts: list[str], width: int) -> str:
-    """The parts behind one another, as many as there is room for; of the first at least its beginning."""
+    """The first of the parts behind one another, as many as there is room for."""
     text = " " + parts[0]
     for part in parts[1:]:
-        if cell_len(text) + 2 + cell_len(part) <= width:
-            text += "  " + part
+        if cell_len(text) + 2 + cell_len(part) > width:
+            break
+        text += "  " + part
     return set_cell_size(text, width).rstrip()
 
 
