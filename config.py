@@ -270,9 +270,9 @@ def check_ranges(cfg: TrainConfig) -> None:
         if not getattr(cfg, name, 1) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     for name in (
-        "min_completion_length beta weight_decay eval_temperature print_samples_every log_tokens_every epsilon_high resample_rounds "
-        "spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step kl_cov_coef kimi_tau "
-        "dro_beta"
+        "min_completion_length beta weight_decay eval_temperature print_samples_every log_tokens_every epsilon_high "
+        "resample_rounds spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step "
+        "kl_cov_coef kimi_tau dro_beta"
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")

@@ -141,7 +141,12 @@ class Panel:
         third += [f"{spent:.1f} s a step"] if spent else []
         largest = sorted(seconds.items(), key=lambda phase: -phase[1])
         third += [f"{name} {value / spent:.0%}" for name, value in largest if spent and value / spent >= 0.02]
-        return [("-" if plain else "─") * width, first, fit(second, width), fit(third or ["the first step runs"], width)]
+        return [
+            ("-" if plain else "─") * width,
+            first,
+            fit(second, width),
+            fit(third or ["the first step runs"], width),
+        ]
 
     def left(self) -> float | None:
         """Seconds to the end, by the pace of the last steps, evaluations and all."""

@@ -9,7 +9,7 @@ Columns of completions/step_N.parquet, a list each as long as token_ids; a numbe
     tokens/advantage         half
     tokens/logprob           half    the trainer's, in the last pass of the step's updates that saw it, and
     tokens/entropy           half    the entropy of the distribution it was drawn from
-    tokens/weight            half    minus the derivative of the update's loss by its log-prob, x the update's loss tokens
+    tokens/weight            half    minus the derivative of the update's loss by its log-prob, times its loss tokens
 """
 
 import contextlib

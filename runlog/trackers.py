@@ -13,6 +13,8 @@ from runlog.reading import readable_prompt
 from safety.masking import public_arguments, public_config
 from safety.storable import visible
 
+# It asks for a pillow below ours, and works with ours (requirements-optional.txt).
+TRACKIO = "--no-deps trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 brotli==1.2.1"
 TEXT = 2000  # characters of a prompt or completion in a tracker; the run folder has all of it
 
 
@@ -32,7 +34,7 @@ def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list[Tracker]:
 def check_trackers(cfg, run_dir: Path) -> None:
     """ConfigError where one cannot work: said before a model is loaded."""
     for name in cfg.report_to:
-        require(name, f"--report_to {name}")
+        require(name, f"--report_to {name}", TRACKIO if name == "trackio" else None)
     if "wandb" not in cfg.report_to:
         return
     import wandb
@@ -129,4 +131,4 @@ def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
         names, cells = table_of(rows)
         run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(cells, columns=names))}, step=step)
 
-    return Tracker(write, completions, lambda report: run.finish())
+    return Tracker(write, completions, lambda report: trackio.finish())

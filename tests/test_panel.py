@@ -13,9 +13,9 @@ import termios
 import time
 
 import pytest
+from server_fixture import ROOT
 
 from runlog.panel import bar_of, fit, sparkline
-from server_fixture import ROOT
 
 
 class Screen:
@@ -165,7 +165,9 @@ def test_a_terminal_that_changes_its_size():
     time.sleep(1.5)  # drawn anew within a second
     os.write(terminal.master, b"\n")
     screen = terminal.until("wide")
-    assert screen.lines[-4].rstrip() == "─" * 59 and screen.lines[-3].startswith(" step 20/30  ") and screen.bottom == 16
+    assert (
+        screen.lines[-4].rstrip() == "─" * 59 and screen.lines[-3].startswith(" step 20/30  ") and screen.bottom == 16
+    )
     for columns, rows in ((20, 20), (80, 6)):  # too small for one
         terminal.resize(columns, rows)
         terminal.screen = Screen(columns, rows)
@@ -227,7 +229,9 @@ log.close()
 """
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("step 1/30  reward 0.5") and not re.search(r"\x1b[78]|\x1b\[[\d;]*[rHJK]", done.stdout)
+    assert done.stdout.startswith("step 1/30  reward 0.5") and not re.search(
+        r"\x1b[78]|\x1b\[[\d;]*[rHJK]", done.stdout
+    )
 
 
 def test_parts():

@@ -6,9 +6,11 @@ import math
 import os
 import secrets
 import socket
+import sqlite3
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pyarrow.parquet
 import pytest
@@ -19,7 +21,7 @@ from PIL import Image
 
 from config import ConfigError, TrainConfig
 from rollouts import Trajectory
-from runlog.log import RunLog, completion_rows, evaluation_rows, name_run, progress_text
+from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run, progress_text
 from runlog.reading import phases, read_metrics
 from runlog.report import write_report
 
@@ -108,6 +110,41 @@ def test_an_evaluation_keeps_pictures(make_log):
 def test_text_is_no_metric(make_log):
     with pytest.raises(TypeError, match="'note'"):
         make_log().step(1, {"note": "text"})
+
+
+def state(log) -> dict:
+    return json.loads((log.dir / "state.json").read_text())
+
+
+def test_state_json_follows_the_run(make_log):
+    """Whole at any moment, whatever else is written; closed by itself it is finished, else it says why."""
+    log = make_log()
+    first = state(log)
+    assert (first["state"], first["step"], first["num_steps"], first["pid"]) == ("running", 0, 4, os.getpid())
+    log_step(log, 2)
+    assert (
+        state(log)["step"] == 2
+        and state(log)["updated"] > first["updated"]
+        and state(log)["started"] == first["started"]
+    )
+    log.close()
+    assert state(log) | {"state": "finished", "why": "", "step": 2} == state(log)
+    log = make_log(resume_step=2, resume=True, server_token=(secret := secrets.token_hex(8)))
+    assert (state(log)["state"], state(log)["step"]) == ("running", 2)
+    close_all(ValueError(f"the first line with {secret}\nand the second"))
+    assert (state(log)["state"], state(log)["why"]) == ("failed", "ValueError: the first line with ***")
+    assert not list(log.dir.glob("*.partial"))
+
+
+def test_completions_that_cannot_be_written_end_the_run(make_log):
+    """At the next step or at the end, whichever comes first; nothing half-written stays under its name."""
+    log = make_log()
+    (log.dir / "completions").write_text("a file where the folder should be")
+    log.completions(1, [{"prompt": "p", "completion": "c"}])
+    with pytest.raises(OSError):
+        log.close()
+    assert state(log)["state"] == "failed" and "completions" in state(log)["why"]
+    assert (log.dir / "metrics.jsonl").exists() and log.lock.closed
 
 
 def test_resuming_equals_never_stopping(make_log):
@@ -244,13 +281,69 @@ def test_no_report_of_nothing(tmp_path):
     assert write_report(tmp_path) is None
 
 
+HOSTILE = "# no heading <script>alert(1)</script>\n\x1b[2J" + "long " * 1000
+
+
+def sampled(log, step):
+    turns = [{"text": "first", "observation": ["an answer"], "calls": [], "reward": 0.0}, {"text": "last"}]
+    turns[1] |= {"observation": [], "calls": [], "reward": 1.0}
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": HOSTILE, "reward": 1.0, "advantage": 0.5}
+    rows = [row | {"length": np.int32(3), "finish_reason": "stop", "rewards/exact": None}, row | {"turns": turns}]
+    log.step(step, {"reward": step / 4}, rows)
+
+
 def test_wandb_offline_keeps_the_run(make_log, monkeypatch):
+    """Metrics, settings, samples as a table, the report as an artefact; a resumed run is the same run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    log = make_log(report_to=["wandb"])
-    log_step(log, 1)
+    log = make_log(report_to=["wandb"], print_samples_every=1)
+    sampled(log, 1)
     log.close()
-    assert list(log.dir.glob("wandb/offline-run-*/*.wandb"))
+    log = make_log(resume_step=1, resume=True, report_to=["wandb"])
+    log_step(log, 2)
+    log.close()
+    runs = sorted(log.dir.glob("wandb/offline-run-*/*.wandb"))
+    name = (log.dir / "wandb_id.txt").read_text()
+    assert len(runs) == 2 and all(name in run.name for run in runs)
+    recorded = runs[0].read_bytes()
+    assert b"prompts_per_step" in recorded and f"report-{name}".encode() in recorded
+    (table,) = log.dir.glob("wandb/offline-run-*/files/media/table/*.table.json")
+    table = json.loads(table.read_text())
+    assert table["columns"][:4] == ["step", "prompt", "completion", "reward"] and len(table["data"]) == 2
+    assert table["data"][0][:4] == [1, "user: 2 + 2?", table["data"][0][2], 1.0] and "\x1b" not in table["data"][0][2]
+    assert table["data"][1][2] == "first\nan answer\nlast" and "more characters" in table["data"][0][2]
+
+
+def test_tensorboard_gets_samples_as_text_that_is_no_markup(make_log):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = make_log(report_to=["tensorboard"], print_samples_every=2)
+    for step in (1, 2, 3):
+        sampled(log, step)
+    log.close()
+    events = EventAccumulator(str(log.dir / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("reward")] == [0.25, 0.5, 0.75]
+    texts = events.Tensors("completion 0/text_summary")
+    assert [text.step for text in texts] == [1, 3]
+    (text,) = texts[0].tensor_proto.string_val
+    assert all(line.startswith("    ") for line in text.decode().split("\n")) and b"\x1b" not in text
+
+
+def test_trackio_offline_keeps_the_run(make_log, monkeypatch, tmp_path):
+    pytest.importorskip("trackio")  # no package of requirements-optional.txt: see there
+    import trackio.utils
+
+    monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+    log = make_log(report_to=["trackio"], print_samples_every=1)
+    sampled(log, 1)
+    log.close()
+    (file,) = tmp_path.glob("trackio/grpo.db")
+    with sqlite3.connect(file) as base:
+        written = [json.loads(values) for (values,) in base.execute("select metrics from metrics order by id")]
+        (settings,) = [json.loads(values) for (values,) in base.execute("select config from configs")]
+    assert written[0]["reward"] == 0.25 and written[1]["completions"]["_value"][1]["completion"].startswith("first")
+    assert settings["prompts_per_step"] == 32
 
 
 def test_wandb_without_login_is_an_early_error(tmp_path):

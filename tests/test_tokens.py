@@ -215,7 +215,12 @@ def test_turns_have_places_versions_calls_and_states():
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
-TEXTS = ["Hello there,  world!\n\n\tdef f(x):  return x", "Héllo wörld — 你好, 🎉👩‍👩‍👧 \u202eabc", " <0x41> Ġ ▁ ü ", "9" * 50]
+TEXTS = [
+    "Hello there,  world!\n\n\tdef f(x):  return x",
+    "Héllo wörld — 你好, 🎉👩‍👩‍👧 \u202eabc",
+    " <0x41> Ġ ▁ ü ",
+    "9" * 50,
+]
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
