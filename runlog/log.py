@@ -182,7 +182,7 @@ def completion_rows(
             row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
         row |= {f"rewards/{name}": value for name, value in t.info.get("rewards", {}).items()}
         rows.append(row | {name: value for name, value in t.info.get("extra", {}).items() if name not in row})
-    if with_tokens:
+    if with_tokens and rows:
         rows = [row | more for row, more in zip(rows, tokens.token_columns(trajectories, batch), strict=True)]
     return rows
 

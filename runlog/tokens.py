@@ -29,29 +29,30 @@ def keeps_tokens(cfg, step: int) -> bool:
 
 
 def half(values) -> np.ndarray:
-    """As half precision: 3 digits, at most +-65504."""
-    return np.clip(np.asarray(values, np.float32), -HALF_MAX, HALF_MAX).astype(np.float16)
+    """A tensor in half precision: 3 digits, at most +-65504."""
+    return values.clamp(-HALF_MAX, HALF_MAX).half().cpu().numpy()
 
 
 def token_columns(trajectories: list, batch=None) -> list[dict]:
     """The columns above of each trajectory. batch: what was made of them, updated; without one, as in an evaluation,
     nothing is known but what sampling left."""
-    known = {}
-    if batch is not None:
-        known = {"advantage": batch.advantages}
-        if batch.record is not None:
-            known |= {name: getattr(batch.record, name) for name in ("weight", "logprob", "entropy")}
-        known = {name: half(values.float().cpu().numpy()) for name, values in known.items()}  # [B, T]
-        known["trained"] = (batch.loss_mask > 0).cpu().numpy()
+    from batch import collate  # here, so that a run folder can be written without torch
+
+    batch = batch or collate(trajectories, 0, "cpu")
+    known = {"trained": (batch.loss_mask > 0).cpu().numpy()}  # [B, T] each
+    if batch.advantages is not None:
+        known["advantage"] = half(batch.advantages)
+    if batch.record is not None:
+        known |= {name: half(getattr(batch.record, name)) for name in ("weight", "logprob", "entropy")}
+    ids, sampler = batch.input_ids.int().cpu().numpy(), half(batch.sampling_logprobs)
     rows = []
     for number, t in enumerate(trajectories):
         start, end = len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids)
         sampled = np.array(t.loss_mask, bool)
-        row = {"prompt_ids": np.array(t.prompt_ids, np.int32), "token_ids": np.array(t.token_ids, np.int32)}
-        row["tokens/trained"] = sampled
+        row = {"prompt_ids": ids[number, :start], "token_ids": ids[number, start:end]}
         row |= {f"tokens/{name}": values[number, start:end] for name, values in known.items()}
-        row["tokens/sampler_logprob"] = half(np.where(sampled, t.logprobs, np.nan))
-        versions = np.where(sampled, t.policy_version, 0).astype(np.int32)
+        row["tokens/sampler_logprob"] = np.where(sampled, sampler[number, start:end], np.float16(np.nan))
+        versions = np.where(sampled, np.int32(t.policy_version), np.int32(0))
         for turn in t.info.get("turns") or ():
             if "start" in turn:
                 versions[turn["start"] : turn["end"]] = turn["versions"][0]
