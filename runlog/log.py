@@ -315,6 +315,8 @@ class RunLog:
         partial = self.metrics_path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, self.metrics_path)
+        for path in self.dir.glob("state.*.partial"):  # of a run that was killed
+            path.unlink()
         for path in self.dir.glob("*/step_*.parquet"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # other names are somebody else's
