@@ -17,6 +17,16 @@ GROUPS = 2**32  # more than a rank has
 
 
 @dataclass
+class TokenRecord:
+    """Of each token of a step, what the last pass of its updates saw; nan where none did.  [B, T] each"""
+
+    logprob: Tensor
+    entropy: Tensor
+    weight: Tensor  # minus the derivative of the update's loss by the token's log-prob, times the update's loss tokens
+    scale: float = 0.0  # from a gradient to a weight, in the update under way
+
+
+@dataclass
 class Batch:
     """Trajectories as right-padded tensors, one row each, rows of a prompt adjacent. Position t is token t."""
 
@@ -40,6 +50,8 @@ class Batch:
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
     step: int = 0  # of the run, from 0
+    record: TokenRecord | None = None  # of the whole step, where the run keeps it, and
+    places: Tensor | None = None  # [B] which of its rows these are
 
     @property
     def scores(self) -> Tensor:  # [B]
@@ -87,6 +99,30 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     if any("states" in t.info for t in trajectories):
         batch.states = number_states(trajectories, length).to(device)
     return batch
+
+
+def start_record(batch: Batch) -> None:
+    """From here on passes over the batch, or over rows selected from it, leave what they saw in batch.record."""
+    unknown = (torch.full_like(batch.loss_mask, float("nan")) for _ in range(2))
+    batch.record = TokenRecord(*unknown, weight=torch.zeros_like(batch.loss_mask))
+    batch.places = torch.arange(len(batch), device=batch.input_ids.device)
+
+
+def record(batch: Batch, where: tuple[Tensor, Tensor], logprobs: Tensor, entropy: Tensor) -> None:
+    """Enter a pass into batch.record: log-probs and entropy of the sampled tokens at `where`, and, by a hook in the
+    backward pass, how much the loss moves each log-prob. A loss that computes the log-probs twice has the sum.
+
+    where: (rows, columns), [N] each. logprobs, entropy: [N]
+    """
+    kept, place = batch.record, (batch.places[where[0]], where[1])
+    kept.logprob[place], kept.entropy[place] = logprobs.detach().float(), entropy.detach().float()
+    kept.weight[place] = 0.0
+
+    def add(gradient: Tensor) -> None:
+        kept.weight[place] += kept.scale * gradient.float()
+
+    if logprobs.requires_grad:
+        logprobs.register_hook(add)
 
 
 def number_states(trajectories: list, length: int) -> Tensor:

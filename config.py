@@ -204,10 +204,11 @@ class TrainConfig:
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps
     log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
+    log_tokens_every: int = 1  # and every N steps its tokens, with advantage, weight in the loss, log-probs; 0: never
     print_samples_every: int = 10  # print one prompt, completion and reward every N steps; 0: never
     logprob_diff_limit: float = 0.2  # first step stops if |trainer - generator log-prob| exceeds this on average
-    report_to: list[str] = field(default_factory=list)  # trackers besides the run folder: wandb, tensorboard
-    wandb_project: str = "grpo"  # project name for wandb
+    report_to: list[str] = field(default_factory=list)  # trackers besides the run folder: wandb, tensorboard, trackio
+    wandb_project: str = "grpo"  # project name for wandb and trackio
     push_to_hub: bool = False  # upload the final model
     hub_repo_id: str | None = None  # where to
     hub_private: bool = True  # as a private repository; --no-hub_private makes it public
@@ -270,9 +271,9 @@ def check_ranges(cfg: TrainConfig) -> None:
         if not getattr(cfg, name, 1) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     for name in (
-        "min_completion_length beta weight_decay eval_temperature print_samples_every epsilon_high resample_rounds "
-        "spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step kl_cov_coef kimi_tau "
-        "dro_beta"
+        "min_completion_length beta weight_decay eval_temperature print_samples_every log_tokens_every epsilon_high "
+        "resample_rounds spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step "
+        "kl_cov_coef kimi_tau dro_beta"
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
@@ -378,7 +379,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         if wrong:
             raise ConfigError(message)
     for tracker in cfg.report_to:
-        known_name("--report_to", tracker, ("wandb", "tensorboard"))
+        known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio"))
 
 
 # ---- values from defaults, preset, file and command line ------------------------------------------------------------

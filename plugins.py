@@ -16,10 +16,14 @@ def function_path(spec: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-def require(module: str, what: str) -> None:
-    """ConfigError that says what to install, if `what` needs a module that is not there. Imports nothing."""
+def require(module: str, what: str, install: str | None = None) -> None:
+    """ConfigError that says what to install, if `what` needs a module that is not there. Imports nothing.
+
+    install: pip's arguments, where its name and pinned version are not all."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(not_installed(module, what))
+        raise ConfigError(
+            f"{what}: {module} is not installed; pip install {install}" if install else not_installed(module, what)
+        )
 
 
 def not_installed(module: str, what: str) -> str:

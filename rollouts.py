@@ -38,6 +38,7 @@ from inputs.special_tokens import clean, each_text
 from safety import credentials
 from safety.limits import run_limited, warn_once
 from safety.sandbox import check_contained
+from safety.storable import text_of
 
 logger = logging.getLogger(__name__)
 
@@ -557,6 +558,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         check_echo(so_far, [sample])
         last = sample.policy_version if sample.policy_version_last is None else sample.policy_version_last
         versions.append((sample.policy_version, last))
+        start = len(mask)
         so_far = continued(so_far, sample.token_ids)
         mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
         states += [state] * len(sample.token_ids)
@@ -565,6 +567,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         conversation.append({"role": "assistant", "content": text})
         turn = {"text": text, "reward": 0.0, "observation": None, "info": {}}
         turn |= {"tokens": len(sample.token_ids), "versions": versions[-1]}  # of weights: first and last that sampled
+        turn |= {"start": start, "end": len(mask)}  # among the trajectory's tokens
+        turn |= {} if state is None else {"state": text_of(state)}  # that it began in
         turns.append(turn)
         if not stopped:
             finish = "length"

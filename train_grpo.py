@@ -85,10 +85,12 @@ from batch import (
     group_std,
     log_ratio,
     normalize,
+    record,
     returns_to_go,
     row_mean,
     sequence_ratio,
     spread,
+    start_record,
     whiten,
 )
 from envs.tools import named_tools
@@ -113,7 +115,8 @@ from rollouts import (
     without_failed,
 )
 from runlog import checkpoints, resume
-from runlog.log import RunLog, clock, close_all, completion_rows, describe, name_run
+from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
+from runlog.tokens import keeps_tokens, write_vocabulary
 from safety import sandbox
 
 # ==== 1 what an algorithm says about itself ==========================================================================
@@ -738,7 +741,10 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     """
     where = batch.loss_mask.nonzero(as_tuple=True)
     empty = torch.zeros(batch.loss_mask.shape, device=batch.loss_mask.device)
-    return tuple(empty.index_put(where, values) for values in policy(*pack(batch, cfg)))  # [N] -> [B, T]
+    found = policy(*pack(batch, cfg))  # [N] each
+    if batch.record is not None and torch.is_grad_enabled():
+        record(batch, where, *found[:2])
+    return tuple(empty.index_put(where, values) for values in found)  # [N] -> [B, T]
 
 
 @torch.no_grad()
@@ -906,6 +912,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     number = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
     tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(number)])).tolist()
     counts = dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
+    if batch.record is not None:
+        batch.record.scale = -tokens / utils.world_size()
     sums: dict[str, Tensor] = defaultdict(float)  # on the GPU: reading one would wait for the backward pass
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     expected = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
@@ -1183,6 +1191,9 @@ def evaluate(
     groups = (
         asyncio.run(rollout(share, generator, reward_functions, eval_cfg, range(step, step + 1)))[0] if share else []
     )
+    for place, group in enumerate(groups):
+        for trajectory in group:
+            trajectory.group = trajectory.info["row_number"] = rank + place * world
     failed = check_failed(groups, cfg)
     groups = [group for group in without_failed(groups) if group]
     mine = sum(groups, [])
@@ -1254,6 +1265,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     state["made_with"] = made_with
     if rank == 0:
         describe(cfg, policy, len(rows), world)
+        if cfg.log_completions and cfg.log_tokens_every:
+            write_vocabulary(run_dir, processor)
     push_weights(policy, generator, first, cfg.push_bucket_mb)
     TRAINER_STATE.max_steps = cfg.max_steps
     return cfg, SimpleNamespace(
@@ -1287,8 +1300,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
     def evaluation(step: int) -> dict:
         seed_generator(step, 1)
         metrics, shown = evaluate(run.held_out, generator, run.reward_functions, cfg, step)
+        completions = utils.gather_lists(evaluation_rows(shown, run.reward_functions, cfg))
         if log:
-            log.eval(step, metrics, shown, run.reward_functions)
+            log.eval(step, metrics, completions)
         return metrics
 
     last_eval = evaluation(run.first) if cfg.eval_only or (cfg.eval_steps and run.first == 0) else {}
@@ -1296,6 +1310,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         done = step + 1 == cfg.max_steps
         evaluates = bool(cfg.eval_steps) and ((step + 1) % cfg.eval_steps == 0 or done)
         saves = (bool(cfg.save_steps) and (step + 1) % cfg.save_steps == 0) or done
+        logs = (step + 1) % cfg.log_steps == 0 or done
+        with_tokens = logs and keeps_tokens(cfg, step + 1)
         learns = not run.critic or step >= cfg.critic_warmup  # a new critic learns alone at first
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
@@ -1319,6 +1335,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
             leave_out(batch, trajectories, cfg)
+            if with_tokens and learns:
+                start_record(batch)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
             if learns and not foreign and not agreed:  # remembered trajectories are of other weights
@@ -1338,15 +1356,18 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         state |= {"num_tokens": state["num_tokens"] + metrics["num_tokens"]}
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         metrics["num_tokens"] = state["num_tokens"]
-        if (step + 1) % cfg.log_steps == 0 or done:
+        if logs:
             means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-            completions = utils.gather_objects(completion_rows(trajectories, batch.scores.tolist(), means))
+            rows = completion_rows(trajectories, batch.scores.tolist(), means, batch, with_tokens)
+            completions = utils.gather_lists(rows)
             if log:
-                log.step(step + 1, metrics, sum(completions, []))
+                log.step(step + 1, metrics, completions)
         if evaluates:  # before saving, so that a resumed run has it
             last_eval = evaluation(step + 1)
         if saves:
             dtype = generator.weight_dtype
+            if log:
+                log.written()  # a resumed run does not sample them again
             buckets = weight_buckets(policy, cfg.push_bucket_mb * 2**20, dtype)
             weights = ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets)
             saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory)
@@ -1367,16 +1388,17 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
 def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> None:
     """Train, and end the process for good: no rank, thread or process group keeps a failed run alive."""
     utils.watch_process()
-    status = 1
+    status, ended_by = 1, None
     try:
         train(cfg, make_critic, make_collector)
         status = 0
-    except KeyboardInterrupt:
-        status = utils.explain_interrupt()
+    except KeyboardInterrupt as error:
+        ended_by, status = error, utils.explain_interrupt()
     except BaseException as error:  # some of torch's are no Exception
+        ended_by = error
         utils.print_failure(error, cfg)
     finally:
-        utils.end_process(status, close_all)
+        utils.end_process(status, partial(close_all, ended_by))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,15 @@ def gather_objects(value) -> list:
     return out
 
 
+def gather_lists(values: list) -> list:
+    """All ranks' values behind one another, on rank 0; an empty list on the others. Collective."""
+    if world_size() == 1:
+        return values
+    out = [None] * world_size() if is_main() else None
+    dist.gather_object(values, out)
+    return sum(out, []) if out else []
+
+
 def balanced(groups: list[list]) -> tuple[list[list], dict]:
     """This rank's groups of trajectories after an exchange that evens out tokens over ranks, which would wait for the
     one that has most; and that one's tokens over the mean, before and after. Collective.

@@ -295,7 +295,8 @@ class Toolbox:
         return self._loops.setdefault(loop, SimpleNamespace(limits={}, next={}, locks={}))
 
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
-        """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached)"""
+        """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached; the name as it
+        was written, arguments, result)"""
         most, number = self.cfg.max_calls_per_turn, len(calls)
         if number > most:
             fault = f"this turn made {number} calls; only the first {most} were run (--max_calls_per_turn)"
@@ -323,7 +324,8 @@ class Toolbox:
         seconds = time.perf_counter() - start
         # Names that a model makes up must not become metrics without end.
         name = call.name if tool else "unknown" if call.name else "unreadable"
-        return content, {"name": name, "call": key, "seconds": seconds, "failed": int(failed), "cached": int(cached)}
+        event = {"name": name, "call": key, "seconds": seconds, "failed": int(failed), "cached": int(cached)}
+        return content, event | {"written": call.name, "arguments": call.arguments, "result": content}
 
     async def _run(self, call: Call, tool: Tool) -> tuple[object, bool]:
         """(what the tool answers, or the error's text; whether it failed)"""

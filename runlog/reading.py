@@ -48,6 +48,13 @@ def phases(metrics: dict) -> dict[str, float]:
     return seconds
 
 
+def call_text(call: dict | str) -> str:
+    """A call of a turn in a few words; runs of older versions have these words only."""
+    if isinstance(call, str):
+        return call
+    return f"{call['name']} {call['seconds']:.2f} s" + " failed" * call["failed"]
+
+
 def readable_prompt(text: str) -> str:
     """Chat messages, stored as JSON, as `role: text` lines; anything else as it is."""
     try:

@@ -12,7 +12,7 @@ import json
 import warnings
 from pathlib import Path
 
-from runlog.reading import phases, read_metrics, readable_prompt
+from runlog.reading import call_text, phases, read_metrics, readable_prompt
 from safety.storable import visible
 
 # (title, what to look for, metric names; a trailing * takes all that begin so)
@@ -272,7 +272,7 @@ def said(row: dict) -> str:
         earned = f' <span class="dim">reward {number(turn["reward"])}</span>' if turn["reward"] else ""
         parts.append(f'<div class="said">{escape(shorten(turn["text"]))}{earned}</div>')
         if turn["observation"] or turn["calls"]:  # calls whose answer did not fit, too
-            calls = f"{escape(', '.join(turn['calls']))}\n" if turn["calls"] else ""
+            calls = f"{escape(', '.join(map(call_text, turn['calls'])))}\n" if turn["calls"] else ""
             parts.append(f'<div class="dim">{calls}{escape(shorten(chr(10).join(turn["observation"])))}</div>')
     return "".join(parts)
 
@@ -320,7 +320,7 @@ def before_and_after(run_dir: Path) -> str:
     files = files[:1] + files[1:][-1:]
     if not files:
         return ""
-    columns = [pyarrow.parquet.read_table(path).to_pylist() for path in files]
+    columns = [pyarrow.parquet.read_table(path).slice(0, 8).to_pylist() for path in files]
     body = ""
     for rows in zip(*columns, strict=False):
         score = [pill(row["reward"], 0.0, 1.0) for row in rows]

@@ -1,24 +1,40 @@
-"""Trackers besides the run folder: wandb and tensorboard."""
+"""Trackers besides the run folder: wandb, tensorboard, trackio."""
 
+import json
 import os
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from config import ConfigError
 from plugins import require
+from runlog.reading import readable_prompt
 from safety.masking import public_arguments, public_config
+from safety.storable import visible
+
+# It asks for a pillow below ours, and works with ours (requirements-optional.txt).
+TRACKIO = "--no-deps trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 brotli==1.2.1"
+TEXT = 2000  # characters of a prompt or completion in a tracker; the run folder has all of it
 
 
-def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list:
-    """One function for each name in `cfg.report_to`; it takes a line of metrics, and None at the end."""
-    opened = {"wandb": open_wandb, "tensorboard": open_tensorboard}
+@dataclass
+class Tracker:
+    line: Callable[[dict], None]  # a line of metrics.jsonl
+    completions: Callable[[int, list[dict]], None]  # the first rows of a step's completions
+    close: Callable[[Path | None], None]  # at the end; the report, if there is one
+
+
+def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list[Tracker]:
+    """One for each name in `cfg.report_to`."""
+    opened = {"wandb": open_wandb, "tensorboard": open_tensorboard, "trackio": open_trackio}
     return [opened[name](cfg, run_dir, resume_step) for name in cfg.report_to]
 
 
 def check_trackers(cfg, run_dir: Path) -> None:
     """ConfigError where one cannot work: said before a model is loaded."""
     for name in cfg.report_to:
-        require(name, f"--report_to {name}")
+        require(name, f"--report_to {name}", TRACKIO if name == "trackio" else None)
     if "wandb" not in cfg.report_to:
         return
     import wandb
@@ -31,7 +47,26 @@ def check_trackers(cfg, run_dir: Path) -> None:
         )
 
 
-def open_wandb(cfg, run_dir: Path, resume_step: int | None):
+def table_of(rows: list[dict]) -> tuple[list[str], list[list]]:
+    """Names of the columns and the cells: texts, cut, and numbers."""
+    names = ["prompt", "completion", "reward", "advantage", "length", "finish_reason"]
+    names += [name for name in rows[0] if name.startswith("rewards/")]
+    return names, [[cell_of(name, row) for name in names] for row in rows]
+
+
+def cell_of(name: str, row: dict):
+    value = row.get(name)
+    if name == "completion" and row.get("turns"):  # all of them, with what answered
+        turns = json.loads(row["turns"])
+        value = "\n".join(part for turn in turns for part in (turn["text"], *turn["observation"]))
+    if name == "prompt":
+        value = readable_prompt(value)
+    if isinstance(value, str):
+        return visible(value if len(value) <= TEXT else f"{value[:TEXT]} ... ({len(value) - TEXT} more characters)")
+    return None if value is None else float(value)
+
+
+def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     import wandb
 
     id_file = run_dir / "wandb_id.txt"
@@ -43,20 +78,57 @@ def open_wandb(cfg, run_dir: Path, resume_step: int | None):
     # Our own step on the x axis: wandb's only ever grows, and a resumed run goes back to its checkpoint.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return lambda line: run.log(line) if line is not None else run.finish()
+
+    def completions(step: int, rows: list[dict]) -> None:
+        names, cells = table_of(rows)
+        table = wandb.Table(columns=["step", *names], data=[[step, *row] for row in cells])
+        run.log({"completions": table, "step": step})
+
+    def close(report: Path | None) -> None:
+        if report:
+            artifact = wandb.Artifact(f"report-{run_id}", type="report")
+            artifact.add_file(str(report))
+            run.log_artifact(artifact)
+        run.finish()
+
+    return Tracker(run.log, completions, close)
 
 
-def open_tensorboard(cfg, run_dir: Path, resume_step: int | None):
+def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(run_dir / "tensorboard", purge_step=None if resume_step is None else resume_step + 1)
 
-    def write(line):
-        if line is None:
-            return writer.close()
+    def write(line: dict) -> None:
         for name, value in line.items():
             if name != "step" and value is not None:
                 writer.add_scalar(name, value, line["step"])
         writer.flush()
 
-    return write
+    def completions(step: int, rows: list[dict]) -> None:
+        names, cells = table_of(rows)
+        for number, row in enumerate(cells):  # tensorboard shows markdown: indented, a text is only itself
+            lines = [line for name, cell in zip(names, row, strict=True) for line in f"{name}: {cell}".split("\n")]
+            writer.add_text(f"completion {number}", "\n".join(f"    {line}" for line in lines), step)
+        writer.flush()
+
+    return Tracker(write, completions, lambda report: writer.close())
+
+
+def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
+    """On this machine, where trackio keeps its projects (TRACKIO_DIR); `trackio show --project NAME` is its page."""
+    import trackio
+
+    how = dict(project=cfg.wandb_project, name=run_dir.name, resume="allow")
+    run = trackio.init(**how, config=public_config(cfg), embed=False, auto_log_cpu=False, auto_log_gpu=False)
+
+    def write(line: dict) -> None:
+        run.log({name: value for name, value in line.items() if name != "step"}, step=line["step"])
+
+    def completions(step: int, rows: list[dict]) -> None:
+        import pandas
+
+        names, cells = table_of(rows)
+        run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(cells, columns=names))}, step=step)
+
+    return Tracker(write, completions, lambda report: trackio.finish())

@@ -39,6 +39,8 @@ from safety.watchdog import MARGIN  # noqa: F401 - part of what is promised: a c
 from safety.workers import WorkerPool
 
 AT_END: list[Callable[[], None]] = []  # what to call before the process ends: it ends without atexit's help
+LAST_WORDS: list[Callable[[str], None]] = []  # what a signal's message goes to before it ends the process, and
+LAST_SECONDS = 1.0  # how long they may take
 NEW_THREADS: list[Callable[[], None]] = []  # what a thread does first: torch's current GPU is each thread's own
 MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core
 GIVEN_UP_SECONDS = 60.0
@@ -388,7 +390,10 @@ def tell(*message) -> None:
 def leave(status: int, message: str = "") -> NoReturn:
     """End the process at once."""
     if message:
-        shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hid the cursor
+        farewell = threading.Thread(target=lambda: [each(message) for each in LAST_WORDS], daemon=True)
+        farewell.start()
+        farewell.join(LAST_SECONDS)  # not longer: a file system may hang
+        shown = watchdog.WHOLE_TERMINAL if sys.stderr.isatty() else ""
         print(f"{shown}\n{message}", file=sys.stderr, flush=True)
     tell("bye")
     _exit(status)

@@ -41,10 +41,12 @@ def jsonable(value, depth: int = 50):
 
 def column(values: list):
     """A column of a table. Where its values have no type in common, or none that a file has, they are text."""
+    import numpy
     import pyarrow
 
     try:
-        made = pyarrow.array(values)
+        arrays = any(isinstance(value, numpy.ndarray) for value in values)
+        made = pyarrow.array(values, from_pandas=arrays)  # in arrays, nan is what is not known
         if not isinstance(made.type, (pyarrow.StructType, pyarrow.ExtensionType)):
             return made
     except (pyarrow.ArrowException, OverflowError, ValueError, TypeError):

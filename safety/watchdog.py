@@ -26,6 +26,7 @@ TICK = 0.5  # seconds from one look to the next
 MARGIN = 10.0  # seconds beyond its limit after which a call that lets nothing else run ends the process
 GIVEN_UP_MARGIN = 60.0  # the same for a call that is no longer waited for: training may hold the GIL for a while, too
 END_SECONDS = 8.0  # a process that got Ctrl-C or SIGTERM has to end by itself
+WHOLE_TERMINAL = "\x1b7\x1b[r\x1b8"  # makes all of it scroll again; the panel (runlog/panel.py) keeps its last lines
 TWICE_SECONDS = 1.0  # a second Ctrl-C counts from then on: launchers pass on the first one, so that it comes twice
 
 
@@ -63,6 +64,8 @@ def main(parent: int, messages: int, inbox: socket.socket, outbox: socket.socket
         if why := reason(unread, silent, end_by is not None and now > end_by, suspects, now):
             end(parent, why, label, suspects, traces)
             return
+    if sys.stderr.isatty():
+        print(end=WHOLE_TERMINAL, file=sys.stderr, flush=True)
     if calls:
         print(
             f"\n{label}The training process ended without a word (a crash, an exit by C code, or kill -9) while these "
@@ -142,7 +145,7 @@ def end(parent: int, why: str, label: str, suspects: list[dict], traces: int) ->
         where = where_threads_stand(parent, traces)
         threads = dict.fromkeys(call["ident"] for call in suspects if call["ident"] in where)
         lines += [where[thread] for thread in list(threads)[:4]]
-    shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar hid the cursor
+    shown = WHOLE_TERMINAL if sys.stderr.isatty() else ""
     print(f"{shown}\n" + "\n".join(lines), file=sys.stderr, flush=True)
     os.kill(parent, signal.SIGKILL)
 

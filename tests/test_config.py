@@ -203,7 +203,7 @@ def test_config_files_that_cannot_be_read(tmp_path):
         ("--reward_funcs a b --reward_weights 1", "1 values for 2 --reward_funcs (a, b)", "give one each"),
         ("--reward_funcs", "--reward_funcs is empty", "give at least one"),
         ("--server_urls none", "--server_urls is empty", "--generator hf"),
-        ("--report_to wandbb", "'wandbb'", "known are tensorboard, wandb. Did you mean 'wandb'?"),
+        ("--report_to wandbb", "'wandbb'", "known are tensorboard, trackio, wandb. Did you mean 'wandb'?"),
         ("--push_to_hub", "--push_to_hub", "add --hub_repo_id"),
         ("--resume", "--resume", "needs --run_name"),
     ],

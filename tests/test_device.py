@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 
 import gradient_worker
+import numpy as np
 import pytest
 import torch
 from claimed import GPU, Refused, claimed_gpu
@@ -15,6 +16,7 @@ import train_ppo
 from inputs.processor import load_processor
 from rollouts import Trajectory
 from runlog import checkpoints
+from runlog.tokens import token_columns
 from safety import limits
 
 
@@ -266,7 +268,10 @@ def test_a_step(case, gpu, small):
     metrics = script.shape_rewards(batch, cfg, [0.0, 0.0, 0.0]) | script.add_advantages(batch, cfg)
     script.leave_out(batch, trajectories(), cfg)
     before = [p.detach().cpu().clone() for p in policy.parameters() if p.requires_grad]
+    script.start_record(batch)
     metrics |= script.update(policy, optimizer, batch, cfg, 0)
+    kept = token_columns(trajectories(), batch)
+    assert all(np.isfinite(row["tokens/logprob"][row["tokens/trained"]]).all() for row in kept)
     after = [p.detach() for p in policy.parameters() if p.requires_grad]
     assert on_the_gpu(batch) and all(p.device == GPU for p in policy.parameters())
     assert any(not torch.equal(old, new.cpu()) for old, new in zip(before, after, strict=True))
@@ -353,6 +358,7 @@ def test_a_micro_batch_waits_a_fixed_number_of_times(shared, gpu, small):
     policy, _ = script.load_policy(cfg, GPU)
     batch = script.collate(trajectories(), 0, GPU)
     script.add_advantages(batch, cfg)
+    script.start_record(batch)
     for budget in (30, 10_000):
         cut = replace(cfg, tokens_per_microbatch=budget)
         gpu.waits.clear()

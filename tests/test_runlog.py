@@ -6,9 +6,11 @@ import math
 import os
 import secrets
 import socket
+import sqlite3
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pyarrow.parquet
 import pytest
@@ -19,7 +21,7 @@ from PIL import Image
 
 from config import ConfigError, TrainConfig
 from rollouts import Trajectory
-from runlog.log import RunLog, completion_rows, name_run, progress_text
+from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run, progress_text
 from runlog.reading import phases, read_metrics
 from runlog.report import write_report
 
@@ -63,8 +65,8 @@ def test_lines_are_plain_json(make_log):
     assert without_times([second]) == [{"step": 1, "eval/mean@4": 0.25}]
 
 
-def held_out(completion: str, reward: float, image: bytes | None) -> Trajectory:
-    info = {"completion": completion, "rewards": {"marked": reward}}
+def held_out(completion: str, reward: float, image: bytes | None, number: int = 0) -> Trajectory:
+    info = {"completion": completion, "rewards": {"marked": reward}, "row_number": number}
     images = [image] if image else []
     return Trajectory({"prompt": "Where?"}, 0, [1], [2], [1], [0.0], [reward], images=images, info=info)
 
@@ -81,21 +83,26 @@ def test_an_evaluation_keeps_pictures(make_log):
     png = io.BytesIO()
     Image.new("RGB", (1000, 500), "gray").save(png, "PNG")
     log = make_log()
-    log.eval(0, {"eval/mean@4": 0.0}, [held_out("left", 0.0, png.getvalue()), held_out("none", 0.0, None)], {})
+    first = [held_out("left", 0.0, png.getvalue()), held_out("none", 0.0, None, 1)]
+    log.eval(0, {"eval/mean@4": 0.0}, evaluation_rows(first, {}, log.cfg))
     marked.picture = draw
-    last = [held_out("right", 1.0, png.getvalue()), held_out("none", 0.5, None)] + [held_out("more", 0.0, None)] * 20
-    log.eval(3, {"eval/mean@4": 1.0}, last[:2], {"marked": marked})
+    last = [held_out("none", 0.5, None, 1), held_out("right", 1.0, png.getvalue())]  # as several ranks bring them
+    log.eval(3, {"eval/mean@4": 1.0}, evaluation_rows(last, {"marked": marked}, log.cfg))
+    log.written()
     tables = [pyarrow.parquet.read_table(path).to_pylist() for path in sorted(log.dir.glob("evaluations/*"))]
     assert [row["completion"] for row in tables[1]] == ["right", "none"]
     assert [row["rewards/marked"] for row in tables[1]] == [1.0, 0.5]
+    assert [row["token_ids"] for row in tables[1]] == [[2], [2]]
     plain, drawn = (Image.open(io.BytesIO(table[0]["picture"])) for table in tables)
     assert plain.size == drawn.size == (320, 160) and tables[0][1]["picture"] is None
     assert plain.getpixel((0, 0)) != drawn.getpixel((0, 0)) and plain.getpixel((9, 9)) == drawn.getpixel((9, 9))
     page = write_report(log.dir).read_text()
     assert "after step 0" in page and "after step 3" in page and page.count('class="seen"') == 2
-    log.eval(4, {"eval/mean@4": 1.0}, last, {"marked": marked})
-    assert pyarrow.parquet.read_table(log.dir / "evaluations" / "step_000004.parquet").num_rows == 8
+    many = [held_out("more", 0.0, png.getvalue(), number) for number in range(100)]
+    log.eval(4, {"eval/mean@4": 1.0}, evaluation_rows(many, {}, log.cfg))
     log.close()
+    kept = pyarrow.parquet.read_table(log.dir / "evaluations" / "step_000004.parquet").to_pylist()
+    assert len(kept) == 64 and [bool(row["picture"]) for row in kept] == [True] * 8 + [False] * 56
     make_log(resume_step=3, resume=True)
     assert sorted(path.stem for path in log.dir.glob("evaluations/*")) == ["step_000000", "step_000003"]
 
@@ -103,6 +110,41 @@ def test_an_evaluation_keeps_pictures(make_log):
 def test_text_is_no_metric(make_log):
     with pytest.raises(TypeError, match="'note'"):
         make_log().step(1, {"note": "text"})
+
+
+def state(log) -> dict:
+    return json.loads((log.dir / "state.json").read_text())
+
+
+def test_state_json_follows_the_run(make_log):
+    """Whole at any moment, whatever else is written; closed by itself it is finished, else it says why."""
+    log = make_log()
+    first = state(log)
+    assert (first["state"], first["step"], first["num_steps"], first["pid"]) == ("running", 0, 4, os.getpid())
+    log_step(log, 2)
+    assert (
+        state(log)["step"] == 2
+        and state(log)["updated"] > first["updated"]
+        and state(log)["started"] == first["started"]
+    )
+    log.close()
+    assert state(log) | {"state": "finished", "why": "", "step": 2} == state(log)
+    log = make_log(resume_step=2, resume=True, server_token=(secret := secrets.token_hex(8)))
+    assert (state(log)["state"], state(log)["step"]) == ("running", 2)
+    close_all(ValueError(f"the first line with {secret}\nand the second"))
+    assert (state(log)["state"], state(log)["why"]) == ("failed", "ValueError: the first line with ***")
+    assert not list(log.dir.glob("*.partial"))
+
+
+def test_completions_that_cannot_be_written_end_the_run(make_log):
+    """At the next step or at the end, whichever comes first; nothing half-written stays under its name."""
+    log = make_log()
+    (log.dir / "completions").write_text("a file where the folder should be")
+    log.completions(1, [{"prompt": "p", "completion": "c"}])
+    with pytest.raises(OSError):
+        log.close()
+    assert state(log)["state"] == "failed" and "completions" in state(log)["why"]
+    assert (log.dir / "metrics.jsonl").exists() and log.lock.closed
 
 
 def test_resuming_equals_never_stopping(make_log):
@@ -118,6 +160,7 @@ def test_resuming_equals_never_stopping(make_log):
 
     resumed = make_log(resume_step=2, resume=True)
     assert without_times(read_metrics(log.dir)) == [line for line in complete if line["step"] <= 2]
+    resumed.written()
     assert [path.name for path in sorted(log.dir.glob("completions/*"))] == [
         "step_000001.parquet",
         "step_000002.parquet",
@@ -177,6 +220,7 @@ def test_completions_keep_every_row_and_reward(make_log):
         {"prompt": "plain", "completion": "é\n5", "rewards": {"exact": 0.0}, "finish_reason": "length"},
     ]
     log.completions(12, rows)
+    log.written()
     back = pyarrow.parquet.read_table(log.dir / "completions" / "step_000012.parquet").to_pylist()
     assert json.loads(back[0]["prompt"]) == chat and back[1]["prompt"] == "plain"
     assert [row["completion"] for row in back] == ["4", "é\n5"]
@@ -188,7 +232,7 @@ def test_samples_are_printed_now_and_then(make_log, capsys):
     log = make_log(print_samples_every=2)
     row = {"prompt": [{"role": "user", "content": "2 + [b]2?"}], "completion": "x" * 5000, "rewards": {"exact": 1.0}}
     for step in (1, 2, 3):
-        log.sample(step, row | {"reward": 1.0, "finish_reason": "length"})
+        log.sample(step, [row | {"reward": 1.0, "finish_reason": "length"}])
     printed = capsys.readouterr().out
     assert printed.count("a sample of step") == 2 and "step 2 " not in printed
     assert "user: 2 + [b]2?" in printed and "(3500 more characters)" in printed and "exact 1" in printed
@@ -237,13 +281,69 @@ def test_no_report_of_nothing(tmp_path):
     assert write_report(tmp_path) is None
 
 
+HOSTILE = "# no heading <script>alert(1)</script>\n\x1b[2J" + "long " * 1000
+
+
+def sampled(log, step):
+    turns = [{"text": "first", "observation": ["an answer"], "calls": [], "reward": 0.0}, {"text": "last"}]
+    turns[1] |= {"observation": [], "calls": [], "reward": 1.0}
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": HOSTILE, "reward": 1.0, "advantage": 0.5}
+    rows = [row | {"length": np.int32(3), "finish_reason": "stop", "rewards/exact": None}, row | {"turns": turns}]
+    log.step(step, {"reward": step / 4}, rows)
+
+
 def test_wandb_offline_keeps_the_run(make_log, monkeypatch):
+    """Metrics, settings, samples as a table, the report as an artefact; a resumed run is the same run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    log = make_log(report_to=["wandb"])
-    log_step(log, 1)
+    log = make_log(report_to=["wandb"], print_samples_every=1)
+    sampled(log, 1)
     log.close()
-    assert list(log.dir.glob("wandb/offline-run-*/*.wandb"))
+    log = make_log(resume_step=1, resume=True, report_to=["wandb"])
+    log_step(log, 2)
+    log.close()
+    runs = sorted(log.dir.glob("wandb/offline-run-*/*.wandb"))
+    name = (log.dir / "wandb_id.txt").read_text()
+    assert len(runs) == 2 and all(name in run.name for run in runs)
+    recorded = runs[0].read_bytes()
+    assert b"prompts_per_step" in recorded and f"report-{name}".encode() in recorded
+    (table,) = log.dir.glob("wandb/offline-run-*/files/media/table/*.table.json")
+    table = json.loads(table.read_text())
+    assert table["columns"][:4] == ["step", "prompt", "completion", "reward"] and len(table["data"]) == 2
+    assert table["data"][0][:4] == [1, "user: 2 + 2?", table["data"][0][2], 1.0] and "\x1b" not in table["data"][0][2]
+    assert table["data"][1][2] == "first\nan answer\nlast" and "more characters" in table["data"][0][2]
+
+
+def test_tensorboard_gets_samples_as_text_that_is_no_markup(make_log):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = make_log(report_to=["tensorboard"], print_samples_every=2)
+    for step in (1, 2, 3):
+        sampled(log, step)
+    log.close()
+    events = EventAccumulator(str(log.dir / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("reward")] == [0.25, 0.5, 0.75]
+    texts = events.Tensors("completion 0/text_summary")
+    assert [text.step for text in texts] == [1, 3]
+    (text,) = texts[0].tensor_proto.string_val
+    assert all(line.startswith("    ") for line in text.decode().split("\n")) and b"\x1b" not in text
+
+
+def test_trackio_offline_keeps_the_run(make_log, monkeypatch, tmp_path):
+    pytest.importorskip("trackio")  # no package of requirements-optional.txt: see there
+    import trackio.utils
+
+    monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+    log = make_log(report_to=["trackio"], print_samples_every=1)
+    sampled(log, 1)
+    log.close()
+    (file,) = tmp_path.glob("trackio/grpo.db")
+    with sqlite3.connect(file) as base:
+        written = [json.loads(values) for (values,) in base.execute("select metrics from metrics order by id")]
+        (settings,) = [json.loads(values) for (values,) in base.execute("select config from configs")]
+    assert written[0]["reward"] == 0.25 and written[1]["completions"]["_value"][1]["completion"].startswith("first")
+    assert settings["prompts_per_step"] == 32
 
 
 def test_wandb_without_login_is_an_early_error(tmp_path):
@@ -276,7 +376,10 @@ ANYTHING = st.recursive(
     max_leaves=8,
 )
 OBSERVATION = st.none() | st.lists(st.fixed_dictionaries({"content": ANYTHING, "role": ODD}), max_size=2)
-CALL = st.fixed_dictionaries({"name": ODD, "seconds": st.floats(0, 9), "failed": st.booleans()})
+CALL = st.fixed_dictionaries(
+    {"name": ODD, "seconds": st.floats(0, 9), "failed": st.booleans()},
+    optional={"written": ODD, "arguments": ANYTHING, "result": ANYTHING, "cached": st.booleans()},
+)
 TURN = st.fixed_dictionaries(
     {"text": ODD, "reward": st.floats(), "observation": OBSERVATION}
     | {"info": st.fixed_dictionaries({"calls": st.lists(CALL, max_size=2)})}
@@ -290,13 +393,14 @@ def test_whatever_was_sampled_can_be_stored_and_shown(tmp_path_factory, capsys, 
     """completion_rows -> parquet -> terminal -> report, with names of rewards and metrics as odd as the texts."""
     trajectories = []
     for prompt, completion, reward, turns, finish in sampled:
-        info = {"completion": completion, "rewards": {name: reward}} | ({"turns": turns} if turns else {})
+        info = {"completion": completion, "rewards": {name: reward}, "row_number": 0}
+        info |= {"turns": turns} if turns else {}
         made = Trajectory({"prompt": prompt}, 0, [1], [2], [1], [0.0], [0.0], finish_reason=finish, info=info)
         trajectories.append(made)
     rows = completion_rows(trajectories, [reward for _, _, reward, _, _ in sampled], [None] * len(sampled))
     log = RunLog(TrainConfig(run_name="run", output_dir=str(tmp_path_factory.mktemp("odd"))))
     log.step(1, {f"rewards/{name}": 1e308, f"tools/{name}/seconds": 10**400, f"time/{name}": 1.0}, rows)
-    log.eval(1, {f"eval/rewards/{name}/mean": 0.5, "eval/mean@4": -1e308}, trajectories, {})
+    log.eval(1, {f"eval/rewards/{name}/mean": 0.5, "eval/mean@4": -1e308}, evaluation_rows(trajectories, {}, log.cfg))
     log.close()
     back = pyarrow.parquet.read_table(log.dir / "completions" / "step_000001.parquet").to_pylist()
     assert len(back) == len(rows)
@@ -310,6 +414,7 @@ def test_whatever_was_sampled_can_be_stored_and_shown(tmp_path_factory, capsys, 
 def test_a_completion_of_a_megabyte_is_kept_whole_and_shown_short(make_log, capsys):
     log, text = make_log(), "\ud83d" + "long \x1b[2J" * 100_000
     log.step(1, {"reward": 1.0}, [{"prompt": "[" * 5000, "completion": text, "reward": 1.0}])
+    log.written()
     (row,) = pyarrow.parquet.read_table(log.dir / "completions" / "step_000001.parquet").to_pylist()
     assert row["completion"] == "\\ud83d" + text[1:] and row["prompt"] == "[" * 5000
     log.close()
@@ -320,6 +425,7 @@ def test_a_completion_of_a_megabyte_is_kept_whole_and_shown_short(make_log, caps
 def test_columns_of_several_types_become_text(make_log):
     log = make_log()
     log.completions(1, [{"a": 1, "b": {("x", 1): object}, (1, 2): "c"}, {"a": "one", "b": [b"\xff"], (1, 2): None}])
+    log.written()
     one, two = pyarrow.parquet.read_table(log.dir / "completions" / "step_000001.parquet").to_pylist()
     assert (one["a"], two["a"]) == ("1", "one") and one["(1, 2)"] == "c"
     assert json.loads(one["b"]) == {"('x', 1)": "<class 'object'>"} and json.loads(two["b"]) == ["b'\\xff'"]

@@ -1,0 +1,119 @@
+"""What a run keeps of every token: ids, per-token numbers, and the vocabulary that makes text of them.
+
+Columns of completions/step_N.parquet, a list each as long as token_ids; a number that is not known is null:
+
+    token_ids                int32   everything after the prompt, which is prompt_ids
+    tokens/trained           bool    in the loss
+    tokens/version           int32   policy version that sampled it, of several in a turn the oldest; 0 if not sampled
+    tokens/sampler_logprob   half    as it was sampled
+    tokens/advantage         half
+    tokens/logprob           half    the trainer's, in the last pass of the step's updates that saw it, and
+    tokens/entropy           half    the entropy of the distribution it was drawn from
+    tokens/weight            half    minus the derivative of the update's loss by its log-prob, times its loss tokens
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+HALF_MAX = 65504.0
+
+
+def keeps_tokens(cfg, step: int) -> bool:
+    """Whether the completions of a step, from 1, are kept with their tokens. If any are, those of the last."""
+    every = cfg.log_tokens_every if cfg.log_completions else 0
+    return every > 0 and (step % every == 0 or step == cfg.max_steps)
+
+
+def half(values) -> np.ndarray:
+    """A tensor in half precision: 3 digits, at most +-65504."""
+    return values.clamp(-HALF_MAX, HALF_MAX).half().cpu().numpy()
+
+
+def token_columns(trajectories: list, batch=None) -> list[dict]:
+    """The columns above of each trajectory. batch: what was made of them, updated; without one, as in an evaluation,
+    nothing is known but what sampling left."""
+    from batch import collate  # here, so that a run folder can be written without torch
+
+    batch = batch or collate(trajectories, 0, "cpu")
+    known = {"trained": (batch.loss_mask > 0).cpu().numpy()}  # [B, T] each
+    if batch.advantages is not None:
+        known["advantage"] = half(batch.advantages)
+    if batch.record is not None:
+        known |= {name: half(getattr(batch.record, name)) for name in ("weight", "logprob", "entropy")}
+    ids, sampler = batch.input_ids.int().cpu().numpy(), half(batch.sampling_logprobs)
+    rows = []
+    for number, t in enumerate(trajectories):
+        start, end = len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids)
+        sampled = np.array(t.loss_mask, bool)
+        row = {"prompt_ids": ids[number, :start], "token_ids": ids[number, start:end]}
+        row |= {f"tokens/{name}": values[number, start:end] for name, values in known.items()}
+        row["tokens/sampler_logprob"] = np.where(sampled, sampler[number, start:end], np.float16(np.nan))
+        versions = np.where(sampled, np.int32(t.policy_version), np.int32(0))
+        for turn in t.info.get("turns") or ():
+            if "start" in turn:
+                versions[turn["start"] : turn["end"]] = turn["versions"][0]
+        rows.append(row | {"tokens/version": versions})
+    return rows
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------------------
+
+
+def write_vocabulary(run_dir: Path, processor) -> None:
+    """vocabulary.parquet: id, piece (bytes of UTF-8; of a byte-level BPE perhaps part of a character), special. The
+    pieces of a text's ids, joined, are the text; sentencepiece models may put a space before it."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = Path(run_dir) / "vocabulary.parquet"
+    if path.exists():  # a resumed run
+        return
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokens = {number: token for token, number in tokenizer.get_vocab().items()}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    ids, read = sorted(tokens), reader(tokenizer)
+    columns = {
+        "id": pyarrow.array(ids, pyarrow.int32()),
+        "piece": pyarrow.array([read(tokens[number]) for number in ids], pyarrow.binary()),
+        "special": pyarrow.array([number in special for number in ids], pyarrow.bool_()),
+    }
+    partial = path.with_suffix(".partial")
+    pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
+    os.replace(partial, path)
+
+
+def reader(tokenizer) -> Callable[[str], bytes]:
+    """A function from a token, as the vocabulary spells it, to the bytes it stands for."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is not None and b'"ByteLevel"' in decoder.__getstate__():  # JSON
+        table = {character: bytes([value]) for value, character in byte_characters().items()}
+
+        def byte_level(token: str) -> bytes:
+            try:
+                return b"".join([table[character] for character in token])
+            except KeyError:  # an added token, spelled as it is
+                return token.encode("utf-8", "replace")
+
+        return byte_level
+
+    def pieces(token: str) -> bytes:
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            with contextlib.suppress(ValueError):
+                return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode("utf-8", "replace")
+
+    return pieces
+
+
+def byte_characters() -> dict[int, str]:
+    """Byte -> the character that stands for it in a byte-level vocabulary: printable ones for themselves, the others
+    from U+0100 on. As GPT-2's."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in printable]
+    shown = {value: chr(value) for value in printable}
+    return shown | {value: chr(256 + number) for number, value in enumerate(others)}

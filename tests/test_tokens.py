@@ -1,0 +1,266 @@
+"""What a run keeps of every token: its weight in the loss, from the gradient itself, and what it says as text."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import gradient_worker
+import numpy as np
+import pandas
+import pyarrow.parquet
+import pytest
+import test_turns
+import torch
+from live import EVEN, SMALL, running, trainer
+from test_turns import TURNS, Scripted, tokenizer_of, tool_environment
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import train_grpo as script
+from batch import start_record
+from config import TrainConfig
+from envs import Environment
+from rollouts import play
+from runlog.log import completion_rows
+from runlog.tokens import keeps_tokens, token_columns, write_vocabulary
+
+# ---- the weight of a token in the loss ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy():
+    torch.set_num_threads(1)  # the model is small
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+        return script.load_policy(TrainConfig(compute_dtype="float32"), torch.device("cpu"))[0]
+
+
+def prepared(policy, cfg) -> script.Batch:
+    """An update off policy, so that clips bind, with a group that is silent."""
+    batch = gradient_worker.local_batch(0, 1)
+    logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    wave = torch.sin(batch.input_ids.float())
+    batch.old_logprobs = (logprobs + 0.4 * wave) * batch.loss_mask
+    batch.sampling_logprobs = (logprobs + 0.6 * wave) * batch.loss_mask
+    batch.ref_logprobs = (logprobs - 0.3 * wave) * batch.loss_mask if cfg.beta else None
+    batch.advantages = batch.advantages * (batch.groups != 3)[:, None]
+    return batch
+
+
+def derivative(policy, batch, cfg, loss_of) -> torch.Tensor:
+    """By autograd, of the whole update in one pass, with the log-probs as the variables.  [B, T]"""
+    found = {}
+
+    def given(*inputs):
+        with torch.no_grad():
+            found["values"] = [values.requires_grad_() for values in policy(*inputs)]
+        return found["values"]
+
+    if choose := getattr(script.POLICY_LOSSES[cfg.policy_loss], "choose", None):
+        batch = replace(batch, chosen=choose(script.all_logprobs(policy, batch, cfg)[0], batch, cfg))
+    mask, whole = batch.loss_mask, replace(batch, record=None)
+    counts = dict(num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()), max_tokens=512)
+    counts["num_sequences"] = float(len(batch)) if cfg.loss_agg == "constant" else counts["num_sequences"]
+    loss, _ = loss_of(given, whole, cfg, counts)
+    (gradient,) = torch.autograd.grad(loss, found["values"][:1], allow_unused=True)
+    out = torch.zeros_like(mask)
+    if gradient is not None:
+        out[mask.nonzero(as_tuple=True)] = -counts["num_tokens"] * gradient
+    return out
+
+
+@pytest.mark.parametrize("loss", [*sorted(script.POLICY_LOSSES), "foreign"])
+def test_a_weight_is_the_derivative_of_the_whole_loss(loss, policy, monkeypatch):
+    """However the update is cut, silent groups without a backward pass included; for a loss of one's own, too."""
+    monkeypatch.setitem(script.POLICY_LOSSES, "foreign", gradient_worker.foreign_loss)
+    for mode, beta in (("token_mean", 0.0), ("seq_mean", 0.1), ("constant", 0.0)):
+        settings = dict(policy_loss=loss, loss_agg=mode, beta=beta, compute_dtype="float32", correction_max=1.2)
+        cfg = TrainConfig(**settings, tokens_per_microbatch=40, **gradient_worker.SETTINGS.get(loss, {}))
+        batch = prepared(policy, cfg)
+        expected = derivative(policy, replace(batch), cfg, script.micro_loss)
+        start_record(batch)
+        torch.manual_seed(0)
+        script.accumulate_gradients(policy, batch, cfg)
+        torch.testing.assert_close(batch.record.weight, expected, rtol=1e-3, atol=1e-4, msg=f"{loss} {mode}")
+        logprobs, entropy, _ = script.all_logprobs(policy, batch, cfg)
+        sampled = batch.loss_mask > 0
+        torch.testing.assert_close(batch.record.logprob[sampled], logprobs[sampled], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(batch.record.entropy[sampled], entropy[sampled], rtol=1e-3, atol=1e-4)
+        assert batch.record.logprob[~sampled].isnan().all() and expected.abs().max() > 0
+
+
+def test_on_policy_a_weight_is_the_advantage_and_0_where_a_clip_binds(policy):
+    """By finite differences of what ppo's loss says: moving one log-prob moves the loss by so much."""
+    cfg = TrainConfig(compute_dtype="float32", loss_agg="token_mean", correction="none")
+    batch = gradient_worker.local_batch(0, 1)
+    start_record(batch)
+    script.accumulate_gradients(policy, batch, cfg)
+    torch.testing.assert_close(batch.record.weight, batch.advantages, rtol=1e-5, atol=1e-5)
+    batch = prepared(policy, cfg)
+    start_record(batch)
+    script.accumulate_gradients(policy, batch, cfg)
+    logprobs, e = script.all_logprobs(policy, batch, cfg)[0], 1e-2
+    high, low = (script.ppo(logprobs + sign * e, batch, cfg)[0] for sign in (1, -1))
+    expected = (low - high) / (2 * e) * batch.loss_mask
+    smooth = ((script.log_ratio(logprobs, batch).exp() - 1).abs() - 0.2).abs() > 0.03  # not at the kink
+    torch.testing.assert_close(batch.record.weight[smooth], expected[smooth], rtol=1e-2, atol=1e-3)
+    assert (batch.record.weight[(batch.advantages != 0) & smooth] == 0).any()  # clipped
+
+
+def test_a_loss_that_asks_twice_has_the_sum_and_the_last_pass_counts(policy):
+    cfg = TrainConfig(compute_dtype="float32", loss_agg="token_mean", correction="none", tokens_per_microbatch=40)
+    batch = gradient_worker.local_batch(0, 1)
+    start_record(batch)
+    for _ in range(2):  # a second pass replaces what the first one entered
+        script.accumulate_gradients(policy, batch, cfg, gradient_worker.with_foreign_term)
+    expected = batch.advantages + 0.1 * batch.loss_mask
+    torch.testing.assert_close(batch.record.weight, expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- the files ------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_write_one_table(tmp_path):
+    """Of a real run: every column in its type and length, groups that no two ranks share, weights that the formula
+    gives, held-out rows in their order; nothing but the parquet files changes when tokens are not kept."""
+    (tmp_path / "held_out.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(5)))
+    (tmp_path / "even.py").write_text(EVEN)
+    flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --max_steps 2 --loss_agg token_mean --eval_steps 2 "
+    flags += f"--eval_generations 2 --eval_dataset_id {tmp_path}/held_out.jsonl --eval_split train --strategy fsdp2 "
+    flags += f"--output_dir {tmp_path} --max_prompt_length 128"
+    with running(trainer(tmp_path / "a.log", *flags.split(), "--run_name", "a", ranks=2)) as one:
+        more = ["--run_name", "b", "--log_tokens_every", "0"]
+        with running(trainer(tmp_path / "b.log", *flags.split(), *more, ranks=2)) as two:
+            assert one.end() == 0, one.text
+            assert two.end() == 0, two.text
+    table = pandas.read_parquet(tmp_path / "a" / "completions" / "step_000002.parquet")
+    assert len(table) == 16 and sorted(table.groupby("group").size()) == [4] * 4 and table["group"].dtype == "int64"
+    assert table.policy_version.dtype == table.length.dtype == "int32" and set(table.policy_version) == {1}
+    vocabulary = pandas.read_parquet(tmp_path / "a" / "vocabulary.parquet").set_index("id")
+    lists = {name: "float16" for name in ("advantage", "weight", "logprob", "entropy", "sampler_logprob")}
+    lists |= {"trained": "bool", "version": "int32"}
+    assert {name.removeprefix("tokens/") for name in table if name.startswith("tokens/")} == set(lists)
+    for _, row in table.iterrows():
+        assert row.prompt_ids.dtype == row.token_ids.dtype == np.int32
+        for name, dtype in lists.items():
+            assert (len(row[f"tokens/{name}"]), row[f"tokens/{name}"].dtype) == (len(row.token_ids), dtype), name
+        assert row["tokens/trained"].sum() == row.length and set(row["tokens/version"]) == {1}
+        assert np.allclose(row["tokens/weight"], row["tokens/advantage"], atol=2e-3, rtol=5e-3)
+        assert np.allclose(row["tokens/logprob"], row["tokens/sampler_logprob"], atol=2e-2)
+        assert np.allclose(row["tokens/advantage"].mean(), row.advantage, atol=2e-3)
+        ids = [i for i in row.token_ids if not vocabulary.special[i]]
+        assert b"".join(vocabulary.piece[i] for i in ids).decode(errors="replace") == row.completion
+    assert (table["tokens/weight"].map(np.abs).map(max) > 0).any()
+    held_out = pandas.read_parquet(tmp_path / "a" / "evaluations" / "step_000002.parquet")
+    assert held_out.row_number.tolist() == [0, 1, 2, 3, 4] and not {"tokens/weight", "tokens/logprob"} & set(held_out)
+    assert [prompt[:5] for prompt in held_out.prompt] == [f"{n} + 1" for n in range(5)]
+    assert held_out["tokens/version"].map(set).tolist() == [{2}] * 5
+    plain = pandas.read_parquet(tmp_path / "b" / "completions" / "step_000002.parquet")
+    assert set(table) - set(plain) == {f"tokens/{name}" for name in lists} | {"prompt_ids", "token_ids"}
+    assert (table.completion == plain.completion).all() and not (tmp_path / "b" / "vocabulary.parquet").exists()
+    lines = [
+        [{k: v for k, v in json.loads(line).items() if "time/" not in k} for line in path.read_text().splitlines()]
+        for path in (tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "metrics.jsonl")
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+
+
+def test_every_few_steps_and_the_last():
+    cfg = TrainConfig(max_steps=10, log_tokens_every=4)
+    assert [step for step in range(1, 11) if keeps_tokens(cfg, step)] == [4, 8, 10]
+    for never in (dict(log_tokens_every=0), dict(log_completions=False)):
+        assert not any(keeps_tokens(replace(cfg, **never), step) for step in range(1, 11))
+
+
+def test_turns_have_places_versions_calls_and_states():
+    """Of each turn: which tokens are its, the weights that sampled them, and what each call asked and got."""
+
+    class Newer(Scripted):  # a push between the turns
+        async def generate(self, sent, **options):
+            (sample,) = await super().generate(sent, **options)
+            sample.policy_version += len(self.said)
+            return [sample]
+
+    tokenizer, cfg = tokenizer_of("qwen2_5"), test_turns.config()
+    bad = '<tool_call>{"name": "minus", "arguments": {"a": 1}}</tool_call>'
+    sampler = Newer(tokenizer, [TURNS[0], bad, "It is 5."])
+    t = asyncio.run(play({"prompt": "What is 2 + 3?"}, 0, tool_environment(cfg), sampler, cfg))
+    (columns,) = token_columns([t])
+    (row,) = completion_rows([t], [0.0], [None])
+    for number, (turn, said) in enumerate(zip(row["turns"], sampler.said, strict=True)):
+        assert columns["token_ids"][turn["start"] : turn["end"]].tolist() == said["ids"]
+        assert set(columns["tokens/version"][turn["start"] : turn["end"]]) == {4 + number}
+    assert set(columns["tokens/version"][~columns["tokens/trained"]]) == {0}
+    assert np.isnan(columns["tokens/sampler_logprob"][~columns["tokens/trained"]]).all()
+    (right,), (wrong,), none = (turn["calls"] for turn in row["turns"])
+    assert (right["name"], json.loads(right["arguments"]), right["result"]) == ("add", {"a": 2, "b": 3}, "5")
+    assert not right["failed"] and not right["cached"] and 0 <= right["seconds"] < 60
+    assert wrong["failed"] and wrong["name"] == "minus" and "there is no tool 'minus'" in wrong["result"] and not none
+    json.dumps(row["turns"])
+
+    class Counts(Environment):
+        number = 0
+
+        def state(self):
+            return ("at", self.number)
+
+        def step(self, text):
+            self.number += 1
+            return "On.", 0.0, self.number == 2, {}
+
+    t = asyncio.run(play({"prompt": "?"}, 0, Counts(), Scripted(tokenizer, ["a", "b"]), test_turns.config(env="x")))
+    (row,) = completion_rows([t], [0.0], [None])
+    assert [turn["state"] for turn in row["turns"]] == ["('at', 0)", "('at', 1)"]
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Hello there,  world!\n\n\tdef f(x):  return x",
+    "Héllo wörld — 你好, 🎉👩‍👩‍👧 \u202eabc",
+    " <0x41> Ġ ▁ ü ",
+    "9" * 50,
+]
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Llama 2's kind: ▁ for a space, bytes for what the vocabulary lacks."""
+    vocabulary = {"<unk>": 0, "</s>": 1} | {f"<0x{value:02X}>": 2 + value for value in range(256)}
+    for piece in [*"▁abcdefghijklmnopqrstuvwxyz", "▁t", "he", "▁the", "wor"]:
+        vocabulary[piece] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "t"), ("h", "e"), ("▁t", "he")], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """GPT-2's kind, with added tokens that hold spaces and are no special ones."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trained = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(TEXTS, trained)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    tokenizer.add_tokens(["  two spaces", "你好"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "byte level", "sentencepiece"])
+def test_pieces_joined_are_the_text(kind, tmp_path):
+    made = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
+    tokenizer = made[kind]() if kind in made else AutoTokenizer.from_pretrained(test_turns.make_tiny())
+    write_vocabulary(tmp_path, tokenizer)
+    table = pyarrow.parquet.read_table(tmp_path / "vocabulary.parquet")
+    assert [str(field.type) for field in table.schema] == ["int32", "binary", "bool"]
+    vocabulary = {row["id"]: row for row in table.to_pylist()}
+    assert set(vocabulary) == set(tokenizer.get_vocab().values())
+    end = tokenizer.eos_token
+    for text in [*TEXTS, f"the wor{end}ld  two spaces"]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        joined = b"".join(vocabulary[i]["piece"] for i in ids).decode()
+        if kind == "sentencepiece":  # which cannot tell these from spaces and bytes
+            joined, text = joined.removeprefix(" ").replace("A", "<0x41>"), text.replace("▁", " ").removeprefix(" ")
+        assert joined == text
+    assert vocabulary[tokenizer.eos_token_id] == {"id": tokenizer.eos_token_id, "piece": end.encode(), "special": True}
+    assert not vocabulary[tokenizer("a", add_special_tokens=False)["input_ids"][-1]]["special"]
