@@ -460,7 +460,7 @@ _MADE: dict[tuple, Callable] = {}  # tools keep their servers, results and limit
 
 def environment_maker(cfg) -> Callable[..., Environment]:
     """A function that makes one trajectory's environment, for its row: of --env, or of the tools alone."""
-    key = (cfg.env, tuple(cfg.tools), cfg.mcp_config, cfg.tool_parser, cfg.tool_timeout)
+    key = (cfg.domain, cfg.env, tuple(cfg.tools), cfg.mcp_config, cfg.tool_parser, cfg.tool_timeout)
     if key not in _MADE:
         if cfg.env:
             _MADE[key] = get_environment(cfg.env, cfg)
