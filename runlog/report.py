@@ -372,13 +372,13 @@ def write_report(run_dir: Path) -> Path | None:
         return None
     steps, evals = split_lines(lines)
     config = json.loads(text_of(run_dir / "config.json") or "{}")
+    domains = [entry["name"] for entry in config.get("domains", ())]
     subtitle = [
         config.get("model_id"),
         ", ".join(domains) or config.get("dataset_id"),
         f"advantage {config.get('advantage')}",
         f"loss {config.get('policy_loss')}",
     ]
-    domains = [entry["name"] for entry in config.get("domains", ())]
     plots, used = panels(steps, evals, domains)
     body = [
         f"<h1>{escape(run_dir.resolve().name)}</h1>",
