@@ -227,14 +227,15 @@ class TrainConfig:
 
     def of(self, row: dict) -> "TrainConfig":
         """The config of the row's domain: this one, with what the domain has of its own. Without domains, this one."""
+        entry = next((entry for entry in self.domains if entry["name"] == row.get("domain")), None)
+        if entry is None:
+            return self
         known = self.__dict__.setdefault("_of", {})
-        name = row.get("domain")
-        if name not in known:
-            entry = next((entry for entry in self.domains if entry["name"] == name), None)
-            own = {key: value for key, value in (entry or {}).items() if key not in domains.OWN_KEYS}
-            only = [{key: entry[key] for key in domains.OWN_KEYS}] if entry else []
-            known[name] = dataclasses.replace(self, **own, domains=only) if entry else self
-        return known[name]
+        if entry["name"] not in known:
+            own = {key: value for key, value in entry.items() if key not in domains.OWN_KEYS}
+            only = [{key: entry[key] for key in domains.OWN_KEYS}]
+            known[entry["name"]] = dataclasses.replace(self, **own, domains=only)
+        return known[entry["name"]]
 
     def by_domain(self) -> "list[TrainConfig]":
         """The config of each domain; without domains, this one."""

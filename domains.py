@@ -30,6 +30,7 @@ import re
 import threading
 import typing
 import zlib
+from collections import Counter
 from fractions import Fraction
 
 from cli import ConfigError, convert, known_name, shorten
@@ -181,11 +182,10 @@ def rows_of(rows: list[dict], cfg, source: str, sharing: list[str]) -> list[dict
 
 def check_enough(cfg, rows: list[dict]) -> None:
     """ConfigError for a domain with fewer rows than it gives to one step: the prompts of a step are distinct."""
-    mixture = Mixture.of(cfg)
+    mixture, counts = Mixture.of(cfg), sizes(rows, cfg)
     schedules = [weight for weight in mixture.weights if isinstance(weight, list)]
     steps = {0, *(int(point[0]) for weight in schedules for point in weight)}
-    for number, name in enumerate(mixture.names):
-        count = sum(row.get("domain", "") == name for row in rows) if name else len(rows)
+    for number, (name, count) in enumerate(counts.items()):
         most = max(Fraction(mixture.shares(step)[number], mixture.unit) for step in steps) * cfg.prompts_per_step
         if name and count < most:
             raise ConfigError(
@@ -201,15 +201,29 @@ def divide(sampler, rows: list[dict], cfg) -> None:
     if not cfg.domains:
         return
     first, sampler.parts = 0, []
-    for name in sampler.mixture.names:
-        count = sum(row["domain"] == name for row in rows)
-        half = min(cfg.prompts_per_step, count // 2)
-        part = type(sampler)(count, max(2 * half, 1), zlib.crc32(f"{cfg.seed} {name}".encode()), memory=sampler.memory)
-        # Steps take more and less of a domain, so where one will straddle two epochs is not known beforehand: an epoch
-        # begins with other rows than the last `half` of the one before.
-        part.begun = lambda epoch, half=half: half if epoch else 0
+    for name, count in sizes(rows, cfg).items():
+        part = part_of(type(sampler), name, count, cfg.prompts_per_step, cfg.seed)
+        part.memory = sampler.memory
         sampler.parts.append((first, part))
         first += count
+
+
+def sizes(rows: list[dict], cfg) -> dict[str, int]:
+    """Rows of each domain; without domains, {"": all}."""
+    counts = Counter(row["domain"] for row in rows if cfg.domains)
+    return {entry["name"]: counts[entry["name"]] for entry in cfg.domains} or {"": len(rows)}
+
+
+def part_of(kind: type, name: str, count: int, per_step: int, seed: int):
+    """A PromptSampler (kind: it or a class of yours) of a domain's rows; "" is the whole of a run without domains."""
+    if not name:
+        return kind(count, per_step, seed)
+    half = min(per_step, count // 2)
+    part = kind(count, max(2 * half, 1), zlib.crc32(f"{seed} {name}".encode()))
+    # Steps take more and less of a domain, so where one will straddle two epochs is not known beforehand: an epoch
+    # begins with other rows than the last `half` of the one before.
+    part.begun = lambda epoch: half if epoch else 0
+    return part
 
 
 # ---- whose prompt is next -------------------------------------------------------------------------------------------

@@ -132,6 +132,26 @@ def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     return out
 
 
+def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
+    """What completions of held-out rows are worth, over all ranks, which all call it; see `evaluate` in the script."""
+    import torch
+
+    import utils
+
+    k, mine = cfg.eval_generations, sum(groups, [])
+    scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
+    solved = [(row >= cfg.of(group[0].row).eval_solved).double() for row, group in zip(scores, groups, strict=True)]
+    length = sum(float(len(t.token_ids)) for t in mine)
+    sums = [sum(row.sum() for row in scores), sum(row.sum() for row in solved), sum(row.max() for row in solved)]
+    sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
+    reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
+    count, rows = max(count, 1), int(number)
+    metrics = {"reward": reward / count, f"mean@{k}": right / count, f"pass@{k}": any_right / max(number, 1)}
+    means = reward_means(mine)  # of one function alone it is the reward
+    metrics |= means if len(means) > 1 else {}
+    return metrics | {"mean_length": length / count, "rows": rows}
+
+
 def turn_metrics(trajectories: list[Trajectory]) -> dict:
     """Turns and calls of tools, over all ranks, which all call it. Names of tools may differ by rank."""
     import torch

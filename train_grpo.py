@@ -110,9 +110,9 @@ from rollouts import (
     counts_by_origin,
     domain_metrics,
     empty_trajectory,
+    eval_metrics,
     failed_trajectory,
     measure,
-    reward_means,
     rollout_metrics,
     scored_together,
     without_failed,
@@ -1216,22 +1216,6 @@ def evaluate(
         metrics |= {f"eval/{prefix}{name}": value for name, value in eval_metrics(mine, cfg).items()}
     metrics |= {"eval/failed": failed} if failed else {}
     return metrics, [group[0] for group in groups]
-
-
-def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
-    """`evaluate`'s numbers, over the groups of all ranks, which all call it."""
-    k, mine = cfg.eval_generations, sum(groups, [])
-    scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
-    solved = [(row >= cfg.of(group[0].row).eval_solved).double() for row, group in zip(scores, groups, strict=True)]
-    length = sum(float(len(t.token_ids)) for t in mine)
-    sums = [sum(row.sum() for row in scores), sum(row.sum() for row in solved), sum(row.max() for row in solved)]
-    sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
-    reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
-    count, rows = max(count, 1), int(number)
-    metrics = {"reward": reward / count, f"mean@{k}": right / count, f"pass@{k}": any_right / max(number, 1)}
-    means = reward_means(mine)  # of one function alone it is the reward
-    metrics |= means if len(means) > 1 else {}
-    return metrics | {"mean_length": length / count, "rows": rows}
 
 
 # ==== 11 train() =====================================================================================================
