@@ -117,6 +117,8 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
     configs = cfg.by_domain()
     rows = [[i for i, row in enumerate(batch.rows) if row.get("domain") == own.domain] for own in configs]
     rows = rows if cfg.domains else [list(range(len(batch)))]
+    if sum(map(len, rows)) < len(batch):
+        raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
     ranks = utils.all_sum(torch.tensor([float(bool(mine)) for mine in rows])).tolist()
     for own, mine, count in zip(configs, rows, ranks, strict=True):
         if count:

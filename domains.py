@@ -321,7 +321,7 @@ class Mixture:
             drawn[turns[-1]] += 1
             due = [d + share for d, share in zip(due, shares, strict=True)]
         self._turns[step], self._states[step + 1] = turns, (due, drawn)
-        recent = (self.start, *range(step - 4, step + 5 + self.lag))
+        recent = (self.start, *range(step - 4 - self.lag, step + 5 + self.lag))
         self._states = {s: state for s, state in self._states.items() if s in recent}
         self._turns = {s: turn for s, turn in self._turns.items() if s in recent}
 

@@ -354,7 +354,7 @@ _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody p
 
 def kind_of(row: dict, cfg: TrainConfig) -> tuple:
     """Environments of one kind can stand for each other."""
-    return cfg.domain, cfg.env, tuple(cfg.tools), cfg.mcp_config, row.get(adapters.COLUMN)
+    return adapters.kind(cfg), row.get(adapters.COLUMN)
 
 
 async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
