@@ -397,8 +397,6 @@ def sources(cfg) -> dict[str, tuple]:
     """What a config reads, "train" and "eval": (data set, configuration, split, whether rows bring their prompts)."""
     found = {} if cfg.eval_only else {"train": (cfg.dataset_id, cfg.dataset_split)}
     if cfg.eval_only or cfg.eval_steps:
-        if not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
-            raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
         found["eval"] = (cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split)
     return {use: (name, cfg.dataset_config, split, not cfg.env) for use, (name, split) in found.items()}
 
@@ -413,6 +411,8 @@ def load_data(
     domains may share a data set.
     """
     found, read = {"train": [], "eval": []}, {} if read is None else read
+    if "eval" in sources(cfg) and not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
+        raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
     for use, source in sources(cfg).items():
         (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
         if source not in read:

@@ -216,7 +216,7 @@ def test_a_domain_is_the_config_with_settings_of_its_own(tmp_path):
         ([{"name": "a", "reward_func": "math"}], "domain 'a': unknown name 'reward_func'.*Did you mean 'reward_funcs'"),
         (
             [{"name": "a", "learning_rate": 1}],
-            "learning_rate is one for the whole run.*may have: name, weight, dataset",
+            "learning_rate is one for the whole run.*may have: name, weight, allow_special",
         ),
         ([{"name": "a", "weight": 0}], "domain 'a': weight 0: give a number above 0, points such as"),
         ([{"name": "a", "weight": "succes"}], "weight 'succes': give a number above 0.* or success"),
