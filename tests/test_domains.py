@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
@@ -203,6 +204,14 @@ def test_a_domain_is_the_config_with_settings_of_its_own(tmp_path):
     assert replace(cfg, beta=0.1).of({"domain": "lake"}) == replace(lake, beta=0.1)
     plain = TrainConfig()
     assert plain.by_domain() == [plain] and plain.of({"domain": "a column of mine"}) is plain and plain.prefix == ""
+
+
+def test_the_file_of_the_documentation_is_one(tmp_path):
+    page = (ROOT / "docs" / "data-and-rewards.md").read_text()
+    (tmp_path / "mix.yaml").write_text(re.search(r"```yaml\n(# mix.yaml\n.*?)```", page, re.S)[1])
+    cfg = load_config(argv=["--config", str(tmp_path / "mix.yaml"), "--generator", "hf"])
+    assert [own.domain for own in cfg.by_domain()] == ["math", "search", "lake"]
+    assert [own.rollout for own in cfg.by_domain()] == ["single_turn", "multi_turn", "multi_turn"]
 
 
 @pytest.mark.parametrize(
