@@ -1224,11 +1224,13 @@ def evaluate(
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
+    for own in cfg.by_domain():
+        with domains.named(own):
+            check_rollout(own)
     processor = load_processor(cfg.model_id)  # a model without images: its tokenizer
     rows, held_out, reward_functions, tools, read = [], [], {}, {}, {}
     for own in cfg.by_domain():
         with domains.named(own):
-            check_rollout(own)
             parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, read)
             functions = get_reward_functions(own, columns=set.intersection(*map(set, parts[0] or parts[1])))
         rows, held_out = rows + parts[0], held_out + parts[1]
@@ -1258,8 +1260,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     lock, first, made_with = resume.begin(cfg, rows, held_out, PromptSampler, lr_at)
-    state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0] * 3}
-    state |= {"score_moments": {}} if cfg.domains else {}
+    state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0, 0.0, 0.0]}
+    state["domain_moments"] = {}  # the same of each domain
     home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # the server has the GPU at first
     policy, inner = load_policy(cfg, home)
     reference = load_reference(cfg, home)
@@ -1347,7 +1349,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, cfg)
-            metrics |= shape_rewards(batch, cfg, state["score_moments"])
+            metrics |= shape_rewards(batch, cfg, state["domain_moments" if cfg.domains else "score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
             leave_out(batch, trajectories, cfg)

@@ -445,7 +445,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs, whole):
     keep = [line for line in untimed(parts) if not (line["step"] == 4 and "eval/reward" in line)]
     assert keep == untimed(whole)
     state = json.loads((parts / "checkpoints" / "step_6" / "trainer" / "state.json").read_text())
-    assert set(state["score_moments"]) == {"plain", "tooled"} == set(state["domains"]["drawn"])
+    assert set(state["domain_moments"]) == {"plain", "tooled"} == set(state["domains"]["drawn"])
 
 
 @pytest.mark.parametrize(
