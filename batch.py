@@ -5,6 +5,7 @@ are taken over all ranks; those of a group are local, since a group lies on one 
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -93,8 +94,12 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     batch = Batch(*tensors, model_inputs=inputs, rows=[t.row for t in trajectories], step=step)
     for name in ("baselines", "reward_components"):  # where a reward function did not apply it counts as 0
         if known := [t.info[name] for t in trajectories if name in t.info]:
-            nothing = [0.0] * len(known[0]) if isinstance(known[0], list) else 0.0
-            values = torch.tensor([t.info.get(name, nothing) for t in trajectories], device=device)
+            nothing = [] if isinstance(known[0], list) else 0.0
+            values = [t.info.get(name, nothing) for t in trajectories]
+            if isinstance(known[0], list):  # domains may have different numbers of reward functions
+                most = max(map(len, values))
+                values = [parts + [0.0] * (most - len(parts)) for parts in values]
+            values = torch.tensor(values, device=device)
             setattr(batch, name, values.nan_to_num())
     if any("states" in t.info for t in trajectories):
         batch.states = number_states(trajectories, length).to(device)
@@ -134,6 +139,41 @@ def number_states(trajectories: list, length: int) -> Tensor:
             unknown = -(row * length + place + 1)
             states[row, place] = unknown if state is None else numbers.setdefault(state, len(numbers) + 1)
     return states
+
+
+# ---- domains --------------------------------------------------------------------------------------------------------
+
+
+def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, list[int], Batch, int]]:
+    """Each domain's config, its rows on this rank, these rows as a batch, and how many ranks have some. Collective.
+
+    Where a rank has none its batch is a row of another domain, and what is computed from it has to be thrown away:
+    meanwhile the rank takes part in sums over ranks, to which it adds nothing. Without domains it is the whole batch.
+    """
+    configs = cfg.by_domain()
+    rows = [[i for i, row in enumerate(batch.rows) if row.get("domain") == own.domain] for own in configs]
+    rows = rows if cfg.domains else [list(range(len(batch)))]
+    if sum(map(len, rows)) < len(batch):
+        raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
+    ranks = utils.all_sum(torch.tensor([float(bool(mine)) for mine in rows])).tolist()
+    for own, mine, count in zip(configs, rows, ranks, strict=True):
+        if count:
+            part = batch if len(mine) == len(batch) else batch.select(mine or [0])
+            if cfg.domains and part.reward_components is not None:
+                most = part.reward_components.shape[1]
+                wanted = len(own.reward_funcs)
+                part.reward_components = torch.nn.functional.pad(part.reward_components, (0, wanted - most))
+            with utils.counted(bool(mine)):
+                yield own, mine, part, int(count)
+
+
+def placed(values: Tensor, rows: list[int], whole: Tensor) -> Tensor:
+    """`whole` [B, T] with `values` [b, T'] of these rows in it; of all rows, the values as they are.  [B, T]"""
+    if len(rows) == len(whole):
+        return values
+    whole = whole.clone()
+    whole[rows, : values.shape[1]] = values[: len(rows)].to(whole.dtype)
+    return whole
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------

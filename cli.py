@@ -71,6 +71,7 @@ def is_none(value) -> bool:
 
 
 KIND_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+KIND_NAMES[dict] = "`name: value` lines in a --config file, not text"
 
 
 def convert(name: str, annotation, value):
@@ -89,6 +90,8 @@ def convert(name: str, annotation, value):
         raise ConfigError(f"--{name}: cannot be unset; give a value.")
     if typing.get_origin(kind) is Literal:
         known_name(f"--{name}", value, typing.get_args(kind))
+    if kind is dict and isinstance(value, dict):
+        return value
     if kind is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     try:

@@ -19,6 +19,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
+import domains
 from cli import ConfigError, build_parser, convert, is_none, known_name, read_yaml, unknown_argument
 from safety import credentials
 
@@ -57,6 +58,9 @@ class TrainConfig:
     max_prompt_length: int = 1024  # prompts with more tokens (of images, too) are left out, and counted
     max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
     min_pixels: int | None = None  # smaller images are scaled up to it
+    domains: list[dict] = field(
+        default_factory=list
+    )  # data sets with rewards, tools, limits of their own: see domains.py
 
     # --- rollout ---
     rollout: str | None = None  # name in ROLLOUTS (rollouts.py); unset: multi_turn with environment or tools
@@ -214,12 +218,40 @@ class TrainConfig:
     hub_private: bool = True  # as a private repository; --no-hub_private makes it public
 
     def __post_init__(self):
+        own = domains.read(self)
         several = self.env or self.tools or self.mcp_config
         self.rollout = self.rollout or ("multi_turn" if several else "single_turn")
         if self.dataset_id is None:
             self.dataset_id = "seeds:2000" if self.env else "reasoning_gym:chain_sum"
         if self.reward_funcs is None:
             self.reward_funcs = ["environment" if self.env else "reasoning_gym"]
+        domains.settle(self, own)
+
+    def of(self, row: dict) -> "TrainConfig":
+        """The config of the row's domain: this one, with what the domain has of its own. Without domains, this one."""
+        entry = next((entry for entry in self.domains if entry["name"] == row.get("domain")), None)
+        if entry is None:
+            return self
+        known = self.__dict__.setdefault("_of", {})
+        if entry["name"] not in known:
+            own = {key: value for key, value in entry.items() if key not in domains.OWN_KEYS}
+            only = [{key: entry[key] for key in domains.OWN_KEYS}]
+            known[entry["name"]] = dataclasses.replace(self, **own, domains=only)
+        return known[entry["name"]]
+
+    def by_domain(self) -> "list[TrainConfig]":
+        """The config of each domain; without domains, this one."""
+        return [self.of({"domain": entry["name"]}) for entry in self.domains] or [self]
+
+    @property
+    def domain(self) -> str:
+        """The domain that these are the settings of, as `of` gave them; "" for those of a whole run."""
+        return self.domains[0]["name"] if len(self.domains) == 1 else ""
+
+    @property
+    def prefix(self) -> str:
+        """What names of the domain's metrics and reward functions begin with."""
+        return f"{self.domain}/" if self.domain else ""
 
     @property
     def sequences_per_step(self) -> int:
@@ -402,7 +434,9 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     if cfg.generator == "vllm":  # read before anything is written or started: masked from here on, and not inherited
         token = credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
         cfg.server_token = cfg.server_token and token
-    check(cfg)
+    for own in cfg.by_domain():
+        with domains.named(own):
+            check(own)
     return cfg
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
+import domains
 from cli import ConfigError, known_name, shorten
 from plugins import function_path, load_function, require
 
@@ -392,24 +393,38 @@ def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> No
         )
 
 
-def load_data(cfg, format_row: Callable[[dict], dict], measure: Callable) -> tuple[list[dict], list[dict]]:
+def sources(cfg) -> dict[str, tuple]:
+    """What a config reads, "train" and "eval": (data set, configuration, split, whether rows bring their prompts)."""
+    found = {} if cfg.eval_only else {"train": (cfg.dataset_id, cfg.dataset_split)}
+    if cfg.eval_only or cfg.eval_steps:
+        found["eval"] = (cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split)
+    return {use: (name, cfg.dataset_config, split, not cfg.env) for use, (name, split) in found.items()}
+
+
+def load_data(
+    cfg, format_row: Callable[[dict], dict], measure: Callable, whole=None, read: dict | None = None
+) -> tuple[list[dict], list[dict]]:
     """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted.
 
     measure: (rows, name) -> tokens of each row's prompt; it also refuses rows that cannot be played.
+    Of a domain's config, its rows; then whole: the run's config, and read: a dict that keeps what was read, since
+    domains may share a data set.
     """
-    rows, held_out = [], []
-    sources = [] if cfg.eval_only else [(rows, cfg.dataset_id, cfg.dataset_split)]
-    if cfg.eval_only or cfg.eval_steps:
-        if not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
-            raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
-        sources.append((held_out, cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split))
-    for target, dataset_id, split in sources:
-        loaded = load_rows(dataset_id, cfg.dataset_config, split, cfg.seed, format_row, own_prompts=not cfg.env)
+    found, read = {"train": [], "eval": []}, {} if read is None else read
+    if "eval" in sources(cfg) and not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
+        raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
+    for use, source in sources(cfg).items():
+        (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
+        if source not in read:
+            read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts=own_prompts)
+        sharing = [own.domain for own in (whole or cfg).by_domain() if sources(own)[use] == source]
+        loaded = domains.rows_of(read[source], cfg, where, sharing)
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
                 row["seed"] = zlib.crc32(f"{cfg.seed} {dataset_id} {split} {number}".encode())
-        kept, dropped = filter_overlong(loaded, measure(loaded, f"{dataset_id} [{split}]"), cfg.max_prompt_length)
-        target += kept
+        kept, dropped = filter_overlong(loaded, measure(loaded, where), cfg.max_prompt_length)
+        found[use] += kept
         if os.environ.get("RANK", "0") == "0":
-            print(f"{dataset_id} [{split}]: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))
-    return rows, held_out
+            name = f"{cfg.domain}: " if cfg.domain else ""
+            print(f"{name}{where}: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))
+    return found["train"], found["eval"]

@@ -237,6 +237,13 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
     return functions
 
 
+def own_functions(reward_functions: dict[str, Callable], cfg) -> dict[str, Callable]:
+    """Those that score the rows of cfg's domain, by their names; without domains, all. In a run with domains they are
+    kept under DOMAIN/NAME."""
+    own = {name: function for name, function in reward_functions.items() if name.startswith(cfg.prefix)}
+    return {name.removeprefix(cfg.prefix): function for name, function in own.items()}
+
+
 def reward_weights(functions: Iterable[str], cfg) -> list[float]:
     names = list(functions)
     weights = [1.0] * len(names) if cfg.reward_weights is None else list(cfg.reward_weights)

@@ -74,20 +74,8 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
 
     import utils
 
-    groups: dict[int, list[float]] = {}
-    for t in trajectories:
-        groups.setdefault(t.group, []).append(sum(t.token_rewards))
-    std = {number: statistics.stdev(scores) if len(scores) > 1 else 0.0 for number, scores in groups.items()}
     lengths = [sum(t.loss_mask) for t in trajectories]
-    metrics = {
-        "reward": [sum(t.token_rewards) for t in trajectories],
-        "reward_std": [std[t.group] for t in trajectories],
-        "frac_reward_zero_std": [float(std[t.group] < 1e-6) for t in trajectories],
-        "frac_singleton_groups": [float(len(groups[t.group]) == 1) for t in trajectories],
-        "completions/mean_length": lengths,
-        "completions/clipped_ratio": [float(t.finish_reason == "length") for t in trajectories],
-    }
-    out = {name: float(utils.global_moments(torch.tensor(v, dtype=torch.float64))[1]) for name, v in metrics.items()}
+    out = means_over_ranks(by_completion(trajectories))
     out |= reward_means(trajectories)
     for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
         out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
@@ -97,9 +85,72 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     )
     out |= logged_by_rewards(trajectories)
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
-    if any("turns" in t.info for t in trajectories):
-        out |= turn_metrics(trajectories)
+    played = [t for t in trajectories if "turns" in t.info]
+    if utils.all_max(len(played)):  # on any rank: of several domains some may have one turn alone
+        out |= turn_metrics(played)
     return out | {"num_tokens": int(utils.all_sum(torch.tensor(tokens)))}
+
+
+def by_completion(trajectories: list[Trajectory]) -> dict[str, list[float]]:
+    """Metrics that are means over completions: the number of each."""
+    groups: dict[int, list[float]] = {}
+    for t in trajectories:
+        groups.setdefault(t.group, []).append(sum(t.token_rewards))
+    std = {number: statistics.stdev(scores) if len(scores) > 1 else 0.0 for number, scores in groups.items()}
+    return {
+        "reward": [sum(t.token_rewards) for t in trajectories],
+        "reward_std": [std[t.group] for t in trajectories],
+        "frac_reward_zero_std": [float(std[t.group] < 1e-6) for t in trajectories],
+        "frac_singleton_groups": [float(len(groups[t.group]) == 1) for t in trajectories],
+        "completions/mean_length": [sum(t.loss_mask) for t in trajectories],
+        "completions/clipped_ratio": [float(t.finish_reason == "length") for t in trajectories],
+    }
+
+
+def means_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
+    """Collective."""
+    import torch
+
+    import utils
+
+    moments = {name: utils.global_moments(torch.tensor(v, dtype=torch.float64)) for name, v in values.items()}
+    return {name: float(mean) for name, (_, mean, _) in moments.items()}
+
+
+def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
+    """NAME/reward and so on of each domain, over all ranks, which all call it; nothing of one that had no prompt."""
+    import torch
+
+    import utils
+
+    out = {}
+    for own in cfg.by_domain() if cfg.domains else ():
+        mine = [t for t in trajectories if t.info.get("domain") == own.domain]
+        solved = [float(sum(t.token_rewards) >= own.eval_solved) for t in mine]
+        metrics = means_over_ranks(by_completion(mine) | {"solved": solved}) | reward_means(mine)
+        prompts = int(utils.all_sum(torch.tensor(len({t.group for t in mine}))))
+        out |= {own.prefix + name: value for name, value in (metrics | {"prompts": prompts}).items() if prompts}
+    return out
+
+
+def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
+    """What completions of held-out rows are worth, over all ranks, which all call it; see `evaluate` in the script."""
+    import torch
+
+    import utils
+
+    k, mine = cfg.eval_generations, sum(groups, [])
+    scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
+    solved = [(row >= cfg.of(group[0].row).eval_solved).double() for row, group in zip(scores, groups, strict=True)]
+    length = sum(float(len(t.token_ids)) for t in mine)
+    sums = [sum(row.sum() for row in scores), sum(row.sum() for row in solved), sum(row.max() for row in solved)]
+    sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
+    reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
+    count, rows = max(count, 1), int(number)
+    metrics = {"reward": reward / count, f"mean@{k}": right / count, f"pass@{k}": any_right / max(number, 1)}
+    means = reward_means(mine)  # of one function alone it is the reward
+    metrics |= means if len(means) > 1 else {}
+    return metrics | {"mean_length": length / count, "rows": rows}
 
 
 def turn_metrics(trajectories: list[Trajectory]) -> dict:
@@ -304,7 +355,7 @@ _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody p
 
 def kind_of(row: dict, cfg: TrainConfig) -> tuple:
     """Environments of one kind can stand for each other."""
-    return cfg.env, tuple(cfg.tools), cfg.mcp_config, row.get(adapters.COLUMN)
+    return adapters.kind(cfg), row.get(adapters.COLUMN)
 
 
 async def take_environment(make: Callable, row: dict, cfg: TrainConfig):

@@ -45,6 +45,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,12 +70,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import data
+import domains
 import utils
 from algorithms.advantages import MORE_ADVANTAGES
 from algorithms.checks import DO_NOT_AVERAGE, check_loss, checked, computed
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
     Batch,
+    by_domain,
     center_and_scale,
     center_by_group,
     clip_stats,
@@ -85,6 +88,7 @@ from batch import (
     group_std,
     log_ratio,
     normalize,
+    placed,
     record,
     returns_to_go,
     row_mean,
@@ -99,17 +103,18 @@ from inputs.attention import use_shared_attention
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import load_config, load_processor, loading, takes_images
 from memory import settled
-from rewards import TRAINER_STATE, RewardError, get_reward_functions, score
+from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
     ROLLOUTS,
     Trajectory,
     check_failed,
     check_rollout,
     counts_by_origin,
+    domain_metrics,
     empty_trajectory,
+    eval_metrics,
     failed_trajectory,
     measure,
-    reward_means,
     rollout_metrics,
     scored_together,
     without_failed,
@@ -278,6 +283,9 @@ class PromptSampler:
 
     Epochs follow one another without a gap. Where a step takes the end of one and the beginning of the next, rows that
     it already holds move further back in the new one. Ranks take contiguous shares of the one global order.
+
+    With domains (domains.py) `mixture` says whose turn each prompt of a step is, and `parts` are the first row of each
+    domain and a sampler of its rows, whose epochs are taken up as far as its turns go.
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
@@ -286,27 +294,42 @@ class PromptSampler:
         self.rank, self.share = rank, prompts_per_step // world_size
         self.memory = {} if memory is None else memory
         self._orders: dict[int, np.ndarray] = {}  # the last epochs; a cache, never state
+        self.mixture, self.parts = domains.Mixture({"": 1}, prompts_per_step), [(0, self)]
 
     def next(self, step: int) -> list[int]:
         """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
-        epoch, start = divmod(step * self.prompts_per_step, self.num_rows)
-        rows = self.order(epoch)[start : start + self.prompts_per_step]
-        if len(rows) < self.prompts_per_step:
-            rows = np.concatenate([rows, self.order(epoch + 1)[: self.prompts_per_step - len(rows)]])
+        turns, drawn = np.array(self.mixture.turns(step)), self.mixture.drawn(step)
+        rows = np.empty_like(turns)
+        for number, (first, part) in enumerate(self.parts):
+            rows[turns == number] = first + part.take(drawn[number], int((turns == number).sum()))
         return rows[self.rank * self.share : (self.rank + 1) * self.share].tolist()
+
+    def take(self, start: int, count: int) -> np.ndarray:
+        """`count` rows from place `start` of all epochs in a row."""
+        epoch, place = divmod(start, self.num_rows)
+        rows = self.order(epoch)[place : place + count]
+        if len(rows) < count:
+            rows = np.concatenate([rows, self.take((epoch + 1) * self.num_rows, count - len(rows))])
+        return rows
 
     def extra(self, step: int, round: int, count: int) -> list[int]:
         """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
-        the same (seed, step, round, rank). They may be in the step already."""
+        the same (seed, step, round, rank). They may be in the step already. The first is of the domain of the step's
+        first row on this rank, and so on."""
         random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])  # another stream than the order's
-        return random.choice(self.num_rows, count, replace=False).tolist()
+        turns = np.resize(self.mixture.turns(step)[self.rank * self.share : (self.rank + 1) * self.share], count)
+        rows = np.empty_like(turns)
+        for number, (first, part) in enumerate(self.parts):
+            wanted = int((turns == number).sum())
+            rows[turns == number] = first + random.choice(part.num_rows, wanted, replace=wanted > part.num_rows)
+        return rows.tolist()
 
     def order(self, epoch: int) -> np.ndarray:
         """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
         on back to one that began together with a step: that is at most prompts_per_step epochs to replay.
         """
         first = epoch
-        while first not in self._orders and first * self.num_rows % self.prompts_per_step:
+        while first not in self._orders and self.begun(first):
             first -= 1
         for e in range(first, epoch + 1):
             if e not in self._orders:
@@ -314,10 +337,13 @@ class PromptSampler:
             self._orders = {key: order for key, order in self._orders.items() if abs(key - e) <= 1}
         return self._orders[epoch]
 
+    def begun(self, epoch: int) -> int:
+        """Rows that the epoch before gave to the step that straddles the two."""
+        return epoch * self.num_rows % self.prompts_per_step
+
     def _shuffle(self, epoch: int, previous: np.ndarray | None) -> np.ndarray:
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-        begun = epoch * self.num_rows % self.prompts_per_step  # rows the last epoch gave to the step that straddles
-        if begun:
+        if begun := self.begun(epoch):
             head = self.prompts_per_step - begun  # rows that step still needs
             held = np.isin(order, previous[-begun:])
             clash = np.flatnonzero(held[:head])
@@ -586,24 +612,30 @@ async def rollout(
     """
     start, ended_at = time.perf_counter(), []
 
-    async def together(row: dict, part_cfg: TrainConfig) -> list[Trajectory]:
-        trajectories = await ROLLOUTS[cfg.rollout]([row], generator, part_cfg)
+    async def together(row: dict, cfg: TrainConfig) -> list[Trajectory]:
+        trajectories = await ROLLOUTS[cfg.rollout]([row], generator, cfg)
         ended_at.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
         try:
-            await score(played, reward_functions, cfg)
+            await score(played, own_functions(reward_functions, cfg), cfg)
         except RewardError as error:
             if cfg.env_errors == "stop":
                 raise
-            return [failed_trajectory(t.row, t.group, error) for t in trajectories]
+            trajectories = [failed_trajectory(t.row, t.group, error) for t in trajectories]
+        for trajectory in trajectories if cfg.domain else ():
+            trajectory.info["domain"] = cfg.domain
         return trajectories
 
-    divided = scored_together(cfg, reward_functions)  # a config for each part of a group, by its num_generations
-    parts = await asyncio.gather(*(together(row, part_cfg) for part_cfg in divided for row in rows))
+    # A config for each part of a row's group, by its num_generations.
+    divided = [scored_together(own, own_functions(reward_functions, own)) for own in map(cfg.of, rows)]
+    calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
+    groups: list[list[Trajectory]] = [[] for _ in rows]
+    for (i, _), part in zip(calls, await asyncio.gather(*(together(rows[i], part) for i, part in calls)), strict=True):
+        groups[i] += part
     seconds = {"time/generate": max(ended_at) - start, "time/score": time.perf_counter() - max(ended_at)}
-    return [sum(parts[i :: len(rows)], []) for i in range(len(rows))], seconds
+    return groups, seconds
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
@@ -633,10 +665,9 @@ async def sample_step(
     """
     versions, begun = versions or range(step, step + 1), time.perf_counter()
     greedy = replace(cfg, num_generations=1, temperature=0.0)
-    drawn = list(sampler.next(step))
-    wanted, rounds = len(drawn), cfg.resample_rounds if cfg.dynamic_sampling else 0
-    spare = math.ceil(cfg.spare_prompts * wanted / cfg.prompts_per_step)  # this rank's share
-    drawn += [number for round in range(rounds) for number in sampler.extra(step, round, wanted)]
+    rounds = cfg.resample_rounds if cfg.dynamic_sampling else 0
+    first = list(sampler.next(step))
+    further = [number for round in range(rounds) for number in sampler.extra(step, round, len(first))]
 
     async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
         settings = [cfg, greedy] if "baselines" in needs(cfg) else [cfg]
@@ -648,29 +679,39 @@ async def sample_step(
             for ((baseline,),), _ in baselines:
                 trajectory.info["baselines"] = sum(baseline.token_rewards)
                 trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
-        return group, cfg.dynamic_sampling and not has_signal(group, cfg), seconds
+        return group, cfg.dynamic_sampling and not has_signal(group, cfg.of(rows[number])), seconds
 
-    tasks: list[asyncio.Task] = []  # in the order of `drawn`
-    try:
-        while True:
-            silent = [task for task in tasks if task.done() and task.result()[1]]
-            chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
-            if len(tasks) == len(drawn):
-                chosen += silent[: wanted - len(chosen)]
-            if len(chosen) == wanted and all(task.done() for task in chosen):
-                break
-            new = drawn[len(tasks) : wanted + spare + len(silent)]
-            tasks += [asyncio.create_task(sample(number)) for number in new]
-            await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        left_over = [task for task in tasks if not task.done()]
-        for task in left_over:
-            task.cancel()
-        await asyncio.gather(*left_over, return_exceptions=True)
-    stayed = sum(task in silent for task in chosen)
-    replaced = len(silent) - stayed
-    counts = {"resampled": replaced, "silent": stayed, "unused": len(tasks) - wanted - replaced}
-    return [task.result() for task in chosen], counts
+    async def sample_domain(drawn: list[int], wanted: int) -> tuple[list[tuple], dict]:
+        spare = math.ceil(cfg.spare_prompts * wanted / cfg.prompts_per_step)  # this rank's share
+        tasks: list[asyncio.Task] = []  # in the order of `drawn`
+        try:
+            while True:
+                silent = [task for task in tasks if task.done() and task.result()[1]]
+                chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
+                if len(tasks) == len(drawn):
+                    chosen += silent[: wanted - len(chosen)]
+                if len(chosen) == wanted and all(task.done() for task in chosen):
+                    break
+                new = drawn[len(tasks) : wanted + spare + len(silent)]
+                tasks += [asyncio.create_task(sample(number)) for number in new]
+                await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left_over = [task for task in tasks if not task.done()]
+            for task in left_over:
+                task.cancel()
+            await asyncio.gather(*left_over, return_exceptions=True)
+        stayed = sum(task in silent for task in chosen)
+        replaced = len(silent) - stayed
+        counts = {"resampled": replaced, "silent": stayed, "unused": len(tasks) - wanted - replaced}
+        return [task.result() for task in chosen], counts
+
+    divided: dict[str, tuple] = defaultdict(lambda: ([], []))  # by domain: a substitute is of the same one
+    for place, numbers in enumerate((first, further)):
+        for number in numbers:
+            divided[cfg.of(rows[number]).domain][place].append(number)
+    parts = await asyncio.gather(*(sample_domain(drawn + more, len(drawn)) for drawn, more in divided.values()))
+    counts = {name: sum(counted[name] for _, counted in parts) for name in ("resampled", "silent", "unused")}
+    return [one for chosen, _ in parts for one in chosen], counts
 
 
 def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
@@ -779,18 +820,21 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
 # ==== 8 update =======================================================================================================
 
 
-def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
+def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float] | dict[str, list[float]]) -> dict:
     """Scores normalised, then beta * KL off each token's reward (RLHF); batch.scores are their sums from here on.
 
-    moments: count, sum and sum of squares of all scores so far, brought up to date here.
+    moments: count, sum and sum of squares of all scores so far, of each domain if there are any; brought up to date.
     """
-    if (cfg.reward_mean, cfg.reward_std) != ("none", "none"):
-        running = utils.running_moments(batch.scores, moments)
-        center, scale = center_and_scale(batch.scores, batch.groups, cfg.reward_mean, cfg.reward_std, running)
-        last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=scale.device)).argmax(1)
-        batch.rewards = batch.rewards / scale[:, None]
+    normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
+    for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
+        so_far = moments.setdefault(own.domain, [0.0] * 3) if own.domain else moments
+        running = utils.running_moments(part.scores, so_far)
+        center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
+        last = (part.loss_mask * torch.arange(part.loss_mask.shape[1], device=scale.device)).argmax(1)
+        rewards = part.rewards / scale[:, None]
         # The outcome's reward is on the last sampled token.
-        batch.rewards[torch.arange(len(batch)), last] -= (center / scale).to(scale.dtype)
+        rewards[torch.arange(len(part)), last] -= (center / scale).to(scale.dtype)
+        batch.rewards = placed(rewards, rows, batch.rewards)
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
@@ -800,23 +844,33 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float]) -> dict:
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
-    batch.advantages, stats = computed(ADVANTAGES[cfg.advantage], batch, cfg)
+    whole, stats, ranks = torch.zeros_like(batch.rewards), {}, []
+    for own, rows, part, count in by_domain(batch, cfg):  # what is taken over the batch is over a domain's part of it
+        advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
+        whole = placed(advantages, rows, whole)
+        stats |= {own.prefix + name: float(value) if rows else 0.0 for name, value in numbers.items()}
+        ranks += [count] * len(numbers)
+    batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
     stats["advantages/abs_mean"] = utils.global_moments(batch.advantages.abs(), batch.loss_mask)[1]
     stats["advantages/frac_zero_groups"] = utils.global_moments(silent)[1]
     values = utils.all_sum(torch.tensor([float(value) for value in stats.values()], dtype=torch.float64))
-    return dict(zip(stats, (values / utils.world_size()).tolist(), strict=True))
+    ranks = torch.tensor([*ranks, *[utils.world_size()] * 2], dtype=torch.float64)  # that have such a number
+    return dict(zip(stats, (values / ranks).tolist(), strict=True))
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> None:
     """What is sampled and compared, but not learned from: completions leave loss_mask and advantages, tokens of low
     entropy (--top_entropy_quantile) the advantages alone."""
+    rows = [t.row for t in trajectories]
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
     mean, std = group_mean(scores, groups), group_std(scores, groups)
-    keep &= (mean >= cfg.group_mean_min) & (mean <= cfg.group_mean_max)  # neither too hard nor too easy
-    keep &= (std > cfg.group_std_min) | (group_index(groups)[1] == 1) | (cfg.group_std_min == 0)
+    filters = [(own.group_mean_min, own.group_mean_max, own.group_std_min) for own in map(cfg.of, rows)]
+    low, high, least = torch.tensor(filters, dtype=torch.float64).unbind(1)  # [B] each
+    keep &= (mean >= low) & (mean <= high)  # neither too hard nor too easy
+    keep &= (std > least) | (group_index(groups)[1] == 1) | (least == 0)
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
@@ -1196,19 +1250,12 @@ def evaluate(
             trajectory.group = trajectory.info["row_number"] = rank + place * world
     failed = check_failed(groups, cfg)
     groups = [group for group in without_failed(groups) if group]
-    mine = sum(groups, [])
-    scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
-    solved = [(row >= cfg.eval_solved).double() for row in scores]
-    length = sum(float(len(t.token_ids)) for t in mine)
-    sums = [sum(row.sum() for row in scores), sum(row.sum() for row in solved), sum(row.max() for row in solved)]
-    sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
-    reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
-    count, number = max(count, 1), max(number, 1)
-    metrics = {"eval/reward": reward / count, f"eval/mean@{k}": right / count, f"eval/pass@{k}": any_right / number}
-    means = reward_means(mine)  # of one function alone it is the reward
-    metrics |= {f"eval/{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
+    metrics = {}
+    for prefix in dict.fromkeys(("", *(own.prefix for own in cfg.by_domain()))):  # all rows, and those of each domain
+        mine = [group for group in groups if prefix in ("", cfg.of(group[0].row).prefix)]
+        metrics |= {f"eval/{prefix}{name}": value for name, value in eval_metrics(mine, cfg).items()}
     metrics |= {"eval/failed": failed} if failed else {}
-    return metrics | {"eval/mean_length": length / count, "eval/rows": int(number)}, [group[0] for group in groups]
+    return metrics, [group[0] for group in groups]
 
 
 # ==== 11 train() =====================================================================================================
@@ -1217,11 +1264,21 @@ def evaluate(
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
-    check_rollout(cfg)
+    for own in cfg.by_domain():
+        with domains.named(own):
+            check_rollout(own)
     processor = load_processor(cfg.model_id)  # a model without images: its tokenizer
-    rows, held_out = data.load_data(cfg, format_row, lambda rows, name: measure(rows, name, processor, cfg))
-    reward_functions = get_reward_functions(cfg, columns=set.intersection(*map(set, rows or held_out)))
-    sandbox.check_contained([*reward_functions.values(), *(tool.call for tool in named_tools(cfg))], cfg)
+    rows, held_out, reward_functions, tools, read = [], [], {}, {}, {}
+    for own in cfg.by_domain():
+        with domains.named(own):
+            parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, read)
+            functions = get_reward_functions(own, columns=set.intersection(*map(set, parts[0] or parts[1])))
+        rows, held_out = rows + parts[0], held_out + parts[1]
+        reward_functions |= {own.prefix + name: function for name, function in functions.items()}
+        tools |= {tool.name: tool.call for tool in named_tools(own)}
+    if not cfg.eval_only:
+        domains.check_enough(cfg, rows)
+    sandbox.check_contained([*reward_functions.values(), *tools.values()], cfg)
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
     return cfg, reward_functions, processor, rows, held_out
@@ -1239,10 +1296,12 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     sampler = None
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
+        domains.divide(sampler, rows, cfg)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     lock, first, made_with = resume.begin(cfg, rows, held_out, PromptSampler, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0, 0.0, 0.0]}
+    state["domain_moments"] = {}  # the same of each domain
     home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # the server has the GPU at first
     policy, inner = load_policy(cfg, home)
     reference = load_reference(cfg, home)
@@ -1258,6 +1317,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if cfg.resume:
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])
+        if sampler:
+            sampler.mixture.restore(state.get("domains"))
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
@@ -1323,6 +1384,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                 utils.move(run, run.device)
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
+            metrics |= domain_metrics(trajectories, cfg)
+            state |= run.sampler.mixture.ended(step, metrics)  # whose prompts are next
             edited = after_rollout(trajectories, memory, step, cfg)
             trajectories, numbers = edited if isinstance(edited, tuple) else (edited, {})
             metrics |= numbers
@@ -1331,7 +1394,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, cfg)
-            metrics |= shape_rewards(batch, cfg, state["score_moments"])
+            metrics |= shape_rewards(batch, cfg, state["domain_moments" if cfg.domains else "score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
             leave_out(batch, trajectories, cfg)

@@ -68,9 +68,26 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+_COUNTED = True
+
+
+@contextlib.contextmanager
+def counted(counts: bool) -> Iterator[None]:
+    """Whether this rank's values count in sums over ranks under this block. One that has no part in what is computed
+    there makes the same collective calls, or the others would wait for it."""
+    global _COUNTED
+    before, _COUNTED = _COUNTED, counts
+    try:
+        yield
+    finally:
+        _COUNTED = before
+
+
 def all_sum(values: Tensor) -> Tensor:
     """Sum over ranks (float64 in, float64 out); without a process group the values themselves."""
     values = values.detach().double()
+    if not _COUNTED:
+        values = torch.zeros_like(values)
     if world_size() > 1:
         dist.all_reduce(values)
     return values

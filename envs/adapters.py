@@ -458,9 +458,17 @@ def check_rewarded(cls: type, name: str, cfg) -> None:
 _MADE: dict[tuple, Callable] = {}  # tools keep their servers, results and limits from step to step
 
 
+KIND = "env mcp_config tool_parser tool_timeout max_tool_result max_calls_per_turn tool_cache tool_concurrency".split()
+
+
+def kind(cfg) -> tuple:
+    """What environments and tools depend on: domains with the same share them, servers included."""
+    return tuple(cfg.tools), *(getattr(cfg, name) for name in KIND)
+
+
 def environment_maker(cfg) -> Callable[..., Environment]:
     """A function that makes one trajectory's environment, for its row: of --env, or of the tools alone."""
-    key = (cfg.env, tuple(cfg.tools), cfg.mcp_config, cfg.tool_parser, cfg.tool_timeout)
+    key = kind(cfg)
     if key not in _MADE:
         if cfg.env:
             _MADE[key] = get_environment(cfg.env, cfg)

@@ -6,8 +6,9 @@ with a push after every step; at the end what held-out rows say before and after
     SEEDS=0 python examples/run.py search --max_steps 5      # one seed; flags go to the train script
     SCRIPT=train_async.py python examples/run.py search      # another train script
 
-An example is NAME.py, with its rows, reward, environment and demonstrations, and NAME.yaml: settings of the train
-script, for `train_grpo.py --config examples/NAME.yaml` as well, and in a section `example`, which is read here alone,
+An example is NAME.py, with its rows, reward, environment and demonstrations, if it has any of its own, and NAME.yaml:
+settings of the train script, for `train_grpo.py --config examples/NAME.yaml` as well, and in a section `example`, which
+is read here alone,
 
     window        tokens that the server has room for [1024]
     seeds         [0 1 2]

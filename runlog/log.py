@@ -115,14 +115,17 @@ def claim_run(cfg):
 def code_files(cfg) -> list[str]:
     """Files that decide what is asked, done and rewarded: those of yours that settings name, the script, and train
     scripts that it imports."""
-    specs = [*cfg.reward_funcs, cfg.dataset_id, *cfg.tools, cfg.env, cfg.mcp_config, cfg.judge_template, sys.argv[0]]
-    specs = [spec.partition("?")[0] for spec in specs if spec]
+    specs, asked = [sys.argv[0]], set()
+    for own in cfg.by_domain():
+        specs += [*own.reward_funcs, own.dataset_id, *own.tools, own.env]
+        asked |= {own.mcp_config, own.judge_template}
+    specs = [spec.partition("?")[0] for spec in [*specs, *asked] if spec]
     paths = [spec.rpartition(":")[0] if ".py:" in spec else spec for spec in specs]
     folders = {Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parent.parent}
     imported = [Path(m.__file__) for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
     imported = sorted({path for path in imported if path.suffix == ".py" and path.parent in folders})
     paths += [os.path.relpath(path) for path in imported if "parse_args(TrainConfig" in path.read_text()]
-    wanted = [path for path in paths if Path(path).suffix == ".py" or path in (cfg.mcp_config, cfg.judge_template)]
+    wanted = [path for path in paths if Path(path).suffix == ".py" or path in asked]
     return [path for path in dict.fromkeys(wanted) if Path(path).is_file()]
 
 
@@ -138,6 +141,7 @@ def describe(cfg, policy, num_rows: int, world: int) -> None:
         f"{cfg.sequences_per_step // world} on each of {world} rank(s)",
         "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
         "data": f"{num_rows} prompts, {cfg.max_steps * cfg.prompts_per_step / max(num_rows, 1):.2f} epochs",
+        **{f"domain {entry['name']}": f"weight {entry['weight']}" for entry in cfg.domains},
         "parameters": f"{trained / 1e6:.1f} M trained of {total / 1e6:.1f} M on this rank, {cfg.strategy}",
         "micro-batches": f"up to {cfg.tokens_per_microbatch} tokens"
         + ", activations recomputed" * bool(cfg.gradient_checkpointing),
@@ -175,9 +179,7 @@ def completion_rows(
         row = {"prompt": prompt, "completion": t.info.get("completion", "")}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
         row |= {"group": group, "policy_version": np.int32(t.policy_version), "length": np.int32(sum(t.loss_mask))}
-        row |= {name: t.info[name] for name in ("row_number", "origin") if name in t.info}
-        domain = t.info.get("domain", t.row.get("domain"))
-        row |= {} if domain is None else {"domain": text_of(domain)}
+        row |= {name: t.info[name] for name in ("domain", "row_number", "origin") if name in t.info}
         if "turns" in t.info:
             row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
         row |= {f"rewards/{name}": value for name, value in t.info.get("rewards", {}).items()}
@@ -242,7 +244,9 @@ def picture(trajectory, reward_functions: dict) -> bytes | None:
     if not trajectory.images:
         return None
     image = Image.open(io.BytesIO(trajectory.images[0])).convert("RGB")
-    draw = next((f.picture for f in dict(reward_functions).values() if hasattr(f, "picture")), None)
+    prefix = f"{trajectory.info['domain']}/" if "domain" in trajectory.info else ""
+    own = (f for name, f in dict(reward_functions).items() if name.startswith(prefix))
+    draw = next((f.picture for f in own if hasattr(f, "picture")), None)
     image = draw(image, trajectory.info["completion"], trajectory.row) if draw else image
     image.thumbnail((PICTURE_SIZE, PICTURE_SIZE))
     out = io.BytesIO()
@@ -276,7 +280,7 @@ class RunLog:
         self.dir = Path(self.lock.name).parent
         self.metrics_path = self.dir / "metrics.jsonl"
         self.hidden = secrets_of(cfg)
-        if cfg.mcp_config:
+        if any(own.mcp_config for own in cfg.by_domain()):
             from envs import mcp_tools
 
             mcp_tools.log_to(self.dir / "mcp.log")
@@ -467,7 +471,13 @@ def write_table(path: Path, rows: list[dict]) -> None:
 def progress_text(line: dict, num_steps: int | None) -> str:
     """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...'"""
     parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
-    for key, label in (("reward", "reward"), ("kl", "kl"), ("grad_norm", "grad norm")):
+    by_domain = [key for key in line if key.endswith("/reward") and key.count("/") == 1]
+    for key, label in (
+        ("reward", "reward"),
+        *((key, key.split("/")[0]) for key in by_domain),
+        ("kl", "kl"),
+        ("grad_norm", "grad norm"),
+    ):
         if key in line:
             parts.append(f"{label} {_short(line[key])}")
     if line.get("frac_reward_zero_std") is not None and line.get("frac_singleton_groups") != 1:

@@ -36,6 +36,13 @@ PANELS = [
     ("Held-out reward", "mean score", ["eval/reward"]),
     ("Held-out length", "tokens", ["eval/mean_length"]),
 ]
+BY_DOMAIN = [  # the same of each domain, one curve a domain, where a run has several
+    ("Reward by domain", "each has rewards of its own", "{}/reward"),
+    ("Held-out rows by domain", "share solved", "eval/{}/mean@*"),
+    ("Groups without signal by domain", "they teach nothing", "{}/frac_reward_zero_std"),
+    ("Completion length by domain", "tokens", "{}/completions/mean_length"),
+    ("Prompts by domain", "of a step", "{}/prompts"),
+]
 SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
 COLORS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af"]
 POINTS = 400  # a curve of more steps is drawn as means over bins
@@ -155,11 +162,12 @@ def plot_reward(steps: list[dict], evals: list[dict]) -> str:
     return image(figure)
 
 
-def plot_panel(lines: list[dict], keys: list[str]) -> str:
+def plot_panel(lines: list[dict], keys: list[str], names: dict[str, str]) -> str:
+    """names: of curves in the legend, where the metric's own does not say it."""
     figure, axes = new_figure(4.6, 2.5)
     for key, color in zip(keys, COLORS, strict=False):
         x, y = series(lines, key)
-        name = key.split("/", 1)[-1].removesuffix("/mean")
+        name = names.get(key) or key.split("/", 1)[-1].removesuffix("/mean")
         axes.plot(x, y, color=color, lw=1.6, label=label(name), marker="o" if len(x) < 12 else None, ms=4)
     if len(keys) > 1:
         legend(axes, 3)
@@ -229,16 +237,26 @@ def tiles(steps: list[dict], evals: list[dict]) -> str:
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
-def panels(steps: list[dict], evals: list[dict]) -> tuple[str, set[str]]:
+def panels(steps: list[dict], evals: list[dict], domains: list[str]) -> tuple[str, set[str]]:
     """One small plot for each of PANELS that has data, and the metrics used by them."""
     cards, used = [], set()
-    for title, note, patterns in PANELS:
+    several = [
+        (title, note, [pattern.format(name) for name in domains]) for title, note, pattern in BY_DOMAIN if domains
+    ]
+    parts = [(f"{name}: reward by function", "which part is earned", [f"{name}/rewards/*"]) for name in domains]
+    names = {
+        key: name
+        for _, _, patterns in several
+        for name, pattern in zip(domains, patterns, strict=True)
+        for key in matching(steps + evals, [pattern])
+    }
+    for title, note, patterns in PANELS + several + parts:
         lines = evals if patterns[0].startswith("eval/") else steps
         if keys := [key for key in matching(lines, patterns) if key not in used]:
             used |= set(keys)
             drawn = [key for key in keys if not key.endswith("/std")] or keys
             heading = f"<h3>{escape(title)}</h3><p>{escape(note)}&nbsp;</p>"
-            cards.append(f'<div class="card">{heading}{plot_panel(lines, drawn[: len(COLORS)])}</div>')
+            cards.append(f'<div class="card">{heading}{plot_panel(lines, drawn[: len(COLORS)], names)}</div>')
     return f'<div class="grid">{"".join(cards)}</div>', used
 
 
@@ -354,13 +372,14 @@ def write_report(run_dir: Path) -> Path | None:
         return None
     steps, evals = split_lines(lines)
     config = json.loads(text_of(run_dir / "config.json") or "{}")
+    domains = [entry["name"] for entry in config.get("domains", ())]
     subtitle = [
         config.get("model_id"),
-        config.get("dataset_id"),
+        ", ".join(domains) or config.get("dataset_id"),
         f"advantage {config.get('advantage')}",
         f"loss {config.get('policy_loss')}",
     ]
-    plots, used = panels(steps, evals)
+    plots, used = panels(steps, evals, domains)
     body = [
         f"<h1>{escape(run_dir.resolve().name)}</h1>",
         f'<p class="dim">{escape(" · ".join(str(part) for part in subtitle if part))}</p>',

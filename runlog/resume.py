@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+import domains
 import utils
 from config import ConfigError, TrainConfig
 from runlog import checkpoints
@@ -55,9 +56,10 @@ def begin(cfg: TrainConfig, rows, held_out, sampler: type, lr_at: Callable):
     start = utils.gather_objects(start)[0]
     if cfg.resume:
         verified = checkpoints.check_sums(run_dir, start)
-        saved = checkpoints.read_state(run_dir, start).get("made_with")
+        state = checkpoints.read_state(run_dir, start)
         if utils.is_main():
-            error = say_differences(differences(saved, made_with, start, cfg, sampler, lr_at, verified), cfg, start)
+            lines = differences(state, made_with, start, cfg, sampler, lr_at, verified)
+            error = say_differences(lines, cfg, start)
         utils.raise_together(error, "Resuming")
     return lock, start, made_with
 
@@ -105,6 +107,7 @@ def fingerprint(cfg: TrainConfig, rows, held_out, world: int) -> dict:
     return {
         "settings": {name: value for name, value in public_config(cfg).items() if name not in FREE},
         "ranks": world,
+        "domains": domains.sizes(rows, cfg),
         "rows": base64.b64encode(row_hashes(rows).astype("<u8").tobytes()).decode(),
         "held_out": hashlib.sha256(row_hashes(held_out).tobytes()).hexdigest() if len(held_out) else None,
         "files": {path: checkpoints.sha256(Path(path)) for path in code_files(cfg)},
@@ -142,20 +145,21 @@ def row_hashes(rows) -> np.ndarray:
 
 
 def differences(
-    saved: dict | None, now: dict, start: int, cfg: TrainConfig, sampler: type, lr_at: Callable, verified: bool = True
+    state: dict, now: dict, start: int, cfg: TrainConfig, sampler: type, lr_at: Callable, verified: bool = True
 ) -> list[str]:
-    """A line for each thing that is not as it was, and what follows from it."""
+    """A line for each thing that is not as it was, and what follows from it.  state: the checkpoint's."""
+    saved = state.get("made_with")
     lines = [] if verified else ["the checkpoint has no checksums (an older version wrote it): not verified"]
     if saved is None:
         return [*lines, "the checkpoint does not say what it was made with (an older version wrote it): not compared"]
     if saved["ranks"] != now["ranks"]:
         lines.append(f"ranks {saved['ranks']} -> {now['ranks']}: other random numbers and orders of sums from here on")
     # A setting that came later was what it is by default.
-    old, new = public_config(type(cfg)()) | saved["settings"], now["settings"]
-    for name in [*new, *(name for name in saved["settings"] if name not in new)]:
+    old, new = flat(public_config(type(cfg)()) | saved["settings"]), flat(now["settings"])
+    for name in [*new, *(name for name in old if name not in new)]:
         if old.get(name) != new.get(name) and (name != "max_steps" or schedule_depends(cfg)):
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
-    lines += row_differences(saved, now, start, sampler)
+    lines += row_differences(state, now, start, sampler)
     if saved["held_out"] and now["held_out"] and saved["held_out"] != now["held_out"]:
         lines.append("the held-out rows changed: evaluations before and after do not compare")
     before, after = saved["files"], now["files"]
@@ -164,6 +168,13 @@ def differences(
     packages = {**saved["versions"], **now["versions"]}
     moved = [name for name in packages if saved["versions"].get(name) != now["versions"].get(name)]
     return lines + [f"{name} {saved['versions'].get(name)} -> {now['versions'].get(name)}" for name in moved]
+
+
+def flat(settings: dict) -> dict:
+    """With what domains have of their own as settings, too."""
+    listed = settings.get("domains", ())
+    own = {f"domain {entry['name']}: {key}": value for entry in listed for key, value in entry.items() if key != "name"}
+    return {name: value for name, value in settings.items() if name != "domains"} | own
 
 
 def schedule_depends(cfg: TrainConfig) -> bool:
@@ -186,22 +197,39 @@ def follows(name: str, old: dict, start: int, cfg: TrainConfig, lr_at: Callable)
     return ""
 
 
-def row_differences(saved: dict, now: dict, start: int, sampler: type) -> list[str]:
-    """How the pass over the rows that is under way goes on with other rows, or in another order: [] or one line."""
-    old, new = (np.frombuffer(base64.b64decode(made["rows"]), "<u8") for made in (saved, now))
+def row_differences(state: dict, now: dict, start: int, sampler: type) -> list[str]:
+    """How the pass over the rows (of each domain) that is under way goes on with other rows, or in another order."""
+    lines, saved, drawn = [], state["made_with"], state.get("domains", {}).get("drawn", {})
     orders = [tuple(made["settings"][name] for name in ("seed", "prompts_per_step")) for made in (saved, now)]
-    if not len(old) or not len(new) or (np.array_equal(old, new) and orders[0] == orders[1]):
-        return []
+    old_rows, new_rows = rows_by_domain(saved), rows_by_domain(now)
+    for name in [name for name in old_rows if name in new_rows]:
+        old, new = old_rows[name], new_rows[name]
+        if not len(old) or not len(new) or (np.array_equal(old, new) and orders[0] == orders[1]):
+            continue
 
-    def split(hashes: np.ndarray, seed: int, per_step: int) -> tuple[set, set]:
-        """Rows of the pass under way that come before step `start`, and from it on."""
-        epoch, position = divmod(start * per_step, len(hashes))
-        order = sampler(len(hashes), per_step, seed).order(epoch)
-        return set(hashes[order[:position]].tolist()), set(hashes[order[position:]].tolist())
+        def split(hashes: np.ndarray, seed: int, per_step: int, name=name) -> tuple[set, set]:
+            """Rows of the pass under way that come before step `start`, and from it on."""
+            epoch, position = divmod(drawn[name][1] if name in drawn else start * per_step, len(hashes))
+            order = domains.part_of(sampler, name, len(hashes), per_step, seed).order(epoch)
+            return set(hashes[order[:position]].tolist()), set(hashes[order[position:]].tolist())
 
-    taken, _ = split(old, *orders[0])
-    _, left = split(new, *orders[1])
-    before, after = set(old.tolist()), set(new.tolist())
-    what = f"{len(after - before)} rows are new and {len(before - after)} gone" if before != after else ""
-    what = what or ("the rows stand in another order" if not np.array_equal(old, new) else "the rows' order changed")
-    return [f"{what}: of this pass over them, {len(after - taken - left)} skipped, {len(taken & left)} repeated"]
+        taken, _ = split(old, *orders[0])
+        _, left = split(new, *orders[1])
+        before, after = set(old.tolist()), set(new.tolist())
+        what = f"{len(after - before)} rows are new and {len(before - after)} gone" if before != after else ""
+        what = what or (
+            "the rows stand in another order" if not np.array_equal(old, new) else "the rows' order changed"
+        )
+        what = f"domain {name}: {what}" if name else what
+        lines.append(
+            f"{what}: of this pass over them, {len(after - taken - left)} skipped, {len(taken & left)} repeated"
+        )
+    return lines
+
+
+def rows_by_domain(made: dict) -> dict[str, np.ndarray]:
+    """{domain: its rows' hashes} of a `fingerprint`; "" is the whole of a run without domains."""
+    hashes = np.frombuffer(base64.b64decode(made["rows"]), "<u8")
+    sizes = made.get("domains") or {"": len(hashes)}
+    parts = np.split(hashes, np.cumsum([*sizes.values()])[:-1])
+    return dict(zip(sizes, parts, strict=True))

@@ -22,10 +22,10 @@ def secrets_of(cfg) -> list[str]:
     """What must not be written: the secrets that were read (credentials.py), values of environment variables that are
     named like secrets, and what --mcp_config gives to its servers."""
     named = [value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)]
-    try:
-        given = list(_mcp_secrets(json.loads(Path(cfg.mcp_config).read_text()))) if cfg.mcp_config else []
-    except (OSError, ValueError, RecursionError):  # said elsewhere
-        given = []
+    given = []
+    for path in {own.mcp_config for own in cfg.by_domain()} - {None}:
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # said elsewhere
+            given += _mcp_secrets(json.loads(Path(path).read_text()))
     found = {value.strip() for value in [*named, *given] if len(value.strip()) >= 6}  # not "1", "true" or "none"
     own = {cfg.server_token} if cfg.server_token else set()
     return sorted(found | own | credentials.known(), key=len, reverse=True)

@@ -84,6 +84,8 @@ async def demonstrate(rows: list[dict], function, processor, rope_index, cfg: Tr
 def main(cfg: WarmConfig) -> None:
     if not cfg.demonstrations or not function_path(cfg.demonstrations):
         raise ConfigError("--demonstrations: give file.py:function, (row, environment, answers) -> text.")
+    if cfg.domains:
+        raise ConfigError("domains: warm_start.py demonstrates one task; give the settings of one domain as flags.")
     function = load_function(cfg.demonstrations)
     processor = load_processor(cfg.model_id)
     rows, _ = data.load_data(cfg, script.format_row, lambda rows, name: measure(rows, name, processor, cfg))

@@ -274,7 +274,13 @@ def test_a_subclass_adds_fields_and_changes_defaults():
 
 
 @pytest.mark.parametrize(
-    "file, others", [("config.py", {"cli", "safety"}), ("safety/credentials.py", {"cli"}), ("cli.py", {"yaml"})]
+    "file, others",
+    [
+        ("config.py", {"cli", "domains", "safety"}),
+        ("domains.py", {"cli"}),
+        ("safety/credentials.py", {"cli"}),
+        ("cli.py", {"yaml"}),
+    ],
 )
 def test_config_and_command_line_import_neither_torch_nor_anything_of_ours(file, others):
     tree = ast.parse((ROOT / file).read_text())

@@ -28,6 +28,7 @@ MORE = {  # what is tried beside the file's settings
     "coding": "--allow_uncontained",
     "frozenlake": "--env frozenlake?slippery=true",
     "sokoban": "--env sokoban",
+    "three_domains": "--allow_uncontained",
 }
 SMALL = "--generator hf --compute_dtype float32 --prompts_per_step 4 --num_generations 4 --max_steps 1 "
 SMALL += "--max_prompt_length 512 --max_completion_length 96 --max_turn_length 16 --max_turns 3 --no-use_peft "
@@ -57,8 +58,8 @@ def runs(tmp_path_factory):
 def test_trains(runs, script, example):
     folder, status, text = runs[script, example].result()
     assert status == 0, text
-    (line,) = read_metrics(folder)
-    several = bool({"tools", "env", "mcp_config"} & set(EXAMPLES[example]))
+    (line,), settings = read_metrics(folder), EXAMPLES[example]
+    several = any({"tools", "env", "mcp_config"} & set(part) for part in [settings, *settings.get("domains", ())])
     assert "reward" in line and ("turns/mean" in line) == several
 
 
