@@ -6,18 +6,32 @@ A metric that a run does not have has no plot; one that PANELS does not know is 
 """
 
 import base64
+import hashlib
 import html
 import io
 import json
+import re
 import warnings
 from pathlib import Path
 
+from runlog import advice, samples
 from runlog.curves import SOLVED, Curves, binned, duration, is_number
 from runlog.curves import panels as panels_of
 from runlog.reading import read_metrics, readable_prompt
 from safety.storable import visible
 
 COLORS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af"]
+
+VIEWED_TOKENS = 2000  # of a trajectory in the token view
+PAGE_SCRIPTS = ("text.js", "tokens.js")
+DRAW_VIEWS = """
+for (const { title, view } of JSON.parse(document.getElementById("tokens").textContent)) {
+  const card = document.createElement("div");
+  card.className = "card";
+  card.append(Object.assign(document.createElement("h3"), { textContent: title }), tokenView(view, "trained"));
+  document.getElementById("views").append(card);
+}
+"""
 
 STYLE = """
 :root { color: #1f2937; background: #f3f4f6; font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif }
@@ -201,16 +215,23 @@ def pill(value, low: float, high: float) -> str:
 
 def said(row: dict) -> str:
     """The completion; of several turns each, what is trained on beside a bar and what answered it, masked, without."""
-    if not row.get("turns"):
+    turns = samples.turns(row)
+    if not turns:
         return escape(shorten(str(row.get("completion"))))
     parts = []
-    for turn in json.loads(row["turns"]):
+    for turn in turns:
         earned = f' <span class="dim">reward {number(turn["reward"])}</span>' if turn["reward"] else ""
         parts.append(f'<div class="said">{escape(shorten(turn["text"]))}{earned}</div>')
         if turn["observation"] or turn["calls"]:  # calls whose answer did not fit, too
-            calls = f"{escape(', '.join(turn['calls']))}\n" if turn["calls"] else ""
-            parts.append(f'<div class="dim">{calls}{escape(shorten(chr(10).join(turn["observation"])))}</div>')
+            calls = escape(", ".join(call_line(call) for call in turn["calls"]))
+            answer = escape(shorten(chr(10).join(turn["observation"])))
+            parts.append(f'<div class="dim">{calls}{chr(10) if calls else ""}{answer}</div>')
     return "".join(parts)
+
+
+def call_line(call: dict) -> str:
+    seconds = f" {call['seconds']:.2f} s" if is_number(call.get("seconds")) else ""
+    return f"{call.get('name')}{seconds}" + " failed" * bool(call.get("failed"))
 
 
 def table_of_completions(rows: list[dict], bounds: dict[str, tuple[float, float]]) -> str:
@@ -227,17 +248,10 @@ def table_of_completions(rows: list[dict], bounds: dict[str, tuple[float, float]
     return f'<div class="card"><table><tr>{header}</tr>{"".join(body)}</table></div>'
 
 
-def step_files(folder: Path) -> list[Path]:
-    """Its files by step; others may have put files of their own beside them."""
-    return sorted(path for path in folder.glob("step_*.parquet") if path.stem.removeprefix("step_").isdecimal())
-
-
 def completions(run_dir: Path, count: int = 8) -> str:
     """The first rows of the first and of the last step: the completions of one prompt lie together there."""
-    import pyarrow.parquet
-
-    files = step_files(run_dir / "completions")
-    shown = {path: pyarrow.parquet.read_table(path).slice(0, count).to_pylist() for path in files[:1] + files[-1:]}
+    files = samples.whole_files(run_dir / "completions")
+    shown = {path: samples.first_rows(path, count) for path in files[:1] + files[-1:]}
     scores: dict[str, list[float]] = {}
     for row in (row for rows in shown.values() for row in rows):
         for name, value in row.items():
@@ -250,19 +264,18 @@ def completions(run_dir: Path, count: int = 8) -> str:
 
 def before_and_after(run_dir: Path) -> str:
     """The first held-out rows at the first and at the last evaluation, side by side; with images, as pictures."""
-    import pyarrow.parquet
-
-    files = step_files(run_dir / "evaluations")
+    files = samples.whole_files(run_dir / "evaluations")
     files = files[:1] + files[1:][-1:]
     if not files:
         return ""
-    columns = [pyarrow.parquet.read_table(path).to_pylist() for path in files]
+    columns = [samples.first_rows(path, 64) for path in files]
     body = ""
     for rows in zip(*columns, strict=False):
         score = [pill(row["reward"], 0.0, 1.0) for row in rows]
         texts = [f"{said(row)}\n{s}" for row, s in zip(rows, score, strict=True)]
         seen = [
-            f"{png(row['picture'])}\n{text}" if row["picture"] else text for row, text in zip(rows, texts, strict=True)
+            f"{png(row['picture'])}\n{text}" if row.get("picture") else text
+            for row, text in zip(rows, texts, strict=True)
         ]
         prompt = escape(shorten(readable_prompt(rows[0]["prompt"])))
         body += f'<tr><td class="t">{prompt}</td>{"".join(f"""<td class="t">{text}</td>""" for text in seen)}</tr>'
@@ -272,6 +285,39 @@ def before_and_after(run_dir: Path) -> str:
 
 def png(data: bytes) -> str:
     return f'<img class="seen" alt="" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+
+
+def stands_out(run_dir: Path, curves: Curves, config: dict) -> str:
+    """What the page of look.py says of the run, in words."""
+    found = advice.of_curves(curves, config)
+    for path in samples.whole_files(run_dir / "completions")[-1:]:
+        titles = {note["title"] for note in found}
+        found += [note for note in advice.of_completions(path, config) if note["title"] not in titles]
+    rows = "".join(f"<tr><td><b>{escape(n['title'])}</b></td><td>{escape(n['text'])}</td></tr>" for n in found)
+    return f'<h2>What stands out</h2><div class="card"><table>{rows}</table></div>' if found else ""
+
+
+def token_views(run_dir: Path) -> tuple[str, str]:
+    """(a section with the tokens of a few trajectories, the script that draws them), or two empty texts.
+
+    Of the first and the last step whose tokens were kept: the best and the worst completion of the group in which they
+    differ most. The script and its style are those of the page, looking/page/.
+    """
+    known, shown = samples.vocabulary(run_dir), []
+    files = [path for path in samples.whole_files(run_dir / "completions") if "token_ids" in samples.columns(path)]
+    for path in dict.fromkeys(files[:1] + files[-1:]):
+        for place, row in samples.telling(path):
+            view = samples.token_view(samples.cut(row, VIEWED_TOKENS), known)
+            title = f"Step {samples.step_of(path)}, completion {place}, reward {number(row.get('reward'))}"
+            shown.append({"title": title, "view": view})
+    if not shown:
+        return "", ""
+    data = json.dumps(shown, allow_nan=False).replace("<", "\\u003c")  # so that no text in it ends the element
+    page = Path(__file__).parent.parent / "looking" / "page"
+    parts = [re.sub(r"^(export |import .*$)", "", (page / name).read_text(), flags=re.M) for name in PAGE_SCRIPTS]
+    body = f"<h2>Token by token</h2><style>{(page / 'tokens.css').read_text()}</style>"
+    body += f'<div id="views"></div><script type="application/json" id="tokens">{data}</script>'
+    return body, "\n".join([*parts, DRAW_VIEWS])
 
 
 def folded(title: str, body: str) -> str:
@@ -304,18 +350,25 @@ def write_report(run_dir: Path) -> Path | None:
     ]
     if curves.matching(["reward", *SOLVED]):
         body.append(f'<h2>Reward</h2><div class="card">{plot_reward(curves)}</div>')
+    body.append(stands_out(run_dir, curves, config))
     body.append(f"<h2>Is it healthy?</h2>{plots}" if plots else "")
     if curves.phases()[1]:
         body.append(f'<h2>Where the time goes</h2><div class="card">{plot_times(curves)}</div>')
-    body += [before_and_after(run_dir), completions(run_dir)]
+    tokens, script = token_views(run_dir)
+    body += [before_and_after(run_dir), completions(run_dir), tokens]
     settings = "".join(f"<tr><td>{escape(k)}</td><td>{escape(json.dumps(v))}</td></tr>" for k, v in config.items())
     body += ["<h2>Details</h2>", folded("All metrics", table_of_metrics(curves))]
     body.append(folded("Settings", f"<table>{settings}</table>"))
     command = text_of(run_dir / "command.txt") + "\n" + text_of(run_dir / "environment.txt")
     body.append(folded("Command and environment", f"<pre>{escape(command)}</pre>"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(run_dir.resolve().name)}</title>"
+    page += f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'  # this script and no other
     page += (
-        f"<meta name=viewport content='width=device-width'><style>{STYLE}</style><body>{''.join(body)}</body></html>"
+        f"<meta name=viewport content='width=device-width'><style>{STYLE}</style><body>{''.join(body)}"
+        + (f'<script type="module">{script}</script>' if script else "")
+        + "</body></html>"
     )
     path = run_dir / "report.html"
     path.write_text(page, encoding="utf-8", errors="backslashreplace")

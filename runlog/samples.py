@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from runlog.curves import is_number
 from runlog.reading import readable_prompt
 
 KINDS = ("completions", "evaluations")
@@ -36,6 +37,18 @@ def step_files(folder: Path) -> list[Path]:
     """Its files by step; others may have put files of their own beside them."""
     found = [path for path in folder.glob("step_*.parquet") if path.stem.removeprefix("step_").isdecimal()]
     return sorted(found, key=step_of)
+
+
+def whole_files(folder: Path) -> list[Path]:
+    """Those of step_files that can be opened: a full disk leaves halves."""
+
+    def whole(path: Path) -> bool:
+        try:
+            return bool(opened(path))
+        except Unreadable:
+            return False
+
+    return [path for path in step_files(folder) if whole(path)]
 
 
 def opened(path: Path) -> pq.ParquetFile:
@@ -153,6 +166,36 @@ def _parents_of(values: pa.Array, parents: np.ndarray, text: str):
 
 def count(path: Path) -> int:
     return opened(path).metadata.num_rows
+
+
+def columns(path: Path) -> list[str]:
+    return opened(path).schema_arrow.names
+
+
+def first_rows(path: Path, number: int) -> list[dict]:
+    """Whole rows but for their tokens."""
+    names = [
+        name for name in columns(path) if name not in ("token_ids", "prompt_ids") and not name.startswith("tokens/")
+    ]
+    return rows(path, list(range(min(number, count(path)))), names)
+
+
+def telling(path: Path) -> list[tuple[int, dict]]:
+    """(row number, row) of the best and the worst completion of the group in which rewards differ most."""
+    table = table_of(path, ["prompt", "group", "reward"])
+    members: dict[int, list[tuple[float, int]]] = {}
+    for place, (number, reward) in enumerate(zip(groups(table), table["reward"].to_pylist(), strict=True)):
+        members.setdefault(number, []).append((reward if is_number(reward) else 0.0, place))
+    widest = max(members.values(), key=lambda pairs: max(pairs)[0] - min(pairs)[0], default=[])
+    places = list(dict.fromkeys([max(widest)[1], min(widest)[1]])) if widest else []
+    return list(zip(places, rows(path, places), strict=True))
+
+
+def cut(row: dict, limit: int) -> dict:
+    """The row with the first `limit` tokens of its prompt and of its completion."""
+    long = ("token_ids", "prompt_ids")
+    listed = {n: v[:limit] for n, v in row.items() if v is not None and (n in long or n.startswith("tokens/"))}
+    return row | listed
 
 
 def rows(path: Path, numbers: list[int], columns: list[str] | None = None) -> list[dict]:

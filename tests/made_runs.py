@@ -25,6 +25,7 @@ BYTES = ["é".encode()[:1], "é".encode()[1:], b"\xff", "\u202e".encode(), "\u20
 PIECES = (
     [w.encode() for w in SPECIAL] + BYTES + [f" {w}".encode() for w in WORDS.split()] + [b" %d" % n for n in range(100)]
 )
+BEGUN = time.time() - 9000  # of every run
 END, FIRST_WORD = 2, len(SPECIAL) + len(BYTES)
 
 
@@ -75,7 +76,7 @@ def metrics_line(step: int, steps: int, fault: str | None, rng: random.Random) -
     line |= {"turns/mean": 2.0, "tools/call_frequency": 1.0, "tools/failure_frequency": 0.03}
     seconds = {"generate": 4.2, "score": 0.3, "logprobs": 0.8, "update": 2.9, "push": 0.4}
     line |= {f"time/{name}": value * (1 + rng.random() / 5) for name, value in seconds.items()}
-    line |= {"time/step": 10.2, "time/unix": 1.79e9 + 10.2 * step, "time/tokens_per_second": 882.0 + rng.gauss(0, 20)}
+    line |= {"time/step": 10.2, "time/unix": BEGUN + 10.2 * step, "time/tokens_per_second": 882.0 + rng.gauss(0, 20)}
     return {name: round(value, 6) for name, value in line.items()}
 
 
@@ -255,7 +256,7 @@ def make_run(
             "num_steps": steps,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "started": now - 9e3,
+            "started": BEGUN,
             "updated": now,
             "why": "CUDA out of memory <b>" if state == "failed" else None,
         }
@@ -266,7 +267,7 @@ def make_run(
         write_step(
             folder / "completions" / f"step_{step:06d}.parquet", completions_table(step, steps, rows, tokens, fault)
         )
-    for step in range(evaluate, steps + 1, max(evaluate, steps // 8)):
+    for step in range(evaluate, steps + 1, evaluate * max(1, steps // evaluate // 8)):
         table = completions_table(step, steps, 8, min(tokens, 60), group=1, turns=False, per_token=False)
         table = table.set_column(table.schema.get_field_index("row_number"), "row_number", pa.array(range(8)))
         table = table.set_column(0, "prompt", pa.array([f"What is {n} + 2?" for n in range(8)]))

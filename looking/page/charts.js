@@ -63,14 +63,14 @@ function bandOf(curve, n) {
 
 /** A card. update({curves: [{name, x, y, low, high, colour, dash}]}, {x: axis title, smooth, stacked, legend}) draws. */
 export class Chart {
-  constructor(title, note, { wide = false, file = title } = {}) {
+  constructor(title, note, { file = title } = {}) {
     this.file = file.replaceAll(/[^\w.-]+/g, "_").slice(0, 80);
     this.plot = h("div", { class: "plot", role: "img", "aria-label": `Chart: ${title}` });
     this.legend = h("div", { class: "key" });
     const button = (text, action, what) => h("button", { class: "quiet", onclick: action, title: `Save ${title} as ${what}` }, text);
     const buttons = h("span", { class: "saves" }, button("PNG", () => this.picture("png"), "a PNG picture"),
       button("SVG", () => this.picture("svg"), "an SVG picture"), button("CSV", () => this.table(), "CSV, as drawn"));
-    this.element = h("article", { class: wide ? "card wide" : "card" },
+    this.element = h("article", { class: "card" },
       h("header", {}, h("div", {}, h("h3", {}, said(title)), h("p", { class: "dim" }, note || " ")), buttons), this.legend, this.plot);
     this.element.card = this;
     this.title = title;

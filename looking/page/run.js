@@ -22,13 +22,14 @@ export function runView(content, parameters, signal) {
   const subtitle = h("p", { class: "dim" });
   const tiles = h("div", { class: "tiles" });
   const notes = h("section", { class: "notes", "aria-label": "What stands out" });
+  const top = h("div", { class: "grid top-charts" });
   const grid = h("div", { class: "grid" });
   const domains = h("div");
   const details = h("div");
   const choose = axisChoice(axis, (value) => { axis = value; keep(); again(); });
   content.append(h("div", { class: "bar" }, title, state, h("span", { class: "space" }), h("label", {}, "x: ", choose),
     smoothingChoice(smooth, (value) => { smooth = value; keep(); draw(); }), h("a", { class: "button", href: link("trajectories", { run }) }, "Trajectories")),
-    subtitle, tiles, notes, grid, domains, details);
+    subtitle, tiles, notes, top, grid, domains, details);
   const keep = () => remember("run", { run, x: axis, smooth: smooth || null });
   const again = poll("run", () => ({ run, x: axis }), 2000, (value) => { data = value; draw(); }, signal);
   poll("notes", () => ({ run }), 4000, (value) => warn(value.notes), signal);
@@ -41,10 +42,10 @@ export function runView(content, parameters, signal) {
       : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know.")]));
   }
 
-  function card(key, title, note, options) {
+  function card(key, title, note, place) {
     if (!charts.has(key)) {
-      charts.set(key, new Chart(title, note, { file: `${run}-${title}`, ...options }));
-      grid.append(charts.get(key).element);
+      charts.set(key, new Chart(title, note, { file: `${run}-${title}` }));
+      place.append(charts.get(key).element);
     }
     return charts.get(key);
   }
@@ -64,9 +65,9 @@ export function runView(content, parameters, signal) {
       const spread = n === 0 && panel.curves[0]?.name === "reward" && data.spread.x.length === curves[0].x.length && !smooth;
       if (spread) Object.assign(curves[0], { low: curves[0].y.map((y, i) => y - data.spread.y[i]), high: curves[0].y.map((y, i) => y + data.spread.y[i]) });
       if (n === 0 && curves[1]) curves[1].dash = "dash";
-      card(panel.title, panel.title, n === 0 && spread ? "training reward, with reward_std as a band; held-out rows were never trained on" : panel.note, { wide: n === 0 }).update({ curves }, { x: AXES[axis], smooth });
+      card(panel.title, panel.title, n === 0 && spread ? "training reward, with reward_std as a band; held-out rows were never trained on" : panel.note, n === 0 ? top : grid).update({ curves }, { x: AXES[axis], smooth });
       if (n === 0 && data.times.length) {
-        card("times", "Where the time goes", "seconds of a step, by phase", { wide: true }).update({ curves: data.times }, { x: AXES[axis], stacked: true, legend: true });
+        card("times", "Where the time goes", "seconds of a step, by phase", top).update({ curves: data.times }, { x: AXES[axis], stacked: true, legend: true });
       }
     });
     domains.replaceChildren(...(data.domains.length ? [h("h2", {}, "Domains"), h("div", { class: "card" }, h("table", {}, h("thead", {}, h("tr", {}, ["domain", "reward, first", "now", "held out"].map((name, n) => h("th", { class: n ? "n" : "" }, name)))),

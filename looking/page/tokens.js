@@ -171,7 +171,9 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     const add = (term, value) => {
       const made = element("dd");
       made.append(value);
-      list.append(element("dt", "", term), made);
+      const pair = element("div");
+      pair.append(element("dt", "", term), made);
+      list.append(pair);
     };
     add("token", `${place + 1} of ${count}`);
     const text = element("span", "token");

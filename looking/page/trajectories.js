@@ -32,11 +32,11 @@ export async function trajectoriesView(content, parameters, signal) {
   const ask = (more = {}) => ({ run, kind, step, ...more });
 
   function columns() {
-    const found = [["group", "group", 52], ["reward", "reward", 66], ...scores.slice(0, 4).map((name) => [`rewards/${name}`, name, 66])];
-    if (listing.advantage) found.push(["advantage", "advantage", 78]);
-    if (listing.length) found.push(["length", "length", 60]);
-    if (listing.domain) found.push(["domain", "domain", 72]);
-    found.push(["finish_reason", "ended by", 68], ["text", "completion", 0]);
+    const found = [["group", "group", 40], ["reward", "reward", 56], ...scores.slice(0, 3).map((name) => [`rewards/${name}`, name, 56])];
+    if (listing.advantage) found.push(["advantage", "advantage", 64]);
+    if (listing.length) found.push(["length", "length", 44]);
+    if (listing.domain) found.push(["domain", "domain", 56]);
+    found.push(["finish_reason", "ended by", 52], ["text", "completion", 0]);
     return found;
   }
 
@@ -123,7 +123,7 @@ export async function trajectoriesView(content, parameters, signal) {
     count.textContent = shown.length === all.length ? `${all.length} completions` : `${shown.length} of ${all.length} completions`;
     if (row === null || !shown.some((one) => one.n === row)) row = shown[0]?.n ?? null;
     const known = columns();
-    list.style.setProperty("--columns", known.map(([, , width]) => (width ? `${width}px` : "minmax(120px, 1fr)")).join(" "));
+    list.style.setProperty("--columns", known.map(([, , width]) => (width ? `${width}px` : "minmax(90px, 1fr)")).join(" "));
     head.style.setProperty("--columns", list.style.getPropertyValue("--columns"));
     head.replaceChildren(...known.map(([name, label]) => {
       const direction = sort === name ? "ascending" : sort === `-${name}` ? "descending" : undefined;
@@ -199,7 +199,7 @@ export async function trajectoriesView(content, parameters, signal) {
     const parts = Object.entries(found.rewards).map(([name, value]) => [name, short(value)]);
     const calls = found.turns.flatMap((turn) => turn.calls);
     if (calls.length) numbers.push(["calls", `${calls.length}${calls.some((call) => call.failed) ? `, ${calls.filter((call) => call.failed).length} failed` : ""}`]);
-    const terms = (pairs) => h("dl", { class: "pairs" }, pairs.map(([term, value]) => [h("dt", {}, said(term)), h("dd", {}, said(value))]));
+    const terms = (pairs) => h("dl", { class: "pairs" }, pairs.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
     return h("article", { class: "card completion", "aria-current": one.n === row ? "true" : undefined },
       h("header", {}, h("span", {}, "reward ", score(one.reward, low, high)), h("a", { href: link("trajectory", ask({ row: one.n })) }, "turns and tokens")),
       terms([...parts, ...numbers]), found.turns.length > 1 ? found.turns.map((turn) => [long(turn.text, 1500, { class: "own" }), turn.observation.map((part) => long(part, 600, { class: "answer" }))]) : long(found.completion, 3000, { class: "own" }));

@@ -2,7 +2,7 @@
 import { get, h, link, long, remember, said, short } from "./dom.js";
 import { tokenView } from "./tokens.js";
 
-const pairs = (list) => h("dl", { class: "pairs" }, list.map(([term, value]) => [h("dt", {}, said(term)), h("dd", {}, said(value))]));
+const pairs = (list) => h("dl", { class: "pairs" }, list.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
 
 function call(one) {
   const about = [one.cached ? "from the cache" : null, typeof one.seconds === "number" ? `${one.seconds.toFixed(2)} s` : null].filter(Boolean);
