@@ -3,6 +3,7 @@ file that is torn, half written or gone: what can be read is shown, and what can
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -282,6 +283,10 @@ class Runs:
         if run is None or not run.path.is_dir():
             raise Gone(f"There is no run {name!r} in {self.root}, or not any more.")
         return run
+
+
+def digest(*parts) -> str:
+    return hashlib.sha256(repr(parts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def plain(value):

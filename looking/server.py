@@ -8,14 +8,11 @@ import contextlib
 import hashlib
 import hmac
 import json
-import math
 import secrets
 import threading
 import time
-from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
@@ -24,9 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cli import ConfigError
-from looking.runs import Gone, Run, Runs, plain, stamp
-from runlog import advice, samples
-from runlog.curves import binned, domains, panels
+from looking.runs import Gone, Run, Runs, digest, plain, stamp
+from looking.told import all_notes, compared, described
+from runlog import samples
 from runlog.reading import readable_prompt
 
 PAGE = Path(__file__).parent / "page"
@@ -42,7 +39,6 @@ HEADERS = {
 }
 COMPARED = 40  # runs at once
 SECONDS = 1.0  # that one request looks for a prompt in files
-FREE = ("seed", "run_name", "output_dir", "server_url", "resume", "save_steps", "report_to")  # no other setting
 
 
 def plotly() -> bytes:
@@ -131,10 +127,6 @@ def unless_known(request: Request, tag: str | None, make) -> Response:
             return Response(status_code=304, headers=HEADERS | {"ETag": f'"{tag}"'})
     answer.headers.update(HEADERS | {"Cache-Control": "no-cache", "ETag": f'"{tag}"'})
     return answer
-
-
-def digest(*parts) -> str:
-    return hashlib.sha256(repr(parts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def integer(text: str) -> int:
@@ -285,143 +277,3 @@ def over_time(request: Request) -> dict:
 ANSWERS = {"runs": table, "run": run, "notes": notes, "compare": compare, "steps": steps, "listing": listing}
 ANSWERS |= {"search": found_text, "rows": several, "row": one, "tokens": tokens, "picture": picture}
 ANSWERS |= {"over_time": over_time}
-
-
-# ---- from a run to JSON ----------------------------------------------------------------------------------------------
-
-
-def described(run: Run, axis: str) -> dict:
-    """Everything that a run's page draws."""
-    curves = run.curves()
-    moved = mover(curves, axis)
-    steps, split = curves.phases()
-    shown = [("Reward", "training reward and what was never trained on", headline(curves)), *panels(curves)]
-    times = {name: moved(*binned(steps, seconds)) for name, seconds in split.items()}
-    return {
-        "summary": run.summary(),
-        "unreadable": run.unreadable,
-        "panels": [
-            {"title": title, "note": note, "curves": [{"name": n, **moved(*curves.series(n))} for n in names]}
-            for title, note, names in shown
-            if names
-        ],
-        "spread": moved(*curves.series("reward_std")),
-        "times": [{"name": name, **curve} for name, curve in times.items()],
-        "domains": domain_table(curves),
-        "config": run.config(),
-        "texts": {name: text_of(run, name) for name in ("command.txt", "environment.txt", "git.diff")},
-    }
-
-
-def headline(curves) -> list[str]:
-    return [*curves.matching(["reward"]), *(curves.matching(["eval/mean@*"]) or curves.matching(["eval/reward"]))[:1]]
-
-
-def mover(curves, axis: str):
-    """(steps, values) -> {"x", "y"} with x as asked for."""
-    known, passed = curves.axis(axis)
-
-    def move(steps, values) -> dict:
-        x = np.interp(steps, known, passed) if len(known) > 1 else steps
-        return {"x": list(map(float, x)), "y": list(map(float, values))}
-
-    return move
-
-
-def domain_table(curves) -> list[dict]:
-    """Each domain's first and last reward, and its held-out score."""
-    made = []
-    for name in domains(curves.columns):
-        _, values = curves.all(f"{name}/reward")
-        held_out = curves.matching([f"eval/{name}/mean@*"])
-        last = curves.all(held_out[0])[1] if held_out else []
-        made.append(
-            {"name": name, "first": values[0], "now": values[-10:].mean(), "held_out": last[-1] if len(last) else None}
-        )
-    return made
-
-
-def text_of(run: Run, name: str) -> str:
-    try:
-        with open(run.file(name), "rb") as file:
-            return file.read(200_000).decode("utf-8", "backslashreplace")
-    except (Gone, OSError):
-        return ""
-
-
-@lru_cache(256)
-def notes_of_file(path: Path, mark: tuple, settings: str) -> tuple:
-    return tuple(advice.of_completions(path, json.loads(settings)))
-
-
-def all_notes(run: Run) -> list[dict]:
-    """The run's state, its metrics and its last completions, in words."""
-    (state, why), config, found = run.state(), run.config(), []
-    if state in ("failed", "killed", "silent"):
-        title = {"failed": "The run failed", "killed": "The run was killed", "silent": "The run is silent"}[state]
-        found.append(advice.note("bad", title, why, "state"))
-    found += advice.of_curves(run.curves(), config)
-    if run.unreadable:
-        text = f"{run.unreadable} lines of metrics.jsonl cannot be read, and are left out."
-        found.append(advice.note("watch", "Torn lines", text, "state"))
-    settings = json.dumps({name: config.get(name) for name in ("push_steps", "max_staleness")})
-    paths = samples.step_files(run.path / "completions")
-    for path in paths[-1:]:
-        try:
-            more = notes_of_file(path, stamp(path), settings)
-            known = {note["title"] for note in found}
-            found += [note for note in more if note["title"] not in known]
-        except samples.Unreadable as error:
-            found.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
-    return sorted(found, key=lambda note: note["level"] != "bad")
-
-
-def setting(config: dict) -> dict:
-    return {name: value for name, value in config.items() if name not in FREE}
-
-
-def compared(runs: list[Run], axis: str, seeds: bool) -> dict:
-    """Curves of several runs over each other: {"runs", "panels": [{"title", "note", "name", "curves"}], "settings"}.
-
-    seeds: runs whose settings differ in nothing but the seed become one curve, their mean, with the lowest and highest
-    as a band.
-    """
-    read = [(run, run.curves(), run.config()) for run in runs]
-    together: dict[str, list[int]] = {}
-    for n, (run, _, config) in enumerate(read):
-        together.setdefault(digest(setting(config)) if seeds and config else run.name, []).append(n)
-    titles: dict[str, tuple[str, str]] = {"reward": ("Reward", "in training")}
-    for _, curves, _ in read:
-        for title, note, names in panels(curves):
-            titles |= {
-                name: (title if len(names) == 1 else f"{title}: {name}", note) for name in names if name not in titles
-            }
-    points = max(60, min(400, 4000 // max(len(runs), 1)))
-    moved = [mover(curves, axis) for _, curves, _ in read]
-    shown = []
-    for name, (title, note) in titles.items():
-        lines = []
-        for numbers in together.values():
-            parts = [moved[n](*read[n][1].series(name, points)) for n in numbers if name in read[n][1].columns]
-            if parts:
-                lines.append({"runs": numbers, **(parts[0] if len(parts) == 1 else band(parts))})
-        if lines:
-            shown.append({"title": title, "note": note, "name": name, "curves": lines})
-    keys = dict.fromkeys(key for _, _, config in read for key in config)
-    values = {key: [config.get(key) for _, _, config in read] for key in keys}
-    differing = {key: v for key, v in values.items() if len({json.dumps(x, sort_keys=True) for x in v}) > 1}
-    return {"runs": [run.summary() for run in runs], "panels": shown, "settings": differing}
-
-
-def band(parts: list[dict]) -> dict:
-    """Mean, lowest and highest of curves, where at least two of them are."""
-    x = np.unique(np.concatenate([part["x"] for part in parts]))
-    x = x[np.linspace(0, len(x) - 1, min(len(x), 400)).astype(int)] if len(x) else x
-    rows = [np.interp(x, part["x"], part["y"], left=math.nan, right=math.nan) for part in parts if part["x"]]
-    values = np.array(rows)
-    enough = np.isfinite(values).sum(0) >= min(2, len(rows))
-    values, x = values[:, enough], x[enough]
-    if not len(x):
-        return parts[0]
-    mean = [float(v) for v in np.nanmean(values, 0)]
-    return {"x": x.tolist(), "y": mean, "low": np.nanmin(values, 0).tolist(), "high": np.nanmax(values, 0).tolist()}

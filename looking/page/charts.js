@@ -81,13 +81,12 @@ export class Chart {
   update(data, options = {}) {
     [this.data, this.options, this.dirty] = [data, options, true];
     const curves = data.curves;
-    this.legend.replaceChildren(...(curves.length > 1 || options.legend ? curves : []).slice(0, 12).map((curve, n) => {
+    this.legend.replaceChildren(...(options.legend ?? curves.length > 1 ? curves : []).slice(0, 12).map((curve, n) => {
       const line = h("i", { class: "line" });
       line.style.borderTop = `3px ${{ dash: "dashed", dot: "dotted" }[curve.dash] ?? "solid"} ${curve.colour ?? colour(n)}`;
       return h("span", {}, line, said(curve.name));
     }));
-    const last = curves[0]?.y.at(-1);
-    if (curves.length === 1 && !options.legend) this.legend.replaceChildren(h("span", { class: "dim" }, `last ${short(last)}`));
+    if (curves.length === 1 && options.legend === undefined) this.legend.replaceChildren(h("span", { class: "dim" }, `last ${short(curves[0].y.at(-1))}`));
     this.draw();
   }
 
@@ -97,13 +96,13 @@ export class Chart {
     return [...bands, ...curves.map((curve, n) => trace(curve, n, this.options))];
   }
 
-  layout(extra = {}) {
+  layout() {
     const axis = { gridcolor: "#eef0f3", zerolinecolor: "#d1d5db", tickfont: { color: "#4b5563", size: 11 }, automargin: true };
     return {
-      margin: { l: 8, r: 8, t: 6, b: 8 }, showlegend: false, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
+      margin: { l: 8, r: 8, t: 6, b: 20 }, showlegend: false, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
       hoverlabel: { font: { size: 11 }, namelength: 40 }, font: { family: "system-ui, sans-serif", size: 11, color: "#1f2937" },
-      xaxis: { ...axis, showgrid: false, title: { text: this.options.x ?? "step", font: { size: 11, color: "#4b5563" }, standoff: 6 } },
-      yaxis: { ...axis, rangemode: this.options.stacked ? "tozero" : "normal" }, ...extra,
+      xaxis: { ...axis, showgrid: false },
+      yaxis: { ...axis, rangemode: this.options.stacked ? "tozero" : "normal" },
     };
   }
 
@@ -123,9 +122,10 @@ export class Chart {
   async picture(format) {
     const library = await plotly();
     const legend = { orientation: "h", y: -0.22, x: 0 };
-    const layout = this.layout({
+    const layout = this.layout();
+    Object.assign(layout, {
       title: { text: harmless(this.title), font: { size: 15 }, x: 0.02 }, showlegend: true, legend,
-      margin: { l: 50, r: 20, t: 44, b: 60 }, width: 1000, height: 500,
+      margin: { l: 50, r: 20, t: 44, b: 60 }, width: 1000, height: 500, xaxis: { ...layout.xaxis, title: { text: this.options.x ?? "step" } },
     });
     const url = await library.toImage({ data: this.traces(), layout }, { format, width: 1000, height: 500, scale: format === "png" ? 2 : 1 });
     h("a", { href: url, download: `${this.file}.${format}` }).click();

@@ -64,7 +64,7 @@ export function compareView(content, parameters, signal) {
     for (const [name, chart] of charts) if (!wanted.has(name)) { chart.remove(); charts.delete(name); }
     for (const panel of data.panels) {
       if (!charts.has(panel.name)) {
-        charts.set(panel.name, new Chart(panel.title, panel.note, { file: panel.name }));
+        charts.set(panel.name, new Chart(panel.title, panel.name, { file: panel.name }));
         grid.append(charts.get(panel.name).element);
       }
       charts.get(panel.name).update({ curves: panel.curves.map(named) }, { x: AXES[axis], smooth, legend: false });
