@@ -4,18 +4,21 @@ in test_look_browser.py."""
 import fcntl
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import requests
-from looking_at import Page, looking
-from made_runs import FAULTS, completions_table, evaluation_line, make_run, metrics_line, vocabulary, write_step
+from looking_at import looking
+from made_runs import FAULTS, completions_table, make_run, metrics_line, vocabulary, write_step
 
 from looking.runs import Runs
 from runlog import advice, samples
@@ -120,7 +123,7 @@ def test_the_table(page):
 
 def test_every_metric_is_in_one_panel():
     line = {"step": 1, "eval/mean@4": 0.5, "eval/code/mean@4": 0.5, "eval/rewards/right/mean": 1.0, "odd/<key>": 3}
-    steps = [metrics_line(step, 20, None, __import__("random").Random(0)) for step in range(1, 21)]
+    steps = [metrics_line(step, 20, None, random.Random(0)) for step in range(1, 21)]
     shown = [name for _, _, names in panels(Curves([*steps, line])) for name in names]
     assert len(shown) == len(set(shown))
     hidden = {"reward", "reward_std", "num_tokens", "step"} | {name for name in steps[0] if name.startswith("time/")}
@@ -213,7 +216,6 @@ def test_files_of_older_runs(tmp_path):
 def test_a_character_of_several_tokens(tmp_path):
     vocabulary(tmp_path)
     known = samples.vocabulary(tmp_path)
-    import numpy as np
     from made_runs import FIRST_WORD, PIECES
 
     assert PIECES[3:6] == [b"\xc3", b"\xa9", b"\xff"]
@@ -369,7 +371,6 @@ def test_silent_groups_are_too_easy_or_too_hard():
 
 def test_every_note_is_explained():
     text = (ROOT / "docs" / "looking.md").read_text().lower()
-    import re
 
     for see in set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"\)', (ROOT / "runlog" / "advice.py").read_text())):
         assert see.replace("-", " ") in text, see
@@ -442,6 +443,3 @@ def test_an_empty_folder_fills(tmp_path):
         assert page.ask("/api/runs").json()["runs"] == []
         make_run(tmp_path / "new", steps=3, files=1)
         assert [run["name"] for run in page.ask("/api/runs").json()["runs"]] == ["new"]
-
-
-assert Page and evaluation_line  # used by the fixtures of both files
