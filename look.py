@@ -45,10 +45,12 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder; give the one that run folders are in, such as runs/")
-    import uvicorn
+    try:
+        import uvicorn
 
-    from looking.server import make_app, new_token
-
+        from looking.server import make_app, new_token
+    except ImportError as error:
+        raise ConfigError(f"look.py needs {error.name}, which is not installed: bash scripts/install.sh") from None
     token, listening = new_token(), bound(given.host, given.port)
     port = listening.getsockname()[1]
     app = make_app(given.folder, token, cookie=f"look_{port}")  # cookies do not know ports: two pages, two names

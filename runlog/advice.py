@@ -226,7 +226,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 def of_completions(path: Path, config: dict) -> list[dict]:
     """Notes on the first completions of a step, told by what the metrics cannot show. Raises samples.Unreadable."""
     names = ["group", "prompt", "completion", "reward", "length", "domain", "policy_version", "turns"]
-    names += ["tokens/trained", "tokens/sampler_logprob", "tokens/logprob"]
+    names += ["origin", "tokens/trained"]
     number = min(samples.count(path), LOOKED_AT)
     found = samples.rows(path, list(range(number)), names)
     step = samples.step_of(path)
@@ -290,7 +290,8 @@ def rank(values: np.ndarray) -> np.ndarray:
 
 
 def _versions(rows: list[dict], step: int, config: dict) -> list[dict]:
-    versions = [row["policy_version"] for row in rows if isinstance(row.get("policy_version"), int)]
+    sampled_now = [row for row in rows if not row.get("origin")]  # what was remembered may be old
+    versions = [row["policy_version"] for row in sampled_now if isinstance(row.get("policy_version"), int)]
     allowed = max([*(config.get(name) or 0 for name in ("push_steps", "max_staleness")), 1])
     if not versions or (age := step - 1 - min(versions)) <= allowed:
         return []

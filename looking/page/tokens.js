@@ -29,10 +29,10 @@ function quantile(values, share) {
 }
 
 /** (value) -> a CSS colour, light enough for dark text; and the ends of the scale in words. */
-function scale(kind, values, name) {
+function scale(kind, values, name, trained) {
   if (kind === "trained") return [(value) => (value ? "hsl(214 95% 88%)" : "hsl(220 13% 91%)"), null];
   if (kind === "kinds") {
-    const known = [...new Set(values.filter((value) => value !== null))].sort((a, b) => a - b);
+    const known = [...new Set(values.filter((value, n) => value !== null && trained?.[n] !== false))].sort((a, b) => a - b);
     const colour = (value) => `hsl(${(known.indexOf(value) * 67 + 210) % 360} 80% 86%)`;
     return [colour, known.slice(0, 12).map((value) => [colour(value), String(value)])];
   }
@@ -142,11 +142,11 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     const name = select.value;
     const values = columns[name];
     if (!values) return;
-    const [colour, ends] = scale(QUANTITIES[name][2], values, name);
+    const [colour, ends] = scale(QUANTITIES[name][2], values, name, columns.trained);
     const from = painted === name ? Number(box.dataset.painted ?? 0) : 0;
     for (let place = from; place < spans.length; place++) {
       const masked = columns.trained && !columns.trained[place];
-      spans[place].style.backgroundColor = values[place] === null || (masked && name !== "trained" && name !== "version" && name !== "logprob" && name !== "entropy") ? "" : colour(values[place]);
+      spans[place].style.backgroundColor = values[place] === null || (masked && name !== "trained") ? "" : colour(values[place]);
       spans[place].classList.toggle("masked", Boolean(masked));
     }
     painted = name;
