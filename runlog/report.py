@@ -268,7 +268,7 @@ def before_and_after(run_dir: Path) -> str:
     files = files[:1] + files[1:][-1:]
     if not files:
         return ""
-    columns = [samples.first_rows(path, 64) for path in files]
+    columns = [samples.first_rows(path, 8) for path in files]
     body = ""
     for rows in zip(*columns, strict=False):
         score = [pill(row["reward"], 0.0, 1.0) for row in rows]

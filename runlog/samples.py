@@ -376,24 +376,32 @@ def spelled(ids: np.ndarray, known: Vocabulary) -> dict:
     A character of several tokens stands in its last one; the tokens before it have the text "" and their bytes.
     """
     pieces = {int(token): known.of(int(token)) for token in np.unique(ids)}
-    shown, special, parts = [], [], {}
-    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    shown, special, parts, half = [], [], {}, b""  # half: the beginning of a character
     for place, token in enumerate(ids.tolist()):
         piece, is_special = pieces[token]
-        if (piece is None or is_special) and decoder.getstate()[0]:
-            shown[-1] += decoder.decode(b"", True)  # a character that is never completed
-        if piece is None:
-            shown.append(f"#{token}")
-            continue
-        half = bool(decoder.getstate()[0])
-        shown.append(decoder.decode(piece))
-        if half or decoder.getstate()[0]:
+        text, rest = (None, b"") if piece is None or is_special else whole_characters(half + piece)
+        if text is None and half:  # not completed: its bytes belong to the token before
+            shown[-1] += half.decode("utf-8", "backslashreplace")
+        if text is None:
+            text, rest = whole_characters(piece, broken=True) if piece is not None else (f"#{token}", b"")
+        elif half or rest:
             parts[place] = piece.hex(" ")
+        shown.append(text)
+        half = rest
         if is_special:
             special.append(place)
-    if shown and decoder.getstate()[0]:
-        shown[-1] += decoder.decode(b"", True)
+    if half:
+        shown[-1] += half.decode("utf-8", "backslashreplace")
     return {"ids": ids.tolist(), "text": shown, "special": special, "bytes": parts}
+
+
+def whole_characters(data: bytes, broken: bool = False) -> tuple[str | None, bytes]:
+    """(text, bytes at the end that may begin another character). Of what is no UTF-8 None, or \\xNN if `broken`."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace" if broken else "strict")
+    try:
+        return decoder.decode(data), decoder.getstate()[0]
+    except UnicodeDecodeError:
+        return None, b""
 
 
 def token_view(row: dict, known: Vocabulary) -> dict | None:

@@ -219,9 +219,10 @@ def test_a_character_of_several_tokens(tmp_path):
     from made_runs import FIRST_WORD, PIECES
 
     assert PIECES[3:6] == [b"\xc3", b"\xa9", b"\xff"]
-    shown = samples.spelled(np.array([FIRST_WORD, 3, 4, 5, 3, 2, 99999, 3]), known)
-    assert shown["text"] == [" we", "", "é", "\\xff", "\\xc3", "<|im_end|>", "#99999", "\\xc3"]
-    assert shown["bytes"][1] == "c3" and shown["bytes"][2] == "a9" and shown["special"] == [5]
+    shown = samples.spelled(np.array([FIRST_WORD, 3, 4, 5, 3, 2, 99999, 3, FIRST_WORD, 3]), known)
+    texts = [" we", "", "é", "\\xff", "\\xc3", "<|im_end|>", "#99999", "\\xc3", " we", "\\xc3"]
+    assert shown["text"] == texts and shown["special"] == [5]
+    assert shown["bytes"][1] == "c3" and shown["bytes"][2] == "a9" and 3 not in shown["bytes"]
 
 
 # ---- while others write ---------------------------------------------------------------------------------------------
