@@ -234,11 +234,9 @@ class Run:
 
 
 def task(config: dict) -> str:
-    named = config.get("domains")
-    parts = [config.get("dataset_id"), config.get("env")]
-    if not any(parts) and isinstance(named, (list, dict)):
-        parts = [str(part.get("name") if isinstance(part, dict) else part) for part in named]
-    return ", ".join(str(part) for part in parts if part)
+    listed = config.get("domains")
+    named = [part.get("name") if isinstance(part, dict) else part for part in listed or () if listed]
+    return ", ".join(str(part) for part in named or (config.get("dataset_id"), config.get("env")) if part)
 
 
 def algorithm(config: dict) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from looking.runs import Gone, Run, digest, stamp
 from runlog import advice, samples
-from runlog.curves import binned, domains, panels
+from runlog.curves import SOLVED, Curves, binned, domains, panels
 
 FREE = ("seed", "run_name", "output_dir", "server_url", "resume", "save_steps", "report_to")  # no other setting
 
@@ -19,29 +19,36 @@ def described(run: Run, axis: str) -> dict:
     curves = run.curves()
     moved = mover(curves, axis)
     steps, split = curves.phases()
-    shown = [("Reward", "training reward and what was never trained on", headline(curves)), *panels(curves)]
+    first = ("Reward", "training reward and what was never trained on", headline(curves))
+    shown = [first, *panels(curves, run.config())]
     times = {name: moved(*binned(steps, seconds)) for name, seconds in split.items()}
     return {
         "summary": run.summary(),
         "unreadable": run.unreadable,
         "panels": [
-            {"title": title, "note": note, "curves": [{"name": n, **moved(*curves.series(n))} for n in names]}
-            for title, note, names in shown
-            if names
+            {
+                "title": title,
+                "note": note,
+                "curves": [{"name": label, **moved(*curves.series(n))} for n, label in labels.items()],
+            }
+            for title, note, labels in shown
+            if labels
         ],
         "spread": moved(*curves.series("reward_std")),
         "times": [{"name": name, **curve} for name, curve in times.items()],
-        "domains": domain_table(curves),
+        "domains": domain_table(curves, run.config()),
         "config": run.config(),
         "texts": {name: text_of(run, name) for name in ("command.txt", "environment.txt", "git.diff")},
     }
 
 
-def headline(curves) -> list[str]:
-    return [*curves.matching(["reward"]), *(curves.matching(["eval/mean@*"]) or curves.matching(["eval/reward"]))[:1]]
+def headline(curves: Curves) -> dict[str, str]:
+    """The training reward and the held-out score: {metric: label}."""
+    held_out = (curves.matching(SOLVED) or curves.matching(["eval/reward"]))[:1]
+    return {name: name for name in curves.matching(["reward"])} | {name: f"held out, {name[5:]}" for name in held_out}
 
 
-def mover(curves, axis: str):
+def mover(curves: Curves, axis: str):
     """(steps, values) -> {"x", "y"} with x as asked for."""
     known, passed = curves.axis(axis)
 
@@ -52,11 +59,13 @@ def mover(curves, axis: str):
     return move
 
 
-def domain_table(curves) -> list[dict]:
+def domain_table(curves: Curves, config: dict) -> list[dict]:
     """Each domain's first and last reward, and its held-out score."""
     made = []
-    for name in domains(curves.columns):
+    for name in domains(curves, config):
         _, values = curves.all(f"{name}/reward")
+        if not len(values):
+            continue
         held_out = curves.matching([f"eval/{name}/mean@*"])
         last = curves.all(held_out[0])[1] if held_out else []
         made.append(
@@ -115,8 +124,8 @@ def compared(runs: list[Run], axis: str, seeds: bool) -> dict:
     for n, (run, _, config) in enumerate(read):
         together.setdefault(digest(setting(config)) if seeds and config else run.name, []).append(n)
     titles: dict[str, str] = {}  # of metrics, in the order in which they are shown
-    first = [("Reward", ["reward"]), *(("Held-out rows", headline(curves)[1:]) for _, curves, _ in read)]
-    for title, names in [*first, *((t, names) for _, curves, _ in read for t, _, names in panels(curves))]:
+    first = [("Reward", ["reward"]), *(("Held-out rows", list(headline(curves))[1:]) for _, curves, _ in read)]
+    for title, names in [*first, *((t, n) for _, curves, config in read for t, _, n in panels(curves, config))]:
         titles = titles | {name: title for name in names if name not in titles}
     points = max(60, min(400, 4000 // max(len(runs), 1)))
     moved = [mover(curves, axis) for _, curves, _ in read]

@@ -140,9 +140,9 @@ def stale(curves: Curves, config: dict) -> list[dict]:
     return found
 
 
-def left_behind(curves: Curves) -> list[dict]:
+def left_behind(curves: Curves, config: dict) -> list[dict]:
     """A domain that earns nothing, or falls, while the others rise."""
-    found, known = [], domains(curves.columns)
+    found, known = [], domains(curves, config)
     rewards = {name: curves.all(f"{name}/reward") for name in known}
     rewards = {name: (steps, values) for name, (steps, values) in rewards.items() if len(values) >= ENOUGH}
     for name, (steps, values) in rewards.items():
@@ -204,7 +204,7 @@ def title_of(words: str) -> str:
 
 def of_curves(curves: Curves, config: dict) -> list[dict]:
     """Notes on the metrics; the bad ones first."""
-    found = [*stale(curves, config), *length(curves, config), *entropy(curves), *left_behind(curves)]
+    found = [*stale(curves, config), *length(curves, config), *entropy(curves), *left_behind(curves, config)]
     found += [*silent_groups(curves), *failures(curves, config)]
     return sorted(found, key=lambda note: note["level"] != "bad")
 

@@ -3,7 +3,6 @@
 PANELS says what belongs together. A metric that no panel names is among "Other metrics".
 """
 
-import re
 from array import array
 from collections.abc import Iterable
 
@@ -32,6 +31,13 @@ PANELS = [
     ("Learning rate", "", ["lr"]),
     ("Held-out reward", "mean score", ["eval/reward"]),
     ("Held-out length", "tokens", ["eval/mean_length"]),
+]
+BY_DOMAIN = [  # the same of each domain, one curve a domain, where a run has several
+    ("Reward by domain", "is one of them left behind?", "{}/reward"),
+    ("Held-out rows by domain", "share solved", "eval/{}/mean@*"),
+    ("Groups without signal by domain", "they teach nothing", "{}/frac_reward_zero_std"),
+    ("Completion length by domain", "tokens", "{}/completions/mean_length"),
+    ("Prompts by domain", "of a step", "{}/prompts"),
 ]
 SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
 POINTS = 400  # a curve of more steps is drawn as means over bins
@@ -140,30 +146,45 @@ class Curves:
         return np.concatenate([[0.0], x]), np.concatenate([[0.0], y])
 
 
-def domains(names: Iterable[str]) -> list[str]:
-    """Domains that have metrics of their own: NAME/reward."""
-    found = [name.removesuffix("/reward") for name in names if name.endswith("/reward")]
+def domains(curves: Curves, config: dict) -> list[str]:
+    """Domains of a run: those of its settings, or those that have a reward of their own."""
+    listed = config.get("domains")
+    named = [part.get("name") if isinstance(part, dict) else part for part in listed or () if listed]
+    if named := [name for name in named if isinstance(name, str)]:
+        return named
+    found = [name.removesuffix("/reward") for name in curves.columns if name.endswith("/reward")]
     return [name for name in found if name != "eval" and not name.startswith(("rewards/", "eval/", "time/"))]
 
 
-def panels(curves: Curves, others: bool = True) -> list[tuple[str, str, list[str]]]:
-    """(title, what to look for, metrics) of each panel with data: domains, PANELS, and `others` that they leave out."""
-    used, found = {"reward", "reward_std", "step"}, []
+def panels(curves: Curves, config: dict, others: bool = True) -> list[tuple[str, str, dict[str, str]]]:
+    """(title, what to look for, {metric: its label}) of each panel with data: PANELS, domains, and `others` that they
+    leave out."""
+    found: list[tuple[str, str, dict[str, str]]] = []
+    used = {"reward", "reward_std", "num_tokens", "time/unix", "time/step"}
+    known = domains(curves, config)
 
-    def panel(title: str, note: str, names: list[str]) -> None:
-        names = [name for name in names if name not in used]
-        used.update(names)
-        if drawn := [name for name in names if not name.endswith("/std")] or names:
+    def panel(title: str, note: str, labels: dict[str, str]) -> None:
+        labels = {name: label for name, label in labels.items() if name not in used}
+        used.update(labels)
+        if drawn := {name: label for name, label in labels.items() if not name.endswith("/std")} or labels:
             found.append((title, note, drawn))
 
-    known = domains(curves.columns)
-    by_domain = [name for name in curves.columns if name.split("/")[0] in known and name.count("/") == 1]
-    held_out = [name for name in curves.columns if re.fullmatch(r"eval/(?!rewards/).+/(mean@\d+|reward)", name)]
-    panel("Reward by domain", "is one of them left behind?", [n for n in by_domain if n.endswith("/reward")])
-    panel("Held-out rows by domain", "never trained on", held_out)
+    for title, note, pattern in BY_DOMAIN[:2]:
+        panel(title, note, {n: name for name in known for n in curves.matching([pattern.format(name)])})
     for title, note, patterns in PANELS:
-        panel(title, note, curves.matching(patterns))
+        panel(title, note, {name: label_of(name) for name in curves.matching(patterns)})
+    for title, note, pattern in BY_DOMAIN[2:]:
+        panel(title, note, {n: name for name in known for n in curves.matching([pattern.format(name)])})
+    for name in known:
+        parts = curves.matching([f"{name}/rewards/*"])
+        labels = {part: part.removeprefix(f"{name}/rewards/").removesuffix("/mean") for part in parts}
+        panel(f"{name}: reward by function", "which part is earned", labels)
     for name in curves.columns if others else ():
-        if not name.startswith("time/") and name != "num_tokens":
-            panel(name, "", [name])
+        if not name.startswith("time/"):
+            panel(name, "", {name: name})
     return found
+
+
+def label_of(name: str) -> str:
+    """A metric in the legend of its panel: "rewards/right/mean" is "right" there."""
+    return name.split("/", 1)[-1].removeprefix("rewards/").removesuffix("/mean")

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from runlog import advice, samples
-from runlog.curves import SOLVED, Curves, binned, duration, is_number
+from runlog.curves import SOLVED, Curves, binned, domains, duration, is_number
 from runlog.curves import panels as panels_of
 from runlog.reading import read_metrics, readable_prompt
 from safety.storable import visible
@@ -119,13 +119,12 @@ def plot_reward(curves: Curves) -> str:
     return image(figure)
 
 
-def plot_panel(curves: Curves, keys: list[str]) -> str:
+def plot_panel(curves: Curves, labels: dict[str, str]) -> str:
     figure, axes = new_figure(4.6, 2.5)
-    for key, color in zip(keys, COLORS, strict=False):
+    for (key, name), color in zip(labels.items(), COLORS, strict=False):
         x, y = curves.series(key)
-        name = key.split("/", 1)[-1].removesuffix("/mean")
         axes.plot(x, y, color=color, lw=1.6, label=label(name), marker="o" if len(x) < 12 else None, ms=4)
-    if len(keys) > 1:
+    if len(labels) > 1:
         legend(axes, 3)
     return image(figure)
 
@@ -183,12 +182,12 @@ def tiles(curves: Curves) -> str:
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
-def panels(curves: Curves) -> str:
+def panels(curves: Curves, config: dict) -> str:
     """One small plot for each panel that has data."""
     cards = []
-    for title, note, keys in panels_of(curves, others=False):
+    for title, note, labels in panels_of(curves, config, others=False):
         heading = f"<h3>{escape(title)}</h3><p>{escape(note)}&nbsp;</p>"
-        cards.append(f'<div class="card">{heading}{plot_panel(curves, keys[: len(COLORS)])}</div>')
+        cards.append(f'<div class="card">{heading}{plot_panel(curves, labels)}</div>')
     return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
 
 
@@ -338,11 +337,11 @@ def write_report(run_dir: Path) -> Path | None:
     config = json.loads(text_of(run_dir / "config.json") or "{}")
     subtitle = [
         config.get("model_id"),
-        config.get("dataset_id"),
+        ", ".join(domains(curves, config)) or config.get("dataset_id"),
         f"advantage {config.get('advantage')}",
         f"loss {config.get('policy_loss')}",
     ]
-    plots = panels(curves)
+    plots = panels(curves, config)
     body = [
         f"<h1>{escape(run_dir.resolve().name)}</h1>",
         f'<p class="dim">{escape(" · ".join(str(part) for part in subtitle if part))}</p>',

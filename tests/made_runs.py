@@ -73,6 +73,8 @@ def metrics_line(step: int, steps: int, fault: str | None, rng: random.Random) -
     for name in DOMAINS:
         broken = fault == "domain" and name == "code"
         line[f"{name}/reward"] = 0.0 if broken else reward + rng.gauss(0, 0.02)
+        line[f"{name}/rewards/right/mean"] = line[f"{name}/reward"]
+        line[f"{name}/completions/mean_length"] = length * (1 + len(name) / 20)
     line |= {"turns/mean": 2.0, "tools/call_frequency": 1.0, "tools/failure_frequency": 0.03}
     seconds = {"generate": 4.2, "score": 0.3, "logprobs": 0.8, "update": 2.9, "push": 0.4}
     line |= {f"time/{name}": value * (1 + rng.random() / 5) for name, value in seconds.items()}
@@ -237,7 +239,7 @@ def make_run(
         "max_steps": steps,
         "num_generations": 8,
         "max_completion_length": 1024,
-        "domains": list(DOMAINS),
+        "domains": [{"name": name, "weight": 1.0} for name in DOMAINS],
         "push_steps": 1,
     }
     (folder / "config.json").write_text(json.dumps(settings | config, indent=2))

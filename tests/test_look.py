@@ -124,7 +124,7 @@ def test_the_table(page):
 def test_every_metric_is_in_one_panel():
     line = {"step": 1, "eval/mean@4": 0.5, "eval/code/mean@4": 0.5, "eval/rewards/right/mean": 1.0, "odd/<key>": 3}
     steps = [metrics_line(step, 20, None, random.Random(0)) for step in range(1, 21)]
-    shown = [name for _, _, names in panels(Curves([*steps, line])) for name in names]
+    shown = [name for _, _, labels in panels(Curves([*steps, line]), {}) for name in labels]
     assert len(shown) == len(set(shown))
     hidden = {"reward", "reward_std", "num_tokens", "step"} | {name for name in steps[0] if name.startswith("time/")}
     assert set(shown) == (steps[0].keys() | line.keys()) - hidden

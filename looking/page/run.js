@@ -61,7 +61,7 @@ export function runView(content, parameters, signal) {
       tile("progress", steps, left(summary)), tile("time", duration(summary.seconds), "from the first line to the last"),
       tile("speed", `${short(summary.tokens_per_second)} tok/s`, "prompts and completions, whole step"));
     data.panels.forEach((panel, n) => {
-      const curves = panel.curves.map((curve) => ({ ...curve, name: shortName(curve.name, panel.curves.length) }));
+      const curves = panel.curves.map((curve) => ({ ...curve }));
       const spread = n === 0 && panel.curves[0]?.name === "reward" && data.spread.x.length === curves[0].x.length && !smooth;
       if (spread) Object.assign(curves[0], { low: curves[0].y.map((y, i) => y - data.spread.y[i]), high: curves[0].y.map((y, i) => y + data.spread.y[i]) });
       if (n === 0 && curves[1]) curves[1].dash = "dash";
@@ -75,8 +75,4 @@ export function runView(content, parameters, signal) {
     if (!details.firstChild) details.append(h("h2", {}, "Details"), ...Object.entries(data.texts).filter(([, text]) => text).map(([name, text]) => h("details", {}, h("summary", {}, name), said(text, {}, "pre"))),
       h("details", {}, h("summary", {}, "settings"), h("table", {}, h("tbody", {}, Object.entries(config).map(([name, value]) => h("tr", {}, h("td", {}, said(name)), h("td", {}, said(JSON.stringify(value)))))))));
   }
-}
-
-function shortName(name, among) {
-  return among > 1 && !name.startsWith("eval/mean@") ? name.replace(/^(eval\/)?rewards\//, "").replace(/\/mean$/, "") : name;
 }
