@@ -17,7 +17,7 @@ function navigation(view, parameters) {
   const item = (name, label, given) => h("a", { href: link(name, given), "aria-current": name === view ? "page" : undefined }, label);
   const found = [item("runs", "Runs", {})];
   if (view === "compare") found.push(item("compare", `Compare ${runs.length}`, { run: runs }));
-  else if (runs.length) {
+  else if (runs.length && view !== "runs") {
     const run = { run: runs[0] };
     const place = { ...run, kind: parameters.get("kind"), step: parameters.get("step"), row: parameters.get("row") };
     found.push(h("span", { class: "crumb" }, said(runs[0])), item("run", "Curves", run), item("trajectories", "Trajectories", place));
@@ -30,7 +30,6 @@ function navigation(view, parameters) {
 let shown = "";
 function route() {
   const [, name, query] = /^#\/(\w+)\??(.*)$/.exec(location.hash) ?? [null, "runs", ""];
-  if (location.hash === "#main") return;
   leave.abort();
   leave = new AbortController();
   const parameters = new URLSearchParams(query);
@@ -49,5 +48,9 @@ function route() {
 // The token is in a cookie by now: it need not stand in the address, where it would get into bookmarks and pictures.
 const address = new URL(location.href);
 if (address.searchParams.has("token")) history.replaceState(null, "", address.pathname + address.hash);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address says what is shown
+  document.getElementById("main").focus();
+});
 addEventListener("hashchange", route);
 route();

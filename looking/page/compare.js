@@ -23,7 +23,7 @@ export function smoothingChoice(value, change) {
 
 export function compareView(content, parameters, signal) {
   let runs = parameters.getAll("run");
-  let axis = parameters.get("x") ?? "step";
+  let axis = parameters.get("x") in AXES ? parameters.get("x") : "step";
   let smooth = Number(parameters.get("smooth") ?? 0);
   let data;
   const charts = new Map();

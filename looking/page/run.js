@@ -13,7 +13,7 @@ function left(summary) {
 
 export function runView(content, parameters, signal) {
   const run = parameters.get("run");
-  let axis = parameters.get("x") ?? "step";
+  let axis = parameters.get("x") in AXES ? parameters.get("x") : "step";
   let smooth = Number(parameters.get("smooth") ?? 0);
   let data;
   const charts = new Map();
