@@ -48,11 +48,10 @@ def phases(metrics: dict) -> dict[str, float]:
     return seconds
 
 
-def call_text(call: dict | str) -> str:
-    """A call of a turn in a few words; runs of older versions have these words only."""
-    if isinstance(call, str):
-        return call
-    return f"{call['name']} {call['seconds']:.2f} s" + " failed" * call["failed"]
+def call_text(call: dict) -> str:
+    """A call of a turn in a few words. What a run of an older version does not know of it is left out."""
+    seconds = f" {call['seconds']:.2f} s" if isinstance(call.get("seconds"), float) else ""
+    return f"{call['name']}{seconds}" + " failed" * bool(call.get("failed"))
 
 
 def readable_prompt(text: str) -> str:

@@ -6,46 +6,32 @@ A metric that a run does not have has no plot; one that PANELS does not know is 
 """
 
 import base64
+import hashlib
 import html
 import io
 import json
+import re
 import warnings
 from pathlib import Path
 
-from runlog.reading import call_text, phases, read_metrics, readable_prompt
+from runlog import advice, samples
+from runlog.curves import SOLVED, Curves, binned, domains, duration, is_number
+from runlog.curves import panels as panels_of
+from runlog.reading import call_text, read_metrics, readable_prompt
 from safety.storable import visible
 
-# (title, what to look for, metric names; a trailing * takes all that begin so)
-PANELS = [
-    ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
-    ("Held-out rows", "never trained on", ["eval/mean@*", "eval/pass@*"]),
-    ("Held-out rows by function", "parts of the score", ["eval/rewards/*"]),
-    ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
-    ("Completion length", "tokens", ["completions/mean_length", "completions/max_length"]),
-    ("Cut off", "share of completions that hit the length limit", ["completions/clipped_ratio"]),
-    ("Turns", "a trajectory, on average", ["turns/mean", "tools/call_frequency"]),
-    ("Failed calls", "share of the calls of tools", ["tools/failure_frequency"]),
-    ("Entropy", "towards 0 the policy has stopped exploring", ["entropy"]),
-    ("Clipped tokens", "share of tokens the policy loss clips", ["clip_ratio/*"]),
-    ("KL", "distance from the reference model", ["kl", "kl/*"]),
-    ("Gradient norm", "before clipping", ["grad_norm"]),
-    ("Trainer against generator", "small and flat", ["sampling/logprob_diff_mean", "sampling/kl"]),
-    ("Importance weights", "trainer / generator; near 1 is good", ["sampling/ratio_mean", "sampling/ess"]),
-    ("Loss", "no measure of progress: watch the reward", ["loss"]),
-    ("Learning rate", "", ["lr"]),
-    ("Held-out reward", "mean score", ["eval/reward"]),
-    ("Held-out length", "tokens", ["eval/mean_length"]),
-]
-BY_DOMAIN = [  # the same of each domain, one curve a domain, where a run has several
-    ("Reward by domain", "each has rewards of its own", "{}/reward"),
-    ("Held-out rows by domain", "share solved", "eval/{}/mean@*"),
-    ("Groups without signal by domain", "they teach nothing", "{}/frac_reward_zero_std"),
-    ("Completion length by domain", "tokens", "{}/completions/mean_length"),
-    ("Prompts by domain", "of a step", "{}/prompts"),
-]
-SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
 COLORS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af"]
-POINTS = 400  # a curve of more steps is drawn as means over bins
+
+VIEWED_TOKENS = 2000  # of a trajectory in the token view
+PAGE_SCRIPTS = ("text.js", "tokens.js")
+DRAW_VIEWS = """
+for (const { title, view } of JSON.parse(document.getElementById("tokens").textContent)) {
+  const card = document.createElement("div");
+  card.className = "card";
+  card.append(Object.assign(document.createElement("h3"), { textContent: title }), tokenView(view, "trained"));
+  document.getElementById("views").append(card);
+}
+"""
 
 STYLE = """
 :root { color: #1f2937; background: #f3f4f6; font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif }
@@ -75,35 +61,6 @@ def escape(value) -> str:
 def label(name: str) -> str:
     """A metric's name in a plot: in one line, not a formula, and with a beginning that legends do not leave out."""
     return shorten(visible(name.lstrip("_")).replace("\n", " ").replace("\t", " "), 40).replace("$", r"\$")
-
-
-# ---- series ---------------------------------------------------------------------------------------------------------
-
-
-def split_lines(lines: list[dict]) -> tuple[list[dict], list[dict]]:
-    """(lines of steps, lines of evaluations), sorted by step; a repeated evaluation counts once, the last time."""
-    evals = {line["step"]: line for line in lines if any(key.startswith("eval/") for key in line)}
-    steps = {line["step"]: line for line in lines if not any(key.startswith("eval/") for key in line)}
-    return [steps[k] for k in sorted(steps)], [evals[k] for k in sorted(evals)]
-
-
-def is_number(value) -> bool:
-    """Whether it can be drawn: plots fail on numbers near the end of their range."""
-    return isinstance(value, (int, float)) and abs(value) < 1e100  # not so of nan
-
-
-def series(lines: list[dict], key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric where it is a number; longer than POINTS, means over equal bins."""
-    found = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
-    size = -(-len(found) // POINTS) or 1
-    bins = [found[i : i + size] for i in range(0, len(found), size)]
-    return tuple([sum(pair[k] for pair in b) / len(b) for b in bins] for k in (0, 1))
-
-
-def matching(lines: list[dict], patterns: list[str]) -> list[str]:
-    keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
-    fits = [k for p in patterns for k in keys if k == p or (p.endswith("*") and k.startswith(p[:-1]))]
-    return [k for k in dict.fromkeys(fits) if series(lines, k)[0]]
 
 
 # ---- plots ----------------------------------------------------------------------------------------------------------
@@ -142,19 +99,19 @@ def legend(axes, columns: int) -> None:
     axes.legend(fontsize=8, frameon=False, ncols=columns, labelcolor="#374151", columnspacing=1.2, **place)
 
 
-def plot_reward(steps: list[dict], evals: list[dict]) -> str:
+def plot_reward(curves: Curves) -> str:
     """Training reward with its band of one standard deviation within groups; held-out accuracy as dots."""
     figure, axes = new_figure(11, 3.6)
-    x, reward = series(steps, "reward")
-    spread_x, spread = series(steps, "reward_std")
+    x, reward = curves.series("reward")
+    spread_x, spread = curves.series("reward_std")
     if x:
         axes.plot(x, reward, color=COLORS[0], lw=2, label="training reward", marker="o" if len(x) < 3 else None)
         label_end(axes, x[-1], reward[-1], f"{reward[-1]:.2f}", COLORS[0])
     if x and spread_x == x:
         low, high = ([r + sign * s for r, s in zip(reward, spread, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=COLORS[0], alpha=0.12, lw=0, label="± reward_std")
-    for key in matching(evals, SOLVED)[:1]:
-        eval_x, solved = series(evals, key)
+    for key in curves.matching(SOLVED)[:1]:
+        eval_x, solved = curves.series(key)
         axes.plot(eval_x, solved, color=COLORS[1], lw=1.5, ls="--", marker="o", ms=7, label="held-out, share solved")
         label_end(axes, eval_x[-1], solved[-1], f"{solved[-1]:.2f}", COLORS[1])
     axes.set_xlabel("step", fontsize=9, color="#6b7280")
@@ -162,30 +119,25 @@ def plot_reward(steps: list[dict], evals: list[dict]) -> str:
     return image(figure)
 
 
-def plot_panel(lines: list[dict], keys: list[str], names: dict[str, str]) -> str:
-    """names: of curves in the legend, where the metric's own does not say it."""
+def plot_panel(curves: Curves, labels: dict[str, str]) -> str:
     figure, axes = new_figure(4.6, 2.5)
-    for key, color in zip(keys, COLORS, strict=False):
-        x, y = series(lines, key)
-        name = names.get(key) or key.split("/", 1)[-1].removesuffix("/mean")
+    for (key, name), color in zip(labels.items(), COLORS, strict=False):
+        x, y = curves.series(key)
         axes.plot(x, y, color=color, lw=1.6, label=label(name), marker="o" if len(x) < 12 else None, ms=4)
-    if len(keys) > 1:
+    if len(labels) > 1:
         legend(axes, 3)
     return image(figure)
 
 
-def plot_times(steps: list[dict]) -> str:
+def plot_times(curves: Curves) -> str:
     """Seconds of each step, stacked by phase."""
-    split = [{"step": line["step"], **phases(line)} for line in steps]
-    total = {name: sum(line.get(name, 0.0) for line in split) for line in split for name in line if name != "step"}
-    names = [name for name in total if total[name] > 0.005 * sum(total.values())]
-    filled = [{name: line.get(name, 0.0) for name in ["step", *names]} for line in split]
+    steps, split = curves.phases()
+    drawn = {name: binned(steps, values) for name, values in split.items()}
     figure, axes = new_figure(11, 2.8)
-    curves = [series(filled, name) for name in names]
     axes.stackplot(
-        curves[0][0],
-        [y for _, y in curves],
-        labels=[label(name) for name in names],
+        next(iter(drawn.values()))[0],
+        [y for _, y in drawn.values()],
+        labels=[label(name) for name in drawn],
         colors=COLORS,
         alpha=0.85,
         lw=0,
@@ -210,60 +162,39 @@ def tile(label: str, value: str, note: str = "", hero: bool = False) -> str:
     return f'<div class="{kind}"><p>{escape(label)}</p><div class="big">{value}</div><p>{escape(note)}</p></div>'
 
 
-def duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes:.1f} min" if minutes < 120 else f"{hours:.1f} h"
-
-
-def tiles(steps: list[dict], evals: list[dict]) -> str:
+def tiles(curves: Curves) -> str:
     """Before and after, and what it cost."""
     shown = []
-    for key in matching(evals, SOLVED):
-        x, y = series(evals, key)
+    for key in curves.matching(SOLVED):
+        x, y = curves.series(key)
         note = f"held-out, step {x[0]:.0f} to step {x[-1]:.0f}" if len(x) > 1 else f"held-out, step {x[0]:.0f}"
         value = f"{y[0]:.2f} → {y[-1]:.2f}" if len(x) > 1 else f"{y[0]:.2f}"
         shown.append(tile(key.removeprefix("eval/"), value, note, hero=True))
-    _, reward = series(steps, "reward")
-    if reward:
+    steps, reward = curves.all("reward")
+    if len(steps):
         note = f"best {max(reward):.2f}, {len(steps)} steps"
         shown.append(tile("training reward", f"{reward[0]:.2f} → {reward[-1]:.2f}", note))
-    per_step = [line.get("time/step") or sum(phases(line).values()) for line in steps]
-    if sum(per_step) > 0:
-        median = sorted(per_step)[len(per_step) // 2]
-        shown.append(tile("time in steps", duration(sum(per_step)), f"median {median:.1f} s a step"))
-    _, speed = series(steps, "time/tokens_per_second")
-    if speed:
+    if sum(seconds := curves.step_seconds()[1].tolist()) > 0:
+        median = sorted(seconds)[len(seconds) // 2]
+        shown.append(tile("time in steps", duration(sum(seconds)), f"median {median:.1f} s a step"))
+    if len(speed := curves.all("time/tokens_per_second")[1]):
         shown.append(tile("speed", f"{sum(speed) / len(speed):.0f} tok/s", "prompts and completions, whole step"))
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
-def panels(steps: list[dict], evals: list[dict], domains: list[str]) -> tuple[str, set[str]]:
-    """One small plot for each of PANELS that has data, and the metrics used by them."""
-    cards, used = [], set()
-    several = [
-        (title, note, [pattern.format(name) for name in domains]) for title, note, pattern in BY_DOMAIN if domains
-    ]
-    parts = [(f"{name}: reward by function", "which part is earned", [f"{name}/rewards/*"]) for name in domains]
-    names = {
-        key: name
-        for _, _, patterns in several
-        for name, pattern in zip(domains, patterns, strict=True)
-        for key in matching(steps + evals, [pattern])
-    }
-    for title, note, patterns in PANELS + several + parts:
-        lines = evals if patterns[0].startswith("eval/") else steps
-        if keys := [key for key in matching(lines, patterns) if key not in used]:
-            used |= set(keys)
-            drawn = [key for key in keys if not key.endswith("/std")] or keys
-            heading = f"<h3>{escape(title)}</h3><p>{escape(note)}&nbsp;</p>"
-            cards.append(f'<div class="card">{heading}{plot_panel(lines, drawn[: len(COLORS)], names)}</div>')
-    return f'<div class="grid">{"".join(cards)}</div>', used
+def panels(curves: Curves, config: dict) -> str:
+    """One small plot for each panel that has data."""
+    cards = []
+    for title, note, labels in panels_of(curves, config, others=False):
+        heading = f"<h3>{escape(title)}</h3><p>{escape(note)}&nbsp;</p>"
+        cards.append(f'<div class="card">{heading}{plot_panel(curves, labels)}</div>')
+    return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
 
 
-def table_of_metrics(lines: list[dict]) -> str:
+def table_of_metrics(curves: Curves) -> str:
     rows = []
-    for key in sorted(matching(lines, ["*"])):
-        _, y = series(lines, key)
+    for key in sorted(curves.columns):
+        _, y = curves.all(key)
         cells = "".join(f'<td class="n">{number(v)}</td>' for v in (y[0], y[-1], min(y), max(y)))
         rows.append(f"<tr><td>{escape(shorten(key, 200))}</td>{cells}</tr>")
     return f"<table><tr><th>metric</th><th>first</th><th>last</th><th>min</th><th>max</th></tr>{''.join(rows)}</table>"
@@ -283,15 +214,17 @@ def pill(value, low: float, high: float) -> str:
 
 def said(row: dict) -> str:
     """The completion; of several turns each, what is trained on beside a bar and what answered it, masked, without."""
-    if not row.get("turns"):
+    turns = samples.turns(row)
+    if not turns:
         return escape(shorten(str(row.get("completion"))))
     parts = []
-    for turn in json.loads(row["turns"]):
+    for turn in turns:
         earned = f' <span class="dim">reward {number(turn["reward"])}</span>' if turn["reward"] else ""
         parts.append(f'<div class="said">{escape(shorten(turn["text"]))}{earned}</div>')
         if turn["observation"] or turn["calls"]:  # calls whose answer did not fit, too
-            calls = f"{escape(', '.join(map(call_text, turn['calls'])))}\n" if turn["calls"] else ""
-            parts.append(f'<div class="dim">{calls}{escape(shorten(chr(10).join(turn["observation"])))}</div>')
+            calls = escape(", ".join(map(call_text, turn["calls"])))
+            answer = escape(shorten(chr(10).join(turn["observation"])))
+            parts.append(f'<div class="dim">{calls}{chr(10) if calls else ""}{answer}</div>')
     return "".join(parts)
 
 
@@ -309,17 +242,10 @@ def table_of_completions(rows: list[dict], bounds: dict[str, tuple[float, float]
     return f'<div class="card"><table><tr>{header}</tr>{"".join(body)}</table></div>'
 
 
-def step_files(folder: Path) -> list[Path]:
-    """Its files by step; others may have put files of their own beside them."""
-    return sorted(path for path in folder.glob("step_*.parquet") if path.stem.removeprefix("step_").isdecimal())
-
-
 def completions(run_dir: Path, count: int = 8) -> str:
     """The first rows of the first and of the last step: the completions of one prompt lie together there."""
-    import pyarrow.parquet
-
-    files = step_files(run_dir / "completions")
-    shown = {path: pyarrow.parquet.read_table(path).slice(0, count).to_pylist() for path in files[:1] + files[-1:]}
+    files = samples.whole_files(run_dir / "completions")
+    shown = {path: samples.first_rows(path, count) for path in files[:1] + files[-1:]}
     scores: dict[str, list[float]] = {}
     for row in (row for rows in shown.values() for row in rows):
         for name, value in row.items():
@@ -332,19 +258,18 @@ def completions(run_dir: Path, count: int = 8) -> str:
 
 def before_and_after(run_dir: Path) -> str:
     """The first held-out rows at the first and at the last evaluation, side by side; with images, as pictures."""
-    import pyarrow.parquet
-
-    files = step_files(run_dir / "evaluations")
+    files = samples.whole_files(run_dir / "evaluations")
     files = files[:1] + files[1:][-1:]
     if not files:
         return ""
-    columns = [pyarrow.parquet.read_table(path).slice(0, 8).to_pylist() for path in files]
+    columns = [samples.first_rows(path, 8) for path in files]
     body = ""
     for rows in zip(*columns, strict=False):
         score = [pill(row["reward"], 0.0, 1.0) for row in rows]
         texts = [f"{said(row)}\n{s}" for row, s in zip(rows, score, strict=True)]
         seen = [
-            f"{png(row['picture'])}\n{text}" if row["picture"] else text for row, text in zip(rows, texts, strict=True)
+            f"{png(row['picture'])}\n{text}" if row.get("picture") else text
+            for row, text in zip(rows, texts, strict=True)
         ]
         prompt = escape(shorten(readable_prompt(rows[0]["prompt"])))
         body += f'<tr><td class="t">{prompt}</td>{"".join(f"""<td class="t">{text}</td>""" for text in seen)}</tr>'
@@ -354,6 +279,39 @@ def before_and_after(run_dir: Path) -> str:
 
 def png(data: bytes) -> str:
     return f'<img class="seen" alt="" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+
+
+def stands_out(run_dir: Path, curves: Curves, config: dict) -> str:
+    """What the page of look.py says of the run, in words."""
+    found = advice.of_curves(curves, config)
+    for path in samples.whole_files(run_dir / "completions")[-1:]:
+        titles = {note["title"] for note in found}
+        found += [note for note in advice.of_completions(path, config) if note["title"] not in titles]
+    rows = "".join(f"<tr><td><b>{escape(n['title'])}</b></td><td>{escape(n['text'])}</td></tr>" for n in found)
+    return f'<h2>What stands out</h2><div class="card"><table>{rows}</table></div>' if found else ""
+
+
+def token_views(run_dir: Path) -> tuple[str, str]:
+    """(a section with the tokens of a few trajectories, the script that draws them), or two empty texts.
+
+    Of the first and the last step whose tokens were kept: the best and the worst completion of the group in which they
+    differ most. The script and its style are those of the page, looking/page/.
+    """
+    known, shown = samples.vocabulary(run_dir), []
+    files = [path for path in samples.whole_files(run_dir / "completions") if "token_ids" in samples.columns(path)]
+    for path in dict.fromkeys(files[:1] + files[-1:]):
+        for place, row in samples.telling(path):
+            view = samples.token_view(samples.cut(row, VIEWED_TOKENS), known)
+            title = f"Step {samples.step_of(path)}, completion {place}, reward {number(row.get('reward'))}"
+            shown.append({"title": title, "view": view})
+    if not shown:
+        return "", ""
+    data = json.dumps(shown, allow_nan=False).replace("<", "\\u003c")  # so that no text in it ends the element
+    page = Path(__file__).parent.parent / "looking" / "page"
+    parts = [re.sub(r"^(export |import .*$)", "", (page / name).read_text(), flags=re.M) for name in PAGE_SCRIPTS]
+    body = f"<h2>Token by token</h2><style>{(page / 'tokens.css').read_text()}</style>"
+    body += f'<div id="views"></div><script type="application/json" id="tokens">{data}</script>'
+    return body, "\n".join([*parts, DRAW_VIEWS])
 
 
 def folded(title: str, body: str) -> str:
@@ -370,35 +328,41 @@ def write_report(run_dir: Path) -> Path | None:
     lines = read_metrics(run_dir)
     if not lines:
         return None
-    steps, evals = split_lines(lines)
+    curves = Curves(lines)
     config = json.loads(text_of(run_dir / "config.json") or "{}")
-    domains = [entry["name"] for entry in config.get("domains", ())]
     subtitle = [
         config.get("model_id"),
-        ", ".join(domains) or config.get("dataset_id"),
+        ", ".join(domains(curves, config)) or config.get("dataset_id"),
         f"advantage {config.get('advantage')}",
         f"loss {config.get('policy_loss')}",
     ]
-    plots, used = panels(steps, evals, domains)
+    plots = panels(curves, config)
     body = [
         f"<h1>{escape(run_dir.resolve().name)}</h1>",
         f'<p class="dim">{escape(" · ".join(str(part) for part in subtitle if part))}</p>',
-        tiles(steps, evals),
+        tiles(curves),
     ]
-    if matching(steps, ["reward"]) or matching(evals, SOLVED):
-        body.append(f'<h2>Reward</h2><div class="card">{plot_reward(steps, evals)}</div>')
-    body.append(f"<h2>Is it healthy?</h2>{plots}" if used else "")
-    if any(phases(line) for line in steps):
-        body.append(f'<h2>Where the time goes</h2><div class="card">{plot_times(steps)}</div>')
-    body += [before_and_after(run_dir), completions(run_dir)]
+    if curves.matching(["reward", *SOLVED]):
+        body.append(f'<h2>Reward</h2><div class="card">{plot_reward(curves)}</div>')
+    body.append(stands_out(run_dir, curves, config))
+    body.append(f"<h2>Is it healthy?</h2>{plots}" if plots else "")
+    if curves.phases()[1]:
+        body.append(f'<h2>Where the time goes</h2><div class="card">{plot_times(curves)}</div>')
+    tokens, script = token_views(run_dir)
+    body += [before_and_after(run_dir), completions(run_dir), tokens]
     settings = "".join(f"<tr><td>{escape(k)}</td><td>{escape(json.dumps(v))}</td></tr>" for k, v in config.items())
-    body += ["<h2>Details</h2>", folded("All metrics", table_of_metrics(lines))]
+    body += ["<h2>Details</h2>", folded("All metrics", table_of_metrics(curves))]
     body.append(folded("Settings", f"<table>{settings}</table>"))
     command = text_of(run_dir / "command.txt") + "\n" + text_of(run_dir / "environment.txt")
     body.append(folded("Command and environment", f"<pre>{escape(command)}</pre>"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(run_dir.resolve().name)}</title>"
+    page += f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'  # this script and no other
     page += (
-        f"<meta name=viewport content='width=device-width'><style>{STYLE}</style><body>{''.join(body)}</body></html>"
+        f"<meta name=viewport content='width=device-width'><style>{STYLE}</style><body>{''.join(body)}"
+        + (f'<script type="module">{script}</script>' if script else "")
+        + "</body></html>"
     )
     path = run_dir / "report.html"
     path.write_text(page, encoding="utf-8", errors="backslashreplace")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("algorithms", "envs", "inputs", "runlog", "safety", "scoring", "serving")
+ROOMS = ("algorithms", "envs", "inputs", "looking", "runlog", "safety", "scoring", "serving")
 
 
 def modules() -> dict[str, Path]:

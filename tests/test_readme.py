@@ -130,7 +130,7 @@ def test_links_and_files_exist(page):
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{page.name} links to {link}"
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
-    rooms = "algorithms|benchmarks|docs|envs|examples|inputs|runlog|safety|scoring|scripts|serving|tests"
+    rooms = "algorithms|benchmarks|docs|envs|examples|inputs|looking|runlog|safety|scoring|scripts|serving|tests"
     for path in re.findall(rf"(?<![\w/])(?:{rooms})/[\w/.-]+\.(?:py|sh|md|json|svg|png)\b", page.read_text()):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     for name in re.findall(r"`([a-z_]+\.py)`", page.read_text()):

@@ -1,0 +1,76 @@
+"""A page that shows runs while they train, down to the token: python look.py runs/
+
+Prints an address with a token in it; open it in a browser. On another machine: `ssh -L 6060:127.0.0.1:6060 HOST` first,
+then the same address. Reads the run folders and changes nothing in them; a training does not notice it.
+See docs/looking.md.
+"""
+
+import argparse
+import contextlib
+import ipaddress
+import socket
+import sys
+from pathlib import Path
+
+from cli import ConfigError
+
+PORT = 6060
+
+
+def loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def bound(host: str, port: int | None) -> socket.socket:
+    """A listening socket; without a given port, PORT or the next that is free."""
+    for number in [port] if port is not None else range(PORT, PORT + 50):
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, number), family=family)
+        except OSError as error:
+            problem = error
+    ports = port if port is not None else f"{PORT} to {PORT + 49}"
+    raise ConfigError(f"--host {host} --port {ports}: {problem.strerror or problem}. Give another --port.")
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="of runs, or one run; default: runs")
+    parser.add_argument("--port", type=int, help=f"default: {PORT}, or the next that is free")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine alone"
+    )
+    given = parser.parse_args(arguments)
+    if not given.folder.is_dir():
+        raise ConfigError(f"{given.folder} is no folder; give the one that run folders are in, such as runs/")
+    try:
+        import uvicorn
+
+        from looking.server import make_app, new_token
+    except ImportError as error:
+        raise ConfigError(f"look.py needs {error.name}, which is not installed: bash scripts/install.sh") from None
+    token, listening = new_token(), bound(given.host, given.port)
+    port = listening.getsockname()[1]
+    app = make_app(given.folder, token, cookie=f"look_{port}")  # cookies do not know ports: two pages, two names
+    if not loopback(given.host):
+        print(
+            f"Warning: --host {given.host} lets other machines connect. The token and all that models wrote travel "
+            "unencrypted: better is ssh -L, with the default host.",
+            file=sys.stderr,
+        )
+    shown = f"[{given.host}]" if ":" in given.host else given.host
+    print(f"Runs in {given.folder.resolve()}: http://{shown}:{port}/?token={token}   (Ctrl-C ends)", flush=True)
+    # No access log: it would show the token. Nothing is sent to others, so no header tells what runs here.
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        raise SystemExit(f"look.py: {error}") from None

@@ -1,0 +1,279 @@
+"""The page's server: answers to GET alone, about run folders alone, for those who have the token.
+
+What it answers is JSON; a model's text never becomes HTML here. The page is static files (page/), which put text into
+the document as text; the content security policy lets no other script run.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import threading
+import time
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cli import ConfigError
+from looking.runs import Gone, Run, Runs, digest, plain, stamp
+from looking.told import all_notes, compared, described
+from runlog import samples
+from runlog.reading import readable_prompt
+
+PAGE = Path(__file__).parent / "page"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+COMPARED = 40  # runs at once
+SECONDS = 1.0  # that one request looks for a prompt in files
+
+
+def plotly() -> bytes:
+    """plotly's JavaScript, which comes inside its Python package."""
+    try:
+        import plotly
+    except ImportError:
+        raise ConfigError("look.py draws with plotly, which is not installed: pip install plotly") from None
+    return (Path(plotly.__file__).parent / "package_data" / "plotly.min.js").read_bytes()
+
+
+def make_app(root: Path, token: str, cookie: str = "look") -> Starlette:
+    """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header."""
+    names = {"/": page, "/page/{name}": file} | {f"/api/{name}": answer for name, answer in ANSWERS.items()}
+    routes = [Route(path, guarded(answer)) for path, answer in names.items()]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: missing, 500: failed})
+    app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
+    app.state.runs, app.state.token, app.state.cookie = Runs(root), token, cookie
+    app.state.files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
+    app.state.files["plotly.js"] = plotly()
+    threading.Thread(target=read_ahead, args=(app.state.runs,), daemon=True).start()
+    return app
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(18)
+
+
+def read_ahead(runs: Runs) -> None:
+    """So that the first look at the table need not wait for a slow disk."""
+    with contextlib.suppress(OSError):
+        for run in runs.all():
+            run.summary()
+
+
+# ---- who may ask, and how answers look ------------------------------------------------------------------------------
+
+
+def allowed(request: Request) -> bool:
+    state = request.app.state
+    header = request.headers.get("authorization", "").removeprefix("Bearer ")
+    given = (request.query_params.get("token"), request.cookies.get(state.cookie), header)
+    return any(hmac.compare_digest(word.encode("utf-8", "replace"), state.token.encode()) for word in given if word)
+
+
+def guarded(answer):
+    """`answer(request)`, a value for JSON or a Response, for those with the token."""
+
+    def endpoint(request: Request) -> Response:
+        if not allowed(request):
+            text = "Take the address that look.py printed when it started: it ends with ?token=..."
+            return respond({"error": text}, 401)
+        try:
+            made = answer(request)
+        except Gone as error:
+            return respond({"error": str(error)}, 404)
+        except samples.Unreadable as error:
+            return respond({"error": str(error)}, 422)
+        return made if isinstance(made, Response) else respond(made)
+
+    return endpoint
+
+
+def missing(request: Request, error: HTTPException) -> Response:
+    return respond({"error": f"There is nothing at {request.url.path}."}, error.status_code)
+
+
+def failed(request: Request, error: Exception) -> Response:
+    return respond({"error": f"{type(error).__name__} in look.py; its terminal shows where."}, 500)
+
+
+def respond(value, status: int = 200) -> Response:
+    """JSON in ASCII: half a surrogate pair, which a model may write, has no UTF-8."""
+    body = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
+    return Response(body, status, HEADERS | {"Cache-Control": "no-store"}, "application/json")
+
+
+def unless_known(request: Request, tag: str | None, make) -> Response:
+    """make(), or 304 where the browser has it: its ETag is `tag`, or follows from the answer itself."""
+    if tag is not None and request.headers.get("if-none-match") == f'"{tag}"':
+        return Response(status_code=304, headers=HEADERS | {"ETag": f'"{tag}"'})
+    answer = make()
+    if tag is None:
+        tag = hashlib.sha256(answer.body).hexdigest()[:16]
+        if request.headers.get("if-none-match") == f'"{tag}"':
+            return Response(status_code=304, headers=HEADERS | {"ETag": f'"{tag}"'})
+    answer.headers.update(HEADERS | {"Cache-Control": "no-cache", "ETag": f'"{tag}"'})
+    return answer
+
+
+def integer(text: str) -> int:
+    if not text.isdecimal() or len(text) > 12:
+        raise Gone(f"{text[:40]!r} is no number.")
+    return int(text)
+
+
+def whole(request: Request, name: str) -> int:
+    return integer(request.query_params.get(name, ""))
+
+
+def choice(request: Request, name: str, allowed: tuple[str, ...]) -> str:
+    value = request.query_params.get(name, allowed[0])
+    if value not in allowed:
+        raise Gone(f"{name} is {value[:40]!r}; it is one of {', '.join(allowed)}.")
+    return value
+
+
+# ---- what can be asked ----------------------------------------------------------------------------------------------
+
+
+def runs_of(request: Request) -> Runs:
+    return request.app.state.runs
+
+
+def page(request: Request) -> Response:
+    answer = Response(
+        request.app.state.files["index.html"], media_type="text/html", headers=HEADERS | {"Cache-Control": "no-store"}
+    )
+    # Not by a redirect: after one that begins on another site, as in a web terminal, a strict cookie is not sent.
+    answer.set_cookie(request.app.state.cookie, request.app.state.token, httponly=True, samesite="strict", path="/")
+    return answer
+
+
+def file(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in request.app.state.files:
+        raise Gone(f"There is no file {name!r}.")
+    kind = TYPES[Path(name).suffix]
+    tag = hashlib.sha256(request.app.state.files[name]).hexdigest()[:16]
+    return unless_known(request, tag, lambda: Response(request.app.state.files[name], media_type=kind))
+
+
+def table(request: Request) -> Response:
+    found = [run.summary() for run in runs_of(request).all()]
+    found.sort(key=lambda run: -(run["updated"] or 0))
+    return unless_known(request, None, lambda: respond({"root": str(runs_of(request).root), "runs": found}))
+
+
+def of(request: Request) -> Run:
+    return runs_of(request).get(request.query_params.get("run", ""))
+
+
+def run(request: Request) -> Response:
+    found = of(request)
+    axis = choice(request, "x", ("step", "tokens", "seconds"))
+    tag = digest(found.version(), found.state(), axis)
+    return unless_known(request, tag, lambda: respond(described(found, axis)))
+
+
+def notes(request: Request) -> Response:
+    found = of(request)
+    tag = digest(found.version(), found.state())
+    return unless_known(request, tag, lambda: respond({"notes": all_notes(found)}))
+
+
+def compare(request: Request) -> Response:
+    names = list(dict.fromkeys(request.query_params.getlist("run")))[:COMPARED]
+    axis = choice(request, "x", ("step", "tokens", "seconds"))
+    seeds = request.query_params.get("seeds") == "1"
+    chosen, gone = [], []
+    for name in names:
+        try:
+            chosen.append(runs_of(request).get(name))
+        except Gone:
+            gone.append(name)
+    tag = digest([(one.name, one.version()) for one in chosen], gone, axis, seeds)
+    return unless_known(request, tag, lambda: respond(compared(chosen, axis, seeds) | {"gone": gone}))
+
+
+def steps(request: Request) -> dict:
+    folder = of(request).path
+    return {kind: [samples.step_of(path) for path in samples.step_files(folder / kind)] for kind in samples.KINDS}
+
+
+def step_file(request: Request) -> Path:
+    """The file of `kind` and `step`, found among those that are there."""
+    kind, step = choice(request, "kind", samples.KINDS), whole(request, "step")
+    return of(request).file(kind, f"step_{step:06d}.parquet")
+
+
+def listing(request: Request) -> Response:
+    path = step_file(request)
+    return unless_known(request, digest(stamp(path)), lambda: respond(samples.listing(path)))
+
+
+def found_text(request: Request) -> dict:
+    text = request.query_params.get("text", "")[:1000]
+    return {"rows": samples.search(step_file(request), text) if text else []}
+
+
+def several(request: Request) -> dict:
+    numbers = [integer(word) for word in request.query_params.get("rows", "").split(",") if word][:128]
+    return {"rows": samples.several(step_file(request), numbers, 6000)}
+
+
+def one(request: Request) -> dict:
+    path, number = step_file(request), whole(request, "row")
+    names = samples.opened(path).schema_arrow.names
+    picture = "picture" in names and samples.image(path, number) is not None
+    total = samples.count(path)
+    return samples.one(path, number) | {"picture": picture, "total": total, "tokens": "token_ids" in names}
+
+
+def tokens(request: Request) -> dict:
+    known = samples.vocabulary(of(request).path)
+    return samples.tokens(step_file(request), whole(request, "row"), known) or {}
+
+
+def picture(request: Request) -> Response:
+    data = samples.image(step_file(request), whole(request, "row"))
+    if data is None:
+        raise Gone("This row has no picture.")
+    return Response(data, media_type="image/png", headers=HEADERS)
+
+
+def over_time(request: Request) -> dict:
+    """The completions of a row's prompt in all files of its kind, `SECONDS` of looking at a time."""
+    path, number, kind = step_file(request), whole(request, "row"), choice(request, "kind", samples.KINDS)
+    prompt, later = samples.prompt_of(path, number), integer(request.query_params.get("from", "0"))
+    found, unreadable, begun = [], [], time.monotonic()
+    paths = samples.step_files(of(request).path / kind)
+    for place in range(later, len(paths)):
+        if time.monotonic() - begun > SECONDS:
+            return {"found": found, "unreadable": unreadable, "next": place, "files": len(paths)}
+        try:
+            rows = samples.of_prompt(paths[place], prompt, 2000)
+        except samples.Unreadable as error:
+            unreadable.append(str(error))
+            continue
+        if rows:
+            found.append({"step": samples.step_of(paths[place]), "rows": rows})
+    shown = readable_prompt(prompt)[:20_000]
+    return {"found": found, "unreadable": unreadable, "next": None, "files": len(paths), "prompt": shown}
+
+
+ANSWERS = {"runs": table, "run": run, "notes": notes, "compare": compare, "steps": steps, "listing": listing}
+ANSWERS |= {"search": found_text, "rows": several, "row": one, "tokens": tokens, "picture": picture}
+ANSWERS |= {"over_time": over_time}

@@ -1,0 +1,158 @@
+"""What the page says of a run, of several over each other, and in words: plain values, ready for JSON."""
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from looking.runs import Gone, Run, digest, stamp
+from runlog import advice, samples
+from runlog.curves import SOLVED, Curves, binned, domains, panels
+
+FREE = ("seed", "run_name", "output_dir", "server_url", "resume", "save_steps", "report_to")  # no other setting
+
+
+def described(run: Run, axis: str) -> dict:
+    """Everything that a run's page draws."""
+    curves = run.curves()
+    moved = mover(curves, axis)
+    steps, split = curves.phases()
+    first = ("Reward", "training reward and what was never trained on", headline(curves))
+    shown = [first, *panels(curves, run.config())]
+    times = {name: moved(*binned(steps, seconds)) for name, seconds in split.items()}
+    return {
+        "summary": run.summary(),
+        "unreadable": run.unreadable,
+        "panels": [
+            {
+                "title": title,
+                "note": note,
+                "curves": [{"name": label, **moved(*curves.series(n))} for n, label in labels.items()],
+            }
+            for title, note, labels in shown
+            if labels
+        ],
+        "spread": moved(*curves.series("reward_std")),
+        "times": [{"name": name, **curve} for name, curve in times.items()],
+        "domains": domain_table(curves, run.config()),
+        "config": run.config(),
+        "texts": {name: text_of(run, name) for name in ("command.txt", "environment.txt", "git.diff")},
+    }
+
+
+def headline(curves: Curves) -> dict[str, str]:
+    """The training reward and the held-out score: {metric: label}."""
+    held_out = (curves.matching(SOLVED) or curves.matching(["eval/reward"]))[:1]
+    return {name: name for name in curves.matching(["reward"])} | {name: f"held out, {name[5:]}" for name in held_out}
+
+
+def mover(curves: Curves, axis: str):
+    """(steps, values) -> {"x", "y"} with x as asked for."""
+    known, passed = curves.axis(axis)
+
+    def move(steps, values) -> dict:
+        x = np.interp(steps, known, passed) if len(known) > 1 else steps
+        return {"x": list(map(float, x)), "y": list(map(float, values))}
+
+    return move
+
+
+def domain_table(curves: Curves, config: dict) -> list[dict]:
+    """Each domain's first and last reward, and its held-out score."""
+    made = []
+    for name in domains(curves, config):
+        _, values = curves.all(f"{name}/reward")
+        if not len(values):
+            continue
+        held_out = curves.matching([f"eval/{name}/mean@*"])
+        last = curves.all(held_out[0])[1] if held_out else []
+        made.append(
+            {"name": name, "first": values[0], "now": values[-10:].mean(), "held_out": last[-1] if len(last) else None}
+        )
+    return made
+
+
+def text_of(run: Run, name: str) -> str:
+    try:
+        with open(run.file(name), "rb") as file:
+            return file.read(200_000).decode("utf-8", "backslashreplace")
+    except (Gone, OSError):
+        return ""
+
+
+@lru_cache(256)
+def notes_of_file(path: Path, mark: tuple, settings: str) -> tuple:
+    return tuple(advice.of_completions(path, json.loads(settings)))
+
+
+def all_notes(run: Run) -> list[dict]:
+    """The run's state, its metrics and its last completions, in words."""
+    (state, why), config, found = run.state(), run.config(), []
+    if state in ("failed", "killed", "silent"):
+        title = {"failed": "The run failed", "killed": "The run was killed", "silent": "The run is silent"}[state]
+        found.append(advice.note("bad", title, why, "state"))
+    found += advice.of_curves(run.curves(), config)
+    if run.unreadable:
+        text = f"{run.unreadable} lines of metrics.jsonl cannot be read, and are left out."
+        found.append(advice.note("watch", "Torn lines", text, "state"))
+    settings = json.dumps({name: config.get(name) for name in ("push_steps", "max_staleness")})
+    paths = samples.step_files(run.path / "completions")
+    for path in paths[-1:]:
+        try:
+            more = notes_of_file(path, stamp(path), settings)
+            known = {note["title"] for note in found}
+            found += [note for note in more if note["title"] not in known]
+        except samples.Unreadable as error:
+            found.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
+    return sorted(found, key=lambda note: note["level"] != "bad")
+
+
+def setting(config: dict) -> dict:
+    return {name: value for name, value in config.items() if name not in FREE}
+
+
+def compared(runs: list[Run], axis: str, seeds: bool) -> dict:
+    """Curves of several runs over each other: {"runs", "panels": [{"title", "name", "curves"}], "settings"}.
+
+    seeds: runs whose settings differ in nothing but the seed become one curve, their mean, with the lowest and highest
+    as a band.
+    """
+    read = [(run, run.curves(), run.config()) for run in runs]
+    together: dict[str, list[int]] = {}
+    for n, (run, _, config) in enumerate(read):
+        together.setdefault(digest(setting(config)) if seeds and config else run.name, []).append(n)
+    titles: dict[str, str] = {}  # of metrics, in the order in which they are shown
+    first = [("Reward", ["reward"]), *(("Held-out rows", list(headline(curves))[1:]) for _, curves, _ in read)]
+    for title, names in [*first, *((t, n) for _, curves, config in read for t, _, n in panels(curves, config))]:
+        titles = titles | {name: title for name in names if name not in titles}
+    points = max(60, min(400, 4000 // max(len(runs), 1)))
+    moved = [mover(curves, axis) for _, curves, _ in read]
+    shown = []
+    for name, title in titles.items():
+        lines = []
+        for numbers in together.values():
+            parts = [moved[n](*read[n][1].series(name, points)) for n in numbers if name in read[n][1].columns]
+            if parts:
+                lines.append({"runs": numbers, **(parts[0] if len(parts) == 1 else band(parts))})
+        if lines:
+            shown.append({"title": title, "name": name, "curves": lines})
+    keys = dict.fromkeys(key for _, _, config in read for key in config)
+    values = {key: [config.get(key) for _, _, config in read] for key in keys}
+    differing = {key: v for key, v in values.items() if len({json.dumps(x, sort_keys=True) for x in v}) > 1}
+    return {"runs": [run.summary() for run in runs], "panels": shown, "settings": differing}
+
+
+def band(parts: list[dict]) -> dict:
+    """Mean, lowest and highest of curves, where at least two of them are."""
+    x = np.unique(np.concatenate([part["x"] for part in parts]))
+    x = x[np.linspace(0, len(x) - 1, min(len(x), 400)).astype(int)] if len(x) else x
+    rows = [np.interp(x, part["x"], part["y"], left=math.nan, right=math.nan) for part in parts if part["x"]]
+    values = np.array(rows)
+    enough = np.isfinite(values).sum(0) >= min(2, len(rows))
+    values, x = values[:, enough], x[enough]
+    if not len(x):
+        return parts[0]
+    mean = [float(v) for v in np.nanmean(values, 0)]
+    return {"x": x.tolist(), "y": mean, "low": np.nanmin(values, 0).tolist(), "high": np.nanmax(values, 0).tolist()}

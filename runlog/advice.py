@@ -1,0 +1,313 @@
+"""What stands out in a run, in words: what was seen, since when, what it may mean, where to read on.
+
+Rules of thumb with thresholds in the open, for the page and the report. Each function looks for one thing and returns
+notes: {"level": "bad" or "watch", "title", "text", "see"}. None of them can know what a task is like: they say where to
+look, not what is so.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from runlog import samples
+from runlog.curves import SOLVED, Curves, domains
+
+RECENT = 10  # steps that "now" is the mean of
+ENOUGH = 8  # steps before there is anything to say about a trend
+LOOKED_AT = 512  # completions of the last step that are looked at
+
+
+def note(level: str, title: str, text: str, see: str) -> dict:
+    return {"level": level, "title": title, "text": text, "see": see}
+
+
+def now(values: np.ndarray) -> float:
+    return float(values[-RECENT:].mean())
+
+
+def at_first(values: np.ndarray) -> float:
+    """The mean of the first steps: a tenth of them, 3 to 20."""
+    return float(values[: min(max(len(values) // 10, 3), 20)].mean())
+
+
+def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
+    """The step from which on it has held, but for one step in five; None if it does not hold now."""
+    if not len(holds) or holds[-RECENT:].mean() < 0.8:
+        return None
+    share = np.cumsum(holds[::-1]) / np.arange(1, len(holds) + 1)  # of the steps from there to the last
+    start = len(holds) - 1 - int(np.flatnonzero(share >= 0.8)[-1])
+    while not holds[start]:
+        start += 1
+    return int(steps[start])
+
+
+def silent_groups(curves: Curves) -> list[dict]:
+    steps, silent = curves.all("frac_reward_zero_std")
+    _, alone = curves.all("frac_singleton_groups")
+    if len(silent) < ENOUGH or (len(alone) and now(alone) > 0.99) or (start := since(steps, silent > 0.6)) is None:
+        return []
+    rewards = curves.all("reward")[1]
+    if not len(rewards):
+        return []
+    reward, best = now(rewards), float(rewards.max())
+    if reward >= 0.8 * best and best > 0 and reward > 0.7:
+        why = f"too easy (reward {reward:.2f}). Harder rows, or --dynamic_sampling, would teach more"
+    elif reward < 0.15:
+        why = f"too hard (reward {reward:.2f}). Easier rows, a warm start or partial credit would give a signal"
+    else:
+        why = f"completions of a prompt score alike (reward {reward:.2f}). Read a group: do they say the same"
+    quarters = round(4 * now(silent))
+    share = f"{quarters} of 4 groups" if quarters < 4 else f"{now(silent):.0%} of the groups"
+    return [note("watch", "Groups without signal", f"{share} are silent since step {start}: {why}.", "silent-groups")]
+
+
+def entropy(curves: Curves) -> list[dict]:
+    steps, values = curves.all("entropy")
+    if len(values) < ENOUGH:
+        return []
+    first, last = at_first(values), now(values)
+    if first <= 0 or last > 0.15 * first or last > 0.1:
+        return []
+    start = since(steps, values < 0.15 * first)
+    reward = curves.all("reward")[1]
+    stuck = len(reward) and reward[-RECENT:].mean() < 0.7
+    text = f"Entropy fell from {first:.2g} to {last:.2g}, below a seventh of its start since step {start}: the policy "
+    text += "hardly explores any more. "
+    text += "The reward is not solved, so this is too early: a lower learning rate, an entropy bonus (--entropy_coef), "
+    text += "clip-higher (--epsilon_high) or a KL term." if stuck else "The reward is high: it may simply have learned."
+    return [note("bad" if stuck else "watch", "Entropy collapse", text, "entropy-collapse")]
+
+
+def length(curves: Curves, config: dict) -> list[dict]:
+    """Longer and longer: reward follows length while held-out rows do not follow reward."""
+    found = []
+    steps, lengths = curves.all("completions/mean_length")
+    _, reward = curves.all("reward")
+    if len(lengths) >= ENOUGH and len(reward) == len(lengths):
+        first, last = at_first(lengths), now(lengths)
+        later = slice(len(lengths) // 4, None)
+        together = correlation(smooth(lengths)[later], smooth(reward)[later])
+        if last > 1.8 * first and together > 0.7:
+            text = f"Completions grew from {first:.0f} to {last:.0f} tokens, and the reward with them (correlation "
+            text += f"{together:.2f})."
+            bad = False
+            for name in curves.matching([*SOLVED, "eval/reward"])[:1]:
+                held = curves.all(name)[1]
+                recent = held[len(held) // 4 :]
+                gained = reward[-RECENT:].mean() - reward[len(reward) // 4 :][:RECENT].mean()
+                if len(recent) >= 3 and recent[-3:].mean() - recent[:3].mean() < 0.25 * gained:
+                    bad = True
+                    text += f" Held-out rows did not follow: {name.removeprefix('eval/')} {recent[:3].mean():.2f} -> "
+                    text += f"{recent[-3:].mean():.2f}, while the reward went up by {gained:.2f}."
+            text += " Is length itself rewarded? Sort a step's completions by length and read the longest."
+            found.append(note("bad" if bad else "watch", "Reward by length", text, "reward-by-length"))
+    steps, cut = curves.all("completions/clipped_ratio")
+    if len(cut) >= ENOUGH and (start := since(steps, cut > 0.2)) is not None:
+        limit = config.get("max_completion_length")
+        text = f"{now(cut):.0%} of the completions hit the length limit" + (f" of {limit} tokens" if limit else "")
+        text += (
+            f" since step {start}: their answer is missing, not wrong. A higher --max_completion_length, or a reward "
+        )
+        text += "for ending."
+        found.append(note("watch", "Cut off", text, "cut-off"))
+    return found
+
+
+def stale(curves: Curves, config: dict) -> list[dict]:
+    """The generator's log-probs move away from the trainer's: old weights, or another model."""
+    found = []
+    allowed = max([*(config.get(name) or 0 for name in ("push_steps", "max_staleness")), 1])
+    for name in ("policy_lag", "staleness/max"):
+        steps, lag = curves.all(name)
+        if len(lag) and (start := since(steps, lag > allowed)) is not None:
+            text = f"The weights that sample are {lag[-1]:.0f} optimizer steps old, and more than {allowed} since step "
+            text += f"{start}. Do pushes arrive? See the server's log, and the version in the token view."
+            found.append(note("bad", "A stale server", text, "stale-server"))
+            break
+    steps, difference = curves.all("sampling/logprob_diff_mean")
+    if len(difference) >= ENOUGH:
+        first, last = at_first(difference), now(difference)
+        if last > 0.08 and (start := since(steps, difference > max(0.05, 2 * min(first, 0.05)))) is not None:
+            text = f"Trainer and generator differ by {last:.2g} in the log-probs of the same tokens, at first by "
+            text += f"{first:.2g}, by more than .05 since step {start}. Stale weights, another model or another "
+            text += "temperature? About .01 to .05 is usual."
+            found.append(note("bad", "Trainer against generator", text, "stale-server"))
+    steps, size = curves.all("sampling/ess")
+    if len(size) >= ENOUGH and (start := since(steps, size < 0.5)) is not None:
+        text = f"The effective sample size is {now(size):.0%} of the tokens since step {start}: few of them carry the "
+        text += "update."
+        found.append(note("watch", "Importance weights", text, "stale-server"))
+    return found
+
+
+def left_behind(curves: Curves, config: dict) -> list[dict]:
+    """A domain that earns nothing, or falls, while the others rise."""
+    found, known = [], domains(curves, config)
+    rewards = {name: curves.all(f"{name}/reward") for name in known}
+    rewards = {name: (steps, values) for name, (steps, values) in rewards.items() if len(values) >= ENOUGH}
+    for name, (steps, values) in rewards.items():
+        others = [now(v) for other, (_, v) in rewards.items() if other != name]
+        if not others:
+            continue
+        middle = float(np.median(others))
+        nothing = np.ptp(values[-4 * RECENT :]) < 1e-6
+        if nothing and middle > values[-1] + 0.1:
+            start = since(steps, np.abs(values - values[-1]) < 1e-6)
+            text = f"{name}: the reward is {values[-1]:.2g} in every step since step {start}; the others are at "
+            text += f"{middle:.2f}. A reward that never moves is broken as a rule: read its completions (choose the "
+            text += "domain) and call its reward function on one."
+            found.append(note("bad", f"Domain {name}", text, "broken-domain"))
+        elif now(values) < 0.5 * float(values.max()) and values.max() > 0.1:
+            text = (
+                f"{name}: the reward fell from {values.max():.2f} to {now(values):.2f}; the others are at {middle:.2f}."
+            )
+            found.append(note("watch", f"Domain {name}", text, "broken-domain"))
+        elif now(values) < 0.1 and middle > 0.4:
+            text = (
+                f"{name}: the reward is {now(values):.2f}, of the others {middle:.2f}. Too hard, or not scored right?"
+            )
+            found.append(note("watch", f"Domain {name}", text, "broken-domain"))
+    return found
+
+
+def failures(curves: Curves, config: dict) -> list[dict]:
+    found = []
+    kinds = [
+        ("tools/failure_frequency", 0.2, "Failed calls", "of the calls of tools fail"),
+        ("sampling/left_out", 0.2, "Left out", "of the tokens are left out of the loss"),
+        ("clip_ratio/region_mean", 0.3, "Clipped", "of the tokens are clipped"),
+    ]
+    for name, limit, title, words in kinds:
+        steps, values = curves.all(name)
+        if len(values) >= 3 and (start := since(steps, values > limit)) is not None:
+            found.append(note("watch", title, f"{now(values):.0%} {words} since step {start}.", "failures"))
+    for name, words in (
+        ("rollout/failed", "trajectories failed and were left out"),
+        ("unrewarded", "completions had no reward function that applied"),
+        ("reward_timeouts", "rewards ran out of time"),
+    ):
+        steps, values = curves.all(name)
+        if len(values) and values[-RECENT:].sum() > 0:
+            text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} steps, of "
+            text += f"{values.sum():.0f} in all."
+            found.append(note("watch", title_of(words), text, "failures"))
+    steps, norm = curves.all("grad_norm")
+    if len(norm) >= ENOUGH and now(norm[-3:]) > 10 * np.median(norm) > 0:
+        text = f"The gradient norm is {now(norm[-3:]):.3g}, usually {np.median(norm):.3g}."
+        found.append(note("watch", "Gradient norm", text, "failures"))
+    return found
+
+
+def title_of(words: str) -> str:
+    return " ".join(words.split()[:2]).capitalize()
+
+
+def of_curves(curves: Curves, config: dict) -> list[dict]:
+    """Notes on the metrics; the bad ones first."""
+    found = [*stale(curves, config), *length(curves, config), *entropy(curves), *left_behind(curves, config)]
+    found += [*silent_groups(curves), *failures(curves, config)]
+    return sorted(found, key=lambda note: note["level"] != "bad")
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    size = max(len(values) // 20, 1)
+    return np.convolve(values, np.ones(size) / size, "same")[size : len(values) - size or None]
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    n = min(len(x), len(y))
+    x, y = x[:n], y[:n]
+    return float(np.corrcoef(x, y)[0, 1]) if n > 2 and x.std() > 0 and y.std() > 0 else 0.0
+
+
+# ---- the completions of a step --------------------------------------------------------------------------------------
+
+
+def of_completions(path: Path, config: dict) -> list[dict]:
+    """Notes on the first completions of a step, told by what the metrics cannot show. Raises samples.Unreadable."""
+    names = ["group", "prompt", "completion", "reward", "length", "domain", "policy_version", "turns"]
+    names += ["origin", "tokens/trained"]
+    number = min(samples.count(path), LOOKED_AT)
+    found = samples.rows(path, list(range(number)), names)
+    step = samples.step_of(path)
+    return [
+        *_trained_outside(found, step),
+        *_length_rank(found, step),
+        *_versions(found, step, config),
+        *_alike(found, step),
+    ]
+
+
+def _trained_outside(rows: list[dict], step: int) -> list[dict]:
+    """Trained tokens that the model did not write: outside of its turns, or without a sampler's log-prob."""
+    outside = total = touched = 0
+    for row in rows:
+        trained = row.get("tokens/trained")
+        spans = [(turn["start"], turn["end"]) for turn in samples.turns(row)]
+        if trained is None or not spans or not all(isinstance(place, int) for span in spans for place in span):
+            continue
+        own = np.zeros(len(trained), bool)
+        for start, end in spans:
+            own[start:end] = True
+        wrong = int((np.asarray(trained, bool) & ~own).sum())
+        outside, total, touched = outside + wrong, total + int(np.sum(trained)), touched + bool(wrong)
+    if outside <= 0.002 * total:  # a template may put a token that ends a turn behind it
+        return []
+    text = f"{outside / total:.0%} of the trained tokens of step {step} stand outside of the model's turns, in "
+    text += (
+        f"{touched} of {len(rows)} trajectories: answers of tools or of the environment are learned as if the model "
+    )
+    text += "had said them. "
+    text += "Open one in the token view, coloured by trained / masked."
+    return [note("bad", "Observations are trained on", text, "observations-trained")]
+
+
+def _length_rank(rows: list[dict], step: int) -> list[dict]:
+    """Within groups, does the longest score highest? Spearman's correlation over all groups."""
+    groups: dict = {}
+    for row in rows:
+        size = row.get("length") or len(str(row.get("completion") or ""))
+        if isinstance(row.get("reward"), (int, float)):
+            groups.setdefault(row.get("group", row.get("prompt")), []).append((size, row["reward"]))
+    x, y = [], []
+    for pairs in groups.values():
+        sizes, rewards = np.array(pairs, float).T
+        if len(pairs) > 2 and np.ptp(rewards) > 0 and np.ptp(sizes) > 0:
+            x += list((rank(sizes) - rank(sizes).mean()) / len(pairs))
+            y += list((rank(rewards) - rank(rewards).mean()) / len(pairs))
+    together = correlation(np.array(x), np.array(y))
+    if len(x) < 16 or together < 0.7:
+        return []
+    text = f"Within the groups of step {step} the longer completion scores higher almost always (rank correlation "
+    text += f"{together:.2f}). Is length itself rewarded?"
+    return [note("bad" if together > 0.85 else "watch", "Reward by length", text, "reward-by-length")]
+
+
+def rank(values: np.ndarray) -> np.ndarray:
+    """Ranks, of equal values their mean."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+def _versions(rows: list[dict], step: int, config: dict) -> list[dict]:
+    sampled_now = [row for row in rows if not row.get("origin")]  # what was remembered may be old
+    versions = [row["policy_version"] for row in sampled_now if isinstance(row.get("policy_version"), int)]
+    allowed = max([*(config.get(name) or 0 for name in ("push_steps", "max_staleness")), 1])
+    if not versions or (age := step - 1 - min(versions)) <= allowed:
+        return []
+    text = f"Completions of step {step} were sampled by weights of version {min(versions)}, {age} optimizer steps old; "
+    text += f"{allowed} is allowed by the settings. Do pushes arrive?"
+    return [note("bad", "A stale server", text, "stale-server")]
+
+
+def _alike(rows: list[dict], step: int) -> list[dict]:
+    """Groups whose completions are word for word the same."""
+    groups: dict = {}
+    for row in rows:
+        groups.setdefault(row.get("group", row.get("prompt")), []).append(row.get("completion"))
+    several = [texts for texts in groups.values() if len(texts) > 2]
+    same = sum(len(set(texts)) == 1 for texts in several)
+    if not several or same < 0.5 * len(several):
+        return []
+    text = f"In {same} of {len(several)} groups of step {step} all completions are word for word the same."
+    return [note("watch", "No variety", text, "entropy-collapse")]

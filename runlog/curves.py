@@ -1,0 +1,190 @@
+"""Metrics of a run as curves: what the report and the page (look.py) draw, and in which panels.
+
+PANELS says what belongs together. A metric that no panel names is among "Other metrics".
+"""
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+from runlog.reading import phases
+
+# (title, what to look for, metric names; a trailing * takes all that begin so)
+PANELS = [
+    ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
+    ("Held-out rows", "never trained on", ["eval/mean@*", "eval/pass@*"]),
+    ("Held-out rows by function", "parts of the score", ["eval/rewards/*"]),
+    ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
+    ("Completion length", "tokens", ["completions/mean_length", "completions/max_length"]),
+    ("Cut off", "share of completions that hit the length limit", ["completions/clipped_ratio"]),
+    ("Turns", "a trajectory, on average", ["turns/mean", "tools/call_frequency"]),
+    ("Failed calls", "share of the calls of tools", ["tools/failure_frequency"]),
+    ("Entropy", "towards 0 the policy has stopped exploring", ["entropy"]),
+    ("Clipped tokens", "share of tokens the policy loss clips", ["clip_ratio/*"]),
+    ("KL", "distance from the reference model", ["kl", "kl/*"]),
+    ("Gradient norm", "before clipping", ["grad_norm"]),
+    ("Trainer against generator", "small and flat", ["sampling/logprob_diff_mean", "sampling/kl"]),
+    ("Age of the weights that sample", "optimizer steps behind", ["policy_lag", "staleness/max", "staleness/mean"]),
+    ("Importance weights", "trainer / generator; near 1 is good", ["sampling/ratio_mean", "sampling/ess"]),
+    ("Loss", "no measure of progress: watch the reward", ["loss"]),
+    ("Learning rate", "", ["lr"]),
+    ("Held-out reward", "mean score", ["eval/reward"]),
+    ("Held-out length", "tokens", ["eval/mean_length"]),
+]
+BY_DOMAIN = [  # the same of each domain, one curve a domain, where a run has several
+    ("Reward by domain", "is one of them left behind?", "{}/reward"),
+    ("Held-out rows by domain", "share solved", "eval/{}/mean@*"),
+    ("Groups without signal by domain", "they teach nothing", "{}/frac_reward_zero_std"),
+    ("Completion length by domain", "tokens", "{}/completions/mean_length"),
+    ("Prompts by domain", "of a step", "{}/prompts"),
+]
+SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
+POINTS = 400  # a curve of more steps is drawn as means over bins
+
+
+def is_number(value) -> bool:
+    """Whether it can be drawn: plots fail on numbers near the end of their range."""
+    return isinstance(value, (int, float)) and abs(value) < 1e100  # not so of nan
+
+
+def duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes:.1f} min" if minutes < 120 else f"{hours:.1f} h"
+
+
+def is_evaluation(line: dict) -> bool:
+    return any(key.startswith("eval/") for key in line)
+
+
+def binned(x: np.ndarray, y: np.ndarray, points: int = POINTS) -> tuple[list[float], list[float]]:
+    """The curve with at most so many points: means over bins of equally many."""
+    size = -(-len(x) // points) or 1
+    starts = np.arange(0, len(x), size)
+    if size == 1 or not len(x):
+        return x.tolist(), y.tolist()
+    counts = np.diff([*starts, len(x)])
+    return tuple((np.add.reduceat(values, starts) / counts).tolist() for values in (x, y))
+
+
+class Curves:
+    """Lines of metrics.jsonl by metric, added in the order in which they were written.
+
+    A step that occurs again, as an evaluation may, counts once, the last time. What is no number is left out.
+    """
+
+    def __init__(self, lines: Iterable[dict] = ()):
+        self.columns: dict[str, tuple[array, array]] = {}  # name: (steps, values)
+        self.seconds: dict[float, dict[str, float]] = {}  # step: {phase: seconds}
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: dict) -> None:
+        evaluation = is_evaluation(line)
+        for name, value in line.items():
+            if name != "step" and is_number(value) and not (evaluation and name == "time/unix"):
+                column = self.columns.setdefault(name, (array("d"), array("d")))
+                column[0].append(line["step"])
+                column[1].append(value)
+        if not evaluation:
+            self.seconds[line["step"]] = {name: s for name, s in phases(line).items() if is_number(s)}
+
+    def copy(self) -> "Curves":
+        made = Curves()
+        made.columns = {name: (x[:], y[:]) for name, (x, y) in self.columns.items()}
+        made.seconds = dict(self.seconds)
+        return made
+
+    def all(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values), ascending by step."""
+        x, y = (np.array(values) for values in self.columns.get(name, ((), ())))
+        if len(x) > 1 and not (np.diff(x) > 0).all():
+            _, last = np.unique(x[::-1], return_index=True)  # ascending; of equal steps the one written last
+            x, y = x[::-1][last], y[::-1][last]
+        return x, y
+
+    def series(self, name: str, points: int = POINTS) -> tuple[list[float], list[float]]:
+        """Steps and values to draw."""
+        return binned(*self.all(name), points)
+
+    def matching(self, patterns: list[str]) -> list[str]:
+        """Metrics that have a number, in the order of the patterns."""
+        fits = [
+            name
+            for pattern in patterns
+            for name in self.columns
+            if name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1]))
+        ]
+        return list(dict.fromkeys(fits))
+
+    def phases(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Steps and the seconds of each phase in them; phases below half a percent are left out."""
+        steps = sorted(self.seconds)
+        names = dict.fromkeys(name for step in steps for name in self.seconds[step])
+        split = {name: np.array([self.seconds[step].get(name, 0.0) for step in steps]) for name in names}
+        total = sum(float(values.sum()) for values in split.values())
+        return np.array(steps, float), {n: v for n, v in split.items() if v.sum() > 0.005 * total}
+
+    def step_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, seconds of the step): time/step, or the sum of the phases."""
+        x, y = self.all("time/step")
+        if len(x):
+            return x, y
+        steps = sorted(step for step, parts in self.seconds.items() if parts)
+        return np.array(steps, float), np.array([sum(self.seconds[step].values()) for step in steps])
+
+    def axis(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and what has passed by then: "step", "tokens" (num_tokens) or "seconds" (in steps: pauses and
+        evaluations do not count)."""
+        if kind == "tokens":
+            x, y = self.all("num_tokens")
+        elif kind == "seconds":
+            x, y = self.step_seconds()
+            y = np.cumsum(y * np.diff(x, prepend=0.0))  # a line in log_steps has the mean over its steps
+        else:
+            return np.array([0.0, 1e9]), np.array([0.0, 1e9])
+        return np.concatenate([[0.0], x]), np.concatenate([[0.0], y])
+
+
+def domains(curves: Curves, config: dict) -> list[str]:
+    """Domains of a run: those of its settings, or those that have a reward of their own."""
+    listed = config.get("domains")
+    named = [part.get("name") if isinstance(part, dict) else part for part in listed or () if listed]
+    if named := [name for name in named if isinstance(name, str)]:
+        return named
+    found = [name.removesuffix("/reward") for name in curves.columns if name.endswith("/reward")]
+    return [name for name in found if name != "eval" and not name.startswith(("rewards/", "eval/", "time/"))]
+
+
+def panels(curves: Curves, config: dict, others: bool = True) -> list[tuple[str, str, dict[str, str]]]:
+    """(title, what to look for, {metric: its label}) of each panel with data: PANELS, domains, and `others` that they
+    leave out."""
+    found: list[tuple[str, str, dict[str, str]]] = []
+    used = {"reward", "reward_std", "num_tokens", "time/unix", "time/step"}
+    known = domains(curves, config)
+
+    def panel(title: str, note: str, labels: dict[str, str]) -> None:
+        labels = {name: label for name, label in labels.items() if name not in used}
+        used.update(labels)
+        if drawn := {name: label for name, label in labels.items() if not name.endswith("/std")} or labels:
+            found.append((title, note, drawn))
+
+    for title, note, pattern in BY_DOMAIN[:2]:
+        panel(title, note, {n: name for name in known for n in curves.matching([pattern.format(name)])})
+    for title, note, patterns in PANELS:
+        panel(title, note, {name: label_of(name) for name in curves.matching(patterns)})
+    for title, note, pattern in BY_DOMAIN[2:]:
+        panel(title, note, {n: name for name in known for n in curves.matching([pattern.format(name)])})
+    for name in known:
+        parts = curves.matching([f"{name}/rewards/*"])
+        labels = {part: part.removeprefix(f"{name}/rewards/").removesuffix("/mean") for part in parts}
+        panel(f"{name}: reward by function", "which part is earned", labels)
+    for name in curves.columns if others else ():
+        if not name.startswith("time/"):
+            panel(name, "", {name: name})
+    return found
+
+
+def label_of(name: str) -> str:
+    """A metric in the legend of its panel: "rewards/right/mean" is "right" there."""
+    return name.split("/", 1)[-1].removeprefix("rewards/").removesuffix("/mean")

@@ -1,0 +1,66 @@
+"""look.py as a process, for tests: started on a free port, ended with the block."""
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Page:
+    folder: Path
+    root: str  # http://127.0.0.1:PORT
+    token: str
+    log: Path
+    process: subprocess.Popen
+
+    @property
+    def address(self) -> str:
+        return f"{self.root}/?token={self.token}"
+
+    @property
+    def port(self) -> int:
+        return int(self.root.rpartition(":")[2])
+
+    def ask(self, path: str, **parameters) -> requests.Response:
+        """GET with the token; the path is sent as it stands, with its dots."""
+        request = requests.Request(
+            "GET", self.root, params=parameters, headers={"Authorization": f"Bearer {self.token}"}
+        )
+        made = request.prepare()
+        query = made.url.partition("?")[2]
+        made.url = self.root + path + (f"{'&' if '?' in path else '?'}{query}" if query else "")
+        with requests.Session() as session:
+            return session.send(made, timeout=30)
+
+
+@contextlib.contextmanager
+def looking(folder: Path, *flags: str) -> Iterator[Page]:
+    """`python look.py FOLDER --port 0 FLAGS`."""
+    log = Path(folder).resolve().parent / f"look-{time.monotonic_ns()}.log"
+    with open(log, "w") as file:
+        command = [sys.executable, "look.py", str(folder), "--port", "0", *flags]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"http://[^/]+:(\d+)/\?token=([\w-]+)", log.read_text())):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        page = Page(Path(folder), f"http://127.0.0.1:{found[1]}", found[2], log, process)
+        while time.monotonic() < deadline:  # the address is printed before the server answers
+            with contextlib.suppress(requests.ConnectionError):
+                requests.get(page.root, timeout=10)
+                break
+        yield page
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -1,0 +1,446 @@
+"""look.py: who may ask, what is answered of torn, deleted and growing runs, and how long it takes. The page itself is
+in test_look_browser.py."""
+
+import fcntl
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import requests
+from looking_at import looking
+from made_runs import FAULTS, completions_table, make_run, metrics_line, vocabulary, write_step
+
+from looking.runs import Runs
+from runlog import advice, samples
+from runlog.curves import Curves, panels
+
+ROOT = Path(__file__).parent.parent
+PLACE = {"kind": "completions", "step": 40, "row": 3}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "one", seed=1)
+    make_run(folder / "sweep" / "two", seed=2, learning_rate=1e-5)
+    with looking(folder) as page:
+        yield page
+
+
+# ---- who may ask ----------------------------------------------------------------------------------------------------
+
+
+def test_without_the_token_nothing_is_answered(page):
+    for path in ("/", "/page/app.js", "/page/plotly.js", "/page/none", "/api/runs", "/api/run?run=one", "/api/picture"):
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "look=wrong"}):
+            answer = requests.get(page.root + path, headers=given, timeout=10)
+            assert answer.status_code == 401 and "one" not in answer.json()["error"].split(), path
+    assert requests.get(f"{page.root}/?token=wrong", timeout=10).status_code == 401
+
+
+def test_the_token_opens_by_address_cookie_and_header(page):
+    first = requests.get(page.address, timeout=10)
+    assert first.status_code == 200 and page.token not in first.text
+    cookie = first.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+    assert requests.get(f"{page.root}/api/runs", cookies=first.cookies, timeout=10).status_code == 200
+    bearer = {"Authorization": f"Bearer {page.token}"}
+    assert requests.get(f"{page.root}/api/runs", headers=bearer, timeout=10).status_code == 200
+
+
+def test_every_answer_forbids_other_scripts(page):
+    for path in ("/", "/page/app.js", "/api/runs", "/api/run?run=none"):
+        policy = page.ask(path).headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert page.ask(path).headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/run?run=../secret",
+        "/api/run?run=/etc",
+        "/api/run?run=one/../../secret",
+        "/api/run?run=",
+        "/api/run",
+        "/api/run?run=linked",
+        "/api/steps?run=one/completions",
+        "/api/row?run=one&kind=../../secret&step=40&row=0",
+        "/api/row?run=one&kind=completions&step=../40&row=0",
+        "/api/row?run=one&kind=completions&step=-1&row=0",
+        "/api/listing?run=one&kind=completions&step=41",
+        "/api/listing?run=one&kind=completions&step=39999",
+        "/page/../look.py",
+        "/page/..%2f..%2flook.py",
+        "/page/%2e%2e/server.py",
+        "/etc/passwd",
+        "/api/none",
+    ],
+)
+def test_nothing_outside_of_the_folder(page, path):
+    secret = page.folder.parent / "secret"
+    make_run(secret, steps=2, files=1)
+    (page.folder / "one" / "completions" / "step_039999.parquet").unlink(missing_ok=True)
+    (page.folder / "one" / "completions" / "step_039999.parquet").symlink_to(secret / "completions/step_000002.parquet")
+    if not (page.folder / "linked").is_symlink():
+        (page.folder / "linked").symlink_to(secret)
+    assert page.ask(path).status_code == 404
+
+
+def test_only_get_is_answered(page):
+    for method in ("post", "put", "delete", "patch"):
+        answer = getattr(requests, method)(f"{page.root}/api/runs?token={page.token}", timeout=10)
+        assert answer.status_code == 405
+
+
+# ---- what is answered -----------------------------------------------------------------------------------------------
+
+
+def test_the_table(page):
+    found = {run["name"]: run for run in page.ask("/api/runs").json()["runs"]}
+    assert found.keys() == {"one", "sweep/two"}
+    one = found["one"]
+    assert one["state"] == "finished" and one["step"] == one["steps"] == 40 and one["algorithm"] == "grpo / ppo"
+    lines = [json.loads(line) for line in (page.folder / "one" / "metrics.jsonl").read_text().splitlines()]
+    solved = [line["eval/mean@4"] for line in lines if "eval/mean@4" in line]
+    assert (
+        one["metric"] == "mean@4"
+        and one["last"] == pytest.approx(solved[-1])
+        and one["first"] == pytest.approx(solved[0])
+    )
+    assert one["best"] == pytest.approx(max(solved)) and one["reward"] == pytest.approx(lines[-2]["reward"])
+
+
+def test_every_metric_is_in_one_panel():
+    line = {"step": 1, "eval/mean@4": 0.5, "eval/code/mean@4": 0.5, "eval/rewards/right/mean": 1.0, "odd/<key>": 3}
+    steps = [metrics_line(step, 20, None, random.Random(0)) for step in range(1, 21)]
+    shown = [name for _, _, labels in panels(Curves([*steps, line]), {}) for name in labels]
+    assert len(shown) == len(set(shown))
+    hidden = {"reward", "reward_std", "num_tokens", "step"} | {name for name in steps[0] if name.startswith("time/")}
+    assert set(shown) == (steps[0].keys() | line.keys()) - hidden
+
+
+def test_curves_by_tokens_and_seconds(page):
+    by_step, by_tokens, by_seconds = (
+        next(p for p in page.ask(f"/api/run?run=one&x={x}").json()["panels"] if p["title"] == "Entropy")["curves"][0]
+        for x in ("step", "tokens", "seconds")
+    )
+    assert by_step["x"] == list(range(1, 41)) and by_step["y"] == by_tokens["y"] == by_seconds["y"]
+    assert by_tokens["x"] == pytest.approx([9000 * step for step in by_step["x"]])
+    assert by_seconds["x"] == pytest.approx([10.2 * step for step in by_step["x"]])
+
+
+def test_runs_that_differ_in_the_seed_become_a_mean_with_a_band(tmp_path):
+    for seed in range(3):
+        make_run(tmp_path / f"seed{seed}", seed=seed, files=0)
+    make_run(tmp_path / "other", learning_rate=0.1, files=0)
+    names = "&".join(f"run={name}" for name in ("seed0", "seed1", "other", "seed2", "none"))
+    with looking(tmp_path) as page:
+        apart, together = (page.ask(f"/api/compare?{names}&seeds={n}").json() for n in (0, 1))
+    assert apart["gone"] == ["none"] and {key: len(v) for key, v in apart["settings"].items()}["learning_rate"] == 4
+    assert "advantage" not in apart["settings"]
+    reward, mean = (next(p for p in found["panels"] if p["name"] == "reward")["curves"] for found in (apart, together))
+    assert [curve["runs"] for curve in reward] == [[0], [1], [2], [3]]
+    assert [curve["runs"] for curve in mean] == [[0, 1, 3], [2]]
+    values = [reward[n]["y"][20] for n in (0, 1, 3)]
+    assert mean[0]["y"][20] == pytest.approx(sum(values) / 3, abs=1e-4)
+    assert (mean[0]["low"][20], mean[0]["high"][20]) == pytest.approx((min(values), max(values)), abs=1e-4)
+
+
+def test_a_trajectory_with_calls_and_tokens(page):
+    row = page.ask("/api/row", run="one", **PLACE).json()
+    assert [turn["calls"][0]["name"] for turn in row["turns"][:1]] == ["calculator"]
+    assert row["turns"][0]["calls"][0]["result"] == "42" and row["turns"][0]["state"] == "n=3"
+    tokens = page.ask("/api/tokens", run="one", **PLACE).json()
+    whole = pq.read_table(page.folder / "one/completions/step_000040.parquet").to_pylist()[3]
+    assert tokens["completion"]["ids"] == whole["token_ids"] and tokens["columns"]["trained"] == whole["tokens/trained"]
+    shown = [
+        (a is None, b is None)
+        for a, b in zip(tokens["columns"]["sampler_logprob"], whole["tokens/trained"], strict=True)
+    ]
+    assert {missing for missing, _ in shown} == {True, False}  # what no sampler sampled has no log-prob
+    assert tokens["turns"] == [[turn["start"], turn["end"]] for turn in whole["turns"]]
+
+
+def test_the_list_finds_and_counts(page):
+    listing = page.ask("/api/listing", run="one", **PLACE).json()
+    assert len(listing["group"]) == 16 and set(listing["rewards"]) == {"right", "format"}
+    table = pq.read_table(page.folder / "one/completions/step_000040.parquet").to_pylist()
+    word = table[5]["turns"][0]["text"].split()[2]
+    hits = [n for n, row in enumerate(table) if word.lower() in json.dumps(row["turns"], ensure_ascii=False).lower()]
+    found = page.ask("/api/search", run="one", **PLACE, text=word.upper()).json()["rows"]
+    assert 5 in found and set(hits) <= set(found)
+    assert page.ask("/api/search", run="one", **PLACE, text="nowhere at all").json()["rows"] == []
+    assert len(page.ask("/api/rows", run="one", **PLACE, rows="0,1,7").json()["rows"]) == 3
+    assert page.ask("/api/row", run="one", kind="completions", step=40, row=16).status_code == 422
+
+
+def test_a_prompt_over_time(page):
+    found = page.ask("/api/over_time", run="one", kind="evaluations", step=40, row=2).json()
+    assert [one["step"] for one in found["found"]] == [10, 20, 30, 40] and found["next"] is None
+    assert found["prompt"] == "What is 2 + 2?"
+
+
+def test_files_of_older_runs(tmp_path):
+    """No tokens, no groups, turns as JSON text with calls as text, no state."""
+    folder = make_run(tmp_path / "old", files=0, state=None)
+    (folder / "vocabulary.parquet").unlink()
+    turns = json.dumps([{"text": "calls", "observation": ["42"], "calls": ["calculator 0.02 s"], "reward": 0.5}])
+    rows = {
+        "prompt": ["a", "a", "b"],
+        "completion": ["x", "y", "z"],
+        "reward": [1.0, 0.0, None],
+        "turns": [turns, None, "{"],
+    }
+    write_step(folder / "completions" / "step_000007.parquet", pa.table(rows))
+    with looking(tmp_path) as page:
+        place = {"run": "old", "kind": "completions", "step": 7}
+        assert page.ask("/api/listing", **place).json()["group"] == [0, 0, 1]
+        row = page.ask("/api/row", **place, row=0).json()
+        assert row["turns"][0]["calls"] == [{"name": "calculator 0.02 s"}] and not row["tokens"]
+        assert page.ask("/api/row", **place, row=2).json()["turns"] == []
+        assert page.ask("/api/tokens", **place, row=0).json() == {}
+        assert page.ask("/api/notes", run="old").status_code == 200
+
+
+def test_a_character_of_several_tokens(tmp_path):
+    vocabulary(tmp_path)
+    known = samples.vocabulary(tmp_path)
+    from made_runs import FIRST_WORD, PIECES
+
+    assert PIECES[3:6] == [b"\xc3", b"\xa9", b"\xff"]
+    shown = samples.spelled(np.array([FIRST_WORD, 3, 4, 5, 3, 2, 99999, 3, FIRST_WORD, 3]), known)
+    texts = [" we", "", "é", "\\xff", "\\xc3", "<|im_end|>", "#99999", "\\xc3", " we", "\\xc3"]
+    assert shown["text"] == texts and shown["special"] == [5]
+    assert shown["bytes"][1] == "c3" and shown["bytes"][2] == "a9" and 3 not in shown["bytes"]
+
+
+# ---- while others write ---------------------------------------------------------------------------------------------
+
+
+def test_lines_arrive_and_a_resumed_run_begins_anew(tmp_path):
+    folder = make_run(tmp_path / "run", steps=10, files=0)
+    run = Runs(tmp_path).get("run")
+    assert run.curves().all("reward")[0].tolist() == list(range(1, 11)) and run.summary()["step"] == 10
+    line = json.dumps({"step": 11, "reward": 0.5, "time/unix": 1.8e9})
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(line[:9])
+        file.flush()
+        assert run.curves().all("reward")[0][-1] == 10 and run.unreadable == 0  # not yet: it is being written
+        file.write(line[9:] + "\n")
+    assert run.curves().all("reward")[0][-1] == 11 and run.summary()["step"] == 11
+    partial = folder / "metrics.partial"  # as a resumed run rewrites it
+    partial.write_text(
+        "".join((folder / "metrics.jsonl").read_text().splitlines(True)[:3]) + '{"step": 4, "reward": 9}\n'
+    )
+    os.replace(partial, folder / "metrics.jsonl")
+    assert run.curves().all("reward")[0].tolist() == [1, 2, 3, 4] and run.summary()["reward"] == 9
+
+
+def test_torn_lines_half_files_and_deleted_runs(tmp_path):
+    for name in ("torn", "half", "gone"):
+        make_run(tmp_path / name)
+    metrics = tmp_path / "torn" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(True)
+    bad = [
+        b'{"step": 3, "rew\n',
+        b"\xff\xfe\n",
+        b"null\n",
+        b'{"step": "x"}\n',
+        b'{"step": 1e400}\n',
+        b"[" * 100000 + b"\n",
+    ]
+    metrics.write_bytes(b"".join([*lines[:5], *bad, *lines[5:], b'{"step": 99, "re']))
+    whole = (tmp_path / "half" / "completions" / "step_000040.parquet").read_bytes()
+    (tmp_path / "half" / "completions" / "step_000040.parquet").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "half" / "completions" / "step_000041.parquet").write_bytes(b"")
+    (tmp_path / "half" / "vocabulary.parquet").write_bytes(b"PAR1")
+    (tmp_path / "half" / "config.json").write_text('{"model_')
+    (tmp_path / "half" / "state.json").write_text("[1]")
+    with looking(tmp_path) as page:
+        assert len(page.ask("/api/runs").json()["runs"]) == 3
+        torn = page.ask("/api/run?run=torn").json()
+        assert torn["unreadable"] == len(bad) and torn["summary"]["step"] == 40
+        assert any(
+            "6 lines of metrics.jsonl" in note["text"] for note in page.ask("/api/notes?run=torn").json()["notes"]
+        )
+        for step in (40, 41):
+            answer = page.ask(f"/api/listing?run=half&kind=completions&step={step}")
+            assert answer.status_code == 422 and "half written" in answer.json()["error"]
+        assert page.ask("/api/run?run=half").status_code == 200
+        assert any("cannot be read" in note["title"] for note in page.ask("/api/notes?run=half").json()["notes"])
+        assert page.ask("/api/tokens?run=half&kind=completions&step=39&row=0").json()["completion"]["text"][0][0] == "#"
+        assert page.ask("/api/run?run=gone").status_code == 200
+        shutil.rmtree(tmp_path / "gone")
+        assert page.ask("/api/run?run=gone").status_code == page.ask("/api/steps?run=gone").status_code == 404
+        assert page.ask("/api/compare?run=gone&run=torn").json()["gone"] == ["gone"]
+        assert len(page.ask("/api/runs").json()["runs"]) == 2
+
+
+def test_states(tmp_path):
+    for name in ("running", "failed", "interrupted"):
+        make_run(tmp_path / name, files=0, state=name)
+    make_run(tmp_path / "killed", files=0, state="running")
+    make_run(tmp_path / "old", files=0, state=None)
+    make_run(tmp_path / "stopped", files=0, state=None, max_steps=99)
+    held = open(tmp_path / "running" / "lock")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    elsewhere = make_run(tmp_path / "elsewhere", files=0, state="running") / "state.json"
+    told = json.loads(elsewhere.read_text()) | {"host": "another", "updated": time.time() - 7200}
+    elsewhere.write_text(json.dumps(told))
+    runs = Runs(tmp_path)
+    states = {run.name: run.state() for run in runs.all()}
+    assert {name: state for name, (state, _) in states.items()} == {
+        "running": "running", "failed": "failed", "interrupted": "interrupted", "killed": "killed",
+        "old": "finished", "stopped": "ended", "elsewhere": "silent",
+    }  # fmt: skip
+    assert "CUDA" in states["failed"][1] and "gone" in states["killed"][1] and "120 min" in states["elsewhere"][1]
+    held.close()  # the process ends without a word
+    assert runs.get("running").state()[0] == "killed"
+
+
+def test_a_trainer_can_take_a_run_that_is_looked_at(tmp_path):
+    """The page tries a free lock once; after that a process may take it at any time."""
+    run = Runs(make_run(tmp_path / "run", files=0, state="running").parent).get("run")
+    assert run.state()[0] == "killed"
+    with open(tmp_path / "run" / "lock", "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert not run.held()  # not tried again ...
+        file.write("process 1\n")
+        file.flush()
+        assert run.state()[0] == "running"  # ... until it changes
+
+
+def test_nothing_in_a_run_folder_changes(tmp_path):
+    folder = make_run(tmp_path / "run", state="running")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with looking(tmp_path) as page:
+        for path in ("runs", "run?run=run", "notes?run=run", "compare?run=run", "steps?run=run"):
+            assert page.ask(f"/api/{path}").status_code == 200
+        assert page.ask("/api/tokens", run="run", **PLACE).status_code == 200
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+# ---- in words -------------------------------------------------------------------------------------------------------
+
+NAMED = {
+    "length": "Reward by length",
+    "unmasked": "Observations are trained on",
+    "stale": "A stale server",
+    "entropy": "Entropy collapse",
+    "domain": "Domain code",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_went_wrong_is_named(tmp_path, fault):
+    folder = make_run(tmp_path / "run", steps=60, rows=64, fault=fault)
+    run = Runs(tmp_path).get("run")
+    found = advice.of_curves(run.curves(), run.config())
+    found += advice.of_completions(samples.step_files(folder / "completions")[-1], run.config())
+    assert NAMED[fault] in {note["title"] for note in found if note["level"] == "bad"}
+    others = set(NAMED.values()) - {NAMED[fault]}
+    assert not others & {note["title"] for note in found}
+
+
+@pytest.mark.parametrize("steps", [3, 60, 2000])
+def test_of_a_healthy_run_nothing_is_said(tmp_path, steps):
+    folder = make_run(tmp_path / "run", steps=steps, rows=64, files=1)
+    run = Runs(tmp_path).get("run")
+    assert advice.of_curves(run.curves(), run.config()) == []
+    assert advice.of_completions(samples.step_files(folder / "completions")[-1], run.config()) == []
+
+
+def test_silent_groups_are_too_easy_or_too_hard():
+    def told(reward):
+        lines = [{"step": n, "reward": reward, "frac_reward_zero_std": 0.1 if n < 40 else 0.75} for n in range(1, 61)]
+        return [note["text"] for note in advice.of_curves(Curves(lines), {})]
+
+    assert len(told(0.98)) == 1 and told(0.98)[0].startswith("3 of 4 groups are silent since step 40: too easy")
+    assert "too hard" in told(0.02)[0] and "score alike" in told(0.5)[0]
+
+
+def test_every_note_is_explained():
+    text = (ROOT / "docs" / "looking.md").read_text().lower()
+
+    for see in set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"\)', (ROOT / "runlog" / "advice.py").read_text())):
+        assert see.replace("-", " ") in text, see
+
+
+# ---- how long it takes ----------------------------------------------------------------------------------------------
+
+
+def test_200_runs_of_2000_steps(tmp_path):
+    """The table and ten compared runs, each in less than 2 s the first time they are asked for."""
+    first = make_run(tmp_path / "run-000", steps=2000, files=0, evaluate=20)
+    for n in range(1, 200):
+        folder = tmp_path / f"run-{n:03d}"
+        folder.mkdir()
+        for path in first.iterdir():
+            if path.is_file():
+                os.link(path, folder / path.name)
+    with looking(tmp_path) as page:
+        begun = time.monotonic()
+        assert len(page.ask("/api/runs").json()["runs"]) == 200
+        table = time.monotonic()
+        found = page.ask("/api/compare?" + "&".join(f"run=run-{n:03d}" for n in range(10))).json()
+        compared = time.monotonic()
+        assert len(next(p for p in found["panels"] if p["name"] == "reward")["curves"]) == 10
+    print(f"table {table - begun:.2f} s, compare {compared - table:.2f} s")
+    assert table - begun < 2 and compared - table < 2
+
+
+def test_a_step_of_4096_completions_of_1000_tokens(tmp_path):
+    folder = make_run(tmp_path / "run", steps=5, files=0)
+    write_step(folder / "completions" / "step_000005.parquet", completions_table(5, 5, 4096, 1000))
+    with looking(tmp_path) as page:
+        page.ask("/api/runs")
+        for path in ("listing", "rows?rows=0,1,2,3,4,5,6,7", "row?row=4000", "tokens?row=4000", "search?text=carry"):
+            begun = time.monotonic()
+            word = "&" if "?" in path else "?"
+            answer = page.ask(f"/api/{path}{word}run=run&kind=completions&step=5")
+            print(f"{path}: {time.monotonic() - begun:.2f} s, {len(answer.content)} bytes")
+            assert answer.status_code == 200 and time.monotonic() - begun < 2
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_work_is_said(tmp_path, page):
+    def tried(*arguments):
+        command = [sys.executable, "look.py", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    code, said = tried(str(tmp_path / "none"))
+    assert code == 1 and "is no folder" in said and "Traceback" not in said
+    code, said = tried(str(tmp_path), "--port", str(page.port))
+    assert code == 1 and "--port" in said and "Traceback" not in said
+
+
+def test_other_hosts_get_a_warning(tmp_path):
+    with looking(tmp_path, "--host", "0.0.0.0") as page:
+        assert "unencrypted" in page.log.read_text()
+
+
+def test_a_run_folder_itself_can_be_given(page):
+    with looking(page.folder / "one") as alone:
+        assert [run["name"] for run in alone.ask("/api/runs").json()["runs"]] == ["one"]
+        assert alone.ask("/api/run?run=one").status_code == 200
+
+
+def test_an_empty_folder_fills(tmp_path):
+    with looking(tmp_path) as page:
+        assert page.ask("/api/runs").json()["runs"] == []
+        make_run(tmp_path / "new", steps=3, files=1)
+        assert [run["name"] for run in page.ask("/api/runs").json()["runs"]] == ["new"]
