@@ -1,4 +1,4 @@
-"""The rules of the examples' tasks: good play earns 1, random play little, and nothing that a model says breaks them."""
+"""The rules of the examples' tasks: good play earns 1, random play little, and nothing a model says breaks them."""
 
 import asyncio
 import itertools
