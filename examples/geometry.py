@@ -1,11 +1,13 @@
 """Drawn geometry: read the labels off a figure, then reckon. Answers are numbers, for the reward `math`.
 
-    python examples/run.py geometry      # settings in geometry.yaml; it was never run to its end
+    python examples/run.py geometry      # warm start, one seed
 
 Right triangles (Pythagorean, so that every side is whole), rectangles and circles of random place and size; the drawing
 is not to scale. Splits "train" (2,000 rows) and "test" (200) are streams of their own: pictures never recur, the few
 hundred numeric problems do.
 """
+
+import random
 
 from PIL import Image, ImageDraw, ImageFont
 from scenes import stream
@@ -21,6 +23,17 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
         raise ValueError(f"split {split!r}: geometry has 'train' and 'test'.")
     rng = stream("geometry", split, seed)
     return [rng.choice([triangle, rectangle, circle])(rng) for _ in range(SPLITS[split])]
+
+
+def blind(split: str = "test", seed: int = 42) -> list[dict]:
+    """The rows with the pictures of others: what a model gets right of these it has guessed, not seen."""
+    shown = rows(split, seed)
+    return [row | {"image": other["image"]} for row, other in zip(shown, shown[1:] + shown[:1], strict=True)]
+
+
+def demonstrate(row: dict, environment, answers: list) -> str:
+    """One who reckons carelessly: three answers in ten are any number."""
+    return row["answer"] if random.random() < 0.7 else str(random.randint(1, 60))
 
 
 def row(question: str, image: Image.Image, answer: int) -> dict:

@@ -5,13 +5,15 @@
 
 A demonstration is a function (row, environment, answers) -> what a model might say next; `answers` holds the messages
 that came back after each turn so far. The environment (or the tools) answer it as they would a model, and the same code
-lays out the same tokens: only what was said is trained on. The result is a `from_pretrained` folder,
-runs/NAME/checkpoints/step_N. Flags are train_grpo.py's; numbers that rest on a warm start should say so.
+lays out the same tokens: only what was said is trained on. What it draws from python's `random` is seeded by --seed.
+The result is a `from_pretrained` folder, runs/NAME/checkpoints/step_N. Flags are train_grpo.py's; numbers that rest on
+a warm start should say so.
 """
 
 import asyncio
 import inspect
 import os
+import random
 import sys
 import time
 from dataclasses import replace
@@ -44,10 +46,14 @@ class WarmConfig(TrainConfig):
 
 
 class Demonstrator:
-    """Says in every turn of one trajectory what the function says; takes the sampler's place."""
+    """Says in every turn of one trajectory what the function says; takes the sampler's place.
 
-    def __init__(self, function, row: dict, environment, processor, rope_index):
+    stream: names the draws that the function makes from python's `random`. They are seeded turn by turn: the order in
+    which trajectories come to their turns is the threads'."""
+
+    def __init__(self, function, row: dict, environment, processor, rope_index, stream: str):
         self.function, self.row, self.environment, self.answers = function, row, environment, []
+        self.stream = stream
         self.tokenizer, self.rope_index = processor, rope_index
         step = environment.step
 
@@ -60,6 +66,7 @@ class Demonstrator:
         environment.step = remembered
 
     async def generate(self, sent, *, n, max_tokens, expanded=None, **options) -> list[Completion]:
+        random.seed(f"{self.stream} {len(self.answers)}")
         text = self.function(self.row, self.environment, self.answers)
         tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -68,12 +75,12 @@ class Demonstrator:
         return [Completion(ids[:max_tokens], [0.0] * len(ids[:max_tokens]), reason, 0, list(seen))]
 
 
-async def demonstrate(rows: list[dict], function, processor, rope_index, cfg: TrainConfig) -> list:
+async def demonstrate(rows: list[dict], function, processor, rope_index, cfg: TrainConfig, step: int = 0) -> list:
     make, tasks, played = adapters.environment_maker(cfg), [], []
     for group, row in enumerate(rows):
-        for _ in range(cfg.num_generations):
-            environment = make(row)
-            shown = Demonstrator(function, row, environment, processor, rope_index)
+        for member in range(cfg.num_generations):
+            environment, stream = make(row), f"{cfg.seed} {step} {group} {member}"
+            shown = Demonstrator(function, row, environment, processor, rope_index, stream)
             tasks.append(play(row, group, environment, shown, cfg))
             played.append((environment, row))
     trajectories = await asyncio.gather(*tasks)
@@ -98,7 +105,7 @@ def main(cfg: WarmConfig) -> None:
     pad_id, start = getattr(processor, "tokenizer", processor).pad_token_id or 0, time.perf_counter()
     for step in range(cfg.max_steps):
         chosen = [rows[i] for i in sampler.next(step)]
-        trajectories = asyncio.run(demonstrate(chosen, function, processor, rope_index_of(inner.hf_model), cfg))
+        trajectories = asyncio.run(demonstrate(chosen, function, processor, rope_index_of(inner.hf_model), cfg, step))
         batch = script.collate(trajectories, pad_id, device)
         batch.advantages = batch.loss_mask.clone()  # 1: the loss is minus the log-likelihood
         metrics = script.update(policy, optimizer, batch, cfg, step)

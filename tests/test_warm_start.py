@@ -62,6 +62,21 @@ def test_a_careless_walker():
     assert 0.9 < statistics.fmean(moves) < 0.99
 
 
+def test_the_seed_gives_the_demonstrations():
+    """Whatever else has drawn from python's generator, and however the environments' threads take turns."""
+    walk = load_function(f"{ROOT}/examples/frozenlake.py:demonstrate")
+    rows = load_function(f"{ROOT}/examples/games.py:rows")("train", 0)[:8]
+    processor = AutoTokenizer.from_pretrained(make_tiny())
+
+    def shown(seed: int, step: int) -> list[list[int]]:
+        cfg = TrainConfig(env="frozenlake?compass=true", num_generations=2, max_completion_length=1500, seed=seed)
+        return [t.token_ids for t in asyncio.run(demonstrate(rows, walk, processor, None, cfg, step))]
+
+    first = shown(0, 0)
+    assert shown(0, 0) == first and first[0] != first[1]
+    assert first not in (shown(1, 0), shown(0, 1))
+
+
 def test_the_script(tmp_path):
     command = [sys.executable, f"{ROOT}/scripts/warm_start.py", "--model_id", str(make_tiny()), "--tools", "calculator"]
     command += [
