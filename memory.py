@@ -40,8 +40,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         returned = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(returned):
-            if isinstance(tensor, Tensor):
-                self.add(getattr(tensor, "_local_tensor", tensor))  # of a DTensor
+            if isinstance(tensor, Tensor):  # of a DTensor its shard; of one that is still to arrive its place
+                self.add(getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor)))
         if self.now.total() > self.most[self.place].total():
             self.most[self.place] = self.now.copy()
         return returned
@@ -215,11 +215,21 @@ def rank_bytes(
         need["in CPU memory"] += moved
         need["activations"] -= moved
     largest = max(torch.Size(shape).numel() for shape, *_ in table)
-    need["push"] = min(cfg.push_bucket_mb * 2**20 + compute * largest, compute * whole)
-    if sharded:  # what is gathered at a time
-        need["push"] += master * (root if cfg.strategy == "fsdp" else largest)
-    if cfg.use_peft:  # a layer's update is folded in
-        need["push"] += 2 * 4 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
+    bucket = cfg.push_bucket_mb * 2**20
+    full = min(bucket + compute * largest, compute * whole)
+    # A layer's update is folded in: float32 weights, their change, that scaled, and the sum.
+    fold = cfg.use_peft * 16 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
+    if cfg.strategy == "ddp":
+        need["push"] = full + fold
+    elif cfg.strategy == "fsdp2":  # shards are rounded, then gathered one by one; embeddings once more if they are tied
+        rounded = compute * largest // ranks * (master != compute)
+        tied = not any(unused for *_, unused in table)
+        need["push"] = full + max(rounded + compute * largest * tied, fold)
+    else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
+        at_root = (master + compute) * root - trained_in * of_root // ranks
+        at_root += compute * root // ranks * (master == compute)
+        at_layer = min(bucket, compute * (whole - layer)) + (master + compute) * layer + fold - need["kept gradients"]
+        need["push"] = max(at_root, at_layer)
     return need
 
 

@@ -96,7 +96,7 @@ def without_dropout(config) -> None:
     many then call a function, not a module that could be found."""
     for name, value in vars(config).items():
         if "drop" in name and type(value) in (int, float):
-            setattr(config, name, 0.0)
+            setattr(config, name, type(value)(0))  # some configs check types
         elif name in config.sub_configs and value is not None:
             without_dropout(value)
 
