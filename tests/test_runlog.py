@@ -147,6 +147,17 @@ def test_completions_that_cannot_be_written_end_the_run(make_log):
     assert (log.dir / "metrics.jsonl").exists() and log.lock.closed
 
 
+def test_a_disk_that_does_not_answer_is_named(make_log):
+    log = make_log(dist_timeout=0.3)
+    (log.dir / "completions").mkdir()
+    os.mkfifo(slow := log.dir / "completions" / "step_000001.partial")  # who opens it for writing waits for a reader
+    log.completions(1, [{"prompt": "p", "completion": "c"}])
+    with pytest.raises(TimeoutError, match="step_000001.parquet could not be written in --dist_timeout=0.3 s"):
+        log.written()
+    with open(slow, "rb") as reader:
+        reader.read()
+
+
 def test_resuming_equals_never_stopping(make_log):
     """Killed after step 3 in the middle of a line, resumed from the checkpoint of step 2."""
     log = make_log()
