@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +183,7 @@ def completion_rows(
         if "turns" in t.info:
             row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
         row |= {f"rewards/{name}": value for name, value in t.info.get("rewards", {}).items()}
-        rows.append(row | {name: value for name, value in t.info.get("extra", {}).items() if name not in row})
+        rows.append(row | {f"extra/{n}" if n in row else n: v for n, v in t.info.get("extra", {}).items()})
     if with_tokens and rows:
         rows = [row | more for row, more in zip(rows, tokens.token_columns(trajectories, batch), strict=True)]
     return rows
@@ -288,7 +288,7 @@ class RunLog:
         self._describe_run()
         self.trackers = open_trackers(cfg, self.dir, resume_step)
         self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
-        self.writer, self.under_way = ThreadPoolExecutor(1, "completions"), deque[Future]()
+        self.writer, self.under_way = futures.ThreadPoolExecutor(1, "completions"), deque()  # paths and futures
         self.console = Console(highlight=False, soft_wrap=True)
         self.num_steps = num_steps or cfg.max_steps
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
@@ -388,15 +388,22 @@ class RunLog:
         becomes one column `rewards/NAME` each; lists and dicts (chat messages) are stored as JSON text. Whatever models
         and data sets put into them can be stored: see storable.py.
         """
-        while len(self.under_way) > 1 or (self.under_way and self.under_way[0].done()):  # memory for one more
-            self.under_way.popleft().result()  # raises what went wrong
+        while len(self.under_way) > 1 or (self.under_way and self.under_way[0][1].done()):
+            self._wait_for_oldest()  # they take memory; and what went wrong is raised
         path = self.dir / folder / f"step_{step:06d}.parquet"
-        self.under_way.append(self.writer.submit(write_table, path, rows))
+        self.under_way.append((path, self.writer.submit(write_table, path, rows)))
 
     def written(self) -> None:
         """Wait until all completions are in their files. A checkpoint must not be newer: they are not sampled again."""
         while self.under_way:
-            self.under_way.popleft().result()
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        path, future = self.under_way.popleft()
+        limit = self.cfg.dist_timeout
+        if not futures.wait([future], limit).done:
+            raise TimeoutError(f"{path} could not be written in --dist_timeout={limit:g} s. Does its disk answer?")
+        future.result()
 
     def sample(self, step: int, rows: list[dict]) -> None:
         """Print the first row of `completions` at step 1 and every `cfg.print_samples_every` steps after it; trackers

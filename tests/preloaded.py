@@ -12,7 +12,6 @@ import pandas  # noqa: E402, F401 - datasets and pyarrow want it
 import peft  # noqa: E402, F401
 import pyarrow.compute  # noqa: E402, F401
 import pyarrow.parquet  # noqa: E402, F401
-import rich.progress  # noqa: E402, F401
 import torch.distributed.checkpoint  # noqa: E402, F401
 import torch.distributed.fsdp  # noqa: E402, F401
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor  # noqa: E402, F401

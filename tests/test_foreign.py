@@ -600,7 +600,8 @@ def test_arguments_of_trls_rewards():
     rewards.TRAINER_STATE.global_step = 3
     asyncio.run(rewards.score([t], {"curious": curious}, cfg))
     assert seen["step"][0] == 3 and rollouts.rollout_metrics([t])["share"] == 0.25
-    assert completion_rows([t], [0.0], [0.0])[0]["length"] > 0
+    (row,) = completion_rows([t], [0.0], [0.0])
+    assert row["extra/length"] > 0 and row["length"] == sum(t.loss_mask)  # the name was taken
 
 
 def test_logged_numbers_of_numpy_and_nan():

@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -145,6 +146,17 @@ def test_completions_that_cannot_be_written_end_the_run(make_log):
         log.close()
     assert state(log)["state"] == "failed" and "completions" in state(log)["why"]
     assert (log.dir / "metrics.jsonl").exists() and log.lock.closed
+
+
+def test_a_disk_that_does_not_answer_is_named(make_log):
+    log = make_log(dist_timeout=0.3)
+    (log.dir / "completions").mkdir()
+    os.mkfifo(slow := log.dir / "completions" / "step_000001.partial")  # who opens it for writing waits for a reader
+    log.completions(1, [{"prompt": "p", "completion": "c"}])
+    with pytest.raises(TimeoutError, match="step_000001.parquet could not be written in --dist_timeout=0.3 s"):
+        log.written()
+    with open(slow, "rb") as reader:
+        reader.read()
 
 
 def test_resuming_equals_never_stopping(make_log):
@@ -329,6 +341,14 @@ def test_tensorboard_gets_samples_as_text_that_is_no_markup(make_log):
     assert all(line.startswith("    ") for line in text.decode().split("\n")) and b"\x1b" not in text
 
 
+def test_a_missing_trackio_is_named_with_what_to_install(make_log, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    listed = (Path(__file__).parent.parent / "requirements-optional.txt").read_text()
+    with pytest.raises(ConfigError, match="trackio is not installed; pip install --no-deps trackio==") as refused:
+        make_log(report_to=["trackio"])
+    assert str(refused.value).partition("; ")[2] in listed
+
+
 def test_trackio_offline_keeps_the_run(make_log, monkeypatch, tmp_path):
     pytest.importorskip("trackio")  # no package of requirements-optional.txt: see there
     import trackio.utils
@@ -338,10 +358,14 @@ def test_trackio_offline_keeps_the_run(make_log, monkeypatch, tmp_path):
     log = make_log(report_to=["trackio"], print_samples_every=1)
     sampled(log, 1)
     log.close()
+    log = make_log(resume_step=1, resume=True, report_to=["trackio"])
+    log_step(log, 2)
+    log.close()
     (file,) = tmp_path.glob("trackio/grpo.db")
     with sqlite3.connect(file) as base:
         written = [json.loads(values) for (values,) in base.execute("select metrics from metrics order by id")]
-        (settings,) = [json.loads(values) for (values,) in base.execute("select config from configs")]
+        settings = [json.loads(values) for (values,) in base.execute("select config from configs")][-1]
+        assert len(base.execute("select distinct run_id from metrics").fetchall()) == 1  # of one run, resumed
     assert written[0]["reward"] == 0.25 and written[1]["completions"]["_value"][1]["completion"].startswith("first")
     assert settings["prompts_per_step"] == 32
 
