@@ -377,9 +377,11 @@ def runs(tmp_path_factory):
     beside |= dict(num_generations=4, max_prompt_length=512, print_samples_every=0, scale_rewards="batch")
     beside |= dict(output_dir=str(folder), save_steps=2, save_total_limit=9, eval_generations=2, env_errors="stop")
     (folder / "mix.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, tooled]}))
+    single = {key: value for key, value in tooled.items() if key not in ("tools", "max_turns", "max_turn_length")}
+    (folder / "single.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, single]}))
 
-    def train(name: str, flags: str, script: str = "train_grpo.py"):
-        command = ["--config", f"{folder}/mix.yaml", "--run_name", name, *flags.split()]
+    def train(name: str, flags: str, script: str = "train_grpo.py", mix: str = "mix"):
+        command = ["--config", f"{folder}/{mix}.yaml", "--run_name", name, *flags.split()]
         with running(trainer(folder / f"{name}.log", *command, ranks=2, script=script)) as process:
             assert process.end() == 0, process.text[-4000:]
         return folder / name
@@ -438,12 +440,14 @@ def test_evaluation_and_report_by_domain(whole):
     assert json.loads((whole / "config.json").read_text())["domains"][1]["tools"] == ["calculator"]
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(runs, whole):
-    """With weights by step and by success, and running moments of each domain's scores."""
-    runs("parts", "--max_steps 4 --eval_steps 3 --reward_mean running")
-    parts = runs("parts", "--max_steps 6 --eval_steps 3 --reward_mean running --resume --strict_resume")
-    keep = [line for line in untimed(parts) if not (line["step"] == 4 and "eval/reward" in line)]
-    assert keep == untimed(whole)
+def test_a_resumed_run_goes_on_bit_for_bit(runs):
+    """With weights by step and by success, and running moments of each domain's scores. Without tools: which requests
+    of several turns --generator hf puts into one batch, and so what it draws, depends on how fast tools answer."""
+    flags = "--reward_mean running --eval_steps 2 "
+    whole = runs("one", f"{flags} --max_steps 6", mix="single")
+    runs("parts", f"{flags} --max_steps 4", mix="single")
+    parts = runs("parts", f"{flags} --max_steps 6 --resume --strict_resume", mix="single")
+    assert untimed(parts) == untimed(whole)
     state = json.loads((parts / "checkpoints" / "step_6" / "trainer" / "state.json").read_text())
     assert set(state["domain_moments"]) == {"plain", "tooled"} == set(state["domains"]["drawn"])
 
