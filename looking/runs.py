@@ -113,7 +113,7 @@ class Run:
 
     def __init__(self, name: str, path: Path):
         self.name, self.path = name, path
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.summarized = Summary(path / "metrics.jsonl")
         self.metrics_file, self.curves_read, self.unreadable = Growing(path / "metrics.jsonl"), Curves(), 0
         self.settings: tuple = (None, {})
@@ -196,6 +196,8 @@ class Run:
             return "silent", f"on {told['host']}; nothing new for {quiet / 60:.0f} min"
         if self.held():
             return "running", ""
+        with self.lock:
+            self.summarized.update()
         if not self.summarized.last and not self.summarized.held_out:
             return "ended", "before its first step"
         last, steps = self.summarized.last.get("step", 0), self.config().get("max_steps")
