@@ -103,9 +103,13 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_flags_of_all_commands_are_known():
+def test_flags_of_all_commands_are_known(tmp_path):
     assert len(commands()) >= 2
+    for block in (block for page in PAGES for block in blocks(page, "yaml")):
+        if named := re.match(r"# (\w+\.yaml)\n", block):
+            (tmp_path / named[1]).write_text(block)
     for script, flags in commands():
+        flags = [str(tmp_path / flag) if (tmp_path / flag).is_file() else flag for flag in flags]
         try:
             load_config((train_ppo if script == "train_ppo.py" else train_grpo).TrainConfig, flags)
         except ConfigError as error:
