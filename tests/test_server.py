@@ -516,7 +516,8 @@ def resident(processes):
 
 
 def test_fifty_pushes_do_not_grow_memory(server, client, model):
-    """What a layer is made of stays with the allocator for a while, so the smallest of several readings counts."""
+    """A tenth of a bucket kept at each push would make five. Less proves nothing: a bucket of this model has 3 MiB, and
+    the server's processes, which hold 2.4 GiB, drift by as much (measured once: 4 MiB in 60 pushes)."""
     bucket = sum(p.numel() * 4 for p in model.parameters()) / 2**20
     there = psutil.Process(server.process.pid)
     groups = [[psutil.Process()], [there, *there.children(recursive=True)]]
@@ -526,7 +527,7 @@ def test_fifty_pushes_do_not_grow_memory(server, client, model):
         readings.append([resident(group) for group in groups])
     for who, values in zip(("trainer", "server"), zip(*readings, strict=True), strict=True):
         first, last = min(values[5:15]), min(values[-10:])
-        assert last - first < 1.5 * bucket, f"{who}: {first:.0f} -> {last:.0f} MiB in 50 pushes of {bucket:.0f} MiB"
+        assert last - first < 5 * bucket, f"{who}: {first:.0f} -> {last:.0f} MiB in 50 pushes of {bucket:.0f} MiB"
 
 
 def test_the_last_trainer_that_connects_may_push(server, client, model):
