@@ -1,6 +1,7 @@
 """The page of look.py in a real browser: it grows while a run trains, others' text stays text, keys and contrast."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -381,7 +382,8 @@ def test_thousands_of_completions_open_and_scroll(browser, tmp_path):
         tab.wait_for_selector(".token >> nth=499")
         tokens = time.monotonic() - begun
     print(f"listed in {listed:.2f} s, scrolled through in {scrolled:.2f} s, tokens in {tokens:.2f} s")
-    assert listed < 2 and scrolled < 2 and tokens < 3
+    slow = max(1, os.getloadavg()[0] / os.cpu_count())  # other processes have the cores, too
+    assert listed < 2 * slow and scrolled < 2 * slow and tokens < 2 * slow
 
 
 def test_a_run_deleted_or_torn_while_it_is_shown(browser, tmp_path):
