@@ -378,6 +378,9 @@ def test_every_note_is_explained():
         assert see.replace("-", " ") in text, see
 
 
+# ---- how long it takes ----------------------------------------------------------------------------------------------
+
+
 class Stopwatch:
     """Seconds by the clock, printed, and of the server's processor, less than 2: other processes do not count there."""
 
@@ -400,9 +403,6 @@ class Stopwatch:
     def seconds(self) -> float:
         times = self.process.cpu_times()
         return times.user + times.system
-
-
-# ---- how long it takes ----------------------------------------------------------------------------------------------
 
 
 def test_200_runs_of_2000_steps(tmp_path):
