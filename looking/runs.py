@@ -13,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+
 from runlog.curves import Curves
 
 MARKS = ("metrics.jsonl", "state.json", "config.json")  # one of them makes a folder a run
@@ -133,12 +135,9 @@ class Run:
                 self.curves_read, self.unreadable = Curves(), 0
             elif block:
                 self.curves_read = self.curves_read.copy()  # another thread may be reading what it got
-            for line in block.split(b"\n"):
-                if line.strip():
-                    if (found := parsed(line)) is None:
-                        self.unreadable += 1
-                    else:
-                        self.curves_read.add(found)
+            lines = [parsed(line) for line in block.split(b"\n") if line.strip()]
+            self.unreadable += lines.count(None)
+            self.curves_read.add(line for line in lines if line is not None)
             return self.curves_read
 
     def forget(self) -> None:
@@ -303,6 +302,12 @@ def digest(*parts) -> str:
 
 def plain(value):
     """The value as JSON has it: no nan, no infinity, six digits."""
+    if isinstance(value, np.ndarray):
+        with np.errstate(all="ignore"):
+            scale = 10.0 ** (5 - np.floor(np.log10(np.abs(value))))
+            rounded = np.where(np.isfinite(scale) & (scale > 0), np.rint(value * scale) / scale, value)
+        rounded = np.where(np.rint(value) == value, value, rounded)
+        return rounded.tolist() if np.isfinite(rounded).all() else [plain(one) for one in rounded.tolist()]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

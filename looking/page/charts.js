@@ -96,12 +96,18 @@ export class Chart {
     return [...bands, ...curves.map((curve, n) => trace(curve, n, this.options))];
   }
 
+  /** Whether so few steps are shown that the axis would have half ones. */
+  whole() {
+    const ends = this.data.curves.flatMap((curve) => [curve.x[0], curve.x.at(-1)]).filter((x) => x !== undefined);
+    return (this.options.x ?? "step") === "step" && Math.max(...ends) - Math.min(...ends) < 8;
+  }
+
   layout() {
     const axis = { gridcolor: "#eef0f3", zerolinecolor: "#d1d5db", tickfont: { color: "#4b5563", size: 11 }, automargin: true };
     return {
       margin: { l: 8, r: 8, t: 6, b: 20 }, showlegend: false, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
       hoverlabel: { font: { size: 11 }, namelength: 40 }, font: { family: "system-ui, sans-serif", size: 11, color: "#1f2937" },
-      xaxis: { ...axis, showgrid: false },
+      xaxis: { ...axis, showgrid: false, ...(this.whole() ? { tickformat: "d", dtick: 1 } : {}) },
       yaxis: { ...axis, rangemode: this.options.stacked ? "tozero" : "normal" },
     };
   }
@@ -128,7 +134,9 @@ export class Chart {
       margin: { l: 50, r: 20, t: 44, b: 60 }, width: 1000, height: 500, xaxis: { ...layout.xaxis, title: { text: this.options.x ?? "step" } },
     });
     const url = await library.toImage({ data: this.traces(), layout }, { format, width: 1000, height: 500, scale: format === "png" ? 2 : 1 });
-    h("a", { href: url, download: `${this.file}.${format}` }).click();
+    const [kind, body] = [url.slice(5, url.indexOf(",")), url.slice(url.indexOf(",") + 1)];
+    const bytes = kind.endsWith(";base64") ? Uint8Array.from(atob(body), (letter) => letter.charCodeAt(0)) : decodeURIComponent(body);
+    save(`${this.file}.${format}`, kind.split(";")[0], bytes);
   }
 
   table() {

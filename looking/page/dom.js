@@ -147,7 +147,10 @@ export function score(value, low, high) {
 
 export function save(name, type, content) {
   const url = URL.createObjectURL(new Blob([content], { type }));
-  h("a", { href: url, download: name }).click();
+  const anchor = h("a", { href: url, download: name, hidden: true });
+  document.body.append(anchor);
+  anchor.click();
+  anchor.remove();
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 

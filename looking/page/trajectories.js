@@ -33,10 +33,10 @@ export async function trajectoriesView(content, parameters, signal) {
 
   function columns() {
     const found = [["group", "group", 40], ["reward", "reward", 56], ...scores.slice(0, 3).map((name) => [`rewards/${name}`, name, 56])];
-    if (listing.advantage) found.push(["advantage", "advantage", 64]);
+    if (listing.advantage) found.push(["advantage", "advantage", 70]);
     if (listing.length) found.push(["length", "length", 44]);
     if (listing.domain) found.push(["domain", "domain", 56]);
-    found.push(["finish_reason", "ended by", 52], ["text", "completion", 0]);
+    found.push(["finish_reason", "ended by", 60], ["text", "completion", 0]);
     return found;
   }
 

@@ -20,7 +20,7 @@ function turn(one, n) {
   const reward = one.reward ? h("span", { class: "dim" }, ` reward ${short(one.reward)}`) : null;
   const state = one.state === null || one.state === undefined ? null : h("details", {}, h("summary", {}, "state of the environment"), long(typeof one.state === "string" ? one.state : JSON.stringify(one.state, null, 1), 4000, { class: "code" }));
   return h("section", { class: "turn" }, h("h3", {}, `Turn ${n + 1}`, reward), long(one.text, 8000, { class: "own" }), one.calls.map(call),
-    one.observation.length ? [h("p", { class: "dim" }, "answered, not trained on:"), one.observation.map((part) => long(part, 4000, { class: "answer" }))] : null, state);
+    one.observation.length ? [h("p", { class: "dim" }, "answered:"), one.observation.map((part) => long(part, 4000, { class: "answer" }))] : null, state);
 }
 
 export async function trajectoryView(content, parameters, signal) {
