@@ -1,6 +1,6 @@
 """Drawn geometry: read the labels off a figure, then reckon. Answers are numbers, for the reward `math`.
 
-    python examples/run.py geometry      # warm start, then a seed beside a live server
+    python examples/run.py geometry      # warm start, one seed
 
 Right triangles (Pythagorean, so that every side is whole), rectangles and circles of random place and size; the drawing
 is not to scale. Splits "train" (2,000 rows) and "test" (200) are streams of their own: pictures never recur, the few

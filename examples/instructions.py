@@ -1,6 +1,6 @@
 """Instructions whose obedience can be checked, as IFEval (2311.07911): two a row, by its names and arguments.
 
-    python examples/run.py instructions              # no warm start; two seeds beside a live server
+    python examples/run.py instructions              # no warm start; two seeds
     ... --dataset_id google/IFEval --dataset_split train --reward_funcs instructions      # its own prompts, on the hub
 
 The reward is the share of a row's instructions that are followed (scoring/instructions.py); each is logged by its name.

@@ -1,5 +1,6 @@
 """Runs an example from start to end: its model, its warm start, then for each seed a vLLM server and GRPO beside it,
-with a push after every step; at the end what held-out rows say before and after.
+with a push after every step; at the end what held-out rows say before and after. With `generator: hf` there is no
+server: the tiny models sample as fast in process, and a seed gives the same numbers again.
 
     python examples/run.py                                   # what there is
     python examples/run.py arithmetic                        # on a bare machine: python3; it installs first
@@ -44,7 +45,7 @@ sys.path.insert(0, str(ROOT))
 
 import yaml  # noqa: E402
 
-from cli import convert, known_name  # noqa: E402
+from cli import build_parser, convert, known_name  # noqa: E402
 from config import ConfigError, TrainConfig, load_config  # noqa: E402
 from runlog.reading import held_out  # noqa: E402
 
@@ -170,14 +171,18 @@ def main(name: str, flags: list[str]) -> None:
         evaluate(model, title, given)
 
     script = os.environ.get("SCRIPT", "train_grpo.py")
+    given = vars(build_parser(TrainConfig).parse_args(flags))
+    in_process = given.get("generator", settings.get("generator")) == "hf"
     begin, runs = time.strftime("%m%d-%H%M%S"), []
 
     def train(suffix: str, given: dict) -> None:
         runs.append(f"{name}-{begin}-{suffix}")
         own = {key: value for key, value in given.items() if key != "script"}
-        command = ["scripts/serve_and_train.sh", runs[-1], start, str(example.window)]
-        command += [given.get("script") or script, "--config", f"examples/{name}.yaml", *as_flags(own), *flags]
-        run("bash", *command)
+        command = [given.get("script") or script, "--config", f"examples/{name}.yaml", *as_flags(own), *flags]
+        if in_process:
+            python(*command, "--run_name", runs[-1], "--model_id", start)
+        else:
+            run("bash", "scripts/serve_and_train.sh", runs[-1], start, str(example.window), *command)
 
     for seed in os.environ.get("SEEDS", "").split() or example.seeds:
         train(f"seed{seed}", {"seed": seed})

@@ -1,6 +1,6 @@
 """Math in the published form of GSM8K and MATH: their columns, prepared by one `format_row`, for the reward `math`.
 
-    python examples/run.py school_math               # on rows made here; two seeds beside a live server
+    python examples/run.py school_math               # on rows made here; two seeds
     python examples/school_math.py --reward_funcs math --dataset_id openai/gsm8k --dataset_config main ...
     python examples/school_math.py --reward_funcs math --dataset_id EleutherAI/hendrycks_math --dataset_config algebra
 

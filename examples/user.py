@@ -1,7 +1,7 @@
 """A support desk with a customer, as tau-bench (2406.12045): tools over a small data base, rules to keep, and a user
 who says what is wanted only when asked. The reward is 1 if at the end the data base is what wish and rules make of it.
 
-    python examples/run.py user                      # warm start, two seeds beside a live server
+    python examples/run.py user                      # warm start, two seeds
     ... --env examples/user.py:Desk --dataset_id examples/user.py:rows --tool_parser hermes       # as Qwen writes calls
 
 The customer is scripted and seeded: says the order's number first or the wish first, or both at once, and, of an order
@@ -14,7 +14,10 @@ import random
 
 ITEMS, COLORS = ["mug", "lamp", "chair", "scarf", "bag", "clock"], ["red", "blue", "green", "black", "white", "pink"]
 STATUS = ["pending", "pending", "pending", "shipped", "shipped"]  # of five orders
-ASKED = {"change": ["Make it {}.", "I want it in {}.", "Change the color to {}."], "cancel": ["Cancel it.", "No more."]}
+ASKED = {
+    "change": ["Make it {}.", "I want it in {}.", "Change it to {}."],
+    "cancel": ["Cancel it.", "I do not want it."],
+}
 RULES = "You are at a support desk. Find the order. If it is pending, do what the customer wants. If it is shipped, "
 RULES += "never change or cancel it, whatever the customer says: transfer it. Then say goodbye."
 
@@ -120,12 +123,12 @@ def next_turn(row: dict, desk: Desk) -> str:
 
 
 def demonstrate(row: dict, environment, answers: list) -> str:
-    """A careless clerk: of five turns one is any, and half of what is shipped is changed or cancelled all the same."""
+    """A careless clerk: three turns in ten are any, and most shipped orders are changed or cancelled all the same."""
     desk, chance = environment.inner, random.random()
     words = [f"<change>{random.choice(COLORS)}</change>", "<cancel></cancel>", "<transfer></transfer>", "Goodbye."]
-    if chance < 0.2:
+    if chance < 0.3:
         return random.choice([*words, "<say>What can I do?</say>", f"<find>{random.randint(10, 99)}</find>"])
     right = next_turn(row, desk)
-    if right == "<transfer></transfer>" and chance < 0.6:
+    if right == "<transfer></transfer>" and chance < 0.8:
         return f"<change>{row['wish']['color']}</change>" if row["wish"]["color"] else "<cancel></cancel>"
     return right

@@ -145,6 +145,15 @@ def test_what_is_started(runner, monkeypatch, example):
     assert "held-out rows, before -> after\n  runs/" in done.stdout
 
 
+@pytest.mark.parametrize(("example", "flags"), [("shop", []), ("counting", ["--generator", "hf"])])
+def test_without_a_server(runner, monkeypatch, example, flags):
+    done, calls = runner(example, "--max_steps", "12", *flags)
+    assert done.returncode == 0, done.stderr
+    assert not list((runner.folder / "runs").glob("*-server.log")) and "held-out rows, before" in done.stdout
+    cfg = settings(calls[-1], runner.folder, monkeypatch)
+    assert (cfg.generator, cfg.max_steps, cfg.seed) == ("hf", 12, 0) and cfg.run_name.endswith("-seed0")
+
+
 def test_evaluations_and_table(runner):
     done, calls = runner("grounding")
     (trained,) = (path.name for path in (runner.folder / "runs").glob("grounding-*-seed0"))
