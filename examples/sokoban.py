@@ -1,6 +1,6 @@
 """Sokoban: a box is pushed onto its target, one move a turn; in a corner it is stuck for good.
 
-python examples/run.py sokoban      # warm start, two seeds
+python examples/run.py sokoban      # warm start, three seeds beside a live server
 """
 
 import random
