@@ -4,7 +4,8 @@
     python rollouts.py --env examples/shop.py:Shop --dataset_id examples/shop.py:rows --policy random
 
 The reward is WebShop's: 0 for another kind of thing than was asked for, else the share of the other wishes that the
-thing bought fulfils: material, color, size, price. `--preset gigpo` compares turns that began on the same page.
+thing bought fulfils: material, color, size, price. `--preset gigpo` compares turns that began on the same page. It was
+not trained to a number yet; docs/results.md has an attempt.
 """
 
 import random
@@ -66,10 +67,10 @@ class Shop(Environment):
         if self.item:
             return [*self.item["colors"], *SIZES, "back", "buy"]
         turn = ["next"] * ((self.page + 1) * PAGE < len(self.hits)) + ["prev"] * (self.page > 0)
-        return [p["id"] for p in self.shown()] + turn
+        return [str(n + 1) for n in range(len(self.shown()))] + turn
 
     def view(self) -> str:
-        about = [f"{p['id']}: {p['material']} {p['kind']}, {p['price']} dollars" for p in self.shown()]
+        about = [f"{n + 1}: {p['material']} {p['kind']}, {p['price']} dollars" for n, p in enumerate(self.shown())]
         if self.item:
             chosen = ", ".join(self.chosen.values()) or "nothing"
             about = [f"{self.item['material']} {self.item['kind']}, {self.item['price']} dollars", f"chosen: {chosen}"]
@@ -89,8 +90,8 @@ class Shop(Environment):
         elif word == "buy":
             self.points = self.worth()
             return [], self.points, True, {"valid": 1.0}
-        elif word in CATALOGUE:
-            self.item = CATALOGUE[word]
+        elif word.isdecimal():
+            self.item = self.shown()[int(word) - 1]
         elif word == "back":
             self.item, self.chosen = None, {}
         elif word in ("next", "prev"):
@@ -122,7 +123,7 @@ def next_action(shop: Shop) -> str:
     if not shop.hits:
         return f"search[{shop.target['material']} {shop.target['kind']}]"
     if shop.item is None:
-        return f"click[{shop.wish['target'] if shop.target in shop.shown() else 'next'}]"
+        return f"click[{shop.shown().index(shop.target) + 1 if shop.target in shop.shown() else 'next'}]"
     if shop.item is not shop.target:
         return "click[back]"
     missing = [shop.wish[name] for name in ("color", "size") if shop.chosen.get(name) != shop.wish[name]]

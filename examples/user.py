@@ -54,12 +54,8 @@ def settled(orders: dict, wish: dict) -> dict:
 
 class Desk:
     def reset(self, orders, wish, facts, **row):
-        self._orders, self._wanted, self._facts, self._open = (
-            copy.deepcopy(orders),
-            settled(orders, wish),
-            [*facts],
-            None,
-        )
+        self._orders, self._wanted = copy.deepcopy(orders), settled(orders, wish)
+        self._facts, self._open = [*facts], None
         self._told: list[str] = []
 
     def say(self, text: str) -> str:
