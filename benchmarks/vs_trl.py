@@ -1,7 +1,7 @@
 """The same GRPO steps by TRL's GRPOTrainer and by train_grpo.py, in one go on this machine.
 
     pip install -r benchmarks/requirements-bench.txt
-    python benchmarks/vs_trl.py                         # 3 repetitions, < 25 minutes on two cores
+    python benchmarks/vs_trl.py                         # 3 repetitions, all cases: 80 minutes on two cores
     python benchmarks/vs_trl.py --systems trl hf --cases short --reps 1
 
 Equal on both sides: model, prompts, reward function, completions per prompt, tokens per completion (the end token is
@@ -52,6 +52,7 @@ class Case:
 CASES = {
     "short": Case(prompts=8, generations=4, tokens=32, prompt_tokens=None, trl_microbatch=8),
     "long": Case(prompts=2, generations=8, tokens=64, prompt_tokens=400, trl_microbatch=8),
+    "reasoning": Case(prompts=2, generations=8, tokens=512, prompt_tokens=50, trl_microbatch=8),
 }
 
 # name -> (title, generator, dtype of the weights)
@@ -372,17 +373,18 @@ def markdown_row(row: dict) -> str:
 
 def markdown(rows: list[dict], about: dict) -> str:
     lines = ["# train_grpo.py against TRL's GRPOTrainer on equal work", "", about["machine"], ""]
-    lines += [
-        f"{about['versions']}. Written by `{about['command']}`; what is equal and what is counted: its header.",
-        "",
-    ]
+    lines += [f"{about['versions']}. What is equal and what is counted: the header of benchmarks/vs_trl.py.", ""]
     for name, case in CASES.items():
         part = [row for row in rows if row["case"] == name]
         if not part:
             continue
-        prompts = f"{case.prompts} prompts of {about['prompt_tokens'][name]:.0f} tokens"
+        how = about["cases"][name]
+        prompts = f"{case.prompts} prompts of {how['prompt_tokens']:.0f} tokens"
         lines += [
             f"## {name}: {prompts} x {case.generations} completions of {case.tokens}",
+            "",
+            f"`{how['command']}`: medians of {min(row['steps'] for row in part)} timed steps or more, {how['steps']} "
+            f"of each run; load {how['load']} before the start.",
             "",
             "| | s a step: median (min - max) | x TRL | trainer GiB | x TRL | server GiB | "
             + " | ".join(PHASES)
@@ -407,12 +409,14 @@ def describe_machine(args, prompt_tokens: dict) -> dict:
         info = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), cpu)
     load = os.getloadavg()[0]
-    text = f"{len(os.sched_getaffinity(0))} cores of {cpu}, load {load:.1f} before the start; {Path(args.model).name}; "
+    command = "python benchmarks/vs_trl.py " + " ".join(sys.argv[1:])
     return {
-        "machine": text + f"{args.reps} repetitions in turn, {args.steps} timed steps each, medians.",
+        "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}; {Path(args.model).name}.",
         "versions": ", ".join(packages),
-        "command": f"python benchmarks/vs_trl.py --reps {args.reps} --steps {args.steps}",
-        "prompt_tokens": prompt_tokens,
+        "cases": {
+            case: {"command": command.strip(), "load": round(load, 1), "steps": args.steps, "prompt_tokens": tokens}
+            for case, tokens in prompt_tokens.items()
+        },
     }
 
 
@@ -424,6 +428,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"), help="folder of the results")
+    parser.add_argument("--add", action="store_true", help="to the repetitions that the results have of these cases")
     parser.add_argument("--trl_child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if Path(args.model).is_dir():
@@ -436,12 +441,16 @@ def main() -> None:
     if args.trl_child:
         prompts, metrics = args.trl_child
         return run_trl(args.model, prompts, CASES[args.cases[0]], args.steps + 1, Path(metrics))
-    folder, out, runs = Path(tempfile.mkdtemp(prefix="vs_trl_")), Path(args.out), []
+    folder, out = Path(tempfile.mkdtemp(prefix="vs_trl_")), Path(args.out)
     prompt_tokens = {
         case: write_prompts(folder / f"{case}.jsonl", args.model, CASES[case].prompt_tokens) for case in args.cases
     }
-    about = describe_machine(args, prompt_tokens)
+    about, runs = describe_machine(args, prompt_tokens), []
     out.mkdir(parents=True, exist_ok=True)
+    if (out / "vs_trl.json").exists():  # cases that are not run now stay
+        before = json.loads((out / "vs_trl.json").read_text())
+        about["cases"] = before["about"]["cases"] | about["cases"]
+        runs = [run for run in before["runs"] if args.add or run["case"] not in args.cases]
     print(f"logs of the single runs: {folder}", flush=True)
     for rep in range(args.reps):
         with contextlib.ExitStack() as stack:
