@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from live import SMALL, trainer
+from live import EVEN, SMALL, trainer
 from looking_at import looking
 from made_runs import completions_table, evaluation_line, make_run, write_step
 
@@ -132,14 +132,17 @@ def until(condition, limit: float = 120):
 
 def test_a_run_is_followed_while_it_trains(browser, tmp_path):
     """A real training: its state, growing curves without a reload, then its completions."""
-    flags = f"{SMALL} --max_steps 5 --eval_steps 100 --output_dir {tmp_path / 'runs'} --run_name live"
+    flags = f"{SMALL} --max_steps 20 --eval_steps 100 --output_dir {tmp_path / 'runs'} --run_name live "
+    flags += f"--reward_funcs {tmp_path}/even.py:even"
+    (tmp_path / "even.py").write_text(EVEN)
     (tmp_path / "runs").mkdir()
     with looking(tmp_path / "runs") as page, opened(browser, page) as tab:
         tab.wait_for_selector("text=There is no run in this folder yet")
         run = trainer(tmp_path / "log", *flags.split())
-        tab.click("td a:has-text('live')", timeout=120_000)
+        run.until(lambda: tab.locator("td a:has-text('live')").count())
+        tab.click("td a:has-text('live')")
         tab.evaluate("window.stays = 1")
-        first = until(lambda: points(tab, "Reward"))
+        first = run.until(lambda: points(tab, "Reward"))
         assert tab.locator("h1 + span").inner_text().startswith("running")
         until(lambda: points(tab, "Reward") > first)
         assert run.end() == 0, run.text
@@ -151,7 +154,7 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path):
         tab.click("nav >> text=Trajectories")
         tab.wait_for_selector(".list .line")
         assert "16 completions" in tab.locator(".bar").inner_text()
-        assert "\nstep 5" in tab.content() or tab.locator("input.step").input_value() == "5"
+        assert tab.locator("input.step").input_value() == "20"
 
 
 def test_runs_are_filtered_and_compared_and_a_picture_is_saved(tab, tmp_path):

@@ -1,4 +1,4 @@
-// Small helpers: elements, requests, links. Strings become text nodes; there is no way to HTML here.
+// Small functions: elements, requests, links. Strings become text nodes; there is no way to HTML here.
 import { nodes, short } from "./text.js";
 export { nodes, short };
 
