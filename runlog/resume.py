@@ -155,8 +155,9 @@ def differences(
     if saved["ranks"] != now["ranks"]:
         lines.append(f"ranks {saved['ranks']} -> {now['ranks']}: other random numbers and orders of sums from here on")
     # A setting that came later was what it is by default.
-    old, new = flat(public_config(type(cfg)()) | saved["settings"]), flat(now["settings"])
-    for name in [*new, *(name for name in old if name not in new)]:
+    new, kept = flat(now["settings"]), flat(saved["settings"])
+    old = public_config(type(cfg)()) | kept
+    for name in [*new, *(name for name in kept if name not in new)]:
         if old.get(name) != new.get(name) and (name != "max_steps" or schedule_depends(cfg)):
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
     lines += row_differences(state, now, start, sampler)
