@@ -234,6 +234,42 @@ def sampling_options(cfg: TrainConfig) -> dict:
     return {name: value for name, value in options.items() if value is not None}
 
 
+async def sample_enough(sample: Callable, drawn: list[int], wanted: int, spare: int) -> tuple[list, dict]:
+    """Results of `wanted` of the prompts `drawn`, and counts of the others.
+
+    sample: a coroutine number -> (group, whether it is silent, ...).
+
+    The moment a group ends silent another prompt begins; when `drawn` is used up silent ones stay, so that a step never
+    grows or shrinks. `spare` prompts begin beforehand. Groups count in the order in which they were drawn: a spare one
+    takes the place of a silent one, never of one that is merely slow, or short completions would be preferred. What is
+    not needed is cancelled, on the server too.
+
+        2 wanted, 1 spare; a b c d e drawn. Begun: a b c. b ends silent: d begins, a and c are chosen. When these two
+        have ended, the step is done and d is cancelled; were c silent, too, e would begin, and d be chosen.
+    """
+    tasks: list[asyncio.Task] = []  # in the order of `drawn`
+    try:
+        while True:
+            silent = [task for task in tasks if task.done() and task.result()[1]]
+            chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
+            if len(tasks) == len(drawn):
+                chosen += silent[: wanted - len(chosen)]
+            if len(chosen) == wanted and all(task.done() for task in chosen):
+                break
+            new = drawn[len(tasks) : wanted + spare + len(silent)]
+            tasks += [asyncio.create_task(sample(number)) for number in new]
+            await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left_over = [task for task in tasks if not task.done()]
+        for task in left_over:
+            task.cancel()
+        await asyncio.gather(*left_over, return_exceptions=True)
+    stayed = sum(task in silent for task in chosen)
+    replaced = len(silent) - stayed
+    counts = {"resampled": replaced, "silent": stayed, "unused": len(tasks) - wanted - replaced}
+    return [task.result() for task in chosen], counts
+
+
 async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
     """Each prompt is answered once: one request per prompt with n = num_generations."""
 

@@ -116,6 +116,7 @@ from rollouts import (
     failed_trajectory,
     measure,
     rollout_metrics,
+    sample_enough,
     scored_together,
     without_failed,
 )
@@ -653,15 +654,9 @@ async def sample_step(
     """What this rank samples for a step: [(group, whether it is silent, its times)], and counts of further groups.
 
     sampler: the prompt sampler. versions: of the weights that may have sampled, a range; None: `step` alone.
-    --dynamic_sampling: the moment a group ends without signal another prompt begins (DAPO, 2503.14476 sec. 3.2), at
-    most --resample_rounds for each that is wanted; then silent ones stay, so that a step never grows or shrinks.
-    --spare_prompts begins that many of them beforehand. Groups count in the order in which they were drawn: a spare one
-    takes the place of a silent one, never of one that is merely slow, or short completions would be preferred. What is
-    not needed is cancelled, on the server too. Baselines (remax) are the scores of a greedy completion of each prompt.
-    Nothing here talks to other ranks: train_async.py runs it in the background.
-
-        2 wanted, 1 spare; a b c d e drawn. Begun: a b c. b ends silent: d begins, a and c are chosen. When these two
-        have ended, the step is done and d is cancelled; were c silent, too, e would begin, and d be chosen.
+    --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `sample_enough` replaces silent groups, at most --resample_rounds
+    times as many as are wanted, by others of the same domain. Baselines (remax) are the scores of a greedy completion
+    of each prompt. Nothing here talks to other ranks: train_async.py runs it in the background.
     """
     versions, begun = versions or range(step, step + 1), time.perf_counter()
     greedy = replace(cfg, num_generations=1, temperature=0.0)
@@ -681,35 +676,13 @@ async def sample_step(
                 trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
         return group, cfg.dynamic_sampling and not has_signal(group, cfg.of(rows[number])), seconds
 
-    async def sample_domain(drawn: list[int], wanted: int) -> tuple[list[tuple], dict]:
-        spare = math.ceil(cfg.spare_prompts * wanted / cfg.prompts_per_step)  # this rank's share
-        tasks: list[asyncio.Task] = []  # in the order of `drawn`
-        try:
-            while True:
-                silent = [task for task in tasks if task.done() and task.result()[1]]
-                chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
-                if len(tasks) == len(drawn):
-                    chosen += silent[: wanted - len(chosen)]
-                if len(chosen) == wanted and all(task.done() for task in chosen):
-                    break
-                new = drawn[len(tasks) : wanted + spare + len(silent)]
-                tasks += [asyncio.create_task(sample(number)) for number in new]
-                await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            left_over = [task for task in tasks if not task.done()]
-            for task in left_over:
-                task.cancel()
-            await asyncio.gather(*left_over, return_exceptions=True)
-        stayed = sum(task in silent for task in chosen)
-        replaced = len(silent) - stayed
-        counts = {"resampled": replaced, "silent": stayed, "unused": len(tasks) - wanted - replaced}
-        return [task.result() for task in chosen], counts
-
-    divided: dict[str, tuple] = defaultdict(lambda: ([], []))  # by domain: a substitute is of the same one
+    divided: dict[str, tuple] = defaultdict(lambda: ([], []))  # by domain
     for place, numbers in enumerate((first, further)):
         for number in numbers:
             divided[cfg.of(rows[number]).domain][place].append(number)
-    parts = await asyncio.gather(*(sample_domain(drawn + more, len(drawn)) for drawn, more in divided.values()))
+    spare = {name: math.ceil(cfg.spare_prompts * len(own) / cfg.prompts_per_step) for name, (own, _) in divided.items()}
+    calls = (sample_enough(sample, own + more, len(own), spare[name]) for name, (own, more) in divided.items())
+    parts = await asyncio.gather(*calls)
     counts = {name: sum(counted[name] for _, counted in parts) for name in ("resampled", "silent", "unused")}
     return [one for chosen, _ in parts for one in chosen], counts
 
