@@ -221,10 +221,10 @@ def rank_bytes(
     fold = cfg.use_peft * 16 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
     if cfg.strategy == "ddp":
         need["push"] = full + fold
-    elif cfg.strategy == "fsdp2":  # shards are rounded, then gathered one by one; embeddings once more if they are tied
+    elif cfg.strategy == "fsdp2":  # shards are folded and rounded, then gathered one by one
         rounded = compute * largest // ranks * (master != compute)
         tied = not any(unused for *_, unused in table)
-        need["push"] = full + max(rounded + compute * largest * tied, fold)
+        need["push"] = full + max(rounded + compute * largest * tied, fold // ranks)
     else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
         at_root = (master + compute) * root - trained_in * of_root // ranks
         at_root += compute * root // ranks * (master == compute)

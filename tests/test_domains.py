@@ -311,7 +311,7 @@ def test_what_is_over_the_batch_is_over_each_domain(advantage):
         made.rows = [{"domain": "ab"[int(group) % 2]} for group in made.groups]
         made.reward_components = torch.stack([made.scores, made.scores**2], 1)
         made.baselines, made.old_logprobs = made.scores / 2, -made.loss_mask
-        made.entropy = made.sum_pi_squared = made.loss_mask * 0.5
+        made.entropy = made.sum_pi_squared = made.values = made.loss_mask * 0.5
         return made
 
     together = batch()

@@ -253,7 +253,7 @@ def test_keys_reach_everything(tab):
     for view in ("runs", "run?run=good", "compare?run=good&run=other", "trajectories?run=good"):
         tab.show(view)
         tab.wait_for_selector("h1")
-        assert tab.evaluate(f"{unnamed}.length") == 0, view
+        assert tab.evaluate(f"{unnamed}.map(e => e.outerHTML)") == [], view
 
 
 CONTRAST = """() => {

@@ -182,6 +182,7 @@ import utils
 from functools import partial
 from config import TrainConfig
 from runlog.log import RunLog, close_all
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
 utils.watch_process()
 log = RunLog(TrainConfig(run_name="run", output_dir={folder!r}), num_steps=30)
 log.step(1, {{"reward": 0.5, "time/step": 1.0}})
