@@ -134,7 +134,10 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path):
     """A real training: its state, growing curves without a reload, then its completions."""
     flags = f"{SMALL} --max_steps 20 --eval_steps 100 --output_dir {tmp_path / 'runs'} --run_name live "
     flags += f"--reward_funcs {tmp_path}/even.py:even"
-    (tmp_path / "even.py").write_text(EVEN)
+    slow = EVEN.replace(
+        "    return", "    __import__('time').sleep(0.1)\n    return"
+    )  # else it ends before one has looked
+    (tmp_path / "even.py").write_text(slow)
     (tmp_path / "runs").mkdir()
     with looking(tmp_path / "runs") as page, opened(browser, page) as tab:
         tab.wait_for_selector("text=There is no run in this folder yet")
@@ -252,7 +255,7 @@ def test_keys_reach_everything(tab):
         && !(e.textContent.trim() || e.getAttribute('aria-label') || e.closest('label')))"""
     for view in ("runs", "run?run=good", "compare?run=good&run=other", "trajectories?run=good"):
         tab.show(view)
-        tab.wait_for_selector("h1")
+        tab.wait_for_selector(f".view.{view.partition('?')[0]} h1")
         assert tab.evaluate(f"{unnamed}.map(e => e.outerHTML)") == [], view
 
 
