@@ -195,10 +195,16 @@ def served_flags(server, folder, name: str) -> list[str]:
     return [*flags.split(), "--server_urls", server.url, "--server_token", server.token, "--output_dir", str(folder)]
 
 
-def wait_until_generating(run: Process, folder: Path, name: str, step: int):
-    """`step` is trained, its weights are pushed and saved: what comes next is the generation of the step after it."""
+def wait_until_generating(server, run: Process, folder: Path, name: str, step: int):
+    """There is a checkpoint of `step`, and a push has just ended: generation follows, which is most of a step."""
     run.until(lambda: (folder / name / "checkpoints" / f"step_{step}").exists(), limit=180)
-    time.sleep(1)
+    version = version_of(server)
+    run.until(lambda: version_of(server) > version, limit=60)
+    time.sleep(0.5)
+
+
+def version_of(server) -> int:
+    return server.request("GET", "/server_info").json()["policy_version"]
 
 
 def instance_of(server) -> str:
@@ -214,7 +220,7 @@ def test_a_frozen_server(doomed, folder):
     server = doomed.wait()
     flags = [*served_flags(server, folder, "frozen"), "--server_timeout", "5"]
     with running(trainer(folder / "frozen.log", *flags)) as run:
-        wait_until_generating(run, folder, "frozen", 1)
+        wait_until_generating(server, run, folder, "frozen", 1)
         family = family_of(server)
         try:
             for process in family:
@@ -232,7 +238,7 @@ def test_a_server_dies_comes_back_and_dies_again(doomed, folder):
     metrics = folder / "story" / "metrics.jsonl"
     doomed.wait()
     with running(trainer(folder / "story_1.log", *flags)) as run:
-        wait_until_generating(run, folder, "story", 1)
+        wait_until_generating(doomed, run, folder, "story", 1)
         name = instance_of(doomed)
         start = time.monotonic()
         kill_server(doomed)

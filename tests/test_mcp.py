@@ -42,7 +42,7 @@ def toolbox(request, tmp_path):
         settings = {"url": f"http://127.0.0.1:{port}/mcp"}
     path = tmp_path / "servers.json"
     path.write_text(json.dumps({"mcpServers": {"test": settings}}))
-    box = make(path)
+    box = make(path, tool_timeout=2.0)
     box.transport = request.param
     yield box
     if process:
@@ -79,8 +79,8 @@ def write(tmp_path, **servers) -> Path:
     return path
 
 
-def make(path, tool_timeout: float = 2.0, **settings) -> Toolbox:
-    """tool_timeout: of calls; a start may take longer, as other tests may run beside this one."""
+def make(path, tool_timeout: float = START, **settings) -> Toolbox:
+    """tool_timeout: of calls; long, as other tests may run beside this one, except where a test waits for its end."""
     cfg = TrainConfig(mcp_config=str(path), max_tool_result=1000, tool_timeout=tool_timeout, **settings)
     return Toolbox(get_tools(replace(cfg, tool_timeout=START)), cfg)
 
@@ -403,7 +403,7 @@ def test_variables(tmp_path, monkeypatch):
 def test_timeout_is_in_seconds_or_milliseconds(given, seconds, tmp_path):
     """Programs do not agree on the unit: what is too long to be meant in seconds is in milliseconds."""
     more = {} if given is None else {"timeout": given}
-    box = make(write(tmp_path, test=settings_of("stdio", 0, **more)))
+    box = make(write(tmp_path, test=settings_of("stdio", 0, **more)), tool_timeout=2.0)
     if seconds > 2:
         assert box.tools["echo"].timeout == seconds
         return
@@ -413,7 +413,7 @@ def test_timeout_is_in_seconds_or_milliseconds(given, seconds, tmp_path):
 
 
 def test_a_longer_timeout_than_that_of_other_tools(tmp_path):
-    box = make(write(tmp_path, test=settings_of("stdio", 0, timeout=20)))
+    box = make(write(tmp_path, test=settings_of("stdio", 0, timeout=20)), tool_timeout=2.0)
     ((text, failed),) = run(box, ("echo", {"text": "late", "seconds": 2.5}))  # others have 2 s
     assert text.startswith("late") and not failed
 
