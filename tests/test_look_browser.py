@@ -268,15 +268,19 @@ CONTRAST = """() => {
     for (; e; e = e.parentElement) layers.push(parse(getComputedStyle(e).backgroundColor));
     return layers.reverse().reduce((under, top) => over(top, under), [255, 255, 255]); };
   const poor = [];
+  let texts = 0;
   for (const e of document.querySelectorAll("body *")) {
-    if (!e.offsetParent || e.closest("svg, :disabled, [aria-disabled], .saves, option")) continue;
+    const drawn = e instanceof SVGTextContentElement && e.getClientRects().length > 0;
+    if (!(drawn || e.offsetParent) || e.closest(":disabled, [aria-disabled], .saves, option")) continue;
     if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())) continue;
-    const style = getComputedStyle(e), under = ground(e), a = light(over(parse(style.color), under)), b = light(under);
+    const style = getComputedStyle(e), under = ground(e), b = light(under);
+    const a = light(over(parse(drawn ? style.fill : style.color), under));
+    if (drawn) texts += 1;
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     const large = parseFloat(style.fontSize) >= 24 || (parseFloat(style.fontSize) >= 18.66 && style.fontWeight >= 700);
     if (ratio < (large ? 3 : 4.5)) poor.push(`${ratio.toFixed(2)} ${e.className} ${e.textContent.slice(0, 40)}`);
   }
-  return poor;
+  return [texts, poor];
 }"""
 
 
@@ -289,13 +293,15 @@ def test_text_stands_out_from_its_background(tab):
         tab.show(view)
         ready = {
             "runs": "tbody tr",
-            "run": ".tile",
-            "compare": "article",
+            "run": "article .xtick text",
+            "compare": "article .xtick text",
             "trajectories": ".completion",
             "row": "tbody tr",
         }
         tab.wait_for_selector(ready.get(view.partition("?")[0], ".token"))
-        assert tab.evaluate(CONTRAST) == [], view
+        in_charts, poor = tab.evaluate(CONTRAST)
+        assert poor == [], view
+        assert (in_charts > 0) == (view.partition("?")[0] in ("run", "compare")), view
 
 
 # ---- others' text ---------------------------------------------------------------------------------------------------
