@@ -13,6 +13,7 @@ import termios
 import time
 
 import pytest
+from live import SMALL
 from server_fixture import ROOT
 
 from runlog.panel import bar_of, fit, sparkline
@@ -75,13 +76,14 @@ class Screen:
 class Terminal:
     """A program in a terminal of its own."""
 
-    def __init__(self, code: str, columns: int = 80, rows: int = 24, **env: str):
+    def __init__(self, *arguments: str, columns: int = 80, rows: int = 24, **env: str):
+        """arguments: of python."""
         self.master, slave = pty.openpty()
         self.resize(columns, rows)
         self.screen = Screen(columns, rows)
         env = os.environ | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | env
         how = dict(stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=env, start_new_session=True)
-        self.process = subprocess.Popen([sys.executable, "-c", code], **how)
+        self.process = subprocess.Popen([sys.executable, *arguments], **how)
         os.close(slave)
 
     def resize(self, columns: int, rows: int) -> None:
@@ -137,7 +139,7 @@ print("THE END")
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 14)])
 def test_everything_scrolls_above_it_and_stays_readable(columns, rows):
-    terminal = Terminal(PANEL + OTHERS, columns, rows)
+    terminal = Terminal("-c", PANEL + OTHERS, columns=columns, rows=rows)
     terminal.until("(Pdb)")
     os.write(terminal.master, b"continue\n")
     screen = terminal.until("heard continue")
@@ -158,7 +160,7 @@ def test_everything_scrolls_above_it_and_stays_readable(columns, rows):
 
 
 def test_a_terminal_that_changes_its_size():
-    terminal = Terminal(PANEL + "input()\nprint('wide', flush=True)\ninput()\npanel.stop()\n")
+    terminal = Terminal("-c", PANEL + "input()\nprint('wide', flush=True)\ninput()\npanel.stop()\n")
     assert terminal.until("of step 20").lines[-3].startswith(" step 20/30  █")
     terminal.resize(60, 20)
     terminal.screen = Screen(60, 20)
@@ -211,12 +213,29 @@ WAYS = {  # what happens -> state.json's state and why
 @pytest.mark.parametrize("what", WAYS)
 def test_the_terminal_is_whole_again_however_a_run_ends(what, tmp_path):
     """And state.json says how, as far as the process could."""
-    terminal = Terminal(ENDS.format(what=what, folder=str(tmp_path)))
+    terminal = Terminal("-c", ENDS.format(what=what, folder=str(tmp_path)))
     screen = terminal.until()
     assert screen.bottom == 24 and "RUNNING" in screen.text
     said = json.loads((tmp_path / "run" / "state.json").read_text())
     assert (said["state"], said["why"]) == WAYS[what] and (said["step"], said["num_steps"]) == (1, 30)
     assert said["pid"] == terminal.process.pid and said["started"] <= said["updated"] <= time.time()
+
+
+def test_a_whole_training(tmp_path):
+    """As it is typed: torchrun, two ranks. Lines, samples and evaluations scroll above the panel, each once."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_grpo.py"]
+    flags = f"{SMALL} --print_samples_every 2 --reward_funcs length --max_steps 6 --eval_steps 3".split()
+    terminal = Terminal(*torchrun, *flags, "--output_dir", str(tmp_path), "--run_name", "run", columns=100)
+    screen = terminal.until("step 4/6  ██", limit=120)
+    rule, first, second, third = (line.rstrip() for line in screen.lines[-4:])
+    assert set(rule) == {"─"} and first.startswith(" step ") and "elapsed 0:00:" in first
+    assert second.startswith(" reward ") and "held-out mean@4 0" in second and "tok/s" in third
+    screen = terminal.until(limit=60)
+    assert terminal.process.returncode == 0 and "─" not in screen.text and screen.bottom == 24
+    for step in range(1, 7):
+        assert screen.text.count(f"\nstep {step}/6  reward ") == 1, screen.text
+    assert screen.text.count("--- a sample of step") == 3 and screen.text.count("evaluation after step") == 3
+    assert f"report: {tmp_path}/run/report.html" in screen.text.replace("\n", "")
 
 
 def test_no_panel_in_a_log_file(tmp_path):
