@@ -1,20 +1,22 @@
 """What keeping every token costs: seconds in the loop, seconds beside it, bytes on disk. Needs no GPU.
 
 python benchmarks/token_log.py                 # a made-up step of 512 completions of 1,000 tokens; a vocabulary
-python benchmarks/token_log.py train           # steps of the tiny model, with and without
+python benchmarks/token_log.py train           # the share of the demo's steps; flags go to the train script
 """
 
+import functools
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import runlog.log
 from batch import collate, record, start_record
 from config import TrainConfig
 from rollouts import Trajectory
@@ -77,32 +79,67 @@ def synthetic() -> None:
         print(f"a vocabulary of 150,000: {time.perf_counter() - start:.2f} s, {size / 2**20:.1f} MiB")
 
 
-def training() -> None:
-    """Runs by turns: what else the machine does hits both."""
+def training(flags: list[str]) -> None:
+    """One training with everything logged. What logging takes is timed where it happens: steps of runs with and without
+    it differ by more than that, for other reasons."""
     import train_grpo
+    from config import parse_args
 
-    seconds = {0: [], 1: []}
+    loop: dict[str, float] = defaultdict(float)  # seconds
+    thread: list[float] = []  # CPU seconds, beside the training
+
+    def timed(name: str, function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                loop[name] += time.perf_counter() - start
+
+        return run
+
+    def in_thread(*args):
+        start = time.thread_time()
+        write_table(*args)
+        thread.append(time.thread_time() - start)
+
+    def recorded(*args):
+        plain, torch.Tensor.register_hook = torch.Tensor.register_hook, hooked
+        try:
+            record(*args)
+        finally:
+            torch.Tensor.register_hook = plain
+
+    register = torch.Tensor.register_hook
+    hooked = lambda tensor, hook: register(tensor, timed("in the backward pass", hook))  # noqa: E731
+    write_table, runlog.log.write_table = runlog.log.write_table, in_thread
+    train_grpo.record = timed("in the forward pass", recorded)
+    train_grpo.start_record = timed("in the forward pass", start_record)
+    train_grpo.completion_rows = timed("rows", completion_rows)
+    RunLog.step = timed("line, terminal, trackers", RunLog.step)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "even.py").write_text(EVEN)
-        cfg = TrainConfig(
-            model_id="models/tiny", generator="hf", compute_dtype="float32", dataset_id="examples/sums.py:rows",
-            reward_funcs=[f"{folder}/even.py:even"], prompts_per_step=4, num_generations=8, max_completion_length=128,
-            min_completion_length=127, max_steps=10, print_samples_every=0, output_dir=folder,
-        )  # fmt: skip
-        for number in range(6):
-            every = number % 2
-            train_grpo.train(replace(cfg, run_name=f"{number}", log_tokens_every=every))
-            ends = [line["time/unix"] for line in read_metrics(Path(folder) / f"{number}")]
-            seconds[every] += [end - before for before, end in zip(ends[1:], ends[2:], strict=False)]
-    for every, spent in seconds.items():
-        low, median, high = statistics.quantiles(spent, n=4)
-        name = "kept" if every else "not kept"
-        print(f"tokens {name}: {median:.3f} s a step (quartiles {low:.3f}, {high:.3f}; {len(spent)} steps)")
+        given = [
+            "--config",
+            "examples/sums.yaml",
+            "--generator",
+            "hf",
+            "--eval_steps",
+            "1000",
+            "--print_samples_every",
+            "1",
+        ]
+        given += ["--max_steps", "8", "--report_to", "tensorboard", "--output_dir", folder, "--run_name", "run"]
+        train_grpo.train(parse_args(train_grpo.TrainConfig, [*given, *flags]))
+        lines = [line for line in read_metrics(Path(folder) / "run") if "time/step" in line]
+    whole = sum(line["time/step"] for line in lines)
+    print(f"{len(lines)} steps of {whole / len(lines):.2f} s. Of that, or between steps:")
+    for name, seconds in loop.items():
+        print(f"  {name:26} {1000 * seconds / len(lines):8.2f} ms a step  {100 * seconds / whole:.3f} %")
+    print(f"  {'all in the loop':26} {1000 * sum(loop.values()) / len(lines):8.2f} ms a step  ", end="")
+    print(f"{100 * sum(loop.values()) / whole:.3f} %")
+    print(f"  beside it, in the thread   {1000 * sum(thread) / len(lines):8.2f} ms of CPU a step")
 
-
-EVEN = (
-    "def even(completion_ids, **_):\n    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
-)
 
 if __name__ == "__main__":
-    training() if sys.argv[1:] == ["train"] else synthetic()
+    training(sys.argv[2:]) if sys.argv[1:2] == ["train"] else synthetic()
