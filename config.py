@@ -51,7 +51,7 @@ class TrainConfig:
     dataset_config: str | None = None  # configuration name of a hub data set
     dataset_split: str = "train"  # split to train on
     eval_dataset_id: str | None = None  # held-out data; unset: dataset_id with eval_split, if evaluation is on
-    eval_split: str = "test"  # split to evaluate on
+    eval_split: str | None = "test"  # split to evaluate on; none: a domain without held-out rows
     system_prompt: str | None = None  # put before prompts that bring no system message
     no_apply_chat_template: bool = False  # string prompts go to the model as they are
     allow_special_tokens: bool = False  # text in prompts that reads like a special token becomes one; else plain text
@@ -235,8 +235,7 @@ class TrainConfig:
         known = self.__dict__.setdefault("_of", {})
         if entry["name"] not in known:
             own = {key: value for key, value in entry.items() if key not in domains.OWN_KEYS}
-            only = [{key: entry[key] for key in domains.OWN_KEYS}]
-            known[entry["name"]] = dataclasses.replace(self, **own, domains=only)
+            known[entry["name"]] = dataclasses.replace(self, **own, domains=[{"name": entry["name"]}])
         return known[entry["name"]]
 
     def by_domain(self) -> "list[TrainConfig]":
@@ -401,6 +400,8 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         (c.push_to_hub and not c.hub_repo_id, "--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO."),
         (c.push_to_hub and c.eval_only, "--eval_only makes nothing to upload; leave out --push_to_hub."),
+        (c.eval_split is None and (c.eval_steps or c.eval_only) and not c.domain,
+         "--eval_split=none and evaluation contradict each other; in a list of domains, one may have none."),
         (c.eval_dataset_id and not (c.eval_steps or c.eval_only),
          "--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it."),
         (c.run_name is not None and not re.fullmatch(r"(?!\.+$)[^/\x00-\x1f]{1,200}", c.run_name),
@@ -437,6 +438,9 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     for own in cfg.by_domain():
         with domains.named(own):
             check(own)
+    for name in given if cfg.domains else ():
+        if all(name in entry for entry in values["domains"]):
+            raise ConfigError(f"--{name} changes nothing: every domain of {path} has its own. Change it there.")
     return cfg
 
 

@@ -396,7 +396,7 @@ def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> No
 def sources(cfg) -> dict[str, tuple]:
     """What a config reads, "train" and "eval": (data set, configuration, split, whether rows bring their prompts)."""
     found = {} if cfg.eval_only else {"train": (cfg.dataset_id, cfg.dataset_split)}
-    if cfg.eval_only or cfg.eval_steps:
+    if (cfg.eval_only or cfg.eval_steps) and cfg.eval_split is not None:
         found["eval"] = (cfg.eval_dataset_id or cfg.dataset_id, cfg.eval_split)
     return {use: (name, cfg.dataset_config, split, not cfg.env) for use, (name, split) in found.items()}
 
@@ -412,12 +412,14 @@ def load_data(
     """
     found, read = {"train": [], "eval": []}, {} if read is None else read
     if "eval" in sources(cfg) and not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
-        raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with --eval_dataset_id.")
+        without = ", or give this domain `eval_split: none`" * bool(cfg.domain)
+        name = f"name the held-out rows' file with {'' if cfg.domain else '--'}eval_dataset_id"
+        raise ConfigError(f"{cfg.dataset_id} has no splits: {name}{without}.")
     for use, source in sources(cfg).items():
         (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
         if source not in read:
             read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts=own_prompts)
-        sharing = [own.domain for own in (whole or cfg).by_domain() if sources(own)[use] == source]
+        sharing = [own.domain for own in (whole or cfg).by_domain() if sources(own).get(use) == source]
         loaded = domains.rows_of(read[source], cfg, where, sharing)
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game

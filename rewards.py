@@ -165,7 +165,7 @@ def numbers_in(info: dict) -> dict[str, float]:
 
 def tool_use(trajectories, **columns) -> list[float | None]:
     """Share of the tool calls that were of use: that did not fail, and were not made before in the trajectory. None
-    where there was none, so that a weight on it neither asks for tools nor forbids them."""
+    where there was none. Then it adds nothing, so a weight on it asks for good calls: none is worth less than one."""
     scores = []
     for trajectory in trajectories:
         calls = [call for turn in trajectory.info.get("turns", []) for call in turn["info"].get("calls", [])]

@@ -30,6 +30,7 @@ from inputs.prompts import (
     is_vision,
     observed,
     prompt_lengths,
+    prompt_messages,
     render,
     special_text_in,
     with_tools,
@@ -85,10 +86,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     )
     out |= logged_by_rewards(trajectories)
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
-    played = [t for t in trajectories if "turns" in t.info]
-    if utils.all_max(len(played)):  # on any rank: of several domains some may have one turn alone
-        out |= turn_metrics(played)
-    return out | {"num_tokens": int(utils.all_sum(torch.tensor(tokens)))}
+    return out | turn_metrics(trajectories) | {"num_tokens": int(utils.all_sum(torch.tensor(tokens)))}
 
 
 def by_completion(trajectories: list[Trajectory]) -> dict[str, list[float]]:
@@ -127,7 +125,7 @@ def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     for own in cfg.by_domain() if cfg.domains else ():
         mine = [t for t in trajectories if t.info.get("domain") == own.domain]
         solved = [float(sum(t.token_rewards) >= own.eval_solved) for t in mine]
-        metrics = means_over_ranks(by_completion(mine) | {"solved": solved}) | reward_means(mine)
+        metrics = means_over_ranks(by_completion(mine) | {"solved": solved}) | reward_means(mine) | turn_metrics(mine)
         prompts = int(utils.all_sum(torch.tensor(len({t.group for t in mine}))))
         out |= {own.prefix + name: value for name, value in (metrics | {"prompts": prompts}).items() if prompts}
     return out
@@ -154,23 +152,30 @@ def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
 
 
 def turn_metrics(trajectories: list[Trajectory]) -> dict:
-    """Turns and calls of tools, over all ranks, which all call it. Names of tools may differ by rank."""
+    """Turns and calls of tools, over all ranks, which all call it; {} where nothing was played in turns. Names of tools
+    may differ by rank."""
     import torch
 
     import utils
 
-    calls = [call for t in trajectories for turn in t.info["turns"] for call in turn["info"].get("calls", ())]
-    sums = {"turns": sum(t.turns for t in trajectories), "trajectories": len(trajectories)}
+    played = [t for t in trajectories if "turns" in t.info]  # of several domains some may have one turn alone
+    infos = [turn["info"] for t in played for turn in t.info["turns"]]
+    calls = [call for info in infos for call in info.get("calls", ())]
+    sums = {"turns": sum(t.turns for t in played), "trajectories": len(played)}
     sums |= {"calls": len(calls), "failed": sum(call["failed"] for call in calls)}
+    sums |= {"tools": sum("calls" in info for info in infos)}
     for call in calls:
         for key, value in (("calls", 1), ("seconds", call["seconds"]), ("cached", call["cached"])):
             sums[f"{call['name']}/{key}"] = sums.get(f"{call['name']}/{key}", 0) + value
     names = sorted(set().union(*utils.gather_objects(set(sums))))
     summed = utils.all_sum(torch.tensor([float(sums.get(name, 0)) for name in names], dtype=torch.float64)).tolist()
     total = dict(zip(names, summed, strict=True))
+    if not total["trajectories"]:
+        return {}
     out = {"turns/mean": total["turns"] / total["trajectories"]}
-    if total["calls"]:
+    if total["tools"]:
         out["tools/call_frequency"] = total["calls"] / total["trajectories"]
+    if total["calls"]:
         out["tools/failure_frequency"] = total["failed"] / total["calls"]
     for name in (name.removesuffix("/calls") for name in names if name.endswith("/calls")):
         for key in ("seconds", "cached"):  # a call, on average
@@ -198,7 +203,8 @@ def reward_means(trajectories: list[Trajectory]) -> dict:
     for key in sorted(keys - components | bounded("names of rewards' components", components)):
         values = [t.info["rewards"].get(key, math.nan) for t in trajectories]
         values = torch.tensor(values, dtype=torch.float64)
-        out[f"rewards/{key}/mean"] = float(utils.global_moments(values.nan_to_num(), ~values.isnan())[1])
+        count, mean, _ = utils.global_moments(values.nan_to_num(), ~values.isnan())
+        out |= {f"rewards/{key}/mean": float(mean)} if count else {}
     return out
 
 
@@ -275,6 +281,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
 
     async def one_prompt(group: int, row: dict) -> list[Trajectory]:
         prompt = build_prompt(row, generator, cfg)
+        told = {"told": prompt_messages(row, cfg.system_prompt)} if cfg.system_prompt else {}
         images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
         samples = await generator.generate(prompt.sent_ids, n=cfg.num_generations, **images, **sampling_options(cfg))
         check_echo(prompt, samples)
@@ -294,6 +301,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
                 info={
                     "completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
                     "model_inputs": prompt.model_inputs,
+                    **told,
                 },
             )
             for sample in samples
@@ -565,7 +573,8 @@ def begun(row: dict, messages: list[dict], environment, processor, cfg: TrainCon
     """(the row with the prompt that its environment made of it, schemas of its tools for the chat template)"""
     # No chat template asks for plain tags: the environment's own words do.
     schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
-    return with_tools(row | {"prompt": messages}, schemas, environment.instructions, processor), schemas
+    row = row | {"prompt": messages}
+    return with_tools(row, schemas, environment.instructions, processor, cfg.system_prompt), schemas
 
 
 def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
@@ -652,7 +661,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         stopped = sample.finish_reason == "stop"
         text = processor.decode(sample.token_ids[:-1] if stopped else sample.token_ids)  # special tokens, too
         conversation.append({"role": "assistant", "content": text})
-        turn = {"text": text, "reward": 0.0, "observation": None, "info": {}}
+        turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
         turn |= {"tokens": len(sample.token_ids), "versions": versions[-1]}  # of weights: first and last that sampled
         turn |= {"start": start, "end": len(mask)}  # among the trajectory's tokens
         turn |= {} if state is None else {"state": text_of(state)}  # that it began in

@@ -1224,7 +1224,7 @@ def evaluate(
     failed = check_failed(groups, cfg)
     groups = [group for group in without_failed(groups) if group]
     metrics = {}
-    for prefix in dict.fromkeys(("", *(own.prefix for own in cfg.by_domain()))):  # all rows, and those of each domain
+    for prefix in dict.fromkeys(("", *(cfg.of(row).prefix for row in rows))):  # all rows, and those of each domain
         mine = [group for group in groups if prefix in ("", cfg.of(group[0].row).prefix)]
         metrics |= {f"eval/{prefix}{name}": value for name, value in eval_metrics(mine, cfg).items()}
     metrics |= {"eval/failed": failed} if failed else {}
@@ -1245,7 +1245,8 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     for own in cfg.by_domain():
         with domains.named(own):
             parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, read)
-            functions = get_reward_functions(own, columns=set.intersection(*map(set, parts[0] or parts[1])))
+            columns = [set(row) for row in parts[0] or parts[1]]
+            functions = get_reward_functions(own, set.intersection(*columns) if columns else None)
         rows, held_out = rows + parts[0], held_out + parts[1]
         reward_functions |= {own.prefix + name: function for name, function in functions.items()}
         tools |= {tool.name: tool.call for tool in named_tools(own)}

@@ -107,7 +107,7 @@ class ToolEnvironment(Environment):
     async def step(self, text):
         calls = PARSERS[self.parser](text, self.tools)
         if not calls or "</answer>" in text:
-            return [], 0.0, True, {}
+            return [], 0.0, True, {"calls": []}
         await self.enter_servers(calls)
         messages, events = await self.toolbox.run(calls, self.tools)
         read = [call.as_message() for call in calls if not call.error]

@@ -201,20 +201,21 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
     return processor.apply_chat_template(messages, tools=schemas, tokenize=False, **options)
 
 
-def with_tools(row: dict, schemas: list[dict], instructions: str, processor) -> dict:
-    """The row with `tool_schemas` for its chat template or, where the template knows no tools or none are given to it,
-    with `instructions` in its system message."""
-    messages = prompt_messages(row)
+def with_tools(row: dict, schemas: list[dict], instructions: str, processor, system_prompt: str | None = None) -> dict:
+    """The row with its system prompt, and with `tool_schemas` for its chat template or, where the template knows no
+    tools or none are given to it, with `instructions` at the end of its system message."""
+    messages = prompt_messages(row, system_prompt)
     if schemas:
         plain, told = (processor.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, schemas))
         if plain != told:
             return row | {"prompt": messages, "tool_schemas": schemas}
     if not instructions:
         return row | {"prompt": messages}
-    if messages[0]["role"] == "system":
-        instructions = f"{messages[0]['content']}\n\n{instructions}"
-        messages = messages[1:]
-    return row | {"prompt": [{"role": "system", "content": instructions}, *messages]}
+    if messages[0]["role"] != "system":
+        return row | {"prompt": prompt_messages({"prompt": messages}, instructions)}
+    said = messages[0]["content"]
+    both = [*said, text_part(instructions)] if isinstance(said, list) else f"{said}\n\n{instructions}"
+    return row | {"prompt": [messages[0] | {"content": both}, *messages[1:]]}
 
 
 def render(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
@@ -272,8 +273,12 @@ def prompt_messages(row: dict, system_prompt: str | None = None) -> list[dict]:
         return messages
     # Templates for images iterate over parts: the two forms of content do not mix in one conversation.
     parts = any(isinstance(message.get("content"), list) for message in messages)
-    content = [{"type": "text", "text": system_prompt}] if parts else system_prompt
+    content = [text_part(system_prompt)] if parts else system_prompt
     return [{"role": "system", "content": content}, *messages]
+
+
+def text_part(text: str) -> dict:
+    return {"type": "text", "text": text}
 
 
 def tokenize_prompt(

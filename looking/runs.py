@@ -211,7 +211,7 @@ class Run:
             first, last, held_out = self.summarized.first or {}, self.summarized.last, self.summarized.held_out
             config, (state, why) = self.config(), self.state()
         told = read_json(self.path / "state.json")
-        begun = told.get("started") or (first.get("time/unix") or 0) - (first.get("time/step") or 0)
+        begun = (first.get("time/unix") or 0) - (first.get("time/step") or 0)  # of a resumed run, too
         until = last.get("time/unix") or told.get("updated")
         steps = max(held_out) if held_out else None
         return {

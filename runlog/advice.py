@@ -101,10 +101,13 @@ def length(curves: Curves, config: dict) -> list[dict]:
                     text += f"{recent[-3:].mean():.2f}, while the reward went up by {gained:.2f}."
             text += " Is length itself rewarded? Sort a step's completions by length and read the longest."
             found.append(note("bad" if bad else "watch", "Reward by length", text, "reward-by-length"))
-    steps, cut = curves.all("completions/clipped_ratio")
-    if len(cut) >= ENOUGH and (start := since(steps, cut > 0.2)) is not None:
-        limit = config.get("max_completion_length")
-        text = f"{now(cut):.0%} of the completions hit the length limit" + (f" of {limit} tokens" if limit else "")
+    for domain in config.get("domains") or [{}]:
+        name, limit = domain.get("name"), domain.get("max_completion_length", config.get("max_completion_length"))
+        steps, cut = curves.all(f"{name}/completions/clipped_ratio" if name else "completions/clipped_ratio")
+        if len(cut) < ENOUGH or (start := since(steps, cut > 0.2)) is None:
+            continue
+        text = f"{name}: " * bool(name) + f"{now(cut):.0%} of the completions hit the length limit"
+        text += f" of {limit} tokens" if limit else ""
         text += (
             f" since step {start}: their answer is missing, not wrong. A higher --max_completion_length, or a reward "
         )

@@ -175,7 +175,8 @@ def completion_rows(
     groups = [t.group for t in trajectories] if batch is None else batch.groups.tolist()
     rows = []
     for t, group, reward, advantage in zip(trajectories, groups, scores, advantages, strict=True):
-        prompt = t.info.get("shown", t.row["prompt"])  # as environment and tools made it
+        # With --system_prompt, or as environment and tools made it.
+        prompt = t.info.get("told", t.info.get("shown", t.row["prompt"]))
         row = {"prompt": prompt, "completion": t.info.get("completion", "")}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
         row |= {"group": group, "policy_version": np.int32(t.policy_version), "length": np.int32(sum(t.loss_mask))}

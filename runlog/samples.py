@@ -173,11 +173,17 @@ def columns(path: Path) -> list[str]:
 
 
 def first_rows(path: Path, number: int) -> list[dict]:
-    """Whole rows but for their tokens."""
+    """Whole rows but for their tokens; of several domains, as many of each."""
+    places = list(range(count(path)))
+    if "domain" in columns(path):
+        of: dict[str, list[int]] = {}
+        for place, domain in enumerate(table_of(path, ["domain"])["domain"].to_pylist()):
+            of.setdefault(domain, []).append(place)
+        places = [place for mine in of.values() for place in mine[: max(1, number // len(of))]]
     names = [
         name for name in columns(path) if name not in ("token_ids", "prompt_ids") and not name.startswith("tokens/")
     ]
-    return rows(path, list(range(min(number, count(path)))), names)
+    return rows(path, places[:number], names)
 
 
 def telling(path: Path) -> list[tuple[int, dict]]:

@@ -148,6 +148,14 @@ def test_weights_by_step():
     assert mixture.turns(150) == [1] * 8
 
 
+def test_a_schedule_may_end_at_0(tmp_path):
+    """Where another domain goes on, and the settings of each domain can be asked for."""
+    cfg = config(tmp_path, SUMS | {"weight": 2}, LAKE | {"weight": [[0, 1.0], [5, 0]]})
+    assert [own.domain for own in cfg.by_domain()] == ["sums", "lake"]
+    mixture = Mixture({entry["name"]: entry["weight"] for entry in cfg.domains}, 6)
+    assert [mixture.turns(step) for step in range(5, 40)] == [[0] * 6] * 35
+
+
 def test_weight_by_success():
     """Half solved: full weight; all or nothing: the floor; and what a step that began early could not know."""
     mixture = Mixture({"half": "success", "never": "success", "always": "success"}, 12, lag=1)
@@ -240,6 +248,29 @@ def test_the_file_of_the_documentation_is_one(tmp_path):
 def test_wrong_entries_are_answered_when_the_file_is_read(entries, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, *entries)
+
+
+def load(cfg) -> list[list[dict]]:
+    """Training and held-out rows of all domains."""
+    read = {}
+    parts = [load_data(own, dict, lambda rows, name: [1] * len(rows), cfg, read) for own in cfg.by_domain()]
+    return [sum(found, []) for found in zip(*parts, strict=True)]
+
+
+def test_flags_and_held_out_rows(tmp_path):
+    """A flag that every domain overrides is a mistake; a domain may be trained on without being evaluated."""
+    own = [SUMS | {"max_completion_length": 12}, LAKE]
+    with pytest.raises(ConfigError, match="--max_completion_length changes nothing: every domain of .*mix.yaml has"):
+        config(tmp_path, *own, flags="--max_completion_length 30")
+    config(tmp_path, SUMS, LAKE, flags="--max_completion_length 30")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n' * 9)
+    file = SUMS | {"name": "file", "dataset_id": str(tmp_path / "rows.jsonl")}
+    with pytest.raises(ConfigError, match="file has no splits|rows.jsonl has no splits: .* or give this domain"):
+        load(config(tmp_path, file, SUMS, eval_steps=5))
+    train, held_out = load(config(tmp_path, file | {"eval_split": "none"}, SUMS, eval_steps=5))
+    assert {row["domain"] for row in train} == {"file", "sums"} and {row["domain"] for row in held_out} == {"sums"}
+    with pytest.raises(ConfigError, match="--eval_split=none and evaluation"):
+        load_config(argv="--generator hf --eval_steps 5 --eval_split none".split())
 
 
 @pytest.mark.parametrize(
@@ -418,7 +449,8 @@ def test_each_row_is_asked_and_scored_by_its_domain(whole):
             assert own.turns.notna().all() == (name == "tooled") if "turns" in own else name == "plain"
             # Centred in its group, divided by the std of the domain's part of the step, on whichever ranks that lies.
             centred = own[column] - own.groupby("row_number")[column].transform("mean")
-            assert own.advantage.to_numpy() == pytest.approx((centred / own[column].std()).to_numpy(), abs=1e-4)
+            expected = (centred / own[column].std()).fillna(0)  # it may have one group, whose completions score alike
+            assert own.advantage.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4)
         assert line["turns/mean"] >= 1 and 0 <= line["plain/completions/mean_length"] <= 8
     assert sum(line.get("plain/prompts", 0) for line in steps) > 12
     assert any(set(rows.domain) == {"plain", "tooled"} and (rows.domain == "tooled").sum() == 4 for rows in shown), (

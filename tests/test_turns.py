@@ -109,6 +109,19 @@ def test_tokens_are_the_samplers_and_the_templates(template):
     assert [m["role"] for m in t.info["messages"]] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
 
 
+@pytest.mark.parametrize("template", ["smollm2", "qwen2_5"])  # one writes no tools: the system message does
+def test_the_system_prompt_stays_beside_tools(template):
+    tokenizer, said = tokenizer_of(template), "Be brief and look it up."
+    rows = [{"prompt": "?"}, {"prompt": [{"role": "user", "content": "?"}]}]
+    for row in [*rows, {"prompt": [{"role": "system", "content": "The row's own."}, *rows[1]["prompt"]]}]:
+        cfg = config(system_prompt=said)
+        t = asyncio.run(play(row, 0, tool_environment(cfg), Scripted(tokenizer, ["5"]), cfg))
+        text = tokenizer.decode(t.prompt_ids)
+        assert text.count("add") >= 1 and text.count("<|im_start|>system") == 1
+        first = "The row's own." if "row's own" in str(row) else said
+        assert text.count(first) == 1 and text.index(first) < text.index("add")
+
+
 def test_thinking_of_earlier_turns_stays(caplog):
     """Qwen3's template takes it out of what came before; the model saw it, so it is trained on."""
     tokenizer, cfg = tokenizer_of("qwen3"), config()
