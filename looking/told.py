@@ -93,19 +93,17 @@ def all_notes(run: Run) -> list[dict]:
     if state in ("failed", "killed", "silent"):
         title = {"failed": "The run failed", "killed": "The run was killed", "silent": "The run is silent"}[state]
         found.append(advice.note("bad", title, why, "state"))
-    found += advice.of_curves(run.curves(), config)
+    of_file: list[dict] = []  # nearer to the cause than what the metrics say
+    settings = json.dumps({name: config.get(name) for name in ("push_steps", "max_staleness")})
+    for path in samples.step_files(run.path / "completions")[-1:]:
+        try:
+            of_file += notes_of_file(path, stamp(path), settings)
+        except samples.Unreadable as error:
+            of_file.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
+    found += advice.both(of_file, advice.of_curves(run.curves(), config))
     if run.unreadable:
         text = f"{run.unreadable} lines of metrics.jsonl cannot be read, and are left out."
         found.append(advice.note("watch", "Torn lines", text, "state"))
-    settings = json.dumps({name: config.get(name) for name in ("push_steps", "max_staleness")})
-    paths = samples.step_files(run.path / "completions")
-    for path in paths[-1:]:
-        try:
-            more = notes_of_file(path, stamp(path), settings)
-            known = {note["title"] for note in found}
-            found += [note for note in more if note["title"] not in known]
-        except samples.Unreadable as error:
-            found.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
     return sorted(found, key=lambda note: note["level"] != "bad")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from runlog import samples
 from runlog.curves import SOLVED, Curves, domains
 
-RECENT = 10  # steps that "now" is the mean of
+RECENT = 10  # steps that "now" is the mean of; of a short run its last third
 ENOUGH = 8  # steps before there is anything to say about a trend
 LOOKED_AT = 512  # completions of the last step that are looked at
 
@@ -21,18 +21,22 @@ def note(level: str, title: str, text: str, see: str) -> dict:
     return {"level": level, "title": title, "text": text, "see": see}
 
 
+def late(values: np.ndarray) -> np.ndarray:
+    return values[-min(RECENT, max(len(values) // 3, 3)) :]
+
+
 def now(values: np.ndarray) -> float:
-    return float(values[-RECENT:].mean())
+    return float(late(values).mean())
 
 
 def at_first(values: np.ndarray) -> float:
-    """The mean of the first steps: a tenth of them, 3 to 20."""
-    return float(values[: min(max(len(values) // 10, 3), 20)].mean())
+    """The mean of the first steps: a tenth of them, 1 to 20."""
+    return float(values[: min(max(len(values) // 10, 1), 20)].mean())
 
 
 def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
     """The step from which on it has held, but for one step in five; None if it does not hold now."""
-    if not len(holds) or holds[-RECENT:].mean() < 0.8:
+    if not len(holds) or late(holds).mean() < 0.8:
         return None
     share = np.cumsum(holds[::-1]) / np.arange(1, len(holds) + 1)  # of the steps from there to the last
     start = len(holds) - 1 - int(np.flatnonzero(share >= 0.8)[-1])
@@ -41,7 +45,7 @@ def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
     return int(steps[start])
 
 
-def silent_groups(curves: Curves) -> list[dict]:
+def silent_groups(curves: Curves, apart: list[dict]) -> list[dict]:
     steps, silent = curves.all("frac_reward_zero_std")
     _, alone = curves.all("frac_singleton_groups")
     if len(silent) < ENOUGH or (len(alone) and now(alone) > 0.99) or (start := since(steps, silent > 0.6)) is None:
@@ -50,7 +54,7 @@ def silent_groups(curves: Curves) -> list[dict]:
     if not len(rewards):
         return []
     reward, best = now(rewards), float(rewards.max())
-    if reward >= 0.8 * best and best > 0 and reward > 0.7:
+    if reward >= 0.8 * best and best > 0 and reward > 0.7 and not apart:
         why = f"too easy (reward {reward:.2f}). Harder rows, or --dynamic_sampling, would teach more"
     elif reward < 0.15:
         why = f"too hard (reward {reward:.2f}). Easier rows, a warm start or partial credit would give a signal"
@@ -66,19 +70,79 @@ def entropy(curves: Curves) -> list[dict]:
     if len(values) < ENOUGH:
         return []
     first, last = at_first(values), now(values)
-    if first <= 0 or last > 0.15 * first or last > 0.1:
-        return []
-    start = since(steps, values < 0.15 * first)
     reward = curves.all("reward")[1]
-    stuck = len(reward) and reward[-RECENT:].mean() < 0.7
-    text = f"Entropy fell from {first:.2g} to {last:.2g}, below a seventh of its start since step {start}: the policy "
-    text += "hardly explores any more. "
-    text += "The reward is not solved, so this is too early: a lower learning rate, an entropy bonus (--entropy_coef), "
-    text += "clip-higher (--epsilon_high) or a KL term." if stuck else "The reward is high: it may simply have learned."
+    if first <= 0 or last > 0.15 * first or last > 0.3:
+        return one_update(steps, values, reward, curves.all("lr")[1])
+    start = since(steps, values < 0.15 * first)
+    stuck = len(reward) and now(reward) < 0.7
+    text = f"Entropy fell from {first:.2g} to {last:.2g}, below a seventh of its start"
+    text += (f" since step {start}" if start is not None else "") + ": the policy hardly explores any more. "
+    if stuck:
+        text += "The reward is not solved, so this is too early: a lower learning rate, an entropy bonus "
+        text += "(--entropy_coef), clip-higher (--epsilon_high) or a KL term."
+    else:
+        text += "The reward is high: it may simply have learned."
     return [note("bad" if stuck else "watch", "Entropy collapse", text, "entropy-collapse")]
 
 
-def length(curves: Curves, config: dict) -> list[dict]:
+def one_update(steps: np.ndarray, entropy: np.ndarray, reward: np.ndarray, rate: np.ndarray) -> list[dict]:
+    """Most of the entropy gone from one step to the next, and all reward with it."""
+    fall = entropy[:-1] - entropy[1:]
+    place = int(fall.argmax()) + 1
+    if fall[place - 1] < 0.4 * entropy[0] or len(reward) != len(entropy) or reward[place:].mean() > 0.5 * reward[0]:
+        return []
+    text = f"Entropy fell from {entropy[place - 1]:.2g} to {entropy[place]:.2g} between two steps, before step "
+    text += (
+        f"{steps[place]:.0f}, and the reward has been {reward[place:].mean():.2g} since. That update went too far: a "
+    )
+    text += "lower learning rate" + (f" (it was {rate[place - 1]:.2g})" if len(rate) == len(entropy) else "")
+    return [note("bad", "One update too far", text + ", a warm-up, or a smaller --max_grad_norm.", "entropy-collapse")]
+
+
+def pulled_apart(curves: Curves) -> list[dict]:
+    """One reward function is learned at the cost of another, or without it."""
+    names = [name for name in curves.matching(["rewards/*"]) if name.count("/") == 2]  # functions, not their parts
+    found = {name.split("/")[1]: curves.all(name)[1] for name in names}
+    found = {name: values for name, values in found.items() if len(values) >= ENOUGH}
+    for name, values in found.items():
+        before, after = at_first(values), now(values)
+        if after - before < 0.2 * max(abs(before), abs(after), 1e-9) or after - before < 0.1:
+            continue
+        for other, scores in found.items():
+            first, last = at_first(scores), now(scores)
+            fell = first > 0.05 and last < 0.5 * first
+            if other == name or not (fell or 0 <= last < 0.05 >= first >= 0):
+                continue
+            text = (
+                f"{name} rose from {before:.2f} to {after:.2f} while {other} went from {first:.2f} to {last:.2f}: the "
+            )
+            text += "first is learned, the second is not. Is the first a short cut? Read the completions that it likes "
+            text += "best; a smaller weight (--reward_weights), or only where the other gave something."
+            return [note("bad" if fell else "watch", "Rewards pull apart", text, "rewards-apart")]
+    return []
+
+
+def lost_rewards(curves: Curves, config: dict) -> list[dict]:
+    """The only reward function says one thing, the completions got another."""
+    shaped = any(config.get(name) for name in ("domains", "reward_weights", "kl_in_reward"))
+    if len(config.get("reward_funcs") or ()) != 1 or shaped:
+        return []
+    name = f"rewards/{config['reward_funcs'][0].rpartition(':')[2]}/mean"
+    (steps, reward), (_, given) = curves.all("reward"), curves.all(name)
+    none = curves.all("unrewarded")[1]
+    if len(reward) < ENOUGH or len(given) != len(reward) or np.any(none):
+        return []
+    apart = np.abs(reward - given) > 0.02 + 0.05 * np.abs(given)
+    if late(apart).mean() < 0.8:
+        return []
+    place = int(np.abs(reward - given).argmax())
+    text = f"Step {steps[place]:.0f}: completions got {reward[place]:.2f} on average, and {name.split('/')[1]} gave "
+    text += f"{given[place]:.2f}. Rewards of turns are put at the ends of the model's turns: does the loss mask still "
+    text += "know them?"
+    return [note("bad", "Rewards are lost", text, "observations-trained")]
+
+
+def length(curves: Curves, config: dict, apart: list[dict]) -> list[dict]:
     """Longer and longer: reward follows length while held-out rows do not follow reward."""
     found = []
     steps, lengths = curves.all("completions/mean_length")
@@ -94,7 +158,7 @@ def length(curves: Curves, config: dict) -> list[dict]:
             for name in curves.matching([*SOLVED, "eval/reward"])[:1]:
                 held = curves.all(name)[1]
                 recent = held[len(held) // 4 :]
-                gained = reward[-RECENT:].mean() - reward[len(reward) // 4 :][:RECENT].mean()
+                gained = now(reward) - reward[len(reward) // 4 :][:RECENT].mean()
                 if len(recent) >= 3 and recent[-3:].mean() - recent[:3].mean() < 0.25 * gained:
                     bad = True
                     text += f" Held-out rows did not follow: {name.removeprefix('eval/')} {recent[:3].mean():.2f} -> "
@@ -108,10 +172,13 @@ def length(curves: Curves, config: dict) -> list[dict]:
             continue
         text = f"{name}: " * bool(name) + f"{now(cut):.0%} of the completions hit the length limit"
         text += f" of {limit} tokens" if limit else ""
+        text += f" since step {start}: "
+        grew = len(lengths) and now(lengths) > 1.3 * at_first(lengths)
         text += (
-            f" since step {start}: their answer is missing, not wrong. A higher --max_completion_length, or a reward "
+            "they grew until there. Is length rewarded?"
+            if apart and grew
+            else ("their answer is missing, not wrong. A higher --max_completion_length, or a reward for ending.")
         )
-        text += "for ending."
         found.append(note("watch", "Cut off", text, "cut-off"))
     return found
 
@@ -129,11 +196,17 @@ def stale(curves: Curves, config: dict) -> list[dict]:
             break
     steps, difference = curves.all("sampling/logprob_diff_mean")
     if len(difference) >= ENOUGH:
-        first, last = at_first(difference), now(difference)
+        first, last = float(difference[0]), now(difference)
         if last > 0.08 and (start := since(steps, difference > max(0.05, 2 * min(first, 0.05)))) is not None:
-            text = f"Trainer and generator differ by {last:.2g} in the log-probs of the same tokens, at first by "
-            text += f"{first:.2g}, by more than .05 since step {start}. Stale weights, another model or another "
-            text += "temperature? About .01 to .05 is usual."
+            text = f"Trainer and generator differ by {last:.2g} in the log-probs of the same tokens, at the first step "
+            text += f"by {first:.2g}, by more than .05 since step {start}; about .01 to .05 is usual. "
+            if first < 0.08:
+                lag = curves.all("policy_lag")[1]
+                text += "It began well and grew: the weights that sample are old"
+                text += ", although they say that they are new. " if len(lag) and not lag.any() else ". "
+                text += "Does every push arrive, with everything in it?"
+            else:
+                text += "From the start on: another model, another temperature, or tokens that no sampler wrote?"
             found.append(note("bad", "Trainer against generator", text, "stale-server"))
     steps, size = curves.all("sampling/ess")
     if len(size) >= ENOUGH and (start := since(steps, size < 0.5)) is not None:
@@ -207,9 +280,17 @@ def title_of(words: str) -> str:
 
 def of_curves(curves: Curves, config: dict) -> list[dict]:
     """Notes on the metrics; the bad ones first."""
-    found = [*stale(curves, config), *length(curves, config), *entropy(curves), *left_behind(curves, config)]
-    found += [*silent_groups(curves), *failures(curves, config)]
+    apart = pulled_apart(curves)
+    found = [*lost_rewards(curves, config), *stale(curves, config), *apart, *length(curves, config, apart)]
+    found += [*entropy(curves), *left_behind(curves, config)]
+    found += [*silent_groups(curves, apart), *failures(curves, config)]
     return sorted(found, key=lambda note: note["level"] != "bad")
+
+
+def both(of_file: list[dict], of_metrics: list[dict]) -> list[dict]:
+    """Each title once: what completions show comes first, and of what both show the metrics know since when."""
+    known = {note["title"] for note in of_metrics}
+    return sorted([n for n in of_file if n["title"] not in known] + of_metrics, key=lambda note: note["level"] != "bad")
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

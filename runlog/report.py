@@ -283,10 +283,12 @@ def png(data: bytes) -> str:
 
 def stands_out(run_dir: Path, curves: Curves, config: dict) -> str:
     """What the page of look.py says of the run, in words."""
-    found = advice.of_curves(curves, config)
-    for path in samples.whole_files(run_dir / "completions")[-1:]:
-        titles = {note["title"] for note in found}
-        found += [note for note in advice.of_completions(path, config) if note["title"] not in titles]
+    of_file = [
+        note
+        for path in samples.whole_files(run_dir / "completions")[-1:]
+        for note in advice.of_completions(path, config)
+    ]
+    found = advice.both(of_file, advice.of_curves(curves, config))
     rows = "".join(f"<tr><td><b>{escape(n['title'])}</b></td><td>{escape(n['text'])}</td></tr>" for n in found)
     return f'<h2>What stands out</h2><div class="card"><table>{rows}</table></div>' if found else ""
 

@@ -371,6 +371,78 @@ def test_silent_groups_are_too_easy_or_too_hard():
     assert "too hard" in told(0.02)[0] and "score alike" in told(0.5)[0]
 
 
+# What five trainings that went wrong on purpose had in their metrics, step by step.
+WENT_WRONG = {
+    "pays for words": (
+        {"reward_funcs": ["last_number", "bad.py:thorough"], "max_completion_length": 64},
+        {
+            "reward": [0.65, 0.86, 0.94, 0.99, 1.0, 1.02, 1.01, 1.0, 1.0, 1.0, 1.0],
+            "rewards/last_number/mean": [0.03, 0.03, 0.03, 0, 0, 0.02, 0.02, 0, 0, 0, 0],
+            "rewards/thorough/mean": [0.62, 0.83, 0.91, 0.99, 1, 1, 1, 1, 1, 1, 1],
+            "completions/mean_length": [36, 51, 57, 63, 64, 64, 64, 64, 64, 64, 64],
+            "completions/clipped_ratio": [0.3, 0.53, 0.73, 0.95, 1, 1, 1, 1, 1, 1, 1],
+            "frac_reward_zero_std": [0, 0.13, 0.13, 0.63, 1, 0.88, 0.75, 1, 1, 1, 1],
+        },
+        {"Rewards pull apart": "thorough rose from 0.62 to 1.00", "Cut off": "Is length rewarded?"},
+        "too easy",
+    ),
+    "observations are trained on": (
+        {"reward_funcs": ["environment"]},
+        {
+            "reward": [0.22, 0.18, 0.01, 0.14, 0.07, 0.12, 0.15, 0.08, 0.05, 0.12, 0.05, 0.04, 0.14, 0.08, 0.12],
+            "rewards/environment/mean": [
+                0.58, 0.67, 0.44, 0.36, 0.24, 0.5, 0.49, 0.3, 0.21, 0.37, 0.29, 0.06, 0.11, 0.16, -0.09,
+            ],
+            "unrewarded": [0] * 15,
+            "sampling/logprob_diff_mean": [6.5, 7.5, 8.3, 8.5, 8.7, 8.7, 8.9, 9.2, 9.2, 9.1, 9.3, 9.6, 9.6, 9.6, 9.8],
+        },
+        {"Rewards are lost": "environment gave 0.67", "Trainer against generator": "From the start on"},
+        "weights that sample are old",
+    ),
+    "weights never arrive": (
+        {"reward_funcs": ["last_number"]},
+        {
+            "policy_lag": [0] * 15,
+            "sampling/logprob_diff_mean": [0.04, 0.12, 0.26, 0.44, 0.7, 0.8, 0.9, 1, 1.2, 1.1, 1.2, 1.3, 1.2, 1.1, 1.1],
+        },
+        {"Trainer against generator": "by 0.04, by more than .05 since step 2.*are old, although they say"},
+        "From the start on",
+    ),
+    "ten times the learning rate": (
+        {"reward_funcs": ["last_number"]},
+        {
+            "lr": [0.003] * 15,
+            "reward": [0.016] + [0] * 14,
+            "entropy": [1.95, 0.82, 0.77, 0.61, 0.72, 0.78, 0.8, 0.83, 0.8, 0.89, 0.87, 0.85, 0.85, 1.1, 1.02],
+        },
+        {"One update too far": "from 1.9.* to 0.82 between two steps, before step 2.*it was 0.003"},
+        "explores",
+    ),
+    "a domain's reward never right": (
+        {"domains": [{"name": "plus"}, {"name": "minus"}]},
+        {
+            "reward": [0, 0, 0.05, 0.05, 0.06, 0.19, 0.23, 0.22, 0.33, 0.39, 0.25, 0.16, 0.2, 0.36, 0.25],
+            "plus/reward": [0, 0, 0.09, 0.09, 0.13, 0.38, 0.47, 0.44, 0.66, 0.78, 0.5, 0.31, 0.41, 0.72, 0.5],
+            "minus/reward": [0] * 15,
+            "entropy": [1.87, 1.89, 1.76, 1.74, 1.5, 1.18, 0.99, 0.57, 0.35, 0.25, 0.25, 0.24, 0.21, 0.17, 0.15],
+        },
+        {"Domain minus": "the reward is 0 in every step", "Entropy collapse": "below a seventh.*not solved"},
+        "may simply have learned",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WENT_WRONG)
+def test_trainings_that_went_wrong(what):
+    config, series, expected, never = WENT_WRONG[what]
+    columns = {"step": range(1, 1 + min(map(len, series.values())))} | series
+    lines = [dict(zip(columns, map(float, values), strict=True)) for values in zip(*columns.values(), strict=True)]
+    said = {note["title"]: note["text"] for note in advice.of_curves(Curves(lines), config)}
+    for title, words in expected.items():
+        assert re.search(words, said[title]), said
+    assert not any(never in text for text in said.values()), said
+
+
 def test_every_note_is_explained():
     text = (ROOT / "docs" / "looking.md").read_text().lower()
 
