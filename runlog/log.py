@@ -178,6 +178,7 @@ def completion_rows(
         # With --system_prompt, or as environment and tools made it.
         prompt = t.info.get("told", t.info.get("shown", t.row["prompt"]))
         row = {"prompt": prompt, "completion": t.info.get("completion", "")}
+        row |= {"answer": text_of(t.row["answer"])} if isinstance(t.row.get("answer"), (str, int, float)) else {}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
         row |= {"group": group, "policy_version": np.int32(t.policy_version), "length": np.int32(sum(t.loss_mask))}
         row |= {name: t.info[name] for name in ("domain", "row_number", "origin") if name in t.info}

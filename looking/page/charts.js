@@ -102,13 +102,22 @@ export class Chart {
     return (this.options.x ?? "step") === "step" && Math.max(...ends) - Math.min(...ends) < 8;
   }
 
+  /** Of curves without ups and downs a range with 0 in it: else rounding would fill the chart. */
+  flat() {
+    const values = this.data.curves.flatMap((curve) => curve.y).filter((value) => value !== null);
+    const [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+    const most = Math.max(Math.abs(low), Math.abs(high));
+    if (this.options.stacked || !(high - low <= 1e-4 * most)) return {};
+    return { range: most === 0 ? [-0.1, 1] : [Math.min(0, 1.5 * low), Math.max(0, 1.5 * high)] };
+  }
+
   layout() {
     const axis = { gridcolor: "#eef0f3", zerolinecolor: "#d1d5db", tickfont: { color: "#4b5563", size: 11 }, automargin: true };
     return {
       margin: { l: 8, r: 8, t: 6, b: 20 }, showlegend: false, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
       hoverlabel: { font: { size: 11 }, namelength: 40 }, font: { family: "system-ui, sans-serif", size: 11, color: "#1f2937" },
       xaxis: { ...axis, showgrid: false, ...(this.whole() ? { tickformat: "d", dtick: 1 } : {}) },
-      yaxis: { ...axis, rangemode: this.options.stacked ? "tozero" : "normal" },
+      yaxis: { ...axis, rangemode: this.options.stacked ? "tozero" : "normal", ...this.flat() },
     };
   }
 

@@ -30,13 +30,13 @@ export function compareView(content, parameters, signal) {
   const seeds = h("input", { type: "checkbox", checked: parameters.get("seeds") === "1", onchange: () => changed() });
   const key = h("div", { class: "chosen-runs" });
   const grid = h("div", { class: "grid" });
-  const settings = h("div", { class: "card scroll" });
+  const settings = h("div", { class: "card scroll settings" });
   const choose = axisChoice(axis, (value) => { axis = value; changed(); });
   content.append(
     h("div", { class: "bar" }, h("h1", {}, "Compare"), h("label", {}, "x: ", choose), smoothingChoice(smooth, (value) => { smooth = value; draw(); keep(); }),
       h("label", { title: "Runs whose settings differ in nothing but the seed become one curve: their mean, and the lowest and highest as a band." }, seeds, " mean over seeds"),
       h("span", { class: "space" }), h("button", { onclick: everything }, "All curves as CSV")),
-    key, grid, h("h2", {}, "Settings that differ"), settings);
+    key, h("h2", {}, "Settings that differ"), settings, grid);
   const keep = () => remember("compare", { run: runs, x: axis, smooth: smooth || null, seeds: seeds.checked ? 1 : null });
   const again = poll("compare", () => ({ run: runs, x: axis, seeds: seeds.checked ? 1 : 0 }), 3000, (value) => { data = value; draw(); }, signal);
   signal.addEventListener("abort", () => charts.forEach((chart) => chart.remove()));

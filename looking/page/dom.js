@@ -141,7 +141,8 @@ export function ago(unix) {
 export function score(value, low, high) {
   if (typeof value !== "number") return h("span", { class: "dim" }, "–");
   const made = h("span", { class: "score" }, short(value));
-  made.style.backgroundColor = `hsl(${high > low ? 120 * Math.min(1, Math.max(0, (value - low) / (high - low))) : 60} 65% 88%)`;
+  const place = Math.min(1, Math.max(0, (value - low) / (high - low)));
+  made.style.backgroundColor = high > low ? `hsl(${120 * place} 65% 88%)` : "#eef0f3"; // all are the same: no colour
   return made;
 }
 

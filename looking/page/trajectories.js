@@ -11,14 +11,14 @@ export async function trajectoriesView(content, parameters, signal) {
   let step = parameters.has("step") ? Number(parameters.get("step")) : null;
   let sort = parameters.get("sort") ?? "";
   let row = parameters.has("row") ? Number(parameters.get("row")) : null;
-  let all = [], shown = [], scores = [], listing = null, matches = null;
+  let all = [], shown = [], scores = [], listing = null, matches = null, typing;
 
   const kindSelect = h("select", { "aria-label": "Training or held out", onchange: () => { kind = kindSelect.value; step = null; row = null; open(); } },
     Object.entries(KINDS).map(([name, label]) => h("option", { value: name }, label)));
   const stepInput = h("input", { type: "number", min: "0", class: "step", "aria-label": "Step", onchange: () => go(Number(stepInput.value)) });
   const slider = h("input", { type: "range", min: "0", "aria-label": "Step, among those that were kept", oninput: () => go(steps[kind][Number(slider.value)]) });
   const domain = h("select", { "aria-label": "Domain", onchange: () => filter() });
-  const text = h("input", { type: "search", placeholder: "text in prompt, turns, completion", "aria-label": "Search", value: parameters.get("text") ?? "", onchange: () => search() });
+  const text = h("input", { type: "search", placeholder: "text in prompt, turns, completion", "aria-label": "Search", value: parameters.get("text") ?? "", oninput: () => { clearTimeout(typing); typing = setTimeout(search, 250); } });
   const count = h("span", { class: "dim", role: "status" });
   const head = h("div", { class: "list-head", role: "row" });
   const spacer = h("div", { class: "spacer" });
@@ -185,14 +185,13 @@ export async function trajectoriesView(content, parameters, signal) {
 
   function showGroup(number, members, rows) {
     const total = all.filter((one) => one.group === number).length;
-    const cards = members.map((one, n) => card(one, rows[n], members));
+    const cards = members.map((one, n) => card(one, rows[n]));
     group.replaceChildren(h("div", { class: "card prompt" }, h("h2", {}, `Group ${number}`, h("span", { class: "dim" }, ` of ${new Set(all.map((one) => one.group)).size} · ${total} completions` + (total > members.length ? `, the first ${members.length} are shown` : ""))),
-      long(rows[0].prompt, 1200)), h("div", { class: "beside" }, cards));
+      long(rows[0].prompt, 1200), rows[0].other.answer === undefined ? [] : h("p", {}, h("span", { class: "dim" }, "answer in the data: "), h("b", {}, said(rows[0].other.answer)))), h("div", { class: "beside" }, cards));
     group.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
   }
 
-  function card(one, found, members) {
-    const low = Math.min(...members.map((member) => member.reward ?? 0)), high = Math.max(...members.map((member) => member.reward ?? 0));
+  function card(one, found) {
     const numbers = [["advantage", short(one.advantage)], ["length", found.length ?? "–"], ["ended by", found.finish_reason ?? "–"]];
     if (typeof found.policy_version === "number") numbers.push(["version", found.policy_version]);
     if (found.origin) numbers.push(["origin", found.origin]);
@@ -201,7 +200,7 @@ export async function trajectoriesView(content, parameters, signal) {
     if (calls.length) numbers.push(["calls", `${calls.length}${calls.some((call) => call.failed) ? `, ${calls.filter((call) => call.failed).length} failed` : ""}`]);
     const terms = (pairs) => h("dl", { class: "pairs" }, pairs.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
     return h("article", { class: "card completion", "aria-current": one.n === row ? "true" : undefined },
-      h("header", {}, h("span", {}, "reward ", score(one.reward, low, high)), h("a", { href: link("trajectory", ask({ row: one.n })) }, "turns and tokens")),
+      h("header", {}, h("span", {}, "reward ", score(one.reward, ...spans.get("reward"))), h("a", { href: link("trajectory", ask({ row: one.n })) }, "turns and tokens")),
       terms([...parts, ...numbers]), found.turns.length > 1 ? found.turns.map((turn) => [long(turn.text, 1500, { class: "own" }), turn.observation.map((part) => long(part, 600, { class: "answer" }))]) : long(found.completion, 3000, { class: "own" }));
   }
 
