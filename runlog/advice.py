@@ -267,6 +267,13 @@ def failures(curves: Curves, config: dict) -> list[dict]:
             text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} steps, of "
             text += f"{values.sum():.0f} in all."
             found.append(note("watch", title_of(words), text, "failures"))
+    steps, explained = curves.all("value/explained_variance")
+    if len(explained) >= 2 * ENOUGH and now(explained) < 0.05:
+        updates = len(explained) * (config.get("critic_iterations") or 1) * (config.get("num_minibatches") or 1)
+        text = f"The critic explains {now(explained):.0%} of the returns' variance after {updates} updates. It learns "
+        text += "slower than the policy: more of them (--critic_iterations 8, --num_minibatches) or a higher "
+        text += "--critic_learning_rate; or nothing in the prompt tells how it will end."
+        found.append(note("watch", "Critic", text, "critic"))
     steps, norm = curves.all("grad_norm")
     if len(norm) >= ENOUGH and now(norm[-3:]) > 10 * np.median(norm) > 0:
         text = f"The gradient norm is {now(norm[-3:]):.3g}, usually {np.median(norm):.3g}."

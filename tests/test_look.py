@@ -418,6 +418,12 @@ WENT_WRONG = {
         {"One update too far": "from 1.9.* to 0.82 between two steps, before step 2.*it was 0.003"},
         "explores",
     ),
+    "a critic of one update a step": (
+        {"critic_iterations": 1, "num_minibatches": 1},
+        {"value/explained_variance": [0, 0, 0.001, 0.002, 0.006, 0.005, 0.003, 0.002] * 4},
+        {"Critic": "explains 0% .* after 32 updates"},
+        "early",
+    ),
     "a domain's reward never right": (
         {"domains": [{"name": "plus"}, {"name": "minus"}]},
         {
