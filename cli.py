@@ -159,6 +159,8 @@ def unknown_argument(given: str, hints: dict) -> ConfigError:
     word = given.split("=")[0].lstrip("-").replace("-", "_").lower()
     if word in OF_OTHER_SCRIPTS:
         return ConfigError(f"unknown argument {given!r}: it is one of {OF_OTHER_SCRIPTS[word]}.")
+    if "." in word:
+        return ConfigError(f"unknown argument {given!r}. Settings of a domain stand in the list of the --config file.")
     guess = nearest(word, flags.values())
     meant = next((flag for flag, name in flags.items() if name == guess), None)
     hint = f"Did you mean {meant}?" if meant else "See --help."

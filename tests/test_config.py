@@ -94,6 +94,7 @@ def test_values_of_every_type(line, name, value):
         ("--Seed 1", "Did you mean --seed?"),
         ("--no_use_peft", "Did you mean --no-use_peft?"),
         ("--xyzzyx 1", "unknown argument '--xyzzyx'. See --help"),
+        ("--search.weight 1", "unknown argument '--search.weight'. Settings of a domain stand in the list"),
         ("--model 1", "Did you mean --model_id?"),  # no silent abbreviations
         ("--use_peft true", "Switches take no value"),
         ("--seed", "--seed: expected one argument. See --help"),
