@@ -131,7 +131,8 @@ def until(condition, limit: float = 120):
 
 
 def test_a_run_is_followed_while_it_trains(browser, tmp_path):
-    """A real training: its state, growing curves without a reload, then its completions."""
+    """A real training: its state, growing curves without a reload, then its completions. It does not notice when a page
+    that looks at it is killed."""
     flags = f"{SMALL} --max_steps 20 --eval_steps 100 --output_dir {tmp_path / 'runs'} --run_name live "
     flags += f"--reward_funcs {tmp_path}/even.py:even"
     slow = EVEN.replace(
@@ -139,7 +140,8 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path):
     )  # else it ends before one has looked
     (tmp_path / "even.py").write_text(slow)
     (tmp_path / "runs").mkdir()
-    with looking(tmp_path / "runs") as page, opened(browser, page) as tab:
+    runs = tmp_path / "runs"
+    with looking(runs) as page, looking(runs) as other, opened(browser, page) as tab:
         tab.wait_for_selector("text=There is no run in this folder yet")
         run = trainer(tmp_path / "log", *flags.split())
         run.until(lambda: tab.locator("td a:has-text('live')").count())
@@ -148,6 +150,8 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path):
         first = run.until(lambda: points(tab, "Reward"))
         assert tab.locator("h1 + span").inner_text().startswith("running")
         until(lambda: points(tab, "Reward") > first)
+        assert other.ask("/api/run", run="live").status_code == 200
+        other.process.kill()
         assert run.end() == 0, run.text
         tab.wait_for_selector(".state.finished", timeout=30_000)
         lines = read_metrics(tmp_path / "runs" / "live")
