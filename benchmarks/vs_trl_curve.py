@@ -6,7 +6,8 @@
 Equal: model (fp32 weights, bf16 compute), LoRA, prompts a step, completions a prompt, tokens a completion, AdamW, the
 falling learning rate, gradient norm, temperature, advantage (by the group's std), loss (every completion alike), beta
 0, reward, and the held-out rows: each is sampled 4 times at temperature 1. Both sample in process. Not equal: the order
-of the prompts, and the random numbers. Curves go to benchmarks/results/vs_trl_curve.json and .svg.
+of the prompts, the random numbers, and --correction token, our default. Steps of the two are not timed by turns: that
+is vs_trl.py's. Curves go to benchmarks/results/vs_trl_curve.json and .svg.
 """
 
 import argparse
@@ -139,7 +140,7 @@ def draw(runs: list[dict], path: Path) -> None:
         axes.plot(tokens, [statistics.fmean(at) for at in right], color=color, marker="o", label=f"{title}, mean")
         axes.fill_between(tokens, [min(at) for at in right], [max(at) for at in right], color=color, alpha=0.15, lw=0)
     axes.set(xlabel="thousands of sampled tokens", ylabel="held-out sums right", ylim=(0, 1))
-    axes.set_title(f"Equal settings, {STEPS} steps; band: all seeds", fontsize=11, loc="left")
+    axes.set_title(f"Like settings, {STEPS} steps; band: all seeds", fontsize=11, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eef0f3")
     axes.legend(frameon=False, loc="lower right")
