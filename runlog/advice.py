@@ -66,36 +66,42 @@ def silent_groups(curves: Curves, apart: list[dict]) -> list[dict]:
 
 
 def entropy(curves: Curves) -> list[dict]:
+    """Little entropy is no fault where short answers are learned: it is one where learning stopped with it."""
     steps, values = curves.all("entropy")
-    if len(values) < ENOUGH:
+    reward, rate = curves.all("reward")[1], curves.all("lr")[1]
+    if len(values) < ENOUGH or len(reward) != len(values) or values[0] <= 0:
         return []
+    if found := one_update(steps, values, reward, rate):
+        return found
     first, last = at_first(values), now(values)
-    reward = curves.all("reward")[1]
-    if first <= 0 or last > 0.15 * first or last > 0.3:
-        return one_update(steps, values, reward, curves.all("lr")[1])
+    if last > 3 * first and last > 0.5 and now(reward) < 0.7:
+        text = f"Entropy went from {first:.2g} to {last:.2g}, the reward from {at_first(reward):.2f} to "
+        text += f"{now(reward):.2f}. Text that becomes noise looks like this. Read some: does a turn still end? A lower "
+        text += "learning rate, a KL term (--beta), no --entropy_coef."
+        return [note("watch", "Entropy rises", text, "entropy-collapse")]
     start = since(steps, values < 0.15 * first)
-    stuck = len(reward) and now(reward) < 0.7
-    text = f"Entropy fell from {first:.2g} to {last:.2g}, below a seventh of its start"
-    text += (f" since step {start}" if start is not None else "") + ": the policy hardly explores any more. "
-    if stuck:
-        text += "The reward is not solved, so this is too early: a lower learning rate, an entropy bonus "
-        text += "(--entropy_coef), clip-higher (--epsilon_high) or a KL term."
-    else:
-        text += "The reward is high: it may simply have learned."
-    return [note("bad" if stuck else "watch", "Entropy collapse", text, "entropy-collapse")]
+    if start is None or now(reward) > 0.7:
+        return []
+    place = int(np.searchsorted(steps, start))
+    then = reward[max(place - RECENT // 2, 0) : place + 1].mean()  # when the entropy was gone
+    if now(reward) > then + 0.05:
+        return []
+    text = f"Entropy fell from {first:.2g} to {last:.2g}, below a seventh of its start since step {start}: the policy "
+    text += f"hardly explores any more, and the reward has not grown since ({then:.2f} then, {now(reward):.2f} now). A "
+    text += "lower learning rate, an entropy bonus (--entropy_coef), clip-higher (--epsilon_high) or a KL term."
+    return [note("bad", "Entropy collapse", text, "entropy-collapse")]
 
 
 def one_update(steps: np.ndarray, entropy: np.ndarray, reward: np.ndarray, rate: np.ndarray) -> list[dict]:
-    """Most of the entropy gone from one step to the next, and all reward with it."""
+    """Much of the entropy gone from one step to the next, and no step since as good as those before."""
     fall = entropy[:-1] - entropy[1:]
     place = int(fall.argmax()) + 1
-    if fall[place - 1] < 0.4 * entropy[0] or len(reward) != len(entropy) or reward[place:].mean() > 0.5 * reward[0]:
+    if fall[place - 1] < 0.4 * max(entropy[0], entropy[place - 1]) or reward[place:].max() >= reward[:place].mean():
         return []
     text = f"Entropy fell from {entropy[place - 1]:.2g} to {entropy[place]:.2g} between two steps, before step "
-    text += (
-        f"{steps[place]:.0f}, and the reward has been {reward[place:].mean():.2g} since. That update went too far: a "
-    )
-    text += "lower learning rate" + (f" (it was {rate[place - 1]:.2g})" if len(rate) == len(entropy) else "")
+    text += f"{steps[place]:.0f}; the reward was {reward[:place].mean():.2g} until then and has been at most "
+    text += f"{reward[place:].max():.2g} since. That update went too far: a lower learning rate"
+    text += f" (it was {rate[place - 1]:.2g})" if len(rate) == len(entropy) else ""
     return [note("bad", "One update too far", text + ", a warm-up, or a smaller --max_grad_norm.", "entropy-collapse")]
 
 
@@ -111,7 +117,8 @@ def pulled_apart(curves: Curves) -> list[dict]:
         for other, scores in found.items():
             first, last = at_first(scores), now(scores)
             fell = first > 0.05 and last < 0.5 * first
-            if other == name or not (fell or 0 <= last < 0.05 >= first >= 0):
+            never_began = 0 <= first < 0.05 and 0 <= last < 0.05
+            if other == name or not (fell or never_began):
                 continue
             text = (
                 f"{name} rose from {before:.2f} to {after:.2f} while {other} went from {first:.2f} to {last:.2f}: the "
