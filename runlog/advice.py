@@ -76,8 +76,8 @@ def entropy(curves: Curves) -> list[dict]:
     first, last = at_first(values), now(values)
     if last > 3 * first and last > 0.5 and now(reward) < 0.7:
         text = f"Entropy went from {first:.2g} to {last:.2g}, the reward from {at_first(reward):.2f} to "
-        text += f"{now(reward):.2f}. Text that becomes noise looks like this. Read some: does a turn still end? A lower "
-        text += "learning rate, a KL term (--beta), no --entropy_coef."
+        text += f"{now(reward):.2f}. Text that becomes noise looks like this. Read some: does a turn still end? A "
+        text += "lower learning rate, a KL term (--beta), no --entropy_coef."
         return [note("watch", "Entropy rises", text, "entropy-collapse")]
     start = since(steps, values < 0.15 * first)
     if start is None or now(reward) > 0.7:
