@@ -21,6 +21,7 @@ import train_grpo as script
 from config import ConfigError, TrainConfig, load_config
 from data import load_data
 from domains import Mixture
+from runlog import samples
 from runlog.reading import read_metrics
 from runlog.report import write_report
 
@@ -377,7 +378,8 @@ def test_filters_are_those_of_the_row():
 
 TASKS = """
 def plain(split, seed):
-    return [{"prompt": f"Plain {n}?", "kind": "plain", "own": n} for n in range(40 if split == "train" else 3)]
+    count = 40 if split == "train" else 3
+    return [{"prompt": f"Plain {n}?", "kind": "plain", "own": n, "answer": 2 * n} for n in range(count)]
 
 def tooled(split, seed):
     return [{"prompt": f"Tooled {n}?", "kind": "tooled"} for n in range(40 if split == "train" else 2)]
@@ -398,8 +400,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("domains")
     (folder / "tasks.py").write_text(TASKS)
     tasks = f"{folder}/tasks.py"
-    plain = dict(name="plain", weight=[[0, 3], [4, 2]], dataset_id=f"{tasks}:plain", reward_funcs=[f"{tasks}:even"])
-    plain |= dict(max_completion_length=8, eval_solved=0.5)
+    plain = dict(name="plain", weight=[[0, 5], [4, 3]], dataset_id=f"{tasks}:plain", reward_funcs=[f"{tasks}:even"])
+    plain |= dict(max_completion_length=8, eval_solved=0.5, system_prompt="Speak plainly.")
     tooled = dict(name="tooled", weight="success", dataset_id=f"{tasks}:tooled", reward_funcs=[f"{tasks}:odd"])
     tooled |= dict(tools=["calculator"], max_turns=2, max_completion_length=24, max_turn_length=6, eval_solved=6.5)
     beside = dict(
@@ -409,6 +411,7 @@ def runs(tmp_path_factory):
     beside |= dict(output_dir=str(folder), save_steps=2, save_total_limit=9, eval_generations=2, env_errors="stop")
     (folder / "mix.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, tooled]}))
     single = {key: value for key, value in tooled.items() if key not in ("tools", "max_turns", "max_turn_length")}
+    single |= {"eval_split": "none"}
     (folder / "single.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, single]}))
 
     def train(name: str, flags: str, script: str = "train_grpo.py", mix: str = "mix"):
@@ -447,15 +450,25 @@ def test_each_row_is_asked_and_scored_by_its_domain(whole):
             assert own.prompt.str.contains("calculator").all() == (name == "tooled"), "tools are offered to their own"
             assert own.prompt.str.contains("calculator").any() == (name == "tooled")
             assert own.turns.notna().all() == (name == "tooled") if "turns" in own else name == "plain"
+            assert own.prompt.str.contains("Speak plainly.").all() == (name == "plain")
+            assert own.prompt.str.contains("Speak plainly.").any() == (name == "plain")
+            if name == "plain":
+                asked = own.prompt.str.extract(r"Plain (\d+)\?")[0].astype(int)
+                assert own.answer.astype(int).tolist() == (2 * asked).tolist()
+            # What did not apply, or did not happen, is not in a line; a tool that was offered and not called is.
+            assert (f"{name}/tools/call_frequency" in line) == (name == "tooled") == (f"{name}/turns/mean" in line)
             # Centred in its group, divided by the std of the domain's part of the step, on whichever ranks that lies.
             centred = own[column] - own.groupby("row_number")[column].transform("mean")
             expected = (centred / own[column].std()).fillna(0)  # it may have one group, whose completions score alike
             assert own.advantage.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4)
-        assert line["turns/mean"] >= 1 and 0 <= line["plain/completions/mean_length"] <= 8
+        for function, name in (("even", "plain"), ("odd", "tooled")):
+            assert (f"rewards/{function}/mean" in line) == (name in set(rows.domain))
+        assert line.get("turns/mean", 1) >= 1 and 0 <= line["plain/completions/mean_length"] <= 8
     assert sum(line.get("plain/prompts", 0) for line in steps) > 12
     assert any(set(rows.domain) == {"plain", "tooled"} and (rows.domain == "tooled").sum() == 4 for rows in shown), (
         "a step in which one rank has no row of a domain"
     )
+    assert any("rewards/odd/mean" not in line for line in steps), "a step without one of the domains"
 
 
 def test_evaluation_and_report_by_domain(whole):
@@ -467,6 +480,8 @@ def test_evaluation_and_report_by_domain(whole):
             parts = 3 * line[f"eval/plain/{key}"] + 2 * line[f"eval/tooled/{key}"]
             assert line[f"eval/{key}"] == pytest.approx(parts / 5)
         assert line["eval/plain/reward"] <= 1 < line["eval/tooled/reward"] and "eval/plain/pass@2" in line
+    for path in (whole / "completions").glob("*.parquet"):
+        assert {row["domain"] for row in samples.first_rows(path, 2)} == set(pandas.read_parquet(path).domain)
     page = write_report(whole).read_text()
     assert "Reward by domain" in page and "Held-out rows by domain" in page and "tooled: reward by function" in page
     assert json.loads((whole / "config.json").read_text())["domains"][1]["tools"] == ["calculator"]
@@ -480,6 +495,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs):
     runs("parts", f"{flags} --max_steps 4", mix="single")
     parts = runs("parts", f"{flags} --max_steps 6 --resume --strict_resume", mix="single")
     assert untimed(parts) == untimed(whole)
+    evaluations = [line for line in untimed(whole) if "eval/reward" in line]
+    assert evaluations and all(line["eval/rows"] == line["eval/plain/rows"] == 3 for line in evaluations)
+    assert not [key for line in evaluations for key in line if key.startswith("eval/tooled")], "it holds no rows out"
     state = json.loads((parts / "checkpoints" / "step_6" / "trainer" / "state.json").read_text())
     assert set(state["domain_moments"]) == {"plain", "tooled"} == set(state["domains"]["drawn"])
 
