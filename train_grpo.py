@@ -843,7 +843,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     filters = [(own.group_mean_min, own.group_mean_max, own.group_std_min) for own in map(cfg.of, rows)]
     low, high, least = torch.tensor(filters, dtype=torch.float64).unbind(1)  # [B] each
     keep &= (mean >= low) & (mean <= high)  # neither too hard nor too easy
-    keep &= (std > least) | (group_index(groups)[1] == 1) | (least == 0)
+    keep &= (std > least) | (group_index(groups)[1] == 1) | (least == 0)  # a group of one has no std to be small
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning

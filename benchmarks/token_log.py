@@ -119,18 +119,9 @@ def training(flags: list[str]) -> None:
     train_grpo.completion_rows = timed("rows", completion_rows)
     RunLog.step = timed("line, terminal, trackers", RunLog.step)
     with tempfile.TemporaryDirectory() as folder:
-        given = [
-            "--config",
-            "examples/sums.yaml",
-            "--generator",
-            "hf",
-            "--eval_steps",
-            "1000",
-            "--print_samples_every",
-            "1",
-        ]
-        given += ["--max_steps", "8", "--report_to", "tensorboard", "--output_dir", folder, "--run_name", "run"]
-        train_grpo.train(parse_args(train_grpo.TrainConfig, [*given, *flags]))
+        given = "--config examples/sums.yaml --generator hf --eval_steps 1000 --print_samples_every 1 --max_steps 8 "
+        given += f"--report_to tensorboard --output_dir {folder} --run_name run"
+        train_grpo.train(parse_args(train_grpo.TrainConfig, [*given.split(), *flags]))
         lines = [line for line in read_metrics(Path(folder) / "run") if "time/step" in line]
     whole = sum(line["time/step"] for line in lines)
     print(f"{len(lines)} steps of {whole / len(lines):.2f} s. Of that, or between steps:")
