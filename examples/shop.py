@@ -4,8 +4,8 @@
     python rollouts.py --env examples/shop.py:Shop --dataset_id examples/shop.py:rows --policy random
 
 The reward is WebShop's: 0 for another kind of thing than was asked for, else the share of the other wishes that the
-thing bought fulfils: material, color, size, price. `--preset gigpo` compares turns that began on the same page. What was
-learned of it stands in docs/results.md.
+thing bought fulfils: material, color, size, price. `--preset gigpo` compares turns that began on the same page. What
+was learned of it stands in docs/results.md.
 """
 
 import random
