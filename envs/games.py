@@ -4,6 +4,7 @@ import math
 import random
 import re
 
+from config import ConfigError
 from envs.base import Environment
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -13,6 +14,11 @@ def read_move(text: str) -> str | None:
     """The move in the last <answer>...</answer>, or None."""
     found = re.findall(r"<answer>\s*(\w+)\s*</answer>", text)
     return found[-1].lower() if found and found[-1].lower() in MOVES else None
+
+
+def allowed(game: str, name: str, value: float, right: bool, what: str) -> None:
+    if not right:  # else making a level would never end
+        raise ConfigError(f"--env {game}: {name}={value}; allowed is {what}.")
 
 
 class FrozenLake(Environment):
@@ -31,6 +37,8 @@ class FrozenLake(Environment):
         penalty: float = 0.1,
         compass: bool = False,
     ):
+        allowed("frozenlake", "size", size, size >= 2, "at least 2")
+        allowed("frozenlake", "frozen", frozen, 0 < frozen <= 1, "a share above 0, at most 1")
         self.size, self.frozen, self.slippery, self.penalty = size, frozen, slippery, penalty
         self.compass = compass
 
@@ -108,6 +116,10 @@ class Sokoban(Environment):
     """
 
     def __init__(self, size: int = 6, boxes: int = 1, walls: float = 0.1, pulls: int = 12, compass: bool = False):
+        most = size // 2  # of more, few levels have all boxes off their targets
+        allowed("sokoban", "size", size, size >= 5, "at least 5, the walls around it included")
+        allowed("sokoban", "boxes", boxes, 1 <= boxes <= most, f"from 1 to {most} at size {size}")
+        allowed("sokoban", "walls", walls, 0 <= walls <= 0.3, "from 0 to .3, the share of cells that are walls")
         self.size, self.count, self.walls, self.pulls, self.compass = size, boxes, walls, pulls, compass
 
     def reset(self, row, seed):

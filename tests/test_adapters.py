@@ -99,6 +99,21 @@ gymnasium.register("Small-v0", Small)
 """
 
 
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("sokoban?walls=2", r"walls=2\b.*from 0 to .3"),
+        ("sokoban?size=4", r"size=4\b.*at least 5"),
+        ("sokoban?size=5&boxes=5", r"boxes=5\b.*from 1 to 2"),
+        ("frozenlake?size=1", r"size=1\b.*at least 2"),
+        ("frozenlake?frozen=0", r"frozen=0\b.*above 0"),
+    ],
+)
+def test_games_refuse_sizes_of_which_no_level_can_be_made(spec, message):
+    with pytest.raises(ConfigError, match=f"--env {spec.split('?')[0]}.*{message}"):
+        started(spec)
+
+
 def test_gymnasium_refuses_at_start_what_cannot_work(tmp_path, monkeypatch):
     (tmp_path / "big_envs.py").write_text(BIG)
     monkeypatch.syspath_prepend(tmp_path)
