@@ -162,7 +162,7 @@ class TrainConfig:
     entropy_target: float | None = None  # adapt entropy_coef: up while the entropy is below this, down while above
     entropy_coef_step: float = 0.0005  # change of entropy_coef per step
     top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
-    mask_truncated: bool = False  # leave completions cut at max_completion_length out of the loss
+    mask_truncated: bool = False  # leave completions cut at a length limit out of the loss
     old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer's, generator's, always pi
     correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / generator on the loss
     correction_mode: Literal["truncate", "mask"] = "truncate"  # weights outside the bounds: clamp, or leave out

@@ -1,6 +1,6 @@
 """Runs an example from start to end: its model, its warm start, then for each seed a vLLM server and GRPO beside it,
-with a push after every step; at the end what held-out rows say before and after. With `generator: hf` there is no
-server: the tiny models sample as fast in process.
+with a push after every step; at the end what held-out rows say before and after. With `generator: hf` in the example's
+file there is no server: tiny models sample fast enough in process.
 
     python examples/run.py                                   # what there is
     python examples/run.py arithmetic                        # on a bare machine: python3; it installs first
