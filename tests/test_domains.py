@@ -414,9 +414,9 @@ def runs(tmp_path_factory):
     single |= {"eval_split": "none"}
     (folder / "single.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, single]}))
 
-    def train(name: str, flags: str, script: str = "train_grpo.py", mix: str = "mix"):
+    def train(name: str, flags: str, script: str = "train_grpo.py", mix: str = "mix", **env):
         command = ["--config", f"{folder}/{mix}.yaml", "--run_name", name, *flags.split()]
-        with running(trainer(folder / f"{name}.log", *command, ranks=2, script=script)) as process:
+        with running(trainer(folder / f"{name}.log", *command, ranks=2, script=script, **env)) as process:
             assert process.end() == 0, process.text[-4000:]
         return folder / name
 
@@ -514,6 +514,31 @@ def test_the_other_scripts(runs, name, flags):
     lines = [line for line in read_metrics(run) if "reward" in line]
     assert len(lines) == 2 and all(0 <= line["plain/reward"] <= 1 for line in lines)
     assert sum(line["plain/prompts"] + line.get("tooled/prompts", 0) for line in lines) == 8
+
+
+def test_sampling_ahead_of_the_trainer(runs, server):
+    """Beside a server, up to two steps ahead, stopped at step 4 and resumed: every row is asked once, each step has the
+    domains that weights and outcomes of the steps before it, less two, ask for, and rewards and tools are their own."""
+    flags = f"--generator vllm --server_urls {server.url} --max_staleness 2 --max_prompt_length 480 "
+    flags += "--logprob_diff_limit 1 --max_steps"
+    env = {"VLLM_SERVER_TOKEN": server.token}
+    runs("ahead", f"{flags} 4", script="train_async.py", **env)
+    run = runs("ahead", f"{flags} 7 --resume", script="train_async.py", **env)
+    lines = [line for line in read_metrics(run) if "reward" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7] and lines[-1]["staleness/max"] == 2
+    mixture, names = Mixture({"plain": [[0, 5], [4, 3]], "tooled": "success"}, 4, lag=2), ["plain", "tooled"]
+    asked = []
+    for step, line in enumerate(lines):
+        expected = [names[number] for number in mixture.turns(step)]
+        assert {name: line.get(f"{name}/prompts", 0) for name in names} == {n: expected.count(n) for n in names}
+        mixture.ended(step, line)
+        rows = pandas.read_parquet(run / "completions" / f"step_{step + 1:06}.parquet")
+        asked += {(row.domain, row.row_number) for row in rows.itertuples()}
+        assert (rows.prompt.str.contains("calculator") == (rows.domain == "tooled")).all()
+        for name, own in rows.groupby("domain"):
+            assert own[{"plain": "rewards/even", "tooled": "rewards/odd"}[name]].notna().all()
+    assert {domain for domain, _ in asked} == {"plain", "tooled"}
+    assert len(asked) == len(set(asked)) == 28
 
 
 def test_a_substitute_is_of_the_same_domain():
