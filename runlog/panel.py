@@ -40,7 +40,8 @@ class Panel:
 
     def show(self, line: dict) -> None:
         """A line of metrics.jsonl, of a step or an evaluation."""
-        solved = sorted((key for key in line if key.startswith("eval/")), key=lambda key: "mean@" not in key)
+        overall = [key for key in line if key.startswith("eval/") and key.count("/") == 1]  # of all domains
+        solved = sorted(overall, key=lambda key: "mean@" not in key)
         if solved:
             if line[solved[0]] is not None:
                 self.held_out.append((line["step"], solved[0].removeprefix("eval/"), line[solved[0]]))
@@ -136,7 +137,13 @@ class Panel:
 
         seconds = phases(line)
         spent = line.get("time/step") or sum(seconds.values())
-        third = [f"silent {line['frac_reward_zero_std']:.0%}"] if line.get("frac_reward_zero_std") is not None else []
+        domains = {
+            key.removesuffix("/prompts"): line.get(key.replace("/prompts", "/reward"))
+            for key in line
+            if key.endswith("/prompts")
+        }
+        third = [f"{name} {reward:.3g}" for name, reward in domains.items() if reward is not None]
+        third += [f"silent {line['frac_reward_zero_std']:.0%}"] if line.get("frac_reward_zero_std") is not None else []
         third += [f"{line['time/tokens_per_second']:.0f} tok/s"] if line.get("time/tokens_per_second") else []
         third += [f"{spent:.1f} s a step"] if spent else []
         largest = sorted(seconds.items(), key=lambda phase: -phase[1])

@@ -1,6 +1,7 @@
 """The lines at the foot of a terminal, as a terminal shows them; what others print; how it is left."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -16,7 +17,7 @@ import pytest
 from live import SMALL
 from server_fixture import ROOT
 
-from runlog.panel import bar_of, fit, sparkline
+from runlog.panel import Panel, bar_of, fit, sparkline
 
 
 class Screen:
@@ -252,6 +253,17 @@ log.close()
     assert done.stdout.startswith("step 1/30  reward 0.5") and not re.search(
         r"\x1b[78]|\x1b\[[\d;]*[rHJK]", done.stdout
     )
+
+
+def test_domains():
+    """Each one's reward stands in the step's line; the held-out score is that of all rows, wherever it comes."""
+    panel = Panel(io.StringIO(), 20)
+    panel.show({"step": 0, "eval/a/mean@2": 0.9, "eval/reward": 0.3, "eval/mean@2": 0.2, "eval/z/mean@2": 0.1})
+    panel.show({"step": 1, "reward": 0.5, "a/prompts": 3, "a/reward": 0.25, "z/prompts": 1, "z/reward": None})
+    panel.stop()
+    lines = panel.lines(80)
+    assert "held-out mean@2 0.2" in lines[2] and lines[3].startswith(" a 0.25")
+    assert "z" not in lines[3] and "held-out a" not in lines[2]
 
 
 def test_parts():
