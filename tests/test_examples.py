@@ -27,6 +27,7 @@ MORE = {  # what is tried beside the file's settings
     "arithmetic": "--reward_funcs examples/arithmetic.py:right tool_use few_turns",
     "coding": "--allow_uncontained",
     "frozenlake": "--env frozenlake?slippery=true",
+    "programs": "--allow_uncontained",
     "sokoban": "--env sokoban",
     "three_domains": "--allow_uncontained",
 }

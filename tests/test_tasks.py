@@ -22,6 +22,7 @@ from scoring.instructions import instructions
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
 import instructions as followed  # noqa: E402
+import programs  # noqa: E402
 import school_math  # noqa: E402
 import shop  # noqa: E402
 import user  # noqa: E402
@@ -49,7 +50,7 @@ def desk():
     return adapters.environment_maker(DESK)()
 
 
-@pytest.mark.parametrize("example", ["shop", "user", "instructions", "school_math"])
+@pytest.mark.parametrize("example", ["shop", "user", "instructions", "school_math", "programs"])
 def test_held_out_rows_are_new(example):
     rows = load_function(f"{ROOT}/examples/{example}.py:rows")
     key = lambda row: str([value for name, value in sorted(row.items())])  # noqa: E731
@@ -175,6 +176,20 @@ def test_whatever_is_said_at_the_desk(turns):
     for turn in [*turns, "<find>1e9</find>", "<change>" + "9" * 10_000 + "</change>", "<say></say>"]:
         asyncio.run(at.step(turn))
     assert at.score() == 0 and set(PARSERS) == {"hermes", "xml", "tags"}
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def test_programs_print_their_answers(capsys):
+    kinds = set()
+    for row in programs.rows("test", 0):
+        exec(row["program"])
+        assert capsys.readouterr().out.strip() == row["answer"]
+        kinds.add(row["prompt"][0]["content"].split()[1])
+        call = programs.demonstrate(row, None, [[{"content": f"{row['answer']}\n"}]])
+        assert call == f"The answer is {row['answer']}."
+    assert len(kinds) == 3
 
 
 # ---- instructions ---------------------------------------------------------------------------------------------------
