@@ -25,6 +25,7 @@ import instructions as followed  # noqa: E402
 import programs  # noqa: E402
 import school_math  # noqa: E402
 import shop  # noqa: E402
+import sums  # noqa: E402
 import user  # noqa: E402
 
 DESK = TrainConfig(env=f"{ROOT}/examples/user.py:Desk", tool_parser="tags", generator="hf")
@@ -176,6 +177,15 @@ def test_whatever_is_said_at_the_desk(turns):
     for turn in [*turns, "<find>1e9</find>", "<change>" + "9" * 10_000 + "</change>", "<say></say>"]:
         asyncio.run(at.step(turn))
     assert at.score() == 0 and set(PARSERS) == {"hermes", "xml", "tags"}
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+def test_digits_count_from_the_last_one():
+    said = ["46", "It is 146.", "6", "4", "1 and 56", "none"]
+    assert sums.digits(said, ["46"] * 6) == pytest.approx([1, 2 / 3, 1 / 2, 0, 1 / 2, 0])
+    assert sums.digits([[{"role": "assistant", "content": "105"}]], ["115"]) == pytest.approx([2 / 3])
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
