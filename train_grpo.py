@@ -1155,7 +1155,7 @@ def own_weights(name: str, module: nn.Module, dtype: torch.dtype) -> Iterator[tu
     """(checkpoint name, tensor) pairs of the parameters that belong to this module itself. FSDP2's stay sharded, and
     are rounded to `dtype` before they are gathered, as half the bytes travel then."""
     if is_lora(module):
-        yield clean_name(f"{name}.weight"), rounded(folded(module), dtype)
+        yield clean_name(f"{name}.weight"), folded(module, dtype)
         if module.base_layer.bias is not None:
             yield clean_name(f"{name}.bias"), module.base_layer.bias.detach()
         return
@@ -1173,10 +1173,11 @@ def is_lora(module: nn.Module) -> bool:
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and len(module.lora_A) > 0
 
 
-def folded(layer: nn.Module) -> Tensor:
-    """W + scale * B A of one LoRA layer, in a new tensor: the live weights are never merged and unmerged. Under FSDP2
-    each rank folds its own rows of W, from its own rows of B and the whole A."""
-    weight = layer.base_layer.weight.detach().float()
+def folded(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """W + scale * B A of one LoRA layer in `dtype`, as a new tensor: the live weights are never merged and unmerged.
+    Under FSDP2 each rank folds its own rows of W, from its own rows of B and the whole A."""
+    base = layer.base_layer.weight.detach().float()
+    weight = base
     for name in layer.active_adapters:
         a, b = (part[name].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
         if isinstance(a, DTensor):
@@ -1184,8 +1185,31 @@ def folded(layer: nn.Module) -> Tensor:
         delta = (b @ a).T if layer.fan_in_fan_out else b @ a
         if isinstance(delta, DTensor):
             delta = delta.redistribute(placements=weight.placements)
-        weight = weight + layer.scaling[name] * delta
-    return weight
+        weight = torch.add(weight, delta, alpha=layer.scaling[name])
+        del delta
+    return dithered(weight, base, dtype)
+
+
+def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 `weight` in `dtype`: entries go up or down, the nearer the more often, so that errors cancel in a sum.
+
+    B A is small beside W. Rounded to the nearest, most entries of W + B A are W again, and the sampler hardly sees what
+    the first updates have learned. Which way an entry goes depends on its `base` weight and its column alone: what did
+    not change stays as it is, and equal weights are equal bytes, however they are sharded.  [rows, columns]
+    """
+    drop = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that `dtype` has no room for
+    if drop is None:
+        return weight.to(dtype)
+    if isinstance(weight, DTensor):
+        local = dithered(weight.to_local(), base.to_local(), dtype)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+    column = torch.arange(weight.shape[-1], dtype=torch.int32, device=weight.device)
+    bits = base.contiguous().view(torch.int32) + column * 0x3C6EF372  # to be mixed; integers wrap around
+    bits.mul_(0x5BD1E995).bitwise_right_shift_(16).bitwise_and_(2**drop - 1)  # [rows, columns] from 0 to 2^drop - 1
+    bits.add_(weight.contiguous().view(torch.int32)).bitwise_and_(-(2**drop))
+    return bits.view(torch.float32).to(dtype)
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -55,6 +55,30 @@ def test_adapters_alone_have_gradients(ranks, strategy, dtype):
         assert found["adapters"] == ["torch.float32"] and f"torch.{dtype}" in found["all"]
 
 
+def test_a_change_smaller_than_the_servers_precision_reaches_it(ranks):
+    """In the mean of the weights, as LoRA is folded in; and in the same bytes under every sharding."""
+    for rank in ranks:
+        whole = rank["folded"]["ddp"]
+        assert whole["added"] == pytest.approx(1, abs=0.05)
+        assert rank["folded"]["fsdp"] == rank["folded"]["fsdp2"] == whole
+
+
+@pytest.mark.parametrize("dtype, step", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_weights_between_two_numbers(dtype, step):
+    """Up as often as they are near to it; what is such a number stays; a part of the rows is treated as the whole."""
+    torch.manual_seed(0)
+    base = torch.randn(400, 300).to(dtype).float()
+    assert torch.equal(script.dithered(base, base, dtype).float(), base)
+    for share in (0.01, 0.3, 0.5, 0.9):
+        weight = base + share * step * 2 ** base.abs().log2().floor() * 2
+        got = script.dithered(weight, base, dtype)
+        moved = ((got.float() - base) / (weight - base)).mean()
+        assert moved == pytest.approx(1, rel=0.03 if share > 0.1 else 0.2)
+        parts = [script.dithered(w, b, dtype) for w, b in zip(weight.split(130), base.split(130), strict=True)]
+        assert torch.equal(torch.cat(parts), got)
+    assert torch.equal(script.dithered(weight, base, torch.float32), weight)
+
+
 def test_a_checkpoint_is_written_by_all_ranks_while_training_goes_on(ranks, model, tmp_path_factory):
     run = next(tmp_path_factory.getbasetemp().glob("loading*/run"))
     step = run / "checkpoints" / "step_1"
