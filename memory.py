@@ -217,8 +217,8 @@ def rank_bytes(
     largest = max(torch.Size(shape).numel() for shape, *_ in table)
     bucket = cfg.push_bucket_mb * 2**20
     full = min(bucket + compute * largest, compute * whole)
-    # A layer's update is folded in: float32 weights, their change, that scaled, and the sum.
-    fold = cfg.use_peft * 16 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
+    # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
+    fold = cfg.use_peft * 12 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
     if cfg.strategy == "ddp":
         need["push"] = full + fold
     elif cfg.strategy == "fsdp2":  # shards are folded and rounded, then gathered one by one

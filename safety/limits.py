@@ -65,6 +65,7 @@ class Running:
     seconds: float
     number: int = 0  # of what runs now: the function, or the coroutine that it returned
     given_up: float | None = None  # time.monotonic() when it ran out of time
+    returned: float = 0.0  # and when the function returned, before what it returned is awaited
     signals: set[int] = field(default_factory=set)  # that it wanted to handle
 
 
@@ -95,7 +96,8 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float) -> tuple
         if seconds == math.inf:  # ours: it limits what it calls, and must not stand behind that on a blocked loop
             outcome = await asyncio.create_task(settle(outcome[0], call))
         else:
-            outcome = await on_shared_loop(outcome[0], call, deadline)
+            late = time.monotonic() - call.returned  # this loop, on which --generator hf samples: not the function's
+            outcome = await on_shared_loop(outcome[0], call, deadline + late)
     if outcome is None:
         give_up(call)
     elif call.signals and (outcome[1] is not None or call.signals & ALARMS):
@@ -131,6 +133,8 @@ def run_function(function: Callable, kwargs: dict, call: Running) -> tuple:
             return function(**copied(kwargs)), None
         except BaseException as error:  # sys.exit() in a function is an error of that function, too
             return None, error
+        finally:
+            call.returned = time.monotonic()
 
 
 async def on_shared_loop(awaitable, call: Running, deadline: float) -> tuple | None:

@@ -317,6 +317,22 @@ def call_tool(function: str, seconds: float = 10.0, count: int = 1, **arguments)
     return [(message["content"], event) for message, event in zip(messages, events, strict=True)]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_function_is_not_late_because_the_caller_is(asynchronous):
+    """--generator hf samples on the event loop that waits for rewards, tools and environments, longer than a limit."""
+
+    async def quick():
+        return "in time"
+
+    async def play():
+        call = asyncio.create_task(limits.run_limited(quick if asynchronous else lambda: "in time", {}, 0.5))
+        await asyncio.sleep(0)  # it is called
+        time.sleep(1.0)
+        return await call
+
+    assert asyncio.run(play()) == ("in time", None)
+
+
 def test_a_tool_with_an_alarm_works(caplog):
     """As in scripts written for the main thread: moved to a process at its first call, which is said once."""
     ((first, event),) = call_tool("lookup", name="gene")
