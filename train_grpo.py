@@ -1194,8 +1194,8 @@ def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 `weight` in `dtype`: entries go up or down, the nearer the more often, so that errors cancel in a sum.
 
     B A is small beside W. Rounded to the nearest, most entries of W + B A are W again, and the sampler hardly sees what
-    the first updates have learned. Which way an entry goes depends on its `base` weight and its column alone: what did
-    not change stays as it is, and equal weights are equal bytes, however they are sharded.  [rows, columns]
+    the first updates have learned. Which way an entry goes depends on its `base` weight and its column alone: a base
+    weight that `dtype` can hold stays as it is, and equal weights are equal bytes, however sharded.  [rows, columns]
     """
     drop = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that `dtype` has no room for
     if drop is None:
@@ -1209,7 +1209,7 @@ def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     bits = base.contiguous().view(torch.int32) + column * 0x3C6EF372  # to be mixed; integers wrap around
     bits.mul_(0x5BD1E995).bitwise_right_shift_(16).bitwise_and_(2**drop - 1)  # [rows, columns] from 0 to 2^drop - 1
     bits.add_(weight.contiguous().view(torch.int32)).bitwise_and_(-(2**drop))
-    return bits.view(torch.float32).to(dtype)
+    return bits.view(torch.float32).add_(weight, alpha=0).to(dtype)  # nan and inf stay what a push refuses
 
 
 def full(tensor: Tensor) -> Tensor:

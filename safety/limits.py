@@ -96,7 +96,7 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float) -> tuple
         if seconds == math.inf:  # ours: it limits what it calls, and must not stand behind that on a blocked loop
             outcome = await asyncio.create_task(settle(outcome[0], call))
         else:
-            late = time.monotonic() - call.returned  # this loop, on which --generator hf samples: not the function's
+            late = time.monotonic() - call.returned  # this loop is, as --generator hf samples on it: it does not count
             outcome = await on_shared_loop(outcome[0], call, deadline + late)
     if outcome is None:
         give_up(call)

@@ -77,6 +77,9 @@ def test_weights_between_two_numbers(dtype, step):
         parts = [script.dithered(w, b, dtype) for w, b in zip(weight.split(130), base.split(130), strict=True)]
         assert torch.equal(torch.cat(parts), got)
     assert torch.equal(script.dithered(weight, base, torch.float32), weight)
+    weight[0, :3] = torch.tensor([2**31 - 1, 0x7F800000, -1], dtype=torch.int32).view(torch.float32)  # a GPU's nan; inf
+    finite = script.dithered(weight, base, dtype).isfinite()
+    assert not finite[0, :3].any() and finite[1:].all(), "a push has to find them"
 
 
 def test_a_checkpoint_is_written_by_all_ranks_while_training_goes_on(ranks, model, tmp_path_factory):
