@@ -1,21 +1,18 @@
-"""Drawn geometry: read the labels off a figure, then reckon. Answers are numbers, for the reward `math`.
+"""Geometry on squared paper: measure a figure, then reckon. Answers are numbers, for the reward `math`.
 
-    python examples/run.py geometry      # warm start, one seed
+    python examples/run.py geometry      # warm start, two seeds
 
-Right triangles (Pythagorean, so that every side is whole), rectangles and circles of random place and size; the drawing
-is not to scale. Splits "train" (2,000 rows) and "test" (200) are streams of their own: pictures never recur, the few
-hundred numeric problems do.
+Rectangles, right triangles and circles of random place and size, to scale. Splits "train" (2,000 rows) and "test" (200)
+are streams of their own: pictures never recur, the few hundred numeric problems do.
 """
 
 import random
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from scenes import stream
 
 SPLITS = {"train": 2000, "test": 200}
-SIZE = 96  # pixels: the least at which the labels are legible
-TRIPLES = [(3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (6, 8, 10), (9, 12, 15), (12, 16, 20)]
-FONT = ImageFont.load_default(size=15)
+SQUARES, SIDE, MARGIN = 9, 10, 3  # of the paper, along each edge; pixels of a square, and around all of them
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:
@@ -37,63 +34,46 @@ def demonstrate(row: dict, environment, answers: list) -> str:
 
 
 def row(question: str, image: Image.Image, answer: int) -> dict:
-    return {"prompt": f"{question} Answer with a number.", "image": image, "answer": str(answer)}
+    return {"prompt": f"{question} A square is 1 wide. Answer with a number.", "image": image, "answer": str(answer)}
 
 
-def canvas(rng) -> tuple[Image.Image, ImageDraw.ImageDraw, str]:
-    """A light sheet, its pen and a dark colour to draw the lines in."""
-    image = Image.new("RGB", (SIZE, SIZE), rng.choice(["white", "ivory", "aliceblue", "honeydew"]))
-    return image, ImageDraw.Draw(image), rng.choice(["black", "navy", "darkred", "darkgreen"])
-
-
-def label(pen, x: float, y: float, text) -> None:
-    pen.text((x, y), str(text), font=FONT, fill="black", anchor="mm")
-
-
-def triangle(rng) -> dict:
-    """The right angle is at the lower left; two of the three sides are labelled."""
-    a, b, c = rng.choice(TRIPLES)
-    a, b = rng.choice([(a, b), (b, a)])  # a stands up, b lies
-    image, pen, ink = canvas(rng)
-    x, y, width, height = rng.randint(24, 30), rng.randint(70, 76), rng.randint(46, 60), rng.randint(48, 62)
-    pen.polygon([(x, y), (x, y - height), (x + width, y)], outline=ink, width=2)
-    pen.rectangle((x, y - 6, x + 6, y), outline=ink)
-    asked = rng.choice(["hypotenuse", "area", "upright", "lying"])
-    if asked != "upright":
-        label(pen, x - 12, y - height / 2, a)
-    if asked != "lying":
-        label(pen, x + width / 2, y + 11, b)
-    if asked in ("upright", "lying"):
-        label(pen, x + width / 2 + 12, y - height / 2 - 8, c)
-    if asked == "area":
-        return row("What is the area of the right triangle?", image, a * b // 2)
-    answer = {"hypotenuse": c, "upright": a, "lying": b}[asked]
-    return row("How long is the side of the right triangle that has no label?", image, answer)
+def paper(rng, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw, tuple, dict]:
+    """Squared paper, its pen, a box of so many squares somewhere on it (left, top, right, bottom) and the colours."""
+    size = SQUARES * SIDE + 2 * MARGIN
+    image = Image.new("RGB", (size, size), rng.choice(["white", "ivory", "aliceblue", "honeydew"]))
+    pen = ImageDraw.Draw(image)
+    for at in range(MARGIN, size, SIDE):
+        pen.line((at, MARGIN, at, size - MARGIN), fill="lightgray")
+        pen.line((MARGIN, at, size - MARGIN, at), fill="lightgray")
+    left, top = (MARGIN + SIDE * rng.randint(0, SQUARES - squares) for squares in (width, height))
+    colors = {"outline": rng.choice(["black", "navy", "darkred", "darkgreen"]), "width": 2}
+    colors["fill"] = rng.choice(["gold", "salmon", "skyblue", "plum", "lightgreen"])
+    return image, pen, (left, top, left + SIDE * width, top + SIDE * height), colors
 
 
 def rectangle(rng) -> dict:
-    a, b = rng.randint(2, 20), rng.randint(2, 20)
-    image, pen, ink = canvas(rng)
-    x, y, width, height = rng.randint(24, 32), rng.randint(6, 14), rng.randint(40, 60), rng.randint(30, 56)
-    pen.rectangle((x, y, x + width, y + height), outline=ink, width=2)
-    label(pen, x - 12, y + height / 2, a)
-    label(pen, x + width / 2, y + height + 11, b)
+    a, b = rng.randint(1, SQUARES), rng.randint(1, SQUARES)
+    image, pen, box, colors = paper(rng, a, b)
+    pen.rectangle(box, **colors)
     asked, answer = rng.choice([("area", a * b), ("perimeter", 2 * (a + b))])
     return row(f"What is the {asked} of the rectangle?", image, answer)
 
 
+def triangle(rng) -> dict:
+    """The right angle is at the lower left."""
+    a, b = rng.randint(2, SQUARES), rng.randint(2, SQUARES)
+    image, pen, (left, top, right, bottom), colors = paper(rng, a, b)
+    pen.polygon([(left, bottom), (left, top), (right, bottom)], **colors)
+    asked, answer = rng.choice([("twice the area", a * b), ("the square of the longest side", a * a + b * b)])
+    return row(f"What is {asked} of the right triangle?", image, answer)
+
+
 def circle(rng) -> dict:
-    """Its label is the radius; answers about pi are multiples of it."""
-    radius = rng.randint(2, 20)
-    image, pen, ink = canvas(rng)
-    r = rng.randint(30, 42)
-    x, y = rng.randint(r + 2, SIZE - r - 2), rng.randint(r + 2, SIZE - r - 2)
-    pen.ellipse((x - r, y - r, x + r, y + r), outline=ink, width=2)
-    pen.ellipse((x - 2, y - 2, x + 2, y + 2), fill=ink)
-    pen.line((x, y, x + r, y), fill=ink, width=2)
-    label(pen, x + r / 2, y - 10, radius)
+    """Answers about pi are multiples of it."""
+    radius = rng.randint(1, SQUARES // 2)
+    image, pen, box, colors = paper(rng, 2 * radius, 2 * radius)
+    pen.ellipse(box, **colors)
     questions = [("What is the diameter of the circle?", 2 * radius)]
     questions += [("The area of the circle is pi times what?", radius**2)]
-    questions += [("The circumference of the circle is pi times what?", 2 * radius)]
     question, answer = rng.choice(questions)
     return row(question, image, answer)

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_vlms
 import yaml
@@ -19,7 +20,8 @@ from config import TrainConfig, load_config
 from runlog.reading import held_out, read_metrics
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path += [str(ROOT / "scripts"), str(ROOT / "examples")]
+import geometry  # noqa: E402
 from warm_start import WarmConfig  # noqa: E402
 
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "examples").glob("*.yaml"))}
@@ -120,6 +122,29 @@ def settings(call: list[str], folder: Path, monkeypatch) -> TrainConfig:
     """What the script would make of its command line."""
     monkeypatch.chdir(folder)
     return load_config(WarmConfig if "warm" in call[0] else TrainConfig, call[1:])
+
+
+def measured(image) -> tuple[int, int]:
+    """Width and height, in squares, of the figure on squared paper: whatever is darker than the lines of the paper."""
+    rows, columns = (np.asarray(image.convert("RGB")).min(2) < 150).nonzero()
+    return tuple(round((at.max() - at.min()) / geometry.SIDE) for at in (columns, rows))
+
+
+def test_geometry_can_be_measured():
+    formulas = {
+        "area of the rectangle": lambda a, b: a * b,
+        "perimeter of the rectangle": lambda a, b: 2 * (a + b),
+        "twice the area of the right": lambda a, b: a * b,
+        "square of the longest side": lambda a, b: a**2 + b**2,
+        "diameter of the circle": lambda a, b: a,
+        "area of the circle is pi times": lambda a, b: a * b / 4,
+    }
+    answered = set()
+    for row in geometry.rows("test", 42):
+        (asked,) = [words for words in formulas if words in row["prompt"]]
+        assert float(row["answer"]) == formulas[asked](*measured(row["image"])), row["prompt"]
+        answered.add(asked)
+    assert answered == set(formulas)
 
 
 def test_another_script(runner):
