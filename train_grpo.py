@@ -417,14 +417,14 @@ class Policy(nn.Module):
         return log_p.gather(1, targets[:, None])[:, 0], entropy, squares
 
 
-def load_hf_model(cfg: TrainConfig, dtype: torch.dtype) -> nn.Module:
+def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Module:
     """The transformers model of --model_id, dropout off.
 
-    Within `torch.device("meta")` nothing is read: the same modules without values.
+    Within `torch.device("meta")` nothing is read: the same modules without values. config: transformers', if known.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config, how = load_config(cfg.model_id), dict(dtype=dtype, attn_implementation=cfg.attn_implementation)
+    config, how = config or load_config(cfg.model_id), dict(dtype=dtype, attn_implementation=cfg.attn_implementation)
     vision = takes_images(config)
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     if torch.get_default_device().type == "meta":
@@ -512,29 +512,28 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None
     """(the policy as DDP or FSDP wraps it, which is called; the policy itself). kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # of adapters
     with utils.on_rank_0("Loading the policy"):
-        model = load_hf_model(cfg, getattr(torch, cfg.dtype))
-        model = add_lora(model, cfg) if cfg.use_peft else model
-    if cfg.gradient_checkpointing or cfg.offload_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
-    autocast = cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"  # FSDP casts its shards itself
-    inner = (kind or Policy)(model.train(), cfg, autocast)  # in train mode: checkpointing needs it, dropout is off
+        model = to_train(load_hf_model(cfg, getattr(torch, cfg.dtype)), cfg)
+    inner = (kind or Policy)(model, cfg, autocasts(cfg))
     return shard(inner, cfg, device, trained=True), inner
 
 
 def empty_policy(cfg: TrainConfig, config=None) -> Policy:
-    """The policy of `load_policy` without values, unsharded: memory.py calls it where tensors have shapes only."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """The policy itself, within `torch.device("meta")`: shapes without values, which memory.py counts."""
+    return Policy(to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), config), cfg), cfg, autocasts(cfg))
 
-    config = config or load_config(cfg.model_id)
-    auto = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=getattr(torch, cfg.dtype), attn_implementation=cfg.attn_implementation)
-    if cfg.gradient_checkpointing:
+
+def to_train(model: nn.Module, cfg: TrainConfig) -> nn.Module:
+    """With adapters and checkpointing; in train mode, which checkpointing needs: dropout is off."""
+    model = add_lora(model, cfg) if cfg.use_peft else model
+    if cfg.gradient_checkpointing or cfg.offload_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    if cfg.use_peft:
-        model = add_lora(model, cfg)
-    return Policy(model.train(), cfg, cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16")
+        model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
+    return model.train()
+
+
+def autocasts(cfg: TrainConfig) -> bool:
+    """Whether a forward pass computes in another dtype than that of the weights. FSDP casts its shards itself."""
+    return cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"
 
 
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
@@ -548,8 +547,8 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
         return None
     with utils.on_rank_0("Loading the reference model"):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
-    autocast = bool(cfg.ref_sync_steps) and cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"
-    return shard(Policy(model.eval().requires_grad_(False), cfg, autocast), cfg, device, trained=False)
+    inner = Policy(model.eval().requires_grad_(False), cfg, bool(cfg.ref_sync_steps) and autocasts(cfg))
+    return shard(inner, cfg, device, trained=False)
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import tiny_vlms
+import torch
 from live import running, trainer
 from memory_worker import predicted
 
@@ -12,7 +14,7 @@ import memory
 import plan
 import train_ppo
 from config import ConfigError, TrainConfig, check, load_config
-from train_grpo import empty_policy
+from train_grpo import empty_policy, load_policy
 
 SHAPE = dict(vocab_size=4000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8)
 SHAPE |= dict(num_key_value_heads=2, tie_word_embeddings=False, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
@@ -110,6 +112,19 @@ def test_a_model_that_cannot_run_without_values_trains_all_the_same(wide):
     chosen, said = memory.settled(by_value, wide, 7, 80 * memory.GIB)
     assert chosen.tokens_per_microbatch == 16384 and chosen.gradient_checkpointing
     assert "cannot be told beforehand" in said
+
+
+@pytest.mark.parametrize("flags", [{}, {"use_peft": True}, {"freeze_vision": True}, {"offload_activations": True}])
+def test_what_is_counted_is_what_is_loaded(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("idefics3")
+    tiny_vlms.make("idefics3", folder)
+    cfg = TrainConfig(model_id=str(folder), generator="hf", **flags)
+    loaded = load_policy(cfg, torch.device("cpu"))[1]
+    with torch.device("meta"):
+        empty = empty_policy(cfg)
+    kinds = [{n: (p.shape, p.dtype, p.requires_grad) for n, p in each.named_parameters()} for each in (loaded, empty)]
+    assert kinds[0] == kinds[1]
+    assert loaded.hf_model.is_gradient_checkpointing == empty.hf_model.is_gradient_checkpointing
 
 
 def test_a_strategy_that_cannot_fit_is_said_with_one_that_can(wide):
