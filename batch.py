@@ -147,8 +147,9 @@ def number_states(trajectories: list, length: int) -> Tensor:
 def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, list[int], Batch, int]]:
     """Each domain's config, its rows on this rank, these rows as a batch, and how many ranks have some. Collective.
 
-    Where a rank has none its batch is a row of another domain, and what is computed from it has to be thrown away:
-    meanwhile the rank takes part in sums over ranks, to which it adds nothing. Without domains it is the whole batch.
+    Where a rank has none its batch is a completion of another domain, beside a data row of this one that another rank
+    has, and what is computed from it has to be thrown away: meanwhile the rank takes part in sums over ranks, to which
+    it adds nothing. Without domains it is the whole batch.
     """
     configs = cfg.by_domain()
     rows = [[i for i, row in enumerate(batch.rows) if row.get("domain") == own.domain] for own in configs]
@@ -156,9 +157,13 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
     if sum(map(len, rows)) < len(batch):
         raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
     ranks = utils.all_sum(torch.tensor([float(bool(mine)) for mine in rows])).tolist()
-    for own, mine, count in zip(configs, rows, ranks, strict=True):
+    lacking = any(0 < count < utils.world_size() for count in ranks)
+    lent = utils.gather_objects([batch.rows[mine[0]] if mine else None for mine in rows]) if lacking else []
+    for number, (own, mine, count) in enumerate(zip(configs, rows, ranks, strict=True)):
         if count:
             part = batch if len(mine) == len(batch) else batch.select(mine or [0])
+            if not mine:
+                part.rows = [next(of_rank[number] for of_rank in lent if of_rank[number] is not None)]
             if cfg.domains and part.reward_components is not None:
                 most = part.reward_components.shape[1]
                 wanted = len(own.reward_funcs)

@@ -438,6 +438,8 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     for own in cfg.by_domain():
         with domains.named(own):
             check(own)
+    if (cfg.eval_steps or cfg.eval_only) and all(own.eval_split is None for own in cfg.by_domain()):
+        raise ConfigError("evaluation and eval_split none in every domain contradict each other; give one a split.")
     for name in given if cfg.domains else ():
         if all(name in entry for entry in values["domains"]):
             raise ConfigError(f"--{name} changes nothing: every domain of {path} has its own. Change it there.")

@@ -419,7 +419,8 @@ def load_data(
         (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
         if source not in read:
             read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts=own_prompts)
-        sharing = [own.domain for own in (whole or cfg).by_domain() if sources(own).get(use) == source]
+        same = (dataclasses.replace(own, eval_split=own.eval_split or split) for own in (whole or cfg).by_domain())
+        sharing = [own.domain for own in same if sources(own).get(use, ())[:3] == source[:3]]
         loaded = domains.rows_of(read[source], cfg, where, sharing)
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game

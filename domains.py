@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import math
 import re
+import sys
 import threading
 import typing
 import zlib
@@ -65,10 +66,13 @@ def read(cfg) -> list:
     that cannot be one."""
     hints, names = hints_of(type(cfg)), []
     plain = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    configs = []
+    configs, weights = [], []
     for number, entry in enumerate(cfg.domains):
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise ConfigError(f"domains, entry {number}: {shorten(entry)} is not `name: ...` and its settings.")
+            raise ConfigError(
+                f"domains, entry {number}: {shorten(entry)} is not `name: ...`, a text, and its settings; write a name "
+                "that YAML takes for a number, yes or no in quotes."
+            )
         name = entry["name"]
         if not re.fullmatch(r"[\w.-]{1,50}", name) or name in TAKEN:
             why = "other metrics begin with it" if name in TAKEN else "give letters, digits, - . _"
@@ -85,15 +89,20 @@ def read(cfg) -> list:
                 )
             known_name(f"domain {name!r}", key, {*OWN_KEYS, *BY_DOMAIN})
         try:
-            check_weight(entry.get("weight", 1))
+            weights.append(read_weight(entry.get("weight", 1)))
             own = {key: convert(key, hints[key], value) for key, value in entry.items() if key not in OWN_KEYS}
             configs.append(type(cfg)(**plain | own | {"domains": []}))
+            if "eval_dataset_id" in own and configs[-1].eval_split is None:
+                raise ConfigError(
+                    "its eval_dataset_id is never read with eval_split none, which stands beside `domains` or in it; "
+                    "give it `eval_split: test`, or leave eval_dataset_id out."
+                )
         except ConfigError as error:
             raise ConfigError(f"domain {name!r}: {error}") from None
-    weights = [entry.get("weight", 1) for entry in cfg.domains]
     for step in {int(point[0]) for weight in weights if isinstance(weight, list) for point in weight}:
         if not any(weight == "success" or weight_at(weight, step) > 0 for weight in weights):
             raise ConfigError(f"domains: at step {step} all weights are 0; give one of them more.")
+    cfg.domains = [entry | {"weight": weight} for entry, weight in zip(cfg.domains, weights, strict=True)]
     return configs
 
 
@@ -102,7 +111,7 @@ def settle(cfg, configs: list) -> None:
     for name in LARGEST if configs else ():
         setattr(cfg, name, max(getattr(own, name) for own in configs))
     cfg.domains = [
-        {"name": entry["name"], "weight": entry.get("weight", 1)}
+        {"name": entry["name"], "weight": entry["weight"]}
         | {key: getattr(own, key) for key in sorted(BY_DOMAIN) if getattr(own, key) != getattr(cfg, key)}
         for entry, own in zip(cfg.domains, configs, strict=True)
     ]
@@ -124,11 +133,14 @@ def hints_of(cls: type) -> dict:
     return typing.get_type_hints(cls)
 
 
-def check_weight(weight) -> None:
-    """ConfigError for what is no weight."""
+def read_weight(weight):
+    """The weight, its numbers as such: YAML takes 1e-1 for a text. ConfigError for what is no weight."""
     rule = "give a number above 0, points such as [[0, 1.0], [100, 0.2]] (step and weight), or success"
+    if isinstance(weight, list):
+        weight = [[as_number(value) for value in point] if isinstance(point, list) else point for point in weight]
+    weight = as_number(weight)
     if weight == "success" or (is_number(weight) and weight > 0):
-        return
+        return weight
     pairs = isinstance(weight, list) and weight and all(isinstance(p, list) and len(p) == 2 for p in weight)
     if not pairs or not all(is_number(value) and value >= 0 for point in weight for value in point):
         raise ConfigError(f"weight {weight!r}: {rule}.")
@@ -137,10 +149,19 @@ def check_weight(weight) -> None:
         raise ConfigError(f"weight {weight!r}: the steps must be whole numbers that rise; {rule}.")
     if not any(value for _, value in weight):
         raise ConfigError(f"weight {weight!r}: it is 0 at every step; leave the domain out, or {rule}.")
+    return weight
+
+
+def as_number(value):
+    """The number that a text says; anything else as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def weight_at(weight, step: int):
@@ -184,9 +205,13 @@ def check_enough(cfg, rows: list[dict]) -> None:
     """ConfigError for a domain with fewer rows than it gives to one step: the prompts of a step are distinct."""
     mixture, counts = Mixture.of(cfg), sizes(rows, cfg)
     schedules = [weight for weight in mixture.weights if isinstance(weight, list)]
-    steps = {0, *(int(point[0]) for weight in schedules for point in weight)}
+    last = cfg.max_steps - 1 if cfg.max_steps else math.inf
+    steps = {0, *(min(int(point[0]), last) for weight in schedules for point in weight)}
     for number, (name, count) in enumerate(counts.items()):
-        most = max(Fraction(mixture.shares(step)[number], mixture.unit) for step in steps) * cfg.prompts_per_step
+        # By success, this domain may count fully while the others are at their least.
+        entries = [FLOOR if w == "success" and n != number else w for n, w in enumerate(mixture.weights)]
+        extreme = Mixture(dict(zip(mixture.names, entries, strict=True)), cfg.prompts_per_step)
+        most = max(Fraction(extreme.shares(step)[number], extreme.unit) for step in steps) * cfg.prompts_per_step
         if name and count < most:
             raise ConfigError(
                 f"domain {name!r} has {count} rows and gives up to {math.ceil(most)} of the {cfg.prompts_per_step} "
@@ -327,23 +352,30 @@ class Mixture:
 
     def ended(self, step: int, metrics: dict) -> dict:
         """Take note of how a step went. Returns what a run that goes on after it has to know, for `restore`, {} without
-        domains.  metrics: `NAME/solved` and `NAME/prompts` of the domains that had prompts."""
+        domains.
+
+        metrics: `NAME/prompts` and `NAME/solved`, the share of completions, of the domains that had prompts. With
+        --dynamic_sampling `dynamic_sampling/NAME/prompts` and `/solved`, prompts' worth of completions, count instead:
+        what is always solved, or never, is not among the prompts that a step keeps."""
         if self.names == [""]:
             return {}
         with self._lock:
-            counts = [metrics.get(f"{name}/prompts", 0) for name in self.names]
-            solved = [metrics.get(f"{name}/solved", 0) for name in self.names]
-            self.outcomes[step] = [(share * count, count) for share, count in zip(solved, counts, strict=True)]
+            self.outcomes[step] = []
+            for name in self.names:
+                count, kept = metrics.get(f"dynamic_sampling/{name}/prompts"), metrics.get(f"{name}/prompts", 0)
+                solved = metrics.get(f"dynamic_sampling/{name}/solved", metrics.get(f"{name}/solved", 0) * kept)
+                self.outcomes[step].append((solved, kept if count is None else count))
             self.outcomes = {s: seen for s, seen in self.outcomes.items() if s > step - WINDOW - self.lag}
             state = dict(zip(self.names, zip(*self._before(step + 1), strict=True), strict=True))
             outcomes = {str(s): dict(zip(self.names, seen, strict=True)) for s, seen in self.outcomes.items()}
             return {"domains": {"step": step + 1, "unit": self.unit, "drawn": state, "outcomes": outcomes}}
 
-    def restore(self, saved: dict | None) -> None:
-        """Go on where `ended` was; domains that are new begin with nothing due."""
-        if saved is None or self.names == [""]:
+    def restore(self, saved: dict | None, step: int = 0) -> None:
+        """Go on where `ended` was; domains that are new begin with nothing due, and of a run that had none all are.
+        step: where the run goes on if nothing was saved."""
+        if self.names == [""]:
             return
-        nothing = (0, 0)
+        nothing, saved = (0, 0), saved or {"step": step, "unit": 1, "drawn": {}, "outcomes": {}}
         due, drawn = zip(*(saved["drawn"].get(name, nothing) for name in self.names), strict=True)
         due = [d * self.unit // saved["unit"] for d in due]
         self.start, self._turns = saved["step"], {}

@@ -50,6 +50,7 @@ from functools import partial
 
 import torch
 
+import domains
 import memory
 import train_ppo
 from memory import GIB
@@ -223,18 +224,20 @@ PLANNED = "prompts_per_step num_generations beta kl_in_reward".split()  # where 
 
 
 def flags(cfg: TrainConfig) -> list[str]:
-    """Command-line words of every field that differs from the script's default, the model always."""
+    """Command-line words of every field that differs from the script's default, the model always. With domains the
+    file that lists them has to be given, and what it may set is left to it."""
     usual, words = train_ppo.TrainConfig() if cfg.critic else TrainConfig(), ["--model_id", cfg.model_id]
     for field in fields(TrainConfig):
         value = getattr(cfg, field.name)
         untouched = cfg.critic and field.name not in PLANNED and value == field.default
+        untouched |= bool(cfg.domains) and field.name in {"domains", *domains.BY_DOMAIN}
         if value == getattr(usual, field.name) or untouched or field.name == "model_id" or not field.repr:
             continue
         if isinstance(value, bool):
             words.append(f"--{field.name}" if value else f"--no-{field.name}")
         else:
             words += [f"--{field.name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
+    return ["--config", "MIX.yaml", *words] if cfg.domains else words
 
 
 KINDS = "weights,gradients,kept gradients,optimizer,critic,reference,generator,gathered,activations,logits,push"

@@ -126,6 +126,7 @@ def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
         mine = [t for t in trajectories if t.info.get("domain") == own.domain]
         solved = [float(sum(t.token_rewards) >= own.eval_solved) for t in mine]
         metrics = means_over_ranks(by_completion(mine) | {"solved": solved}) | reward_means(mine) | turn_metrics(mine)
+        metrics |= logged_by_rewards(mine)
         prompts = int(utils.all_sum(torch.tensor(len({t.group for t in mine}))))
         out |= {own.prefix + name: value for name, value in (metrics | {"prompts": prompts}).items() if prompts}
     return out

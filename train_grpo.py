@@ -658,6 +658,7 @@ async def sample_step(
     of each prompt. Nothing here talks to other ranks: train_async.py runs it in the background.
     """
     versions, begun = versions or range(step, step + 1), time.perf_counter()
+    ended = dict.fromkeys([f"{own.prefix}{what}" for own in cfg.by_domain() for what in ("prompts", "solved")], 0.0)
     greedy = replace(cfg, num_generations=1, temperature=0.0)
     rounds = cfg.resample_rounds if cfg.dynamic_sampling else 0
     first = list(sampler.next(step))
@@ -673,7 +674,11 @@ async def sample_step(
             for ((baseline,),), _ in baselines:
                 trajectory.info["baselines"] = sum(baseline.token_rewards)
                 trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
-        return group, cfg.dynamic_sampling and not has_signal(group, cfg.of(rows[number])), seconds
+        own = cfg.of(rows[number])
+        if scores := [sum(t.token_rewards) for t in group if "failure" not in t.info]:
+            ended[f"{own.prefix}prompts"] += 1  # silent or not: `weight: success` has to know what is always solved
+            ended[f"{own.prefix}solved"] += sum(score >= own.eval_solved for score in scores) / len(scores)
+        return group, cfg.dynamic_sampling and not has_signal(group, own), seconds
 
     divided: dict[str, tuple] = defaultdict(lambda: ([], []))  # by domain
     for place, numbers in enumerate((first, further)):
@@ -683,7 +688,9 @@ async def sample_step(
     calls = (sample_enough(sample, own + more, len(own), spare[name]) for name, (own, more) in divided.items())
     parts = await asyncio.gather(*calls)
     counts = {name: sum(counted[name] for _, counted in parts) for name in ("resampled", "silent", "unused")}
-    return [one for chosen, _ in parts for one in chosen], counts
+    chosen = {name: iter(groups) for name, (groups, _) in zip(divided, parts, strict=True)}
+    # Domains stay interleaved as they were drawn, so that each of --num_minibatches has some of all.
+    return [next(chosen[cfg.of(rows[number]).domain]) for number in first], counts | ended
 
 
 def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
@@ -1272,7 +1279,7 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
             functions = get_reward_functions(own, set.intersection(*columns) if columns else None)
         rows, held_out = rows + parts[0], held_out + parts[1]
         reward_functions |= {own.prefix + name: function for name, function in functions.items()}
-        tools |= {tool.name: tool.call for tool in named_tools(own)}
+        tools |= {own.prefix + tool.name: tool.call for tool in named_tools(own)}
     if not cfg.eval_only:
         domains.check_enough(cfg, rows)
     sandbox.check_contained([*reward_functions.values(), *tools.values()], cfg)
@@ -1315,7 +1322,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     if cfg.resume:
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])
         if sampler:
-            sampler.mixture.restore(state.get("domains"))
+            sampler.mixture.restore(state.get("domains"), first)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.

@@ -161,6 +161,8 @@ def differences(
         if old.get(name) != new.get(name) and (name != "max_steps" or schedule_depends(cfg)):
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
     lines += row_differences(state, now, start, sampler)
+    if moved := moved_domains(saved.get("domains") or {}, now["domains"]):
+        lines.append(f"domains {', '.join(moved)}: other row numbers, so `memory` may speak of other rows than it did")
     if saved["held_out"] and now["held_out"] and saved["held_out"] != now["held_out"]:
         lines.append("the held-out rows changed: evaluations before and after do not compare")
     before, after = saved["files"], now["files"]
@@ -226,6 +228,12 @@ def row_differences(state: dict, now: dict, start: int, sampler: type) -> list[s
             f"{what}: of this pass over them, {len(after - taken - left)} skipped, {len(taken & left)} repeated"
         )
     return lines
+
+
+def moved_domains(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Domains of both lists (with their numbers of rows) whose first row has another number now."""
+    first = [dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False)) for sizes in (before, after)]
+    return [name for name in before if name in after and first[0][name] != first[1][name]]
 
 
 def rows_by_domain(made: dict) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """Several domains in one run: whose prompt is next, which settings, tools and rewards a row gets, and real runs."""
 
-import itertools
+import contextlib
 import json
 import re
 import statistics
@@ -21,9 +21,10 @@ import train_grpo as script
 from config import ConfigError, TrainConfig, load_config
 from data import load_data
 from domains import Mixture
-from runlog import samples
+from runlog import resume, samples
 from runlog.reading import read_metrics
 from runlog.report import write_report
+from safety import sandbox
 
 # ---- whose prompt is next -------------------------------------------------------------------------------------------
 
@@ -174,6 +175,11 @@ def test_weight_by_success():
     again.restore(json.loads(json.dumps(state))["domains"])
     assert [again.turns(step) for step in range(30, 45)] == turns
     assert sum(map(turns[0].count, (1, 2))) < 4
+    sampled = {f"dynamic_sampling/always/{what}": 4.0 for what in ("prompts", "solved")}
+    kept = {"always/prompts": 1, "always/solved": 0.5}  # the others had no signal
+    for step in range(30):
+        again.ended(step + 30, metrics | kept | sampled)
+    assert again.weights_at(60) == [1, domains.FLOOR, domains.FLOOR]
     for step in range(30, 60):  # only lately counts
         mixture.ended(step, metrics | {"half/solved": 1.0, "never/solved": 0.5})
     assert mixture.weights_at(61) == [domains.FLOOR, 1, domains.FLOOR]
@@ -188,6 +194,31 @@ def test_a_resumed_run_with_another_list():
     assert after.drawn(10) == [0, before.drawn(10)[1], before.drawn(10)[0]]
     drawn = np.array(after.drawn(1010)) - after.drawn(10)
     assert np.abs(drawn - 8000 * np.array([0.25, 0.25, 0.5])).max() <= 3 and drawn.sum() == 8000
+    fresh = Mixture({"a": 1, "b": 1}, 8)  # after a run without a list
+    fresh.restore(None, 10)
+    assert fresh.drawn(10) == [0, 0] and fresh.drawn(11) == [4, 4]
+
+
+def test_row_numbers_that_another_list_moves():
+    assert resume.moved_domains({"a": 9, "b": 5}, {"a": 9, "b": 5, "c": 1}) == []
+    assert resume.moved_domains({"a": 9, "b": 5}, {"b": 5, "a": 9}) == ["a", "b"]
+    assert resume.moved_domains({"a": 9, "b": 5, "c": 1}, {"a": 8, "c": 1}) == ["c"]
+
+
+@pytest.mark.parametrize(
+    "weights, steps, message",
+    [
+        ([1, "success"], None, "'a' has 20 rows and gives up to 30 of the 32"),  # while b is never solved
+        ([1, 1], None, None),
+        ([[[0, 1], [1000, 50]], 1], None, "'a' has 20 rows and gives up to 32 of the 32"),
+        ([[[0, 1], [1000, 50]], 1], 10, None),
+    ],
+)
+def test_a_step_never_has_more_prompts_of_a_domain_than_it_has_rows(weights, steps, message):
+    entries = [{"name": name, "weight": weight} for name, weight in zip("ab", weights, strict=True)]
+    rows = [{"domain": name} for name, count in (("a", 20), ("b", 400)) for _ in range(count)]
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        domains.check_enough(TrainConfig(domains=entries, max_steps=steps, prompts_per_step=32), rows)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -227,6 +258,9 @@ def test_the_file_of_the_documentation_is_one(tmp_path):
     "entries, message",
     [
         ([{"dataset_id": "x"}], "entry 0: .* is not `name"),
+        ([{"name": 7}], "entry 0: .* is not `name: ...`, a text"),
+        ([{"name": "a", "weight": 10**400}], "domain 'a': weight 10*: give a number above 0"),
+        ([SUMS | {"eval_dataset_id": "b.jsonl", "eval_split": "none"}], "eval_dataset_id is never read with"),
         (["math"], "--domains=math: expected `name: value` lines in a --config file"),
         ([{"name": "a/b"}], "name 'a/b': give letters"),
         ([{"name": "rewards"}], "name 'rewards': other metrics begin with it"),
@@ -270,6 +304,9 @@ def test_flags_and_held_out_rows(tmp_path):
         load(config(tmp_path, file, SUMS, eval_steps=5))
     train, held_out = load(config(tmp_path, file | {"eval_split": "none"}, SUMS, eval_steps=5))
     assert {row["domain"] for row in train} == {"file", "sums"} and {row["domain"] for row in held_out} == {"sums"}
+    with pytest.raises(ConfigError, match="evaluation and eval_split none in every domain contradict"):
+        config(tmp_path, SUMS, LAKE, eval_steps=5, eval_split="none")
+    assert [entry["weight"] for entry in config(tmp_path, SUMS | {"weight": "1e-1"}, LAKE).domains] == [0.1, 1]
     with pytest.raises(ConfigError, match="--eval_split=none and evaluation"):
         load_config(argv="--generator hf --eval_steps 5 --eval_split none".split())
 
@@ -293,6 +330,18 @@ def test_wrong_names_are_answered_before_anything_starts(change, message, tmp_pa
         script.setup(cfg)
 
 
+def test_tools_of_one_name_are_all_looked_at(tmp_path, monkeypatch):
+    """That of the second domain is harmless, that of the first runs a model's code."""
+    for name, marked in (("first", "run.executes_code = True"), ("second", "")):
+        (tmp_path / f"{name}.py").write_text(
+            f'def run(code: str) -> str:\n    """Run it.\n\n    Args:\n        code: python\n    """\n\n{marked}\n'
+        )
+    monkeypatch.setattr(sandbox, "why_not_contained", lambda: "there is no wall")
+    entries = [SUMS | {"name": name, "tools": f"{tmp_path}/{name}.py:run"} for name in ("first", "second")]
+    with pytest.raises(ConfigError, match="run would run code that the model writes"):
+        script.setup(config(tmp_path, *entries, model_id=str(ROOT / "models" / "tiny"), allow_uncontained=False))
+
+
 def test_a_column_routes_the_rows_of_one_data_set(tmp_path):
     rows = [{"prompt": f"{n}?", "domain": "ab"[n % 2]} for n in range(6)]
     path = tmp_path / "rows.jsonl"
@@ -306,6 +355,11 @@ def test_a_column_routes_the_rows_of_one_data_set(tmp_path):
 
     cfg = config(tmp_path, {"name": "a"}, {"name": "b"}, dataset_id=str(path))
     assert loaded(cfg) == [["0?", "2?", "4?"], ["1?", "3?", "5?"]]
+    game = config(tmp_path, {"name": "a"}, {"name": "b", "env": "frozenlake"}, dataset_id=str(path))
+    assert [[row["prompt"] for row in rows] for rows in load(game)[:1]] == [["0?", "2?", "4?", "1?", "3?", "5?"]]
+    held_out = dict(eval_dataset_id=str(path), eval_steps=1)
+    one = config(tmp_path, {"name": "a"}, {"name": "b", "eval_split": "none"}, dataset_id=str(path), **held_out)
+    assert [row["prompt"] for row in load(one)[1]] == ["0?", "2?", "4?"]
     rows[3]["domain"] = "bb"
     with pytest.raises(ConfigError, match=r"row 3, column `domain`: unknown name 'bb'; known are a, b.*format_row"):
         loaded(cfg)
@@ -516,6 +570,31 @@ def test_the_other_scripts(runs, name, flags):
     assert sum(line["plain/prompts"] + line.get("tooled/prompts", 0) for line in lines) == 8
 
 
+OWN = """
+import sys
+sys.path.insert(0, {root!r})
+import train_grpo as script
+from config import parse_args
+
+def own(batch, cfg):
+    assert {{row["domain"] for row in batch.rows}} == {{cfg.domain}}
+    assert cfg.domain == "tooled" or all("own" in row for row in batch.rows)
+    return script.grpo(batch, cfg)
+
+script.ADVANTAGES["own"] = own
+if __name__ == "__main__":
+    script.main(parse_args())
+"""
+
+
+def test_an_advantage_sees_rows_of_its_domain_on_every_rank(runs, tmp_path, whole):
+    """In the same steps as above, in some of which a rank has none of a domain."""
+    (tmp_path / "own.py").write_text(OWN.format(root=str(ROOT)))
+    run = runs("own", "--max_steps 6 --eval_steps none --advantage own", script=str(tmp_path / "own.py"))
+    rewards = [[line["reward"] for line in untimed(each) if "reward" in line][:1] for each in (run, whole)]
+    assert rewards[0] == rewards[1]
+
+
 def test_sampling_ahead_of_the_trainer(runs, server):
     """Beside a server, up to two steps ahead, stopped at step 4 and resumed: every row is asked once, each step has the
     domains that weights and outcomes of the steps before it, less two, ask for, and rewards and tools are their own."""
@@ -561,7 +640,10 @@ def test_a_substitute_is_of_the_same_domain():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "rollout", rollout)
         sampled, counts = asyncio.run(script.sample_step(rows, sampler, 0, None, {}, cfg))
-    assert counts == {"resampled": 4, "silent": 2, "unused": 0} and asked.count("a") == 6 and asked.count("b") == 6
+    assert (counts["resampled"], counts["silent"], counts["unused"]) == (4, 2, 0)
+    assert asked.count("a") == 6 and asked.count("b") == 6
+    ended = [counts[f"{name}/{what}"] for name in "ab" for what in ("prompts", "solved")]
+    assert ended == [6, 3, 6, 0], "all that ended, replaced or not, and how many prompts' worth of them were solved"
     chosen = [group[0].row["domain"] for group, _, _ in sampled]
-    assert sorted(chosen) == ["a"] * 6 + ["b"] * 2
-    assert list(itertools.chain(chosen)).count("b") == 2
+    drawn = [rows[number]["domain"] for number in sampler.next(0)]
+    assert chosen == drawn and chosen.count("b") == 2, "interleaved, for --num_minibatches"

@@ -64,6 +64,18 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
     assert cfg.use_peft == ("--use_peft" in more)
 
 
+def test_with_domains_the_file_is_to_be_given(capsys, tmp_path):
+    """It has the list, which no flag can say; what is planned is beside it."""
+    lists = "domains: [{name: a, max_completion_length: 600}, {name: b, env: frozenlake}]\nmax_prompt_length: 99\n"
+    (tmp_path / "MIX.yaml").write_text(lists)
+    words = f"--config {tmp_path}/MIX.yaml --model_id models/tiny --gpus 2 --gpu_memory 80".split()
+    assert plan.main(load_config(plan.PlanConfig, words)) == 0
+    _, _, flags = capsys.readouterr().out.splitlines()[-1].partition("train_grpo.py ")
+    cfg = load_config(TrainConfig, flags.replace("MIX.yaml", f"{tmp_path}/MIX.yaml").split())
+    assert [own.domain for own in cfg.by_domain()] == ["a", "b"] and cfg.tokens_per_microbatch
+    assert "--domains" not in flags and "_length" not in flags and cfg.max_completion_length == 600
+
+
 def test_what_does_not_fit_is_said(capsys):
     """A hub id without a hub: the shape is known. 16 bytes a parameter fit neither on the GPU nor in CPU memory."""
     words = "--model_id Qwen/Qwen2.5-1.5B --gpus 2 --gpu_memory 20 --cpu_memory 20 --tokens_per_microbatch 2048".split()
