@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import math
 import os
 import re
 import sys
@@ -103,6 +104,8 @@ def convert(name: str, annotation, value):
             if float(value) != int(float(value)):
                 raise ValueError
             return int(float(value))
+        if kind is float and math.isnan(float(value)):
+            raise ValueError
         return kind(value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"--{name}={value}: expected {KIND_NAMES.get(kind, kind)}.") from None

@@ -331,7 +331,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     check_ranges(cfg)
     unit = world * cfg.num_minibatches
-    if cfg.prompts_per_step % unit:
+    if cfg.prompts_per_step % unit and not cfg.eval_only:
         low, high = cfg.prompts_per_step // unit * unit, -(-cfg.prompts_per_step // unit) * unit
         raise ConfigError(
             f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} rank(s) x {cfg.num_minibatches} "
@@ -359,6 +359,11 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.kl_target is not None and not c.kl_target > 0, f"--kl_target={c.kl_target}: must be above 0."),
         (c.kl_target is not None and c.kl_horizon < c.sequences_per_step,
          f"--kl_horizon={c.kl_horizon}: at least the completions of a step, {c.sequences_per_step}."),
+        (c.group_mean_min > c.group_mean_max,
+         f"--group_mean_min={c.group_mean_min} is above --group_mean_max={c.group_mean_max}: no group would be learned "
+         "from; swap them, or leave one out."),
+        (c.clip_cov_min >= c.clip_cov_max,
+         f"--clip_cov_min={c.clip_cov_min} is not below --clip_cov_max={c.clip_cov_max}: no token would be chosen."),
         (c.ref_sync_steps and (c.use_peft or c.beta == 0),
          f"--ref_sync_steps moves the reference model, and {why}; leave it out."),
         (not c.reject_above > c.reject_below, f"--reject_above={c.reject_above} is not above --reject_below."),

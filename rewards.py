@@ -47,6 +47,7 @@ from config import ConfigError, known_name
 from data import RESERVED, parse_gym
 from plugins import function_path, load_function, require
 from safety.limits import copied, run_limited
+from safety.storable import calls_in
 from safety.workers import WorkerPool
 from scoring.instructions import instructions
 from scoring.judge import judge
@@ -151,7 +152,8 @@ def environment(trajectories, **columns) -> list[dict]:
         infos = [numbers_in(turn["info"]) for turn in turns]
         names = dict.fromkeys(name for info in infos for name in info)
         means = {name: statistics.fmean(info[name] for info in infos if name in info) for name in names}
-        logged = {k: v for k, v in (means | numbers_in(trajectory.info["metrics"])).items() if k != "reward"}
+        named = (means | numbers_in(trajectory.info["metrics"])).items()
+        logged = {k: v for k, v in named if k not in ("reward", "turns")}  # these two say what was earned
         unscored = trajectory.info.get("unscored")  # it gave neither rewards of turns nor a score
         scores.append(logged | ({"reward": None} if unscored else {"turns": [turn["reward"] for turn in turns]}))
     return scores
@@ -168,7 +170,7 @@ def tool_use(trajectories, **columns) -> list[float | None]:
     where there was none. Then it adds nothing, so a weight on it asks for good calls: none is worth less than one."""
     scores = []
     for trajectory in trajectories:
-        calls = [call for turn in trajectory.info.get("turns", []) for call in turn["info"].get("calls", [])]
+        calls = [call for turn in trajectory.info.get("turns", []) for call in calls_in(turn["info"])]
         useful = {call["call"] for call in calls if not call["failed"]}
         scores.append(len(useful) / len(calls) if calls else None)
     return scores

@@ -39,7 +39,7 @@ from inputs.special_tokens import clean, each_text
 from safety import credentials
 from safety.limits import run_limited, warn_once
 from safety.sandbox import check_contained
-from safety.storable import text_of
+from safety.storable import calls_in, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ def turn_metrics(trajectories: list[Trajectory]) -> dict:
 
     played = [t for t in trajectories if "turns" in t.info]  # of several domains some may have one turn alone
     infos = [turn["info"] for t in played for turn in t.info["turns"]]
-    calls = [call for info in infos for call in info.get("calls", ())]
+    calls = [call for info in infos for call in calls_in(info)]
     sums = {"turns": sum(t.turns for t in played), "trajectories": len(played)}
     sums |= {"calls": len(calls), "failed": sum(call["failed"] for call in calls)}
-    sums |= {"tools": sum("calls" in info for info in infos)}
+    sums |= {"tools": sum(isinstance(info.get("calls"), list) for info in infos)}
     for call in calls:
         for key, value in (("calls", 1), ("seconds", call["seconds"]), ("cached", call["cached"])):
             sums[f"{call['name']}/{key}"] = sums.get(f"{call['name']}/{key}", 0) + value
@@ -400,7 +400,7 @@ _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody p
 
 def kind_of(row: dict, cfg: TrainConfig) -> tuple:
     """Environments of one kind can stand for each other."""
-    return adapters.kind(cfg), row.get(adapters.COLUMN)
+    return adapters.kind(cfg), repr(row.get(adapters.COLUMN))  # a column of this name may hold anything
 
 
 async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
@@ -558,7 +558,7 @@ def checked_step(outcome, environment, processor=None, most: int | None = None) 
     answers = checked_messages(answers, whose, processor, most)
     try:
         return answers, finite(reward), bool(done), {} if info is None else dict(info)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a tensor of several values, the last
         raise TrajectoryError(
             f"{whose}: reward {shorten(reward)} and info {shorten(info)} must be a finite number and a dict"
         ) from error
@@ -640,7 +640,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     not fit: it is then left out altogether, text and images together. TrajectoryError if the environment fails.
     """
     processor = generator.tokenizer
-    shown, schemas = begun(row, await reset(environment, row, cfg, processor), environment, processor, cfg)
+    messages = await reset(environment, row, cfg, processor)
+    shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
     prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
     check_length(prompt, row, cfg)
     turns, mask, logprobs, states, versions = [], [], [], [], []
@@ -650,6 +651,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     for number in range(cfg.max_turns):
         budget = cfg.max_completion_length - len(mask)
         options = sampling_options(cfg) | {"max_tokens": min(budget, cfg.max_turn_length or budget)}
+        options["min_tokens"] = min(cfg.min_completion_length, options["max_tokens"])
         images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
         (sample,) = await generator.generate(so_far.sent_ids, n=1, **images, **options)
         check_echo(so_far, [sample])
@@ -661,7 +663,10 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         states += [state] * len(sample.token_ids)
         stopped = sample.finish_reason == "stop"
         text = processor.decode(sample.token_ids[:-1] if stopped else sample.token_ids)  # special tokens, too
-        conversation.append({"role": "assistant", "content": text})
+        if conversation[-1]["role"] == "assistant":  # the prompt has begun the answer
+            conversation[-1] = conversation[-1] | {"content": as_text(conversation[-1]["content"], "the prompt") + text}
+        else:
+            conversation.append({"role": "assistant", "content": text})
         turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
         turn |= {"tokens": len(sample.token_ids), "versions": versions[-1]}  # of weights: first and last that sampled
         turn |= {"start": start, "end": len(mask)}  # among the trajectory's tokens
@@ -721,7 +726,7 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
         turns[-1]["reward"] += 0.0 if score is None else finite(score)
         nothing = score is None and not any(turn["reward"] for turn in turns)
         return {"metrics": dict(metrics or {}), "unscored": nothing}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         fault = f"{whose}.score() gave {shorten(score)} and metrics() {shorten(metrics)}"
         raise TrajectoryError(f"{fault}: a finite number or None, and a dict", row) from error
 
@@ -729,7 +734,7 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
 def messages_of(turn: dict) -> list[dict]:
     """A turn as rewards see it: the assistant's message, with its parsed `tool_calls` as in TRL and OpenAI's API, and
     what answered it. What is tokenised has the calls in its text alone."""
-    calls = turn["info"].get("tool_calls")
+    calls = turn["info"].get("tool_calls") if calls_in(turn["info"]) else None
     said = {"role": "assistant", "content": turn["text"]} | ({"tool_calls": calls} if calls else {})
     return [said, *(turn["observation"] or ())]
 
@@ -740,11 +745,14 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
     They may differ with reason, as where a template takes the thinking out of earlier answers, and training goes by
     what was sampled. But a template that puts something else between turns shows here.
     """
-    if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) == len(shown["prompt"]) + 1:
+    if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) <= len(shown["prompt"]) + 1:
         return
     # The last answer is not the last message: templates treat that one otherwise.
     whole = [*conversation, {"role": "user", "content": ""}]
-    whole = render(whole, processor, shown.get("tool_schemas"))
+    try:
+        whole = render(whole, processor, shown.get("tool_schemas"))
+    except Exception as error:  # a template's own, which refuses what a model and a tool have said
+        whole = f"nothing ({error!r:.200})"
     ours = processor.decode(ids, clean_up_tokenization_spaces=False)
     if whole.startswith(ours):
         return

@@ -558,7 +558,7 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
     After a forward pass without a backward one the root module stays unsharded, and what is written to it would be
     lost. FSDP2 can reshard it first; FSDP1 gathers module by module and writes back what has changed.
     """
-    units = [(reference, policy)]
+    units, moved = [(reference, policy)], set()
     if isinstance(reference, FSDPModule):
         reference.reshard()
     if isinstance(reference, FSDP):
@@ -570,7 +570,9 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
                     gathered.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=changed))
             own = [[p for _, m in walk("", unit, FSDP) for p in m.parameters(recurse=False)] for unit in pair]
             for old, new in zip(*own, strict=True):
-                old.lerp_(new.to(old.dtype), alpha)
+                if id(old) not in moved:  # a tied weight is met twice
+                    old.lerp_(new.to(old.dtype), alpha)
+                    moved.add(id(old))
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
@@ -1024,8 +1026,8 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
             f"step {step}: the update made nan or infinity of {len(names)} weights, first of {names[0]}; they are not "
             f"used and not saved. Lower --learning_rate ({cfg.learning_rate:g}), and --resume from the last checkpoint."
         )
-    tokens, loss = max(sums.pop("tokens"), 1.0), sums.pop("loss") / len(norms)
-    metrics = {name: value / tokens for name, value in sums.items()}
+    tokens, loss = sums.pop("tokens"), sums.pop("loss") / len(norms)
+    metrics = {name: value / tokens for name, value in sums.items() if tokens}  # no token was learned from: no mean
     metrics |= {name: value for name, value in largest.items() if value > -math.inf}  # -inf: no token was sampled
     # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
     if squared := metrics.pop("sampling/ratio_squared", None):
@@ -1043,11 +1045,11 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
 
 
 def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
-    """beta and entropy_coef for the next step, from this one's KL and entropy."""
-    if cfg.kl_target is not None:  # Ziegler et al., 1909.08593 sec. 2.2
+    """beta and entropy_coef for the next step, from this one's KL and entropy, if it had any."""
+    if cfg.kl_target is not None and "kl" in metrics:  # Ziegler et al., 1909.08593 sec. 2.2
         error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
         cfg = replace(cfg, beta=cfg.beta * (1 + error * cfg.sequences_per_step / cfg.kl_horizon))
-    if cfg.entropy_target is not None:
+    if cfg.entropy_target is not None and "entropy" in metrics:
         change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
         cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
     return cfg
@@ -1406,9 +1408,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                 start_record(batch)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
-            if learns and not foreign and not agreed:  # remembered trajectories are of other weights
+            if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
-                agreed = True
+                agreed = True  # not by remembered trajectories, of other weights, or by a step without a token
             with clock(metrics, "push"):
                 if cfg.colocate:
                     utils.move(run, torch.device("cpu"))
@@ -1425,7 +1427,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         metrics["num_tokens"] = state["num_tokens"]
         if logs:
             means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-            rows = completion_rows(trajectories, batch.scores.tolist(), means, batch, with_tokens)
+            rewards = [sum(t.token_rewards) for t in trajectories]  # batch.scores are shaped
+            rows = completion_rows(trajectories, rewards, means, batch, with_tokens)
             completions = utils.gather_lists(rows)
             if log:
                 log.step(step + 1, metrics, completions)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import utils
-from batch import Batch, clip_stats, clipped_surrogate, log_ratio, row_mean, sequence_ratio
+from batch import GROUPS, Batch, clip_stats, clipped_surrogate, log_ratio, row_mean, sequence_ratio
 from config import TrainConfig
 
 
@@ -123,7 +123,10 @@ def take_first(candidates: Tensor, values: Tensor | None, share: float, batch: B
     # A number per token that is the same however the batch is cut: it settles ties, of which sure tokens make many.
     member = ((batch.groups[:, None] == batch.groups).long().tril(-1)).sum(1)  # [B] number within the group
     columns = torch.arange(candidates.shape[1], device=candidates.device)
-    key = ((batch.groups * 2**12 + member) * 2**24)[:, None] + columns  # [B, T]
+    rank, group = batch.groups // GROUPS, batch.groups % GROUPS
+    key = (((rank * 2**15 + group) * 2**12 + member) * 2**24)[
+        :, None
+    ] + columns  # [B, T], 63 bits: rank's 12, group's 15
     ranked = torch.zeros_like(batch.loss_mask) if values is None else values
     mine = (key[candidates].cpu(), ranked[candidates].cpu())
     keys, everyones = (torch.cat(parts) for parts in zip(*utils.gather_objects(mine), strict=True))

@@ -245,12 +245,8 @@ RESERVED = ("reset", "get_reward", "close")  # what we call ourselves; every oth
 class InOrder(Toolbox):
     """Runs the calls of a turn one after another: those of one object change its state."""
 
-    async def run(self, calls, tools):
-        messages, events = [], []
-        for call in calls:
-            message, event = await super().run([call], tools)
-            messages, events = messages + message, events + event
-        return messages, events
+    async def _all(self, calls, tools):
+        return [await self._one(call, tools) for call in calls]
 
 
 class MethodsEnvironment(ToolEnvironment):

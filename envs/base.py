@@ -106,7 +106,8 @@ class ToolEnvironment(Environment):
 
     async def step(self, text):
         calls = PARSERS[self.parser](text, self.tools)
-        if not calls or "</answer>" in text:
+        within = sum(str(call.arguments).count("</answer>") for call in calls)
+        if not calls or text.count("</answer>") > within:
             return [], 0.0, True, {"calls": []}
         await self.enter_servers(calls)
         messages, events = await self.toolbox.run(calls, self.tools)

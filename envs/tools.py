@@ -12,6 +12,7 @@ that cannot be read: the model may try again. Columns of a data set may narrow t
 import ast
 import asyncio
 import functools
+import inspect
 import json
 import math
 import operator
@@ -91,14 +92,16 @@ def parse_xml(text: str, tools: dict[str, Tool]) -> list[Call]:
     for name, body, end in re.findall(r"<function=([^>\n]*)>(.*?)(</function>|$)", text, re.DOTALL):
         schema = tools[name].parameters.get("properties", {}) if name in tools else {}
         found = re.findall(r"<parameter=([^>\n]*)>(.*?)</parameter>", body, re.DOTALL)
-        arguments = {key: typed(value.strip("\n"), schema.get(key, {}).get("type")) for key, value in found}
+        arguments = {key: typed(value.strip("\n"), schema.get(key, {})) for key, value in found}
         error = None if end else "a call must end in </function>"
         calls.append(Call(name, arguments, error))
     return calls
 
 
-def typed(value: str, kind: str | None):
-    if kind in (None, "string"):
+def typed(value: str, schema: dict):
+    """The value that a text is JSON of, where the schema of its argument wants another than text."""
+    kinds = [part.get("type") for part in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ()))]
+    if "string" in kinds or not any(kinds):
         return value
     try:
         return each_text(json.loads(value), clean)
@@ -113,9 +116,7 @@ def parse_tags(text: str, tools: dict[str, Tool]) -> list[Call]:
         rf"<({'|'.join(map(re.escape, tools)) or '(?!)'})>(.*?)(</\1>|$)", text, re.DOTALL
     ):
         first = next(iter(tools[name].parameters.get("properties", {})), None)
-        arguments = (
-            {first: typed(body.strip(), tools[name].parameters["properties"][first].get("type"))} if first else {}
-        )
+        arguments = {first: typed(body.strip(), tools[name].parameters["properties"][first])} if first else {}
         calls.append(Call(name, arguments, None if end else f"a call must end in </{name}>"))
     return calls
 
@@ -165,6 +166,11 @@ def from_function(function: Callable) -> Tool:
             f"the tool {function.__name__!r} needs a type hint on every argument, and a docstring with a line for each "
             f"under 'Args:' ({error})"
         ) from None
+    for argument in inspect.signature(function).parameters.values():
+        if argument.kind is argument.VAR_POSITIONAL:
+            raise ConfigError(
+                f"the tool {function.__name__!r} takes *{argument.name}, and calls name every argument; make it a list."
+            )
     return Tool(schema["name"], schema["description"], schema["parameters"], function)
 
 
@@ -301,24 +307,28 @@ class Toolbox:
         if number > most:
             fault = f"this turn made {number} calls; only the first {most} were run (--max_calls_per_turn)"
             calls = [*calls[:most], replace(calls[most], error=fault)]
-        results = await asyncio.gather(*(self._one(call, tools) for call in calls))
+        results = await self._all(calls, tools)
         messages = [
             {"role": "tool", "name": call.name, "content": content}
             for call, (content, _) in zip(calls, results, strict=True)
         ]
         return messages, [event for _, event in results]
 
+    async def _all(self, calls: list[Call], tools: dict[str, Tool]) -> list[tuple[object, dict]]:
+        return await asyncio.gather(*(self._one(call, tools) for call in calls))
+
     async def _one(self, call: Call, tools: dict[str, Tool]) -> tuple[object, dict]:
         start, tool = time.perf_counter(), tools.get(call.name)
         key, cached = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}", False
+        same = key, repr(getattr(tool and tool.call, "keywords", {}))  # and what the row's `tools_kwargs` fix
         if fault := call.error or self.fault(call, tools):
-            content, failed = f"Error: {fault}", True
+            content, failed = cut(f"Error: {fault}", self.cfg.max_tool_result), True
         elif self.cfg.tool_cache and tool.cacheable and not tool.stateful:
-            async with self._here.locks.setdefault(key, asyncio.Lock()):  # of equal calls at once one runs
-                cached = key in self._results
-                content, failed = (self._results[key], False) if cached else await self._run(call, tool)
+            async with self._here.locks.setdefault(same, asyncio.Lock()):  # of equal calls at once one runs
+                cached = same in self._results
+                content, failed = (self._results[same], False) if cached else await self._run(call, tool)
                 if not failed:
-                    self._results[key] = content
+                    self._results[same] = content
         else:
             content, failed = await self._run(call, tool)
         seconds = time.perf_counter() - start
@@ -367,8 +377,22 @@ class Toolbox:
             return f"{call.name} needs {', '.join(missing)}"
         if unknown := [name for name in call.arguments if name not in known]:
             return f"{call.name} takes {', '.join(known) or 'no arguments'}, not {', '.join(unknown)}"
-        wrong = jsonschema.Draft202012Validator(schema).iter_errors(call.arguments)
-        return next((f"{call.name}, {'.'.join(map(str, error.path))}: {error.message}" for error in wrong), None)
+        try:
+            wrong = next(jsonschema.Draft202012Validator(as_json_schema(schema)).iter_errors(call.arguments), None)
+        except Exception:  # an MCP server's schema may be none; it checks what it is given itself
+            return None
+        return wrong and f"{call.name}, {'.'.join(map(str, wrong.path))}: {wrong.message}"
+
+
+def as_json_schema(schema: dict) -> dict:
+    """With `nullable`, by which transformers says Optional to chat templates, as JSON Schema says it."""
+
+    def with_null(value: dict) -> dict:
+        kinds = value["type"] if isinstance(value["type"], list) else [value["type"]]
+        return value | {"type": [*kinds, "null"]}
+
+    properties = schema.get("properties", {}).items()
+    return schema | {"properties": {k: with_null(v) if v.get("nullable") and "type" in v else v for k, v in properties}}
 
 
 def as_content(result):

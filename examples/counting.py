@@ -20,8 +20,8 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
     return [row(rng) for _ in range(SPLITS[split])]
 
 
-def row(rng) -> dict:
-    total = rng.randint(1, 6)
+def row(rng, most: int = 6) -> dict:
+    total = rng.randint(1, most)
     color, kind = rng.choice(list(COLORS)), rng.choice(KINDS)
     asked = rng.choice(["both", "both", "both", "color", "kind", "neither"])
     color, kind = color if asked in ("both", "color") else None, kind if asked in ("both", "kind") else None

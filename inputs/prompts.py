@@ -219,7 +219,8 @@ def with_tools(row: dict, schemas: list[dict], instructions: str, processor, sys
 
 
 def render(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
-    """What the chat template writes. Of a template without a role `tool`, as if a user had said what tools did."""
+    """What the chat template writes. Of a template without a role `tool`, as if a user had said what tools did: in one
+    message, as such templates often want roles to alternate."""
     from jinja2 import TemplateError
 
     try:
@@ -227,7 +228,13 @@ def render(messages: list[dict], processor, schemas: list[dict] | None = None, *
     except TemplateError:
         if all(message["role"] != "tool" for message in messages):
             raise
-        said = [message | {"role": "user"} if message["role"] == "tool" else message for message in messages]
+        said: list[dict] = []
+        for before, message in zip([{}, *messages], messages, strict=False):
+            if message["role"] == "tool" == before.get("role"):
+                gap = "\n\n" if isinstance(message["content"], str) else [text_part("\n\n")]
+                said[-1] = said[-1] | {"content": said[-1]["content"] + gap + message["content"]}
+            else:
+                said.append(message | {"role": "user"} if message["role"] == "tool" else message)
         return processor.apply_chat_template(said, tools=schemas, tokenize=False, **options)
 
 

@@ -157,7 +157,7 @@ class Curves:
             x, y = self.all("num_tokens")
         elif kind == "seconds":
             x, y = self.step_seconds()
-            y = np.cumsum(y * np.diff(x, prepend=0.0))  # a line in log_steps has the mean over its steps
+            y = np.cumsum(y * np.diff(x, prepend=0.0))  # of --log_steps one is logged
         else:
             return np.array([0.0, 1e9]), np.array([0.0, 1e9])
         return np.concatenate([[0.0], x]), np.concatenate([[0.0], y])

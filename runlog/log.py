@@ -42,7 +42,7 @@ from runlog.reading import call_text, phases, read_metrics, readable_prompt
 from runlog.trackers import check_trackers, open_trackers
 from safety import limits
 from safety.masking import masked, public_config, secrets_of
-from safety.storable import column, jsonable, storable, text_of, visible
+from safety.storable import calls_in, column, jsonable, storable, text_of, visible
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get
@@ -211,7 +211,7 @@ def shown_turn(turn: dict) -> dict:
         for message in turn["observation"] or ()
         for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
     ]
-    calls = [shown_call(call) for call in turn["info"].get("calls", ())]
+    calls = [shown_call(call) for call in calls_in(turn["info"])]
     shown = {"text": text_of(turn["text"]), "observation": observation, "calls": calls, "reward": turn["reward"]}
     return shown | {name: turn[name] for name in ("start", "end", "state") if name in turn}
 
@@ -286,7 +286,8 @@ class RunLog:
             from envs import mcp_tools
 
             mcp_tools.log_to(self.dir / "mcp.log")
-        self.num_tokens = self._keep_until(resume_step or 0)
+        # An evaluation samples no step anew, so it drops none.
+        self.last_step, self.num_tokens = self._keep_until(math.inf if cfg.eval_only else resume_step or 0)
         self._describe_run()
         self.trackers = open_trackers(cfg, self.dir, resume_step)
         self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
@@ -315,8 +316,8 @@ class RunLog:
         """The first line of a message, without secrets."""
         return masked(storable(text.strip()), self.hidden).split("\n")[0][:500]
 
-    def _keep_until(self, step: int) -> float:
-        """Drop what came after `step`; returns num_tokens as of then."""
+    def _keep_until(self, step: float) -> tuple[int, float]:
+        """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
         kept = [line for line in read_metrics(self.dir) if line["step"] <= step]
         partial = self.metrics_path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -327,7 +328,7 @@ class RunLog:
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # other names are somebody else's
                 path.unlink()
-        return max((line.get("num_tokens") or 0 for line in kept), default=0)
+        return max(((line["step"], line["num_tokens"]) for line in kept if line.get("num_tokens")), default=(0, 0))
 
     def _describe_run(self) -> None:
         for path in code_files(self.cfg):  # what ran, and may be edited afterwards
@@ -365,9 +366,9 @@ class RunLog:
         to the terminal."""
         times = {"time/unix": time.time()}
         if "num_tokens" in metrics and metrics.get("time/step"):
-            seconds = metrics["time/step"] * min(step, self.cfg.log_steps)  # of the steps since the last line
+            seconds = metrics["time/step"] * (step - self.last_step)  # as if those since the last line took as long
             times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / seconds
-            self.num_tokens = float(metrics["num_tokens"])
+            self.last_step, self.num_tokens = step, float(metrics["num_tokens"])
         line = self._write(step, metrics | times)
         self.console.print(visible(progress_text(line, self.num_steps)), markup=False)
         if completions and self.cfg.log_completions:

@@ -24,6 +24,12 @@ def text_of(value) -> str:
         return f"<{type(value).__name__}>"
 
 
+def calls_in(info: dict) -> list:
+    """The calls of tools that a turn's info lists: an environment without tools may have a number of that name."""
+    calls = info.get("calls")
+    return calls if isinstance(calls, list) else []
+
+
 def jsonable(value, depth: int = 50):
     """The value as JSON can hold it: keys as text, unknown things as text, what is nested deeper than `depth` cut."""
     if value is None or isinstance(value, (bool, float)):

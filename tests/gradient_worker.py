@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
+from batch import GROUPS  # noqa: E402
 from config import TrainConfig  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 
@@ -44,7 +45,9 @@ def trajectories() -> list[Trajectory]:
 def local_batch(rank: int, world: int) -> script.Batch:
     """Whole groups per rank, unevenly: of two ranks the first has groups 0, 1, 2, the second 3, 4."""
     mine = [t for t in trajectories() if world == 1 or (t.group >= 3) == (rank == 1)]
-    batch = script.collate(mine, 0, torch.device("cpu"))
+    for trajectory in mine:
+        trajectory.group -= 3 * rank  # each rank counts its own, and `collate` tells them apart
+    batch = script.collate(mine, 0, torch.device("cpu"), rank)
     batch.advantages = script.dr_grpo(batch, TrainConfig())
     return batch
 
@@ -105,7 +108,8 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
         for cut, cut_cfg in cuts.items():
             result[base.use_peft, loss, mode, cut] = gradients(policy, inner, batch, cut_cfg)
     # Groups without advantage, one on each rank: passes of their own, which have no backward pass, or one for all rows.
-    speak = (batch.groups != 1) & (batch.groups != 3)
+    number = batch.groups % GROUPS + 3 * rank
+    speak = (number != 1) & (number != 3)
     batch = replace(batch, ref_logprobs=None, advantages=batch.advantages * speak[:, None])
     script.POLICY_LOSSES["foreign"] = foreign_loss
     for loss in [*losses, "foreign", "foreign term", "entropy"]:

@@ -495,6 +495,9 @@ def test_each_row_is_asked_and_scored_by_its_domain(whole):
         for name, own in rows.groupby("domain"):
             column = {"plain": "rewards/even", "tooled": "rewards/odd"}[name]
             assert own[column].notna().all() and line[f"{name}/prompts"] == len(own) / 4
+            assert own.reward.to_numpy() == pytest.approx(own[column].to_numpy(), abs=1e-6), (
+                "not as --reward_mean has it"
+            )
             assert line[f"{name}/reward"] == pytest.approx(own[column].mean())
             assert line[f"{name}/rewards/{column.split('/')[1]}/mean"] == pytest.approx(own[column].mean())
             solved = own[column] >= {"plain": 0.5, "tooled": 6.5}[name]

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import pytest
 from server_fixture import make_tiny
 
@@ -23,6 +24,7 @@ from runlog.reading import read_metrics
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
 import sokoban  # noqa: E402
+import visual_crop  # noqa: E402
 
 
 def step(environment, text):
@@ -249,6 +251,25 @@ def test_a_new_environment_fits_a_page():
     for path, most in (("visual_crop.py", 40), ("shop.py", 80)):
         _, _, text = (ROOT / "examples" / path).read_text().partition("(Environment):")
         assert 0 < len(text.partition("\n\n\ndef ")[0].splitlines()) <= most, path
+
+
+def test_a_closer_look_shows_the_part_that_was_asked_for():
+    row = visual_crop.rows("test", 42)[0]
+    environment = visual_crop.Crop()
+    (told,) = environment.reset(row, 0)
+    assert [part["type"] for part in told["content"]] == ["image", "text"] and row["answer"] in told["content"][1][
+        "text"
+    ]
+    cells = [edge * visual_crop.GRID // visual_crop.SHEET for edge in row["box"]]
+    ((message,), reward, done, _) = step(environment, json.dumps({"bbox": cells}))
+    part = message["content"][0]["image"]
+    assert (reward, done, part.size) == (0.0, False, (8 * (cells[2] - cells[0]), 8 * (cells[3] - cells[1])))
+    assert (np.asarray(part).min(2) == 255).any(), "the mark is white"
+    for box in ("[9, 9, 9, 9]", "[5, 5, 2, 2]", "[1, 2]", "[1, 2, 3]", "[1, null, 3, 4]", "[1, 2, 3, 4", "[x]"):
+        message, reward, done, _ = step(environment, '{"bbox": ' + box + "}")
+        assert done if box == "[1, 2, 3, 4" else message[0]["content"] == "That is no box in the picture.", box
+    assert step(environment, row["answer"])[1:3] == (1.0, True)
+    assert step(environment, "circle or square")[1:3] == (0.0, True)
 
 
 def test_played_from_the_command_line(tmp_path):

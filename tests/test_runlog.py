@@ -183,6 +183,27 @@ def test_resuming_equals_never_stopping(make_log):
     assert len((log.dir / "command.txt").read_text().splitlines()) == 2
 
 
+def test_an_evaluation_of_a_resumed_run_drops_nothing(make_log):
+    log = make_log()
+    for step in (1, 2, 3, 4):
+        log_step(log, step)
+    log.close()
+    lines, files = read_metrics(log.dir), sorted(log.dir.glob("completions/*"))
+    make_log(resume_step=2, resume=True, eval_only=True).close()
+    assert read_metrics(log.dir) == lines and sorted(log.dir.glob("completions/*")) == files
+
+
+def test_tokens_per_second_of_a_last_line_that_stands_for_fewer_steps(make_log):
+    log = make_log(log_steps=3)
+    for step in (3, 4):
+        log_step(log, step)
+    log.close()
+    assert [line["time/tokens_per_second"] for line in read_metrics(log.dir)] == [50, 50]
+    resumed = make_log(resume_step=3, resume=True, log_steps=3)
+    log_step(resumed, 4)
+    assert [line["time/tokens_per_second"] for line in read_metrics(log.dir)] == [50, 50]
+
+
 def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(ValueError, match="line 2"):

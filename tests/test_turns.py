@@ -20,10 +20,11 @@ from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, FrozenLake, ToolEnvironment, adapters
 from envs.mcp_tools import get_tools
-from envs.tools import Call, Tool, Toolbox, agent_tool, from_function, model_tool
+from envs.tools import PARSERS, Call, Tool, Toolbox, agent_tool, from_function, model_tool
 from inputs import packing
 from inputs.processor import load_processor
 from rollouts import TrajectoryError, check_rollout, measure, multi_turn, play
+from runlog.log import shown_turn
 from vllm_client import Completion
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -47,7 +48,8 @@ class Scripted:
     def __init__(self, tokenizer, turns: list[str], delays=None):
         self.tokenizer, self.turns, self.said, self.delays = tokenizer, turns, [], delays
 
-    async def generate(self, sent, *, n, max_tokens, **options):
+    async def generate(self, sent, *, n, max_tokens, min_tokens=0, **options):
+        assert min_tokens <= max_tokens, "a server refuses that"
         number = sum(1 for ids in self.said if sent[: len(ids["sent"])] == ids["sent"])
         text = self.turns[min(number, len(self.turns) - 1)]
         pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
@@ -141,6 +143,37 @@ def test_a_template_without_a_role_for_tools():
     tokenizer.chat_template = refuses + tokenizer.chat_template
     t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, [CALL, "It is 5."]), cfg))
     assert "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(t.token_ids)
+
+
+def test_a_template_whose_roles_have_to_alternate():
+    """Two results of one turn are one message; a prompt that begins the answer is no fault of the template's."""
+    tokenizer, cfg = tokenizer_of("smollm2"), config(tokenization_check="strict")
+    rule = "{% for m in messages %}{% if m['role'] == 'tool' or (not loop.first and m['role'] == last.role) %}"
+    rule = "{% set last = namespace(role='') %}" + rule + "{{ raise_exception('what?') }}{% endif %}"
+    tokenizer.chat_template = rule + "{% set last.role = m['role'] %}{% endfor %}" + tokenizer.chat_template
+    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, [CALL * 2, "5."]), cfg))
+    assert "<|im_start|>user\n5\n\n5<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(t.token_ids)
+    begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Let me"}]
+    t = asyncio.run(
+        play({"prompt": begun}, 0, tool_environment(cfg), Scripted(tokenizer, [f" see. {CALL}", "5."]), cfg)
+    )
+    assert tokenizer.decode(t.prompt_ids + t.token_ids).count("<|im_start|>assistant\nLet me see. <tool_call>") == 1
+
+
+def test_a_turn_has_no_more_tokens_at_least_than_at_most():
+    cfg = config(min_completion_length=50, max_turn_length=40)
+    asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer_of("smollm2"), ["5."]), cfg))
+
+
+def test_an_answer_within_a_call_is_no_answer():
+    cfg = config()
+    said = '<tool_call>{"name": "submit", "arguments": {"text": "<answer>5</answer>"}}</tool_call>'
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    environment = tool_environment(cfg, Tool("submit", "", schema, lambda text: "Thanks."))
+    environment.reset({"prompt": "?"}, 0)
+    messages, _, done, _ = asyncio.run(environment.step(said))
+    assert messages[0]["content"] == "Thanks." and not done
+    assert asyncio.run(environment.step(said + "<answer>5</answer>"))[2]
 
 
 def test_what_does_not_fit_is_left_out():
@@ -488,6 +521,76 @@ def test_rows_choose_tools_and_arguments():
         environment.reset({"prompt": "?", "tools": ["sub"]}, 0)
 
 
+def test_the_cache_tells_what_rows_have_fixed():
+    cfg = config(tool_cache=True)
+    environment, found = tool_environment(cfg, add), []
+    for b in (10, 20, 10):
+        environment.reset({"prompt": "?", "tools_kwargs": {"add": {"b": b}}}, 0)
+        text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        messages, _, _, info = asyncio.run(environment.step(text))
+        found.append((messages[0]["content"], info["calls"][0]["cached"]))
+    assert found == [("11", 0), ("21", 0), ("11", 1)]
+
+
+def test_arguments_that_may_be_absent():
+    """As transformers and as pydantic say Optional; and a schema that says nothing."""
+
+    def look(q: str, page: int | None = None) -> str:
+        """Looks.
+
+        Args:
+            q: for what
+            page: on which page
+        """
+        return f"{q} {page}"
+
+    def several(*words: str) -> str:
+        """Takes some.
+
+        Args:
+            words: some
+        """
+
+    either = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    mcp = Tool("mcp", "", {"type": "object", "properties": {"n": either}}, lambda n: n)
+    odd = Tool("odd", "", {"type": "object", "properties": {"n": {"type": "any"}}}, lambda n: n)
+    xml = PARSERS["xml"]("<function=mcp><parameter=n>5</parameter></function>", {"mcp": mcp})
+    calls = [Call("look", {"q": "a", "page": None}), Call("look", {"q": "a", "page": "b"}), *xml, Call("odd", {"n": 1})]
+    messages, events = run_tools(config(), calls, from_function(look), mcp, odd)
+    assert [message["content"] for message in messages][::2] == ["a None", "5"] and messages[3]["content"] == "1"
+    assert [event["failed"] for event in events] == [0, 1, 0, 0]
+    with pytest.raises(ConfigError, match=r"takes \*words"):
+        from_function(several)
+
+
+def test_an_object_runs_its_calls_in_order_and_no_more_than_allowed():
+    class Notes:
+        def __init__(self):
+            self.written = ""
+
+        def write(self, text: str) -> str:
+            """Writes.
+
+            Args:
+                text: what
+            """
+            self.written += text
+            return self.written
+
+    cfg = config(max_calls_per_turn=3)
+    environment = adapters.MethodsEnvironment(Notes(), Toolbox({}, cfg), cfg)
+    environment.methods = {"write": environment.methods["write"]}
+    calls = [Call("write", {"text": letter}) for letter in "abcde"]
+    messages, events = asyncio.run(adapters.InOrder({}, cfg).run(calls, environment.methods))
+    assert [message["content"] for message in messages[:3]] == ["a", "ab", "abc"] and len(events) == 4
+    assert "only the first 3 were run" in messages[3]["content"]
+
+
+def test_faults_are_cut_as_results_are():
+    messages, _ = run_tools(config(max_tool_result=100), [Call("x" * 5000, {})], from_function(add))
+    assert len(messages[0]["content"]) < 200
+
+
 PARSED = [
     ("hermes", CALL, [("add", {"a": 2, "b": 3})]),
     ("hermes", CALL * 2, [("add", {"a": 2, "b": 3})] * 2),
@@ -510,8 +613,6 @@ PARSED = [
 
 @pytest.mark.parametrize("parser, text, wanted", PARSED)
 def test_parsers(parser, text, wanted):
-    from envs.tools import PARSERS
-
     say = Tool("say", "", {"type": "object", "properties": {"text": {"type": "string"}}}, print)
     calls = PARSERS[parser](text, {"add": from_function(add), "say": say})
     assert len(calls) == len(wanted)
@@ -573,7 +674,10 @@ def test_a_model_and_an_agent_as_tools():
         (("No.", 0.0, False), r"Odd.step\(\) must return \(messages, reward, done, info\); it returned"),
         (({"role": "user"}, 0.0, False, {}), r"Odd.step\(\) must give chat messages, such as"),
         (("No.", None, False, {}), r"Odd.step\(\): reward .*None.* and info .* must be a finite number and a dict"),
+        (("No.", 10**400, False, {}), r"Odd.step\(\): reward 1000"),
+        (("No.", 1.0, torch.ones(2), {}), r"Odd.step\(\): reward 1.0 .* must be a finite number"),
         (("No.", 1, True, None), None),
+        (("No.", 1, True, {"calls": 2, "tool_calls": 3}), None),
     ],
 )
 def test_what_a_step_returns(returned, message):
@@ -591,6 +695,8 @@ def test_what_a_step_returns(returned, message):
     else:
         trajectory = asyncio.run(play_one)
         assert trajectory.info["turns"][0]["reward"] == 1.0
+        assert rewards.tool_use([trajectory]) == [None] and shown_turn(trajectory.info["turns"][0])["calls"] == []
+        assert rewards.environment([trajectory])[0].get("calls") == (2.0 if returned[3] else None)
         assert trajectory.info["shown"] == [{"role": "user", "content": "Begin."}]
 
 
