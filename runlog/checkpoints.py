@@ -290,6 +290,9 @@ class Saver:
         except several as error:  # the first is no Exception
             if utils.is_main():
                 self._clear()
+            wrapped = getattr(error, "failures", {}).values()
+            if any(isinstance(caught, KeyboardInterrupt) for caught, _ in wrapped):  # Ctrl-C in the middle of it
+                raise KeyboardInterrupt from None
             raise RuntimeError(
                 f"The checkpoint {self.final} could not be written; those before it are as they were. "
                 f"{room(self.final.parent)} {str(error)[-600:]}"

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,6 +262,19 @@ def test_a_checkpoint_that_fails_takes_no_room(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="step_2 could not be written.*No space left"):
         checkpoints.save_checkpoint(tmp_path, 2, modules, module, [], None, {}, {}, 2)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_ctrl_c_that_torch_wraps_stays_one(monkeypatch, tmp_path):
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def save(*args, **options):
+        raise CheckpointException("write", {0: (KeyboardInterrupt(), traceback.StackSummary())})
+
+    monkeypatch.setattr(torch.distributed.checkpoint, "save", save)
+    module = torch.nn.Linear(1, 1)
+    modules = {"policy": (module, torch.optim.SGD(module.parameters()))}
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save_checkpoint(tmp_path, 2, modules, module, [], None, {}, {}, 2)
 
 
 @pytest.mark.parametrize("last", [False, True])
