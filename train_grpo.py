@@ -570,9 +570,9 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
                     gathered.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=changed))
             own = [[p for _, m in walk("", unit, FSDP) for p in m.parameters(recurse=False)] for unit in pair]
             for old, new in zip(*own, strict=True):
-                if id(old) not in moved:  # a tied weight is met twice
+                if old not in moved:  # a tied weight is met twice
                     old.lerp_(new.to(old.dtype), alpha)
-                    moved.add(id(old))
+                    moved.add(old)
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
