@@ -60,7 +60,7 @@ class opened:
 
     def __enter__(self):
         tab = self.context.new_page()
-        tab.set_default_timeout(12_000)
+        tab.set_default_timeout(30_000)
         tab.on("pageerror", lambda error: self.problems.append(str(error)))
         tab.on("dialog", lambda dialog: (self.problems.append("a dialog"), dialog.dismiss()))
         tab.goto(self.site.address)
