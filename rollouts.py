@@ -663,7 +663,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         states += [state] * len(sample.token_ids)
         stopped = sample.finish_reason == "stop"
         text = processor.decode(sample.token_ids[:-1] if stopped else sample.token_ids)  # special tokens, too
-        if conversation[-1]["role"] == "assistant":  # the prompt has begun the answer
+        if number == 0 and conversation[-1]["role"] == "assistant":  # the prompt has begun the answer
             conversation[-1] = conversation[-1] | {"content": as_text(conversation[-1]["content"], "the prompt") + text}
         else:
             conversation.append({"role": "assistant", "content": text})
@@ -747,11 +747,13 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
     """
     if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) <= len(shown["prompt"]) + 1:
         return
+    from jinja2 import TemplateError
+
     # The last answer is not the last message: templates treat that one otherwise.
     whole = [*conversation, {"role": "user", "content": ""}]
     try:
         whole = render(whole, processor, shown.get("tool_schemas"))
-    except Exception as error:  # a template's own, which refuses what a model and a tool have said
+    except TemplateError as error:  # it refuses what model and environment have said: roles in this order, say
         whole = f"nothing ({error!r:.200})"
     ours = processor.decode(ids, clean_up_tokenization_spaces=False)
     if whole.startswith(ours):

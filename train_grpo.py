@@ -652,7 +652,8 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
 async def sample_step(
     rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, versions=None
 ) -> tuple[list[tuple], dict]:
-    """What this rank samples for a step: [(group, whether it is silent, its times)], and counts of further groups.
+    """What this rank samples for a step: [(group, whether it is silent, its times)] in the order in which prompts were
+    drawn; and counts, of further groups and of all that ended and were solved (of each domain).
 
     sampler: the prompt sampler. versions: of the weights that may have sampled, a range; None: `step` alone.
     --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `sample_enough` replaces silent groups, at most --resample_rounds

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import jsonschema
+from referencing.exceptions import Unresolvable
 
 from cli import shorten
 from config import ConfigError, known_name
@@ -377,9 +378,11 @@ class Toolbox:
             return f"{call.name} needs {', '.join(missing)}"
         if unknown := [name for name in call.arguments if name not in known]:
             return f"{call.name} takes {', '.join(known) or 'no arguments'}, not {', '.join(unknown)}"
+        validator = jsonschema.Draft202012Validator(as_json_schema(schema))
         try:
-            wrong = next(jsonschema.Draft202012Validator(as_json_schema(schema)).iter_errors(call.arguments), None)
-        except Exception:  # an MCP server's schema may be none; it checks what it is given itself
+            validator.check_schema(validator.schema)
+            wrong = next(validator.iter_errors(call.arguments), None)
+        except (jsonschema.SchemaError, Unresolvable):  # an MCP server's may be none; it checks what it gets itself
             return None
         return wrong and f"{call.name}, {'.'.join(map(str, wrong.path))}: {wrong.message}"
 

@@ -160,6 +160,19 @@ def test_a_template_whose_roles_have_to_alternate():
     assert tokenizer.decode(t.prompt_ids + t.token_ids).count("<|im_start|>assistant\nLet me see. <tool_call>") == 1
 
 
+def test_an_environment_that_answers_nothing():
+    class Silent(Environment):
+        def reset(self, row, seed):
+            return "Begin."
+
+        def step(self, text):
+            return [], 0.0, False, {}
+
+    cfg = config(env="x", max_turns=3, tokenization_check="strict")
+    t = asyncio.run(play({"prompt": "?"}, 0, Silent(), Scripted(tokenizer_of("qwen2_5"), ["One.", "Two."]), cfg))
+    assert t.turns == 3 and sum(t.loss_mask) < len(t.loss_mask)
+
+
 def test_a_turn_has_no_more_tokens_at_least_than_at_most():
     cfg = config(min_completion_length=50, max_turn_length=40)
     asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer_of("smollm2"), ["5."]), cfg))
@@ -554,11 +567,18 @@ def test_arguments_that_may_be_absent():
     either = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     mcp = Tool("mcp", "", {"type": "object", "properties": {"n": either}}, lambda n: n)
     odd = Tool("odd", "", {"type": "object", "properties": {"n": {"type": "any"}}}, lambda n: n)
+    lost = Tool("lost", "", {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}, lambda n: n)
     xml = PARSERS["xml"]("<function=mcp><parameter=n>5</parameter></function>", {"mcp": mcp})
-    calls = [Call("look", {"q": "a", "page": None}), Call("look", {"q": "a", "page": "b"}), *xml, Call("odd", {"n": 1})]
-    messages, events = run_tools(config(), calls, from_function(look), mcp, odd)
-    assert [message["content"] for message in messages][::2] == ["a None", "5"] and messages[3]["content"] == "1"
-    assert [event["failed"] for event in events] == [0, 1, 0, 0]
+    calls = [
+        Call("look", {"q": "a", "page": None}),
+        Call("look", {"q": "a", "page": "b"}),
+        *xml,
+        Call("odd", {"n": 1}),
+        Call("lost", {"n": 2}),
+    ]
+    messages, events = run_tools(config(), calls, from_function(look), mcp, odd, lost)
+    assert [message["content"] for message in messages][::2] == ["a None", "5", "2"] and messages[3]["content"] == "1"
+    assert [event["failed"] for event in events] == [0, 1, 0, 0, 0]
     with pytest.raises(ConfigError, match=r"takes \*words"):
         from_function(several)
 
