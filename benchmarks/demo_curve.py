@@ -22,7 +22,7 @@ RUNS = {  # how a row of the table begins -> (label, colour)
 
 def measured() -> dict[str, list[float]]:
     """{how the row begins: share right at STEPS}, of rows with all four; the first row of a name counts."""
-    text = (ROOT / "docs" / "results.md").read_text()
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     found: dict[str, list[float]] = {}
     for name, numbers in re.findall(r"^\| (.*?) \|((?: \.\d\d \|){4})$", text, re.M):
         begins = next((begin for begin in RUNS if name.startswith(begin)), None)

@@ -1,13 +1,16 @@
 """The fault campaign: what is broken on purpose, one fault after another, against real processes on this machine.
 
     python benchmarks/faults.py                      # all of them, about 25 minutes on two cores
+    python benchmarks/faults.py --turn 3/10          # every tenth, from the third on; /10: the commit says which
     python benchmarks/faults.py --list               # names, and what is wanted of each
     python benchmarks/faults.py --area server --only 'freeze|kill'
 
 Real train scripts, vLLM servers, ranks, MCP servers and model-written code. Each fault has a time limit and runs in a
 process of its own, which notices what is left behind. The areas are the files benchmarks/faults/area_*.py; case.py says
 what a fault looks like. Results are kept in benchmarks/results/faults.json, each with its date and commit: a fault that
-is not run again keeps its last one. The table is written to docs/reliability.md.
+is not run again keeps its last one, marked as old when the code has changed since. The table is written to
+docs/reliability.md. `--turn` is what the tests run: it writes neither of the two, and a fault that was not as wanted is
+tried once more with nothing beside it.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import collections
 import contextlib
 import ctypes
 import datetime
+import functools
 import importlib
 import inspect
 import json
@@ -44,19 +48,7 @@ import live  # noqa: E402
 import server_fixture  # noqa: E402
 
 RESULTS, TABLE = HERE / "results" / "faults.json", ROOT / "docs" / "reliability.md"
-AREAS = [
-    "sandbox",
-    "code_tests",
-    "completions",
-    "rewards",
-    "environments",
-    "mcp",
-    "server",
-    "pushes",
-    "lost",
-    "overlap",
-]
-AREAS += ["checkpoints", "runs", "data"]
+AREAS = sorted(path.stem.removeprefix("area_") for path in (HERE / "faults").glob("area_*.py"))
 VERDICTS = ["survived", "named", "hung", "silent", "leaked", "ended", "skipped", "broken"]
 CLOSING = 20  # seconds after a fault's limit in which it can still say what it saw
 SUBREAPER, DIE_WITH_PARENT = 36, 1  # prctl
@@ -190,6 +182,15 @@ def start_fault(fault: Fault, base: Path, server, patience: float) -> Running:
     return Running(fault, pid, reader, folder, fault.limit * patience + CLOSING)
 
 
+def families(running: list[Running]) -> set[int]:
+    """The processes of faults under way, and all below them."""
+    found = {run.pid for run in running}
+    for run in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {child.pid for child in psutil.Process(run.pid).children(recursive=True)}
+    return found
+
+
 def finish(run: Running, kept: set[int]) -> tuple[str, str]:
     """(verdict, what was seen) of a fault that has reported, died or overrun; nothing of it is left running."""
     overrun = time.monotonic() - run.start > run.limit
@@ -199,19 +200,27 @@ def finish(run: Running, kept: set[int]) -> tuple[str, str]:
                 process.kill()
     with contextlib.suppress(ChildProcessError):
         os.waitpid(run.pid, 0)
-    for process in psutil.Process().children(recursive=True):  # orphans of the killed
+    # Orphans of the killed are this process's own children now. What others start meanwhile is below those in `kept`.
+    for orphan in (process for process in psutil.Process().children() if process.pid not in kept):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.pid not in kept and process.create_time() > time.time() - (time.monotonic() - run.start):
-                process.kill()
+            if orphan.create_time() > time.time() - (time.monotonic() - run.start):
+                for process in [orphan, *orphan.children(recursive=True)]:
+                    process.kill()
     os.close(run.reader)
     if run.received:
         return tuple(json.loads(run.received))
     logs = sorted(run.folder.glob("logs/*"), key=lambda path: path.stat().st_mtime)
-    said = (logs[-1] if logs else run.folder / "output").read_text(errors="replace").split()[-30:]
+    said = (logs[-1] if logs else run.folder / "output").read_text(errors="replace", encoding="utf-8").split()[-30:]
     return ("hung" if overrun else "broken"), " ".join(said)[-200:]
 
 
 # ---- the shared servers ----------------------------------------------------------------------------------------------
+
+
+def tiny_vision_model(folder: Path) -> Path:
+    import tiny_vlms  # with it transformers
+
+    return tiny_vlms.make("idefics3", folder)
 
 
 class SharedServer:
@@ -228,7 +237,7 @@ class SharedServer:
     def ready(self) -> bool:
         if self.live is None or self.live.process.poll() is not None:
             return False
-        return "vllm_server: ready" in self.live.log.read_text()
+        return "vllm_server: ready" in self.live.log.read_text(encoding="utf-8")
 
     def family(self) -> set[int]:
         if self.live is None or self.live.process.poll() is not None:
@@ -261,7 +270,7 @@ class Servers:
 
     def __init__(self, base: Path):
         text = SharedServer(server_fixture.make_tiny)
-        vision = SharedServer(lambda: server_fixture.make_tiny_vlm(base / "vlm"))
+        vision = SharedServer(lambda: tiny_vision_model(base / "vlm"))
         self.of = {"server": text, "doomed": text, "eyes": vision}
 
     def prepare(self, pending: list[Fault]) -> None:
@@ -313,7 +322,7 @@ def campaign(faults: list[Fault], base: Path, jobs: int, patience: float, record
                     continue
                 if run.reader in readable or time.monotonic() - run.start > run.limit:
                     running.remove(run)
-                    verdict, what = finish(run, servers.family() | {one.pid for one in running})
+                    verdict, what = finish(run, servers.family() | families(running))
                     if run.fault.needs:
                         verdict, what = servers.after(run.fault, verdict, what)
                     record(run, verdict, what)
@@ -329,14 +338,40 @@ def without_places(text: str) -> str:
     return re.sub(r"/(?:root|work|home|tmp|usr)/[^\s'\",:;)]*?([^\s/'\",:;)]+)(?=[\s'\",:;)]|$)", r".../\1", text)
 
 
+def git(*command: str) -> str:
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def commit() -> str:
     """The commit that is tested, with a + if files other than this program's results have been changed."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
     changed = git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}", f":!{TABLE.relative_to(ROOT)}")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
+
+
+@functools.cache
+def outdated(version: str) -> bool:
+    """Whether the code has changed since that commit: a python file of the scripts or of their rooms, or a pinned
+    version. True as well of a commit with changes beside it (+), and of one that this repository does not have.
+
+    Which code a fault runs is not asked: nearly each runs a whole train script.
+    """
+    if version.endswith("+") or not git("rev-parse", "--verify", "--quiet", f"{version}^{{commit}}"):
+        return True
+    others = [f":!{folder}" for folder in ("benchmarks", "tests", "docs", "examples", "scripts")]
+    return bool(git("diff", "--name-only", version, "--", "*.py", "requirements*.txt", *others))
+
+
+def turn_of(text: str, faults: list[Fault]) -> list[Fault]:
+    """The faults of turn K of N ("K/N"). "/N": K is the number of commits, so that each commit runs another part; where
+    the history is not there, the day."""
+    found = re.fullmatch(r"(\d*)/([1-9]\d*)", text)
+    if not found:
+        raise SystemExit(f"--turn {text}: give K/N such as 3/10, or /10 for the commit's own turn")
+    known = git("rev-parse", "--is-shallow-repository") == "false"
+    number = int(found[1] or (known and git("rev-list", "--count", "HEAD")) or datetime.date.today().toordinal())
+    print(f"turn {number % int(found[2])}/{found[2]}", flush=True)
+    return faults[number % int(found[2]) :: int(found[2])]
 
 
 def counts(results: dict) -> str:
@@ -351,9 +386,12 @@ def cell(text: str) -> str:
 def write_table(results: dict, known: list[Fault]) -> None:
     order = {fault.name: place for place, fault in enumerate(known)}
     wrong = sum(not result["ok"] for result in results.values())
+    old = sum(outdated(result["commit"]) for result in results.values())
     lines = [
         INTRODUCTION,
         f"**{len(results)} faults: {counts(results)}.** {wrong} were not as wanted (marked **!**).\n",
+        f"**{old} rows are older than the code** (marked *old*): since they were measured a python file has changed\n"
+        "outside of tests, benchmarks, examples and scripts, or a pinned version.\n",
     ]
     commits = sorted({(r["date"], r["commit"]) for r in results.values()})
     lines.append(f"Measured {commits[0][0]} to {commits[-1][0]}, at {', '.join(sorted({c for _, c in commits}))}.\n")
@@ -362,18 +400,20 @@ def write_table(results: dict, known: list[Fault]) -> None:
         if rows:
             lines += [f"## {area}\n", "| fault | expected | seen | s | verdict |", "|---|---|---|---:|---|"]
         for _, r in rows:
-            verdict = r["verdict"] + ("" if r["ok"] else " **!**")
+            verdict = r["verdict"] + " **!**" * (not r["ok"]) + " *old*" * outdated(r["commit"])
             cells = (r["fault"], r["expected"], r["seen"])
             lines.append("| " + " | ".join([*map(cell, cells), f"{r['seconds']:.1f}", verdict]) + " |")
         lines += [""] if rows else []
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text("\n".join(lines))
+    TABLE.write_text("\n".join(lines), encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PATTERN", help="faults whose name or description matches")
     parser.add_argument("--area", choices=AREAS, help="faults of one area")
+    parser.add_argument("--turn", metavar="K/N", help="every N-th fault from the K-th on; /N: the commit says which")
+    parser.add_argument("--table", action="store_true", help="only write the table anew, nothing is run")
     parser.add_argument("--list", action="store_true", help="names and what is wanted, nothing is run")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time; seconds are measured best with 1")
     parser.add_argument("--patience", type=float, default=1.0, help="limits times this, on a busy machine")
@@ -382,7 +422,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the folders of the faults")
     args = parser.parse_args()
     known = find_faults()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     results = {fault.name: results[fault.name] for fault in known if fault.name in results}
     chosen = [f for f in known if not args.area or f.area == args.area]
     chosen = [
@@ -390,6 +430,10 @@ def main() -> int:
     ]
     chosen = [f for f in chosen if not args.missing or f.name not in results]
     chosen = [f for f in chosen if not args.wrong or not results.get(f.name, {"ok": True})["ok"]]
+    chosen = turn_of(args.turn, chosen) if args.turn else chosen
+    if args.table:
+        write_table(results, known)
+        return 0
     if args.list:
         for fault in chosen:
             print(f"{fault.name:<50} {fault.done} -> {fault.wanted}")
@@ -404,27 +448,40 @@ def main() -> int:
     base.chmod(0o755)
     tempfile.tempdir = os.environ["TMPDIR"] = str(base)
 
+    again: list[Fault] = []
+
     def record(run: Running, verdict: str, what: str) -> None:
         fault, seconds, what = run.fault, time.monotonic() - run.start, without_places(what)
-        today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
-        with contextlib.suppress(OSError, ValueError):  # another campaign, of another area, may write there, too
-            results.update(json.loads(RESULTS.read_text()))
-        results[fault.name] = dict(area=fault.area, fault=fault.done, expected=fault.wanted, seen=what)
-        results[fault.name] |= dict(seconds=round(seconds, 1), verdict=verdict, ok=fault.accepts(verdict))
-        results[fault.name] |= dict(date=today, commit=version)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         mark = " " if fault.accepts(verdict) else "!"
         print(f"{mark} {verdict:<9}{seconds:6.1f} s  {fault.name}: {what}", flush=True)
         if not args.keep:
             shutil.rmtree(run.folder, ignore_errors=True)
+        if args.turn:
+            again.extend([fault] * (mark == "!" and verdict != "skipped"))
+            return
+        today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
+        with contextlib.suppress(OSError, ValueError):  # another campaign, of another area, may write there, too
+            results.update(json.loads(RESULTS.read_text(encoding="utf-8")))
+        results[fault.name] = dict(area=fault.area, fault=fault.done, expected=fault.wanted, seen=what)
+        results[fault.name] |= dict(seconds=round(seconds, 1), verdict=verdict, ok=fault.accepts(verdict))
+        results[fault.name] |= dict(date=today, commit=version)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
     try:
         campaign(chosen, base, args.jobs, args.patience, record)
+        if again:
+            chosen, again = again, []
+            print(f"{len(chosen)} not as wanted; once more, one at a time:", flush=True)
+            campaign(chosen, base, 1, args.patience, record)
     finally:
-        if results:
+        if results and not args.turn:
             write_table(results, known)
         if not args.keep:
             shutil.rmtree(base, ignore_errors=True)
+    if args.turn:
+        names = ", ".join(fault.name for fault in again) or "none"
+        print(f"{(time.monotonic() - start) / 60:.1f} minutes; not as wanted: {names}", flush=True)
+        return 1 if again else 0
     ran = {fault.name: results[fault.name] for fault in chosen if fault.name in results}
     print(f"{len(ran)} faults in {(time.monotonic() - start) / 60:.1f} minutes: {counts(ran)}")
     wrong = [name for name, result in ran.items() if not result["ok"] and result["verdict"] != "skipped"]

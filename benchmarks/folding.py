@@ -69,7 +69,9 @@ def main() -> None:
                     line[how] = likelihood(sampler, ids, mask).item() - before
             results.append(line)
             print("  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
-    (ROOT / "benchmarks" / "results" / "folding.json").write_text(json.dumps(results, indent=1) + "\n")
+    (ROOT / "benchmarks" / "results" / "folding.json").write_text(
+        json.dumps(results, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

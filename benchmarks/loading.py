@@ -23,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from safety.orphans import ends_with_us  # noqa: E402
+
 CASES = "ddp fsdp fsdp2 ddp+lora fsdp+lora fsdp2+lora fsdp2+lora+bfloat16".split()
 
 
@@ -46,7 +48,7 @@ def make_model(folder: Path, millions: float) -> int:
 
 def status(field: str) -> float:
     """MiB of a field of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
@@ -72,7 +74,7 @@ def worker(folder: str, tiny: str, case: str) -> None:
     def trained(model_id: str):
         cfg = TrainConfig(model_id=model_id, strategy=strategy, compute_dtype="bfloat16", max_steps=1, **options)
         before = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts again
         policy, _ = script.load_policy(cfg, device)
         load, loaded = status("VmHWM") - before, status("VmRSS") - before
         optimizer = script.make_optimizer(policy, cfg)
@@ -123,7 +125,8 @@ def main() -> None:
             env = os.environ | {"WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
             env |= {"MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": str(args.ranks)}
             places = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(args.ranks)]
-            ranks = [subprocess.Popen(command, env=place, stdout=subprocess.PIPE, text=True) for place in places]
+            how = dict(stdout=subprocess.PIPE, text=True, preexec_fn=ends_with_us(), encoding="utf-8")
+            ranks = [subprocess.Popen(command, env=place, **how) for place in places]
             output = [rank.communicate(timeout=300)[0] for rank in ranks]
             found = json.loads(output[0].splitlines()[-1])
             first, others = found[0], {key: max(rank[key] for rank in found[1:] or found) for key in found[0]}

@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from server_fixture import free_port  # noqa: E402
 
 from runlog.reading import read_metrics  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
 
 MODEL = "models/SmolLM2-135M-Instruct"
 COMMON = (
@@ -53,9 +54,9 @@ def pinned(core: int, command: list[str], log: Path, **variables: str) -> subpro
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")}
     threads["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
     environment = os.environ | threads | {"OMP_WAIT_POLICY": "PASSIVE"} | variables
-    with open(log, "w") as file:
+    with open(log, "w", encoding="utf-8") as file:
         command = ["taskset", "-c", str(core), sys.executable, *command]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, preexec_fn=ends_with_us())
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
@@ -64,6 +65,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     run = f"{name.replace(' ', '_').replace('.', '_')}_{int(time.time())}"
     tree = args.old if name == "rounds" else ROOT
     serve = [str(tree / "vllm_server.py"), "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
+    serve += ["--exit-with-parent"]
     server = pinned(0, serve, folder / f"{run}-server.log", VLLM_SERVER_TOKEN=token)
     script = str(tree / ("train_async.py" if name in AHEAD else "train_grpo.py"))
     flags = (COMMON + MODES[args.mode]).split() + SYSTEMS[name] + ["--max_steps", str(args.steps)]
@@ -72,7 +74,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     trainer = pinned(1, [script, *flags, *where, "--run_name", run], folder / f"{run}.log", VLLM_SERVER_TOKEN=token)
     try:
         if trainer.wait(3600):
-            raise SystemExit((folder / f"{run}.log").read_text()[-3000:])
+            raise SystemExit((folder / f"{run}.log").read_text(encoding="utf-8")[-3000:])
     finally:
         trainer.kill()
         server.terminate()
@@ -130,7 +132,7 @@ def main() -> None:
         cells = [f"{row['seconds']:.2f}", f"{base / row['seconds']:.2f}", *(f"{row[c]:.2f}" for c in columns[1:])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     path = ROOT / "benchmarks" / "results" / f"overlap{'' if args.mode == 'equal' else f'_{args.mode}'}.md"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 

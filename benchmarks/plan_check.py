@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from memory_worker import predicted  # noqa: E402
 
 from config import TrainConfig, load_config  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
 
 SHAPES = {  # hidden, feed-forward, layers, heads, key heads, vocabulary, tied
     "34 M": ("llama", 512, 1536, 8, 8, 4, 16384, True),
@@ -40,13 +41,14 @@ def main(names: list[str]) -> None:
     for name, strategy in product(names or SHAPES, ("ddp", "fsdp", "fsdp2")):
         with tempfile.TemporaryDirectory() as folder:
             shape = dict(zip(NAMES.split(), SHAPES[name], strict=True))
-            Path(folder, "config.json").write_text(json.dumps(shape))
+            Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
             words = ["--model_id", folder, "--strategy", strategy, *FLAGS.split()]
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
             command = [*launch, "tests/memory_worker.py", f"{folder}/out.json", *words]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=900)
-            for more, critic, measured in json.loads(Path(folder, "out.json").read_text()):
+            how = dict(check=True, capture_output=True, timeout=900, preexec_fn=ends_with_us())
+            subprocess.run(command, cwd=ROOT, env=environment, **how)
+            for more, critic, measured in json.loads(Path(folder, "out.json").read_text(encoding="utf-8")):
                 expected = predicted(replace(load_config(TrainConfig, words), **more), 2, critic)
                 errors = " | ".join(f"{size / measured[what] - 1:+.1%}" for what, size in expected.items())
                 settings = [WORDS[key] for key, value in more.items() if value] + ["critic"] * critic

@@ -24,6 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from safety.orphans import ends_with_us  # noqa: E402
+
 OUT = ROOT / "benchmarks" / "results"
 STEPS = 30
 EQUAL = 3072  # tokens at which rewards are compared: 12 steps without resampling
@@ -56,7 +59,10 @@ def run(preset: str, seed: int, folder: Path) -> dict:
     script = "train_ppo.py" if preset == "ppo" else "train_grpo.py"
     command = [sys.executable, script, *flags.split()]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    how = dict(
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, preexec_fn=ends_with_us(), encoding="utf-8"
+    )
+    done = subprocess.run(command, **how)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
     return summary(folder / name, preset, seed)
@@ -65,7 +71,7 @@ def run(preset: str, seed: int, folder: Path) -> dict:
 def summary(run_dir: Path, preset: str, seed: int) -> dict:
     """Held-out reward before and after; by step the training reward and all tokens sampled so far, those of groups
     that --dynamic_sampling threw away included."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     evals = [line["eval/reward"] for line in lines if "eval/reward" in line]
     steps = [line for line in lines if "reward" in line]
     group, greedy = 1 if preset == "ppo" else 16, 4 if preset == "remax" else 0  # completions
@@ -149,9 +155,11 @@ def main() -> None:
 
 def write(runs: list[dict]) -> None:
     OUT.mkdir(exist_ok=True)
-    (OUT / "algorithms.json").write_text(json.dumps(runs) + "\n")
+    (OUT / "algorithms.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
     text = f"# Presets on the toy task\n\n{__doc__.split('Results go')[0].split('The task is')[1].strip()}\n"
-    (OUT / "algorithms.md").write_text(text.replace("a toy", "The task is a toy", 1) + f"\n{table(runs)}\n")
+    (OUT / "algorithms.md").write_text(
+        text.replace("a toy", "The task is a toy", 1) + f"\n{table(runs)}\n", encoding="utf-8"
+    )
     plot(runs, OUT / "algorithms.svg")
     print(table(runs))
 

@@ -24,7 +24,7 @@ from vllm_client import VLLMClient  # noqa: E402
 if sys.argv[1] == "--mean":
     print("| run | share changed | MB sent | seconds | at the server |\n|---|---:|---:|---:|---:|")
     for file in map(Path, sys.argv[2:]):
-        rows = [json.loads(line) for line in file.read_text().splitlines()][2:]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][2:]
         share, size, seconds = (fmean(row[key] or 0 for row in rows) for key in ("changed", "bytes", "seconds"))
         there = fmean(sum(row["server"].values()) for row in rows)
         print(f"| {file.stem} | {share:.2%} | {size / 1e6:.1f} | {seconds:.2f} | {there:.2f} |")
@@ -52,7 +52,7 @@ def finish_push(self, version):
     row = {"version": version, "seconds": time.perf_counter() - state["start"], "bytes": self.sent_bytes}
     row["server"] = self.server_seconds
     row["changed"] = state["changed"] / state["words"] if state["words"] else None
-    with out.open("a") as file:
+    with out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 

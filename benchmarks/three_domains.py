@@ -21,6 +21,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from runlog.reading import read_metrics  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
 
 CONFIG = ROOT / "examples" / "three_domains.yaml"
 START = ROOT / "runs" / "warm-three_domains" / "checkpoints" / "step_5"
@@ -32,11 +33,11 @@ def train(domains: list[dict], settings: dict, seed: int, model: str, flags: lis
     share = settings["prompts_per_step"] * len(domains) // len(settings["domains"])
     folder = Path(tempfile.mkdtemp(prefix="three_domains_"))
     config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(settings | {"domains": domains, "prompts_per_step": share}))
+    config.write_text(yaml.safe_dump(settings | {"domains": domains, "prompts_per_step": share}), encoding="utf-8")
     command = [sys.executable, str(ROOT / "train_grpo.py"), "--config", str(config), "--model_id", model, "--seed"]
     command += [str(seed), "--output_dir", str(folder), "--run_name", "run", *flags]
-    with open(folder / "output.txt", "w") as out:
-        subprocess.run(command, cwd=ROOT, check=True, stdout=out, stderr=subprocess.STDOUT)
+    with open(folder / "output.txt", "w", encoding="utf-8") as out:
+        subprocess.run(command, cwd=ROOT, check=True, stdout=out, stderr=subprocess.STDOUT, preexec_fn=ends_with_us())
     lines = read_metrics(folder / "run")
     evaluations = [line for line in lines if "eval/reward" in line]
     steps = [line for line in lines if "eval/reward" not in line]
@@ -68,7 +69,7 @@ def table(runs: list[dict]) -> str:
 
 
 def main() -> None:
-    settings = yaml.safe_load(CONFIG.read_text())
+    settings = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     settings.pop("example")
     names = [domain["name"] for domain in settings["domains"]]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -81,11 +82,13 @@ def main() -> None:
         for what in args.runs:
             chosen = [domain for domain in settings["domains"] if what in ("mix", domain["name"])]
             found = train(chosen, settings, seed, args.model, flags)
-            runs = json.loads(args.out.read_text()) if args.out.exists() else []  # others may have been added meanwhile
+            runs = (
+                json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else []
+            )  # others may have been added meanwhile
             runs = [run for run in runs if (run["what"], run["seed"]) != (what, seed)]
             runs.append({"what": what, "seed": seed, "domains": found})
-            args.out.write_text(json.dumps(runs, indent=1) + "\n")
-            args.out.with_suffix(".md").write_text(table(runs))
+            args.out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+            args.out.with_suffix(".md").write_text(table(runs), encoding="utf-8")
             print(what, seed, {name: numbers["right"] for name, numbers in found.items()}, flush=True)
 
 

@@ -144,7 +144,7 @@ def main() -> None:
     if len(args.systems) == len(SYSTEMS):
         text = table({system: [times[-1] for times in runs] for system, runs in ended.items()})
         results = ROOT / "benchmarks" / "results"
-        (results / "tool_latency.md").write_text(f"`{' '.join(['python', *sys.argv])}`\n\n{text}")
+        (results / "tool_latency.md").write_text(f"`{' '.join(['python', *sys.argv])}`\n\n{text}", encoding="utf-8")
         plot({system: runs[0] for system, runs in ended.items()}, results / "tool_latency.svg")
         print(text)
 

@@ -36,6 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from safety.orphans import ends_with_us  # noqa: E402
+
 PHASES = ("generate", "score", "logprobs", "update", "push", "other")
 RUN_LIMIT = 1800  # seconds a run may take; the limit a hung one is ended by
 
@@ -85,7 +88,7 @@ def write_prompts(path: Path, model: str, prompt_tokens: int | None) -> float:
         return messages, len(ids)
 
     lengths = []
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for i in range(512):
             question = f"What is {i % 9 + 1} + {i * 7 % 9 + 1}? Answer with just the number."
             messages, length = chat(question)
@@ -135,7 +138,7 @@ def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path
             line = {"step": state.global_step, "time/unix": time.time(), "time/step": now - self.start, **spent}
             line["time/update"] = line["time/step"] - sum(spent.values())  # TRL computes no other log-probs here
             line["completions/mean_length"] = logs["completions/mean_length"]
-            with metrics_path.open("a") as file:
+            with metrics_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self.start = now
             spent.update(dict.fromkeys(spent, 0.0))
@@ -205,9 +208,9 @@ def vllm_server(model: str, log: Path):
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
     }
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024"]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+    command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024", "--exit-with-parent"]
+    with log.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, preexec_fn=ends_with_us())
     try:
         wait_healthy(url, token, process, log)
         yield url, env, process
@@ -229,7 +232,7 @@ def wait_healthy(url: str, token: str, process: subprocess.Popen, log: Path, lim
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    tail = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-20:])
     raise RuntimeError(f"the vLLM server did not answer within {limit:g} s; the end of its output:\n{tail}")
 
 
@@ -239,7 +242,7 @@ def wait_healthy(url: str, token: str, process: subprocess.Popen, log: Path, lim
 def peak_rss(pid: int) -> int:
     """Largest resident set of a process so far, in bytes; 0 if it is gone."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return 0
     kib = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
@@ -249,7 +252,7 @@ def peak_rss(pid: int) -> int:
 def cpu_seconds(pid: int) -> float:
     """User and system seconds of a process so far; 0 if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -261,20 +264,22 @@ def descendants(pid: int) -> list[int]:
     for parent in found:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for children in Path(f"/proc/{parent}/task").glob("*/children"):
-                found += [int(child) for child in children.read_text().split()]
+                found += [int(child) for child in children.read_text(encoding="utf-8").split()]
     return found
 
 
 def read_lines(path: Path) -> list[dict]:
     """The complete lines of a jsonl file that is being written."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path, server: int | None) -> dict:
     """Run a trainer; what its steps after the first took.  `server`: its process id, if there is one."""
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, cwd=metrics.parent, stdout=out, stderr=out)
+    with log.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            command, env=env, cwd=metrics.parent, stdout=out, stderr=out, preexec_fn=ends_with_us()
+        )
     peak, cpu, size, started = 0, [], 0, time.monotonic()
     try:
         while process.poll() is None and len(cpu) < steps:
@@ -294,7 +299,7 @@ def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path,
             process.wait()
     lines = read_lines(metrics)
     if code or len(lines) < steps:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        tail = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-20:])
         raise RuntimeError(f"exit code {code}, {len(lines)} of {steps} steps: {' '.join(command)}\n{tail}")
     wall = [after["time/unix"] - before["time/unix"] for before, after in zip(lines, lines[1:], strict=False)]
     phases = [{p: line.get(f"time/{p}", 0.0) for p in PHASES} for line in lines[1:]]
@@ -406,7 +411,7 @@ def describe_machine(args, prompt_tokens: dict) -> dict:
             packages.append(f"{package} {version(package)}")
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        info = Path("/proc/cpuinfo").read_text().splitlines()
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), cpu)
     load = os.getloadavg()[0]
     command = "python benchmarks/vs_trl.py " + " ".join(sys.argv[1:])
@@ -448,7 +453,7 @@ def main() -> None:
     about, runs = describe_machine(args, prompt_tokens), []
     out.mkdir(parents=True, exist_ok=True)
     if (out / "vs_trl.json").exists():  # cases that are not run now stay
-        before = json.loads((out / "vs_trl.json").read_text())
+        before = json.loads((out / "vs_trl.json").read_text(encoding="utf-8"))
         about["cases"] = before["about"]["cases"] | about["cases"]
         runs = [run for run in before["runs"] if args.add or run["case"] not in args.cases]
     print(f"logs of the single runs: {folder}", flush=True)
@@ -468,8 +473,10 @@ def main() -> None:
                         flush=True,
                     )
         rows = summarise(runs)
-        (out / "vs_trl.json").write_text(json.dumps({"about": about, "summary": rows, "runs": runs}, indent=1) + "\n")
-        (out / "vs_trl.md").write_text(markdown(rows, about))
+        (out / "vs_trl.json").write_text(
+            json.dumps({"about": about, "summary": rows, "runs": runs}, indent=1) + "\n", encoding="utf-8"
+        )
+        (out / "vs_trl.md").write_text(markdown(rows, about), encoding="utf-8")
     print(markdown(summarise(runs), about))
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from safety.orphans import ends_with_us  # noqa: E402
+
 MODEL = str(ROOT / "models" / "SmolLM2-135M-Instruct")
 STEPS, EVERY, PROMPTS, GENERATIONS, TOKENS, HELD_OUT = 30, 5, 8, 8, 12, 4
 
@@ -70,7 +72,7 @@ def run_trl(seed: int, path: Path) -> None:
             right = reward(completions, [row["answer"] for row in held_out for _ in range(HELD_OUT)])
             model.train(training)
             line = {"step": step, "tokens": self.sampled, "right": statistics.fmean(r == 1 for r in right)}
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     cfg = GRPOConfig(
@@ -116,14 +118,14 @@ def run_ours(seed: int, path: Path) -> None:
     """The same line from metrics.jsonl of train_grpo.py with the demo's settings."""
     command = [sys.executable, str(ROOT / "train_grpo.py"), "--config", "examples/sums.yaml", "--generator", "hf"]
     command += ["--seed", str(seed), "--eval_steps", str(EVERY), "--output_dir", str(path.parent), "--run_name", "ours"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, preexec_fn=ends_with_us())
     sampled, lines = 0.0, []
-    for line in map(json.loads, (path.parent / "ours" / "metrics.jsonl").read_text().splitlines()):
+    for line in map(json.loads, (path.parent / "ours" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
         if "eval/mean@4" in line:
             lines.append({"step": line["step"], "tokens": sampled, "right": line["eval/mean@4"]})
         else:
             sampled += line["completions/mean_length"] * PROMPTS * GENERATIONS
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def draw(runs: list[dict], path: Path) -> None:
@@ -157,21 +159,21 @@ def main() -> None:
     if args.trl_child:
         return run_trl(int(args.trl_child[0]), Path(args.trl_child[1]))
     kept = Path(args.out) / "vs_trl_curve.json"
-    runs = json.loads(kept.read_text()) if kept.exists() else []  # seeds may be added later
+    runs = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []  # seeds may be added later
     for seed in args.seeds:
         for system in args.systems:
             path = Path(tempfile.mkdtemp(prefix=f"curve_{system}_")) / "lines.jsonl"
             if system == "trl":
                 command = [sys.executable, __file__, "--trl_child", str(seed), str(path)]
-                with open(path.parent / "output.txt", "w") as out:
-                    subprocess.run(command, check=True, stdout=out, stderr=out)
+                with open(path.parent / "output.txt", "w", encoding="utf-8") as out:
+                    subprocess.run(command, check=True, stdout=out, stderr=out, preexec_fn=ends_with_us())
             else:
                 run_ours(seed, path)
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             runs = [run for run in runs if (run["system"], run["seed"]) != (system, seed)]
             runs.append({"system": system, "seed": seed, "lines": lines})
             print(system, seed, " ".join(f"{line['right']:.3f}" for line in lines), flush=True)
-            kept.write_text(json.dumps(runs, indent=1) + "\n")
+            kept.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
             draw(runs, kept.with_suffix(".svg"))
 
 

@@ -78,7 +78,7 @@ def truncated_rng(at):
 def truncated_state_json(at):
     """state.json cut in the middle, as a full disk leaves it -> named: on resume"""
     path = _trained(at) / "trainer" / "state.json"
-    path.write_text(path.read_text()[:20])
+    path.write_text(path.read_text(encoding="utf-8")[:20], encoding="utf-8")
     return named(_resumed(at), f"state.json|{DAMAGED}", REMEDY)
 
 
@@ -97,7 +97,7 @@ def no_state_folder(at):
 def other_numbers_in_state(at):
     """state.json of another form (a list; texts for numbers) -> named: on resume"""
     path = _trained(at) / "trainer" / "state.json"
-    path.write_text('{"step": "two", "num_tokens": "many", "beta": null}')
+    path.write_text('{"step": "two", "num_tokens": "many", "beta": null}', encoding="utf-8")
     return named(_resumed(at), f"state.json|{DAMAGED}", REMEDY)
 
 
@@ -131,11 +131,13 @@ def damaged_keeps_the_run(at):
     """a resume that fails for a damaged checkpoint -> named: metrics and config of the run are as they were"""
     checkpoint = _trained(at)
     files = [at.runs / "run" / name for name in ("metrics.jsonl", "config.json")]
-    (at.runs / "run" / "metrics.jsonl").open("a").write('{"step": 3, "reward": 0.5}\n')
-    before = [path.read_text() for path in files]
+    (at.runs / "run" / "metrics.jsonl").open("a", encoding="utf-8").write('{"step": 3, "reward": 0.5}\n')
+    before = [path.read_text(encoding="utf-8") for path in files]
     _state_file(checkpoint).write_bytes(b"")
     seen = named(_resumed(at), DAMAGED, REMEDY)
-    return Seen("silent", f"rewritten ({seen.what})") if [p.read_text() for p in files] != before else seen
+    return (
+        Seen("silent", f"rewritten ({seen.what})") if [p.read_text(encoding="utf-8") for p in files] != before else seen
+    )
 
 
 def falls_back_by_hand(at):
@@ -155,7 +157,7 @@ def stale_incomplete(at):
 def stale_incomplete_file(at):
     """a file, and a folder of another user, where incomplete_step_3 has to go -> survived or named"""
     checkpoint = _trained(at)
-    checkpoint.with_name("incomplete_step_3").write_text("in the way")
+    checkpoint.with_name("incomplete_step_3").write_text("in the way", encoding="utf-8")
     return either(_resumed(at), "incomplete_step_3", "remove")
 
 
@@ -265,8 +267,8 @@ def metrics_torn(at):
     """the last line of metrics.jsonl is torn -> survived: resumed, the line is made again"""
     _trained(at)
     path = at.runs / "run" / "metrics.jsonl"
-    path.write_text(path.read_text()[:-30])
-    return goes_on(_resumed(at), None if len(path.read_text().splitlines()) >= 2 else "lines are lost")
+    path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")
+    return goes_on(_resumed(at), None if len(path.read_text(encoding="utf-8").splitlines()) >= 2 else "lines are lost")
 
 
 def metrics_garbage(at):
@@ -280,7 +282,7 @@ def metrics_garbage(at):
 def config_garbage(at):
     """config.json of the run is cut in the middle -> survived or named: on resume"""
     _trained(at)
-    (at.runs / "run" / "config.json").write_text('{"model_id": "mod')
+    (at.runs / "run" / "config.json").write_text('{"model_id": "mod', encoding="utf-8")
     return either(_resumed(at), "config.json", "remove|cannot be read|damaged")
 
 
@@ -288,8 +290,8 @@ def foreign_files(at):
     """files of others in the run's folders (step_x.parquet, checkpoints/step_best, notes) -> survived: resumed"""
     _trained(at)
     run = at.runs / "run"
-    (run / "completions" / "step_x.parquet").write_text("not ours")
-    (run / "completions" / "notes.txt").write_text("not ours")
+    (run / "completions" / "step_x.parquet").write_text("not ours", encoding="utf-8")
+    (run / "completions" / "notes.txt").write_text("not ours", encoding="utf-8")
     (run / "checkpoints" / "step_best").mkdir()
     return goes_on(_resumed(at), steps=3)
 

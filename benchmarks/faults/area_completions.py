@@ -344,7 +344,7 @@ def html_in_report(at):
     mark = "<script>alert('FAULT')</script>"
 
     def wrong(end):
-        return "the report runs it" if mark in (end.run / "report.html").read_text() else None
+        return "the report runs it" if mark in (end.run / "report.html").read_text(encoding="utf-8") else None
 
     return _said(at, [f"</td></pre>{mark}<img src=x onerror=alert(1)>"], "", wrong)
 

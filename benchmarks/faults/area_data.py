@@ -6,7 +6,7 @@ import time
 
 import pyarrow
 import pyarrow.parquet
-import server_fixture
+import tiny_vlms
 from case import Seen, either, goes_on, named, option_known, says
 
 GOOD = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
@@ -390,7 +390,7 @@ def picture_of_a_text_model(at):
 
 def picture_that_is_none(at, limit=90):
     """image columns that hold garbage, a cut file, a path that is not there, /etc/passwd -> named: which row"""
-    model = server_fixture.make_tiny_vlm(at.given / "vlm")
+    model = tiny_vlms.make("idefics3", at.given / "vlm")
     for number, image in enumerate(("garbage", "/nowhere.png", "/etc/passwd", "iVBORw0KGgo=", 7)):
         rows = at.rows([{"prompt": "What is it?", "image": image}] * 8)
         seen = named(

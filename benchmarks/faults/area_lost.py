@@ -128,7 +128,7 @@ def open_without_token(at):
     """a server for other machines without a token -> named"""
     command = [sys.executable, "vllm_server.py", "--model", TINY, "--host", "0.0.0.0", "--port", str(free_port())]
     env = {k: v for k, v in os.environ.items() if k != "VLLM_SERVER_TOKEN"}
-    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=40)
+    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=40, encoding="utf-8")
     words = "0.0.0.0" in end.stderr and "--token" in end.stderr
     return Seen("named" if end.returncode and words else "ended", shorten(end.stderr[-300:]))
 

@@ -319,6 +319,7 @@ def no_home(at):
         capture_output=True,
         text=True,
         timeout=at.remaining,
+        encoding="utf-8",
     )
     return goes_on(Ended(end.returncode, end.stdout + end.stderr, run=at.runs / "run"), steps=2)
 

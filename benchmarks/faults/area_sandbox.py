@@ -152,7 +152,7 @@ def trainers_files(at):
     """code reads a private file of the trainer, and one in its temporary folder -> survived: refused"""
     private, open_one = at.file("private", "canary-file"), at.temp / "open"
     private.chmod(0o600)
-    open_one.write_text("canary-file")
+    open_one.write_text("canary-file", encoding="utf-8")
     paths = [str(private), str(open_one)]
     code = f"for p in {paths!r}:\n  try: print(open(p).read())\n  except OSError as e: print(e)"
     result = _run(code)
@@ -185,7 +185,7 @@ def writes_outside(at):
     code = f"for p in {paths!r}:\n  try: open(p, 'w').write('changed')\n  except OSError as e: print(e)"
     result = _run(code)
     changed = [str(p) for p in (folder / "new", shm, repository) if p.exists()]
-    changed += [str(file)] if file.read_text() != "safe" else []
+    changed += [str(file)] if file.read_text(encoding="utf-8") != "safe" else []
     shm.unlink(missing_ok=True)
     repository.unlink(missing_ok=True)
     return _contained(result, bool(changed), f"wrote {', '.join(changed)}")
@@ -198,7 +198,7 @@ def mounts_again(at):
     code = "import ctypes\nlibc = ctypes.CDLL(None)\n"
     code += "for f in (32 | 4096, 32):\n  print(libc.mount(None, b'/', None, f, None))\n"
     result = _run(code + f"open({str(file)!r}, 'w').write('changed')")
-    return _contained(result, file.read_text() != "safe", "wrote after a remount")
+    return _contained(result, file.read_text(encoding="utf-8") != "safe", "wrote after a remount")
 
 
 def signals_to_others(at):
@@ -217,7 +217,7 @@ def shared_memory_left(at):
     key = 0x5EED0000 + secrets.randbelow(65536)
     code = f"import ctypes\nprint(ctypes.CDLL(None).shmget({key}, 4096, 0o1666))"
     result = _run(code)
-    found = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+    found = [line.split() for line in Path("/proc/sysvipc/shm").read_text(encoding="utf-8").splitlines()[1:]]
     mine = [int(line[1]) for line in found if int(line[0]) & 0xFFFFFFFF == key]
     for number in mine:
         ctypes.CDLL(None).shmctl(number, 0, None)

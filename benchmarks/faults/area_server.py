@@ -121,7 +121,7 @@ def token_in_ps(at):
     run = at.command(sys.executable, "vllm_server.py", "--model", TINY, "--port", port, "--token", token)
     if not at.reached(run, "loading"):
         return named(at.ended(run, 5), "token", "VLLM_SERVER_TOKEN")
-    shown = token in Path(f"/proc/{run.members[0].pid}/cmdline").read_text()
+    shown = token in Path(f"/proc/{run.members[0].pid}/cmdline").read_text(encoding="utf-8")
     _stop(at, run)
     if shown and "VLLM_SERVER_TOKEN" not in run.text:
         return Seen("leaked", "ps shows it, nothing is said")

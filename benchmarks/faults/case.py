@@ -55,7 +55,7 @@ class Ended:
     @property
     def steps(self) -> list[dict]:
         path = self.run / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
         return [line for line in lines if "reward" in line]
 
     def mean(self, key: str) -> float:
@@ -158,7 +158,7 @@ class Case:
         """An input of the fault. What lies there is not searched for secrets."""
         path = self.given / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content) if isinstance(content, bytes) else path.write_text(content)
+        path.write_bytes(content) if isinstance(content, bytes) else path.write_text(content, encoding="utf-8")
         return path
 
     def rows(self, rows: list[dict], name: str = "rows.jsonl") -> str:
@@ -301,7 +301,7 @@ def checked(at: Case, seen: Seen, secrets: list[str]) -> Seen:
 
 
 def output_of(*command: str, seconds: float = 30) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, encoding="utf-8").stdout
 
 
 def mask(text: str, secrets: list[str]) -> str:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 from hf_generator import HFGenerator  # noqa: E402
 
-turns = json.loads(Path(sys.argv[1]).read_text())
+turns = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
 generate, said = HFGenerator.generate, set()
 
 
