@@ -14,7 +14,8 @@ here takes part in a collective of the trainer. It travels while the caller gath
 alike is in serving/wire.py.
 
 Every wait has a limit (`timeout` for control and transfer, `request_timeout` for one generation) and its error says
-which server was waited for. No part of vLLM is imported.
+which server was waited for. What changes nothing on a server is asked again where that may help (`_call`); the steps of
+a push never are. Answers are checked in serving/answers.py. No part of vLLM is imported.
 """
 
 import asyncio
@@ -24,8 +25,11 @@ import io
 import itertools
 import json
 import os
+import random
 import secrets
 import socket
+import ssl
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -34,11 +38,11 @@ from urllib.parse import urlsplit
 
 import requests
 import torch
-import urllib3
 
-from safety import credentials
+from cli import ConfigError
+from safety import addresses, asking, credentials
 from safety.limits import warn_once
-from serving import shared, wire
+from serving import answers, shared, wire
 from serving.changes import Changes
 from serving.rendezvous import Rendezvous
 from serving.wire import (
@@ -61,31 +65,75 @@ from serving.wire import (
 
 MOST_BYTES = 1 << 26  # of an answer, beside the sampled tokens that were asked for
 TOKEN_BYTES = 128  # of JSON, for a token and its log-prob
+# What is asked again: every GET, and these, which may be repeated as they change nothing, or nothing more. Whether a
+# step of a push whose answer was lost has been taken cannot be known: pushes begin anew instead.
+REPEATABLE = {"/generate", "/sleep"}
+BUSY = {429, 502, 503, 504}  # too many requests; a proxy or the server is busy, or starts
+BROKEN_SECONDS = 10.0  # for which a server that refuses or cuts connections is asked again; a busy one: `timeout`
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds before asking again, twice as long each time; Retry-After may say more
 
 
 class ServerError(RuntimeError):
-    """A server is gone, refused, or gave a wrong answer. The message names it, the cause and what to do."""
+    """A server is gone, refused, or gave a wrong answer. The message names it, the cause and what to do.
+
+    patience: for how many seconds asking again may help. after: seconds before which the server will not be asked.
+    final: waiting until the server is ready does not help either.
+    """
+
+    def __init__(self, message: str, patience: float = 0.0, after: float = 0.0, final: bool = False):
+        super().__init__(credentials.mask(message))
+        self.patience, self.after, self.final = patience, after, final
 
 
 def not_ours(url: str, what: str) -> ServerError:
     return ServerError(f"{url} answered {what}, as no vllm_server.py does. Is another program at this address?")
 
 
-def read_all(answer: requests.Response, most: int, deadline: float) -> bytes:
-    """The body of an answer whose headers have come; an error if it has over `most` bytes, or is not there by then."""
-    text = bytearray()
+def check_tls_files(ca: str | None, client_cert: str | None) -> None:
+    """ConfigError for files that TLS cannot use; before anything is sent."""
+    context = ssl.create_default_context()
+    for flag, path, load, content in (
+        ("--server_ca (or SSL_CERT_FILE)", ca, context.load_verify_locations, "the certificate of the server's signer"),
+        ("--client_cert", client_cert, context.load_cert_chain, "a certificate and its key"),
+    ):
+        try:
+            if path is not None and load == context.load_cert_chain:
+                load(path, password="")  # else it would be asked for
+            elif path is not None:
+                load(path)
+        except OSError as error:  # ssl.SSLError is one
+            reason = error.strerror or error
+            raise ConfigError(f"{flag}={path}: no usable PEM file ({reason}); give one with {content}.") from None
+
+
+def speaks_tls(host: str, port: int) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        while part := answer.raw.read1(1 << 16):  # what there is; read() would wait for more, however slowly it comes
-            text += part
-            if len(text) > most:
-                raise not_ours(answer.url, f"with over {most / 2**20:.0f} MiB")
-            if time.monotonic() > deadline:
-                raise requests.Timeout("the answer came too slowly")
-    except urllib3.exceptions.ReadTimeoutError as error:
-        raise requests.Timeout(error) from error
-    except urllib3.exceptions.HTTPError as error:
-        raise requests.ConnectionError(error) from error
-    return bytes(text)
+        with socket.create_connection((host, port), 5) as plain, context.wrap_socket(plain, server_hostname=host):
+            return True
+    except OSError:
+        return False
+
+
+def tls_trouble(url: str, ca: str | None, error: Exception) -> ServerError:
+    """What a TLS connection failed at, and what to do about that."""
+    text = str(error)
+    cause = text.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or text[-160:]
+    if "WRONG_VERSION_NUMBER" in text or "record layer" in text:
+        cause, remedy = "it does not speak TLS", f"give http://{urlsplit(url).netloc}, or start it with --ssl-certfile"
+    elif "REQUIRED" in text.upper() or "alert" in text:
+        remedy = "it wants a certificate of this client (--client_cert), signed by one of its --ssl-ca-certs"
+    elif "mismatch" in text or "not valid for" in text:
+        remedy = "give the server's address by a name that is in its certificate, or have one made for this name"
+    elif "expired" in text or "not yet valid" in text:
+        remedy = "have a new certificate made, and look at the clocks of both machines"
+    elif "CERTIFICATE_VERIFY_FAILED" in text:
+        remedy = "give the PEM file of who signed its certificate: --server_ca FILE, or SSL_CERT_FILE"
+        remedy += f" (now: {ca or 'the system'})"
+    else:
+        remedy = "look at the server's terminal, and at what stands between it and this machine"
+    return ServerError(f"{url}: no secure connection ({cause}). What to do: {remedy}.", final=True)
 
 
 @dataclass
@@ -152,6 +200,9 @@ class VLLMClient:
         request_timeout: seconds for one `generate`. A server that dies is noticed long before.
         over: how weights travel: memory that both ends share, nccl or gloo; auto: the fastest that works.
         changes_only: the servers keep the buckets of a push, for `send_changes`; `changes` keeps this end's.
+        ca: PEM file by which certificates of https:// servers are checked; when not given, what SSL_CERT_FILE or
+            REQUESTS_CA_BUNDLE names, else the usual authorities.
+        client_cert: PEM file with the certificate and key to show to servers that ask for one.
     """
 
     def __init__(
@@ -162,10 +213,16 @@ class VLLMClient:
         request_timeout: float = 600.0,
         over: str = "auto",
         changes_only: bool = False,
+        ca: str | None = None,
+        client_cert: str | None = None,
     ):
         if not urls:
             raise ValueError("VLLMClient needs at least one server url, such as http://127.0.0.1:8000")
-        self.urls = [url.rstrip("/") for url in urls]
+        self.urls = addresses.checked(urls, "urls")
+        self.ca = ca or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE") or None
+        self.client_cert = client_cert
+        if any(url.startswith("https:") for url in self.urls):
+            check_tls_files(self.ca, client_cert)
         self.token = credentials.read("VLLM_SERVER_TOKEN", token)
         self.timeout, self.request_timeout, self.over = timeout, request_timeout, over
         self.tokenizer = self.rope_index = None
@@ -174,6 +231,7 @@ class VLLMClient:
         self._load = [0] * len(self.urls)  # sequences under way, by server
         self._turn = os.getpid()  # ranks start at different servers
         self._links, self._infos = [], []  # open connections; what the servers say of themselves
+        self.vocab_size: int | None = None  # of their model, once they have been asked
         self._device: torch.device | None = None
         self._transport = torch.device("cpu")  # where the packed bucket lies
         self._buffers: list = []  # with `bytes` and `place`, as Shared; one is packed while the other travels
@@ -192,30 +250,94 @@ class VLLMClient:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _call(self, url: str, method: str, path: str, body: dict | None = None, timeout: float | None = None) -> dict:
-        """One HTTP request; the JSON answer. Anything but a 2xx is a ServerError that carries the server's message."""
-        timeout = timeout or self.timeout
+    def _call(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: dict | None = None,
+        timeout: float | None = None,
+        again: bool | None = None,
+        given_up: threading.Event | None = None,
+    ) -> dict:
+        """One HTTP request; the JSON answer. Anything but a 2xx is a ServerError that carries the server's message.
+
+        again: ask again, as long as that may help: BROKEN_SECONDS where the connection breaks, `timeout` where the
+        server says that it is busy. Unset: if the request may be repeated. given_up: nobody waits for it any more.
+        """
+        again = (method == "GET" or path in REPEATABLE) if again is None else again
+        given_up, pause, began = given_up or threading.Event(), FIRST_PAUSE, None
+        while True:
+            if "request_id" in (body or {}):  # what it stood for before may not have ended yet
+                body["request_id"] = uuid.uuid4().hex
+            # Looked at after the name is set: who gives up sets this first, and ends what then has the name.
+            if given_up.is_set():
+                raise ServerError(f"{method} {path} was not sent to {url}: nobody waits for the answer any more.")
+            try:
+                return self._ask(url, method, path, body, timeout or self.timeout)
+            except ServerError as error:
+                now = time.monotonic()
+                began = began or now
+                wait = max(error.after, pause * random.uniform(0.5, 1))  # ranks do not come back all at once
+                limit = min(error.patience, self.timeout) * again
+                if given_up.is_set() or now + wait > began + limit:
+                    asked = f" It was asked again for {now - began:.0f} s." if now > began else ""
+                    if isinstance(error.__cause__, requests.RequestException) and error.patience:
+                        error.args = (credentials.mask(self._diagnose(url, f"{method} {path}", error.__cause__)),)
+                    if error.after > limit > 0:
+                        asked += (
+                            f" It asks for {error.after:.0f} s of patience; --server_timeout is {self.timeout:g} s."
+                        )
+                    error.args = (f"{error}{asked}",)
+                    raise
+                warn_once(f"{error} Asking again, for up to {limit:g} s.")
+                if given_up.wait(wait):
+                    raise
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _ask(self, url: str, method: str, path: str, body: dict | None, timeout: float) -> dict:
         headers = credentials.bearer(self.token) | {"Accept-Encoding": "identity"}
         sampled = (body or {}).get("n", 0) * (body or {}).get("max_tokens", 0)
         limits = (MOST_BYTES + TOKEN_BYTES * sampled, time.monotonic() + timeout)
-        options = dict(json=body, headers=headers, timeout=(10, timeout), stream=True)
+        options = dict(json=body, headers=headers, timeout=(10, timeout), stream=True, allow_redirects=False)
         try:
             with requests.Session() as session:
                 session.trust_env = False  # no proxies for loopback, no .netrc in place of the token
+                session.verify, session.cert = self.ca or True, self.client_cert
                 with session.request(method, url + path, **options) as answer:
-                    text = read_all(answer, *limits)
+                    too_much = not_ours(answer.url, f"with over {limits[0] / 2**20:.0f} MiB")
+                    text = asking.read_body(answer, *limits, too_much)
+        except requests.exceptions.SSLError as error:
+            raise tls_trouble(url, self.ca, error) from error
         except requests.Timeout as error:
             raise ServerError(
-                f"{url} gave no answer to {method} {path} within {timeout:g} s; it hangs or is overloaded. "
-                "Look at its terminal, or raise the time limit."
+                f"{url} gave no answer to {method} {path} within {timeout:g} s; it hangs, is stopped (kill -CONT lets "
+                "it go on), or is overloaded. Look at its terminal, or raise the time limit."
             ) from error
         except requests.RequestException as error:
-            raise ServerError(self._diagnose(url, f"{method} {path}", error)) from error
+            place = urlsplit(url)
+            if "alert" in str(error):  # TLS 1.3: what the server dislikes of this end comes with its first answer
+                raise tls_trouble(url, self.ca, error) from error
+            if place.scheme == "http" and speaks_tls(place.hostname, place.port or 80):
+                raise ServerError(
+                    f"{url} speaks TLS: give https://{place.netloc}, with --server_ca FILE if its certificate is not "
+                    "signed by one of the usual authorities.",
+                    final=True,
+                ) from error
+            raise ServerError(f"{url}: {method} {path} failed ({error}).", BROKEN_SECONDS) from error
         if answer.status_code == 401:
             raise ServerError(
                 f"{url} refuses the token{'' if self.token else ', of which there is none'}. Give the one the server "
                 "was started with, or the one it printed, in VLLM_SERVER_TOKEN or in the file that "
-                "VLLM_SERVER_TOKEN_FILE names."
+                "VLLM_SERVER_TOKEN_FILE names.",
+                final=True,
+            )
+        if answer.is_redirect or 300 <= answer.status_code < 400:
+            raise ServerError(
+                f"{url} answered {method} {path} with {answer.status_code}, a redirect to "
+                f"{answer.headers.get('Location', 'nowhere')}. It was not followed: prompt and token would go there. "
+                "Give the server's own address in --server_urls.",
+                final=True,
             )
         try:
             content = json.loads(text or b"{}")
@@ -224,28 +346,43 @@ class VLLMClient:
         if not answer.ok:
             error = content.get("error", content) if isinstance(content, dict) else content
             message = error.get("message", error) if isinstance(error, dict) else error
+            busy = answer.status_code in BUSY and answer.headers.get("x-should-retry") != "false"
             raise ServerError(
-                f"{url} answered {method} {path} with {answer.status_code}: {credentials.mask(str(message))}"
+                f"{url} answered {method} {path} with {answer.status_code}: {str(message).rstrip('.')}."
                 + " Its terminal says more; start it again if it has ended, and resume the run."
-                * (answer.status_code >= 500)
+                * (answer.status_code >= 500),
+                patience=self.timeout * busy,
+                after=asking.retry_after(answer.headers.get("Retry-After")) or 0.0,
             )
         if not isinstance(content, dict):
             raise not_ours(url, f"{method} {path} with {content!r:.80}")
         return content
 
+    def _checked(self, url: str, what: str, check, *args):
+        """`check(*args)` of serving/answers.py, with the address and what to do in its error."""
+        try:
+            return check(*args)
+        except ValueError as error:
+            raise ServerError(
+                f"{url} answered {what} wrongly: {error}. Nothing of it is used. Start the vllm_server.py of this "
+                "version there, and see that no other program answers at this address."
+            ) from None
+
     def _diagnose(self, url: str, what: str, error: Exception) -> str:
         """The connection broke: is the server gone? A dying process may listen a moment longer than it talks."""
-        address, deadline = urlsplit(url), time.monotonic() + 2
+        (_, host, port), deadline = addresses.place_of(url), time.monotonic() + 2
         while time.monotonic() < deadline:
             try:
-                with socket.create_connection((address.hostname, address.port or 80), timeout=5):
+                with socket.create_connection((host, port), timeout=5):
                     time.sleep(0.2)
             except OSError as gone:
                 return (
                     f"{url} is gone: no connection ({gone.strerror or gone}) after {what} failed. Its terminal says "
-                    f"why; start it again (python vllm_server.py --model ... --port {address.port}) and resume the run."
+                    f"why; start it again (python vllm_server.py --model ... --port {port}) and resume the run."
                 )
-        return f"{url} cut the connection during {what} ({error}) but still listens; look at its terminal and resume."
+        asks = url.startswith("https:") and not self.client_cert
+        wants = " If it was started with --ssl-cert-reqs, it wants a --client_cert." * asks
+        return f"{url} cut the connection during {what} ({error}) but still listens; look at its terminal.{wants}"
 
     async def generate(
         self,
@@ -282,37 +419,50 @@ class VLLMClient:
             answer = await self._wait_alive(index, body)
         finally:
             self._load[index] -= n
-        return [self._completion(self.urls[index], sample, answer, n) for sample in answer["samples"]]
+        return self._completions(self.urls[index], body, answer)
 
     async def _wait_alive(self, index: int, body: dict) -> dict:
         """POST /generate, looking now and then whether the server still lives: a frozen machine sends no reset."""
         url = self.urls[index]
-        request = asyncio.wrap_future(in_thread(self._call, url, "POST", "/generate", body, self.request_timeout))
-        while True:
-            try:
-                done, _ = await asyncio.wait({request}, timeout=10)
-            except asyncio.CancelledError:  # nobody waits for the answers any more
-                request.cancel()
-                in_thread(self._call, url, "POST", "/abort_requests", {"request_ids": [body["request_id"]]})
-                raise
-            if done:
-                return request.result()
-            await asyncio.wrap_future(in_thread(self._call, url, "GET", "/health", None, min(self.timeout, 30)))
+        given_up = threading.Event()
+        call = (url, "POST", "/generate", body, self.request_timeout, None, given_up)
+        request = asyncio.wrap_future(in_thread(self._call, *call))
+        waited_for = {request}
+        try:
+            while True:
+                done, _ = await asyncio.wait(waited_for, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+                if request in done:
+                    return request.result()
+                if done:
+                    (look,) = done
+                    look.result()
+                    waited_for = {request}
+                elif waited_for == {request}:
+                    look = in_thread(self._call, url, "GET", "/health", None, min(self.timeout, 30))
+                    waited_for = {request, asyncio.wrap_future(look)}
+        except asyncio.CancelledError:  # nobody waits for the answers any more
+            given_up.set()
+            in_thread(self._call, url, "POST", "/abort_requests", {"request_ids": [body["request_id"]]})
+            raise
+        finally:
+            given_up.set()
+            for one in waited_for:
+                one.cancel()
 
-    def _completion(self, url: str, sample: dict, answer: dict, n: int) -> Completion:
-        tokens, logprobs, reason = sample["token_ids"], sample["logprobs"], sample["finish_reason"]
-        if reason not in ("stop", "length") or len(tokens) != len(logprobs) or len(answer["samples"]) != n:
-            raise ServerError(
-                f"{url} gave {len(answer['samples'])} of {n} samples, one of {len(tokens)} tokens and {len(logprobs)} "
-                f"log-probs that ended by {reason!r} (allowed: stop, length); look at the server's terminal."
-            )
-        if self.instances is not None and answer["instance"] != self.instances[url]:
+    def _completions(self, url: str, asked: dict, answer: dict) -> list[Completion]:
+        instance = None if self.instances is None else self.instances[url]
+        try:
+            found = self._checked(url, "POST /generate", answers.generated, answer, asked, self.vocab_size, instance)
+        except PermissionError:
             raise ServerError(
                 f"{url} was started anew, or another trainer has connected to it, since this run pushed its weights: "
                 "what it samples is not this run's policy. Give each run a server of its own, and resume the run."
-            )
-        versions = dict(policy_version=answer["policy_version"], policy_version_last=answer["policy_version_last"])
-        return Completion(tokens, logprobs, reason, prompt_ids=answer["prompt_ids"], **versions)
+            ) from None
+        versions = dict(policy_version=found.policy_version, policy_version_last=found.policy_version_last)
+        return [
+            Completion(one.token_ids, one.logprobs, one.finish_reason, prompt_ids=found.prompt_ids, **versions)
+            for one in found.samples
+        ]
 
     def wait_ready(self, timeout: float = 300.0):
         """Return when every server answers, and all serve the same model; ServerError naming the one that does not."""
@@ -320,10 +470,10 @@ class VLLMClient:
         for url in self.urls:
             while True:
                 try:
-                    self._call(url, "GET", "/health", timeout=5)
+                    self._call(url, "GET", "/health", timeout=5, again=False)
                     break
                 except ServerError as error:
-                    if "refuses the token" in str(error):
+                    if error.final:
                         raise
                     if time.monotonic() > deadline:
                         message = f"{url} was not ready within {timeout:g} s. Is it started, at this address? Last: "
@@ -340,11 +490,11 @@ class VLLMClient:
 
     def server_info(self) -> list[dict]:
         """What each server serves: model, architectures, vocab_size, hidden_size, num_layers, max_model_len, dtype,
-        policy_version, weights_error, vllm_version, world_size, device, devices, never_sampled."""
+        policy_version, weights_error, vllm_version, world_size, device, devices, never_sampled, can_sleep, server."""
         infos = self._on_all([(url, "GET", "/server_info", None) for url in self.urls])
         for url, info in zip(self.urls, infos, strict=True):
-            if "vocab_size" not in info:
-                raise not_ours(url, f"GET /server_info with {info!r:.80}")
+            self._checked(url, "GET /server_info", answers.checked, info, answers.Described)
+        self.vocab_size = min(info["vocab_size"] for info in infos)
         return infos
 
     def _on_all(self, calls: list[tuple]) -> list[dict]:
@@ -361,9 +511,10 @@ class VLLMClient:
 
     def sleep(self):
         """The servers drop weights and KV cache, and give their memory back. The next push wakes them."""
-        answers = self._on_all([(url, "POST", "/sleep", None) for url in self.urls])
-        if answers[0]["state"] != "asleep":
-            raise ServerError(f"{self.urls[0]} is {answers[0]['state']} after POST /sleep; look at its terminal")
+        states = self._on_all([(url, "POST", "/sleep", None) for url in self.urls])
+        for url, state in zip(self.urls, states, strict=True):
+            if self._checked(url, "POST /sleep", answers.checked, state, answers.State).state != "asleep":
+                raise ServerError(f"{url} is {state['state']} after POST /sleep; look at its terminal")
 
     # -- pushing weights ---------------------------------------------------------------------------------------------
 
@@ -376,6 +527,7 @@ class VLLMClient:
         """
         self.close()
         self._device, self._infos = torch.device(device), self.server_info()
+        self._check_apart()
         self.weight_dtype = getattr(torch, self._infos[0]["dtype"])
         backend = self._pick_backend()
         self._transport = self._device if backend == "nccl" else torch.device("cpu")
@@ -383,7 +535,7 @@ class VLLMClient:
         probe = shared.probe() if backend == "gloo" and self.over != "gloo" else None
         futures = []
         for url, info in zip(self.urls, self._infos, strict=True):
-            address = local_address(urlsplit(url).hostname, urlsplit(url).port or 80)  # loopback for loopback
+            address = local_address(urlsplit(url).hostname, addresses.place_of(url)[2])  # loopback for loopback
             link = Link(url, uuid.uuid4().hex, Rendezvous(secrets.token_hex(32), address, self.timeout))
             self._links.append(link)
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
@@ -393,12 +545,24 @@ class VLLMClient:
             futures.append(in_thread(self._call, url, "POST", "/init_weight_transfer_engine", body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init, probe))
         try:
-            answers = self._gather(futures, "the transfer groups")
+            joined = self._gather(futures, "the transfer groups")[::2]
+            what = ("POST /init_weight_transfer_engine", answers.checked)
+            forms = [
+                self._checked(link.url, *what, answer, answers.Connected)
+                for link, answer in zip(self._links, joined, strict=True)
+            ]
         except BaseException:
             self.close()
             raise
-        self.instances = {link.url: a["instance"] for link, a in zip(self._links, answers[::2], strict=True)}
+        self.instances = {link.url: form.instance for link, form in zip(self._links, forms, strict=True)}
         self._check_memory()
+
+    def _check_apart(self):
+        """One server under two names would take each for another trainer."""
+        known: dict[str, str] = {}
+        for url, info in zip(self.urls, self._infos, strict=True):
+            if (other := known.setdefault(info["server"], url)) != url:
+                raise ServerError(f"{other} and {url} are one and the same server; give it once in --server_urls.")
 
     def _check_memory(self):
         """Say which servers of this machine cannot read this process's memory."""
@@ -578,15 +742,16 @@ class VLLMClient:
         if self._checksums is None:
             raise ServerError("finish_push outside a push: call begin_push first")
         sums, self._checksums = self._checksums, None
-        answers = self._step("/finish_weight_update", [{"weight_version": version} for _ in self._links])
-        for link, answer in zip(self._links, answers, strict=True):
-            if answer["checksum"] != fold(sums) or answer["policy_version"] != version:
+        finished = self._step("/finish_weight_update", [{"weight_version": version} for _ in self._links])
+        for link, answer in zip(self._links, finished, strict=True):
+            form = self._checked(link.url, "POST /finish_weight_update", answers.checked, answer, answers.Finished)
+            if form.checksum != fold(sums) or form.policy_version != version:
                 raise ServerError(
-                    f"{link.url} has version {answer['policy_version']}, checksum {answer['checksum']:016x} after the "
+                    f"{link.url} has version {form.policy_version}, checksum {form.checksum:016x} after the "
                     f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
                 )
         self._base = None if self.changes is None else self._push
-        self.server_seconds = answers[0]["seconds"]
+        self.server_seconds = finished[0]["seconds"]
 
     def abort_push(self, reason: str = "the trainer gave up"):
         """Tell the servers, as far as they can still be told, that the push will not be completed. They answer 503 to

@@ -16,6 +16,8 @@ On top of vLLM's routes:
   /init_weight_transfer_engine, /start_weight_update (pauses; sequences under way are kept), /update_weights once a
   bucket, /finish_weight_update (checks coverage, takes the version, resumes), /abort_weight_update.
 * `/sleep`, `/wake_up` for a trainer on the same GPU: serving/sleep.py.
+* TLS with vLLM's own arguments: --ssl-certfile, --ssl-keyfile and the other --ssl-*. Arguments that would change
+  nothing here are refused.
 
 Which weights sampled what. Requests that arrive during a push wait for its end. A sequence under way is frozen; after
 the push its prefix is computed anew and it goes on under the new weights. `policy_version` is the version when it began
@@ -30,10 +32,9 @@ The process ends with an error code when the engine dies, and takes its children
 import argparse
 import asyncio
 import atexit
-import base64
 import contextlib
 import fcntl
-import io
+import inspect
 import ipaddress
 import json
 import math
@@ -43,6 +44,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import sys
 import tempfile
 import threading
@@ -57,9 +59,10 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from cli import ConfigError
-from inputs.prompts import MAX_PIXELS, PICTURE_FORMATS, placeholder_tokens
+from inputs.pictures import MAX_PIXELS, PICTURE_FORMATS, PictureError, read_image
+from inputs.prompts import placeholder_tokens
 from safety import credentials
-from serving.gate import Gate, LimitedProtocol, failure
+from serving.gate import HEADER_SECONDS, Gate, LimitedProtocol, failure
 
 # vLLM and torch are imported inside functions: a taken port or a missing token must not wait for them.
 
@@ -120,6 +123,9 @@ REFUSED = {
     "--api-server-count": "weight pushes need one HTTP process a server; start more servers instead",
     "--uds": "clients reach the server by host and port",
     "--headless": "start one server a node instead",
+    "--grpc": "clients ask by HTTP",
+    "--grpc-port": "clients ask by HTTP",
+    "--model-tag": "name the model once, by --model",
 }
 
 
@@ -213,11 +219,14 @@ def set_environment():
     Image.DecompressionBombError = TooManyPixels
 
 
-def engine_arguments(args: argparse.Namespace, rest: list[str]) -> argparse.Namespace:
-    """The arguments of `vllm serve`, parsed by vLLM, with our defaults where the user gave none."""
+def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watched", dict]:
+    """The arguments of `vllm serve`, parsed by vLLM, with our defaults where the user gave none; options for TLS."""
     import vllm.multimodal.image
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
     from vllm.platforms import current_platform
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if current_platform.is_cpu():  # compiling costs minutes and gains little there
@@ -229,13 +238,80 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> argparse.Name
     ours += ["--worker-extension-cls", "serving.transfer.TransferWorker"]
     ours += ["--weight-transfer-config", json.dumps({"backend": "torch"})]
     ours += ["--uvicorn-log-level", "error", "--disable-uvicorn-access-log", "--disable-log-stats"]
-    ours += ["--no-use-tqdm-on-load"]
-    parsed = make_arg_parser(FlexibleArgumentParser(prog="vllm_server.py")).parse_args(ours + rest)
+    ours += ["--no-use-tqdm-on-load", "--no-log-error-stack"]
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm_server.py"))
+    parsed, plain = parser.parse_args(ours + rest), parser.parse_args(ours)
+    for flag, remedy in REFUSED.items() | {(flag, "it is given already") for flag in ("--model", "--host", "--port")}:
+        name = flag.removeprefix("--").replace("-", "_")
+        if getattr(parsed, name) != getattr(plain, name):  # by a short form or a file: --config
+            refuse(f"{flag} cannot be used here: {remedy}")
+    parsed = Watched({name for name in vars(plain) if getattr(parsed, name) != getattr(plain, name)}, **vars(parsed))
     validate_parsed_serve_args(parsed)
-    parsed.api_key, parsed.log_error_stack = None, False
+    for path, load in (
+        (parsed.tool_parser_plugin, ToolParserManager.import_tool_parser),
+        (parsed.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
+    ):
+        if path:
+            load(path)
+    validate_api_server_args(parsed)
+    tls = tls_options(parsed, plain)
     vllm.multimodal.image.ALLOWED_IMAGE_FORMATS = PICTURE_FORMATS  # of the 37 that it would open
     parsed.allowed_media_domains = parsed.allowed_media_domains or [NO_HOST]  # an empty list would allow all
-    return parsed
+    return parsed, tls
+
+
+def refuse(message: str):
+    raise SystemExit(f"vllm_server: {message}")
+
+
+class Watched(argparse.Namespace):
+    """Arguments that know which of those that the user gave nobody has read yet: vLLM's parser takes some that only
+    parts of vLLM read which do not run here."""
+
+    def __init__(self, unread: set[str], **values):
+        super().__init__(**values)
+        object.__setattr__(self, "unread", unread)
+
+    def __getattribute__(self, name: str):
+        if name != "unread":
+            object.__getattribute__(self, "__dict__").get("unread", set()).discard(name)
+        return super().__getattribute__(name)
+
+
+def tls_options(parsed: argparse.Namespace, plain: argparse.Namespace) -> dict:
+    """uvicorn's options for TLS, as vLLM's parser knows them; {} where the user gave none (`plain` has none). Ends the
+    process for those that could not serve."""
+    import uvicorn
+
+    known = [name for name in inspect.signature(uvicorn.Config).parameters if name.startswith("ssl_")]
+    options = {name: getattr(parsed, name) for name in known if hasattr(parsed, name)}
+    options["enable_ssl_refresh"] = parsed.enable_ssl_refresh
+    given = ["--" + name.replace("_", "-") for name in options if options[name] != getattr(plain, name)]
+    if not given:
+        return {}
+    certificate, key = options["ssl_certfile"], options["ssl_keyfile"]
+    if not certificate:
+        refuse(
+            f"{', '.join(given)}: without --ssl-certfile FILE this would serve plain HTTP; give the certificate, too"
+        )
+    if options["ssl_cert_reqs"] and not options["ssl_ca_certs"]:
+        refuse("--ssl-cert-reqs would refuse every client; give --ssl-ca-certs FILE, by which theirs are checked")
+    for path in filter(None, (certificate, key, options["ssl_ca_certs"])):
+        if not os.path.isfile(path):
+            refuse(f"{', '.join(given)}: there is no file {path}; give a PEM file")
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")  # it would be asked for at the terminal else
+        context.verify_mode = ssl.VerifyMode(options["ssl_cert_reqs"])
+        if options["ssl_ca_certs"]:
+            context.load_verify_locations(options["ssl_ca_certs"])
+        context.set_ciphers(options["ssl_ciphers"] or "DEFAULT")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        refuse(
+            f"{', '.join(given)}: TLS cannot use them ({error}). Give PEM files: a certificate with its own key, which "
+            "has no pass phrase; and ciphers that openssl knows"
+        )
+    return options
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -288,13 +364,8 @@ def check_request(body: GenerateRequest, model_config, placeholders: list[int]):
 def decode_image(text: str) -> Image.Image:
     """base64 of an image file -> RGB image; 400 for anything else."""
     try:
-        data = base64.b64decode(text.rpartition("base64,")[2], validate=True)
-        image = Image.open(io.BytesIO(data), formats=PICTURE_FORMATS)
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise HTTPException(400, f"an image of {width} x {height} pixels; at most {MAX_PIXELS:,} are taken")
-        return image.convert("RGB")
-    except (ValueError, OSError, SyntaxError) as error:  # what Pillow raises on garbage
+        return read_image(text, local_files=False)[0]  # with the trainer's function: both see the same pixels
+    except PictureError as error:
         raise HTTPException(400, f"an image that cannot be read: {error}") from error
 
 
@@ -320,16 +391,33 @@ def describe_sample(output) -> dict:
     return {"token_ids": list(output.token_ids), "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
-async def run_generation(engine, body: GenerateRequest, placeholders: list[int]):
+async def run_generation(engine, body: GenerateRequest, images: list[Image.Image], placeholders: list[int]):
     """The engine's final RequestOutput."""
     prompt = {"prompt_token_ids": body.prompt_ids}
-    if body.images:
-        images = [await asyncio.to_thread(decode_image, text) for text in body.images]
+    if images:
         prompt["multi_modal_data"] = {"image": images}
     final, name = None, body.request_id or uuid.uuid4().hex
     async for output in engine.generate(prompt, sampling_parameters(body, placeholders), name):
         final = output
     return final
+
+
+async def not_sampling(engine, pushes) -> JSONResponse | None:
+    """Why the engine does not sample; None, after the end of a push, if it does. Nothing is awaited after a last look.
+
+    Only after a POST /pause is the engine asked: that is a round trip to its process.
+    """
+    while True:
+        while not pushes.settled.is_set():
+            await pushes.settled.wait()
+        if pushes.broken:
+            return failure(503, pushes.broken)
+        if not pushes.may_be_paused:
+            return None
+        paused = await engine.is_paused()
+        if pushes.settled.is_set() and not pushes.broken:  # else a push began meanwhile
+            message = "this server is paused (POST /pause); POST /resume lets it go on"
+            return failure(503, message, 5) if paused else None
 
 
 def generate_route(engine, pushes, placeholders: list[int]):
@@ -340,12 +428,12 @@ def generate_route(engine, pushes, placeholders: list[int]):
     @with_cancellation  # a client that goes away frees the engine
     async def generate(body: GenerateRequest, raw_request: Request):
         check_request(body, engine.model_config, placeholders)
-        await pushes.settled.wait()
-        if pushes.broken:
-            return failure(503, pushes.broken)
-        version = pushes.version
+        images = [await asyncio.to_thread(decode_image, text) for text in body.images or []]
+        if refused := await not_sampling(engine, pushes):
+            return refused
+        version = pushes.version  # nothing is awaited between the look at it and the engine: no push begins meanwhile
         try:
-            final = await run_generation(engine, body, placeholders)
+            final = await run_generation(engine, body, images, placeholders)
         except EngineGenerateError as error:
             cause = error.__cause__ or error
             # vLLM asserts that images and placeholders can be matched
@@ -368,7 +456,9 @@ def generate_route(engine, pushes, placeholders: list[int]):
 def last_error() -> str:
     """What the engine process logged before it died."""
     path = Path(os.environ["RL_SERVER_ERROR_FILE"])
-    return "Its last words:\n" + path.read_text(errors="replace")[-8000:] if path.exists() else "See its terminal."
+    if not path.exists():
+        return "See its terminal."
+    return "Its last words:\n" + path.read_text(errors="replace", encoding="utf-8")[-8000:]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -385,6 +475,7 @@ async def describe_server(engine, placeholders: list[int]) -> dict:
     config, parallel = engine.model_config, engine.vllm_config.parallel_config
     return {
         "model": config.model,
+        "server": uuid.uuid4().hex,  # of this process: one server under two names is known by it
         "architectures": list(config.architectures),
         "vocab_size": config.get_vocab_size(),
         "hidden_size": config.get_hidden_size(),
@@ -427,24 +518,31 @@ async def build_app(engine, args: argparse.Namespace, token: str):
     return app
 
 
-async def serve(args: argparse.Namespace, sock: socket.socket, token: str) -> bool:
+async def serve(args: Watched, tls: dict, sock: socket.socket, token: str) -> bool:
     """Serve until a signal comes or the engine dies; True in the first case."""
     from vllm import envs
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.launcher import serve_http
+    from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
     async with build_async_engine_client(args) as engine:
         app = await build_app(engine, args, token)
-        print(f"vllm_server: ready, {args.model} on http://{args.host}:{args.port}", flush=True)
+        logging = {"log_config": config} if (config := get_uvicorn_log_config(args)) is not None else {}
+        logging |= {"log_level": args.uvicorn_log_level, "access_log": not args.disable_uvicorn_access_log}
+        if args.unread:
+            flags = ", ".join("--" + name.replace("_", "-") for name in sorted(args.unread))
+            refuse(f"{flags}: nothing that runs here reads it, so it would change nothing; leave it out")
+        scheme = "https" if tls else "http"
+        print(f"vllm_server: ready, {args.model} on {scheme}://{args.host}:{args.port}", flush=True)
         shutdown = await serve_http(
             app,
             sock=sock,
             host=args.host,
             port=args.port,
-            log_level=args.uvicorn_log_level,
-            access_log=False,
             http=LimitedProtocol,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            **logging,
+            **tls,
         )
     signalled = shutdown.__name__ != "dummy_shutdown"  # what serve_http returns when the server ended by itself
     await shutdown
@@ -516,8 +614,14 @@ def main():
     set_environment()
     import uvloop
 
+    class Loop(uvloop.Loop):
+        async def create_server(self, *arguments, **options):
+            if options.get("ssl"):  # uvicorn leaves a stranger a minute; for what follows see serving/gate.py
+                options["ssl_handshake_timeout"] = HEADER_SECONDS
+            return await super().create_server(*arguments, **options)
+
     try:
-        sound = uvloop.run(serve(engine_arguments(args, rest), sock, args.token))
+        sound = uvloop.run(serve(*engine_arguments(args, rest), sock, args.token), loop_factory=Loop)
     finally:
         end_children()
     if not sound:

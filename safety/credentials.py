@@ -1,7 +1,7 @@
 """The one place that reads secrets: once, stripped, compared in constant time, masked in texts, not passed on.
 
     token = credentials.read("VLLM_SERVER_TOKEN")         # the variable, or the file named by VLLM_SERVER_TOKEN_FILE
-    print(credentials.mask(text))                         # every secret read so far is *** in it
+    print(credentials.mask(text))                         # every secret read so far is *** in it, and those of urls
 
 A secret that was read is gone from os.environ, so that processes started from here on do not inherit it, and from what
 `ps` and /proc show of this process. It stays in this process's memory, and in its parents: SECURITY.md.
@@ -22,6 +22,13 @@ from cli import ConfigError
 SHORTEST = 6  # characters; masking a shorter secret would tear words apart, so those stay visible
 HIDDEN = "***"
 SECRET_NAME = re.compile(r"token|secret|passw|api_?-?key|authorization|credential|private_?-?key", re.IGNORECASE)
+# Of a url: what stands before its @, and the values of parameters that are named like secrets.
+IN_URL = re.compile(
+    r"(?<=://)[^/\s@?#'\"]*(?:@[^/\s@?#'\"]*)*(?=@)"
+    r"|(?<=[?&;])(?![\w.-]{0,64}tokens[\w.-]{0,64}=\d+(?![^&\s#'\":;,.)]))"  # a number of tokens is none
+    rf"([\w.-]{{0,64}}(?:{SECRET_NAME.pattern}|[_-]key|signature)[\w.-]{{0,64}}|key|sig)=[^&\s#'\"]*[^&\s#'\":;,.)]",
+    re.IGNORECASE,
+)
 
 _known: set[str] = set()  # what mask() hides
 _read: dict[str, str] = {}  # by variable: it is gone from os.environ
@@ -55,7 +62,7 @@ def read_file(path: str, flag: str) -> str:
     try:
         if os.stat(path).st_mode & 0o077:
             print(f"{path} can be read by other users of this machine; chmod 600 {path}", file=sys.stderr)
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"{flag}={path}: cannot be read ({reason}); give a file that holds the secret.") from None
@@ -74,7 +81,7 @@ def overwrite(secret: bytes, variable: bytes) -> None:
     """Write * over the secret in the arguments and in the variable that this process started with, which `ps` and
     /proc/PID/environ show. Linux only; a parent that was given the same arguments still shows them."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         areas = [(int(fields[i]), int(fields[i + 1])) for i in (45, 47)]  # arg_start, arg_end, env_start, env_end
     except (OSError, IndexError, ValueError):
         return
@@ -90,11 +97,17 @@ def overwrite(secret: bytes, variable: bytes) -> None:
 
 
 def mask(text: str) -> str:
-    """`text` with *** for every secret that was read, also where it stands quoted for a shell or escaped in JSON."""
+    """`text` with *** for every secret that was read, also where it stands quoted for a shell or escaped in JSON, and
+    for the secrets of every url in it, read or not."""
     for secret in sorted(_known, key=len, reverse=True):
         for form in (shlex.quote(secret), json.dumps(secret)[1:-1], secret):
             text = text.replace(form, HIDDEN)
-    return text
+    return mask_urls(text)
+
+
+def mask_urls(text: str) -> str:
+    """`text` with *** for user and password of every url in it, and for parameters such as ?api_key=."""
+    return IN_URL.sub(lambda found: f"{found[1]}={HIDDEN}" if found[1] else HIDDEN, text) if "://" in text else text
 
 
 def known() -> set[str]:

@@ -2,16 +2,16 @@
 
 A plain function runs in a daemon thread, an async one on one event loop kept for all of them, so that a client they
 share stays usable from step to step. Neither is waited for longer than its limit, and each gets copies of its own of
-what it is given. A function of a file that has `function.own_process = True` (or a number: at most so many) runs in
-the main thread of a process of its own, which is killed when it is late. Code that holds the GIL stops all of that;
-then watchdog.py ends the process. docs/limits.md has all of it in user's terms.
+what it is given. What it returns is made plain data within the same limit (values.py). A function of a file that has
+`function.own_process = True` (or a number: at most so many) runs in the main thread of a process of its own, which is
+killed when it is late, with all that it started. Code that holds the GIL stops all of that; then watchdog.py ends the
+process. docs/limits.md has all of it in user's terms.
 """
 
 import asyncio
 import atexit
 import concurrent.futures
 import contextvars
-import ctypes
 import faulthandler
 import functools
 import inspect
@@ -34,7 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from safety import watchdog
+from safety import orphans, watchdog
+from safety.values import plain, plain_error
 from safety.watchdog import MARGIN  # noqa: F401 - part of what is promised: a call ends within its limit and this
 from safety.workers import WorkerPool
 
@@ -44,7 +45,6 @@ LAST_SECONDS = 1.0  # how long they may take
 NEW_THREADS: list[Callable[[], None]] = []  # what a thread does first: torch's current GPU is each thread's own
 MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core
 GIVEN_UP_SECONDS = 60.0
-PR_SET_PDEATHSIG = 1  # prctl
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,9 @@ class Running:
     seconds: float
     number: int = 0  # of what runs now: the function, or the coroutine that it returned
     given_up: float | None = None  # time.monotonic() when it ran out of time
-    returned: float = 0.0  # and when the function returned, before what it returned is awaited
+    returned: float = 0.0  # and when the function returned, or what it returned has been awaited
     signals: set[int] = field(default_factory=set)  # that it wanted to handle
+    rollout: bool = False  # it waits for other calls, for up to an hour
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -81,27 +82,33 @@ def shared_loop() -> asyncio.AbstractEventLoop:
         return _loops[0]
 
 
-async def run_limited(function: Callable, kwargs: dict, seconds: float) -> tuple | None:
+async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Callable = plain) -> tuple | None:
     """(result, None) or (None, what it raised); None if it did not end within `seconds`, and is given up.
 
-    The function gets copies of the lists and dicts in `kwargs`. TooManyGivenUp if too many calls never end.
+    read: what of values.py makes the result plain data, where the function runs and within the same time. The error's
+    text is plain, too. The function gets copies of the lists and dicts in `kwargs`. TooManyGivenUp if too many calls
+    never end.
     """
     while isinstance(function, functools.partial) and not function.args:
         function, kwargs = function.func, function.keywords | kwargs
     if getattr(function, "own_process", False):
-        return await run_in_process(function, kwargs, seconds)
+        return await run_in_process(function, kwargs, seconds, read)
     call, deadline = Running(name_of(function), seconds), time.monotonic() + seconds
-    outcome = await result_within(start_thread(run_function, function, kwargs, call), seconds)
-    if outcome is not None and inspect.isawaitable(outcome[0]):
+    outcome = await result_within(start_thread(run_function, function, kwargs, call, read), seconds)
+    if outcome is not None and type(outcome[0]) is Awaited:
+        awaitable = outcome[0].awaitable
         if seconds == math.inf:  # ours: it limits what it calls, and must not stand behind that on a blocked loop
-            outcome = await asyncio.create_task(settle(outcome[0], call))
+            outcome = await asyncio.create_task(settle(awaitable, call))
         else:
-            late = time.monotonic() - call.returned  # this loop is, as --generator hf samples on it: it does not count
-            outcome = await on_shared_loop(outcome[0], call, deadline + late)
+            deadline += time.monotonic() - call.returned  # this loop is late, as --generator hf samples on it
+            outcome = await on_shared_loop(awaitable, call, deadline)
+        if outcome is not None:  # read in a thread: the loops are everybody's
+            reading = start_thread(read_outcome, outcome, call, read)
+            outcome = await result_within(reading, deadline - call.returned)
     if outcome is None:
         give_up(call)
     elif call.signals and (outcome[1] is not None or call.signals & ALARMS):
-        return await run_where_signals_work(function, kwargs, call, outcome)
+        return await run_where_signals_work(function, kwargs, call, outcome, read)
     return outcome
 
 
@@ -116,7 +123,7 @@ def start_thread(function: Callable, *given) -> concurrent.futures.Future:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name=f"call {given[0]!r:.60}", daemon=True).start()
+    threading.Thread(target=work, name="call of others' code", daemon=True).start()
     return future
 
 
@@ -127,14 +134,32 @@ def prepared(function: Callable, *given):
     return function(*given)
 
 
-def run_function(function: Callable, kwargs: dict, call: Running) -> tuple:
+@dataclass(eq=False)
+class Awaited:
+    """What a function returned, where that has to be awaited."""
+
+    awaitable: object
+
+
+def run_function(function: Callable, kwargs: dict, call: Running, read: Callable) -> tuple:
     with noted(call):
         try:
-            return function(**copied(kwargs)), None
+            result = function(**copied(kwargs))
+            return Awaited(result) if inspect.isawaitable(result) else read(result), None
         except BaseException as error:  # sys.exit() in a function is an error of that function, too
-            return None, error
+            return None, plain_error(error)
         finally:
             call.returned = time.monotonic()
+
+
+def read_outcome(outcome: tuple, call: Running, read: Callable) -> tuple:
+    """Of an async function."""
+    result, error = outcome
+    with noted(call):
+        try:
+            return (read(result), None) if error is None else (None, plain_error(error))
+        except BaseException as unreadable:
+            return None, plain_error(unreadable)
 
 
 async def on_shared_loop(awaitable, call: Running, deadline: float) -> tuple | None:
@@ -172,6 +197,8 @@ async def settle(awaitable, call: Running) -> tuple:
             return await awaitable, None
         except BaseException as error:  # as in run_function; and one it lets through would end the shared loop
             return None, error
+        finally:
+            call.returned = time.monotonic()
 
 
 async def result_within(future: concurrent.futures.Future, seconds: float):
@@ -221,12 +248,52 @@ def noted(call: Running) -> Iterator[None]:
     call.number = next(_numbers)
     RUNNING[call.number] = call
     _current.set(call)
-    tell("begin", call.number, call.name, call.seconds, threading.get_native_id(), threading.get_ident())
+    remember_defaults(call)
+    thread = threading.get_native_id(), threading.get_ident()
+    tell("begin", call.number, call.name, call.seconds, *thread, call.rollout)
     try:
         yield
     finally:
         tell("end", call.number)
         del RUNNING[call.number]
+        restore_defaults()
+
+
+_default_dtype = None  # torch's, before others' code ran
+_together: set[str] = set()  # the calls since none ran last, any of which may have set another
+
+
+def others_run(but: Running | None = None) -> bool:
+    """Whether calls run that are waited for; rollouts, one of which may always run, do not count."""
+    waited_for = (call for call in list(RUNNING.values()) if call.given_up is None and not call.rollout)
+    return any(call is not but for call in waited_for)
+
+
+def remember_defaults(call: Running) -> None:
+    global _default_dtype
+    if not others_run(call):
+        _together.clear()
+    _together.add(call.name)
+    if _default_dtype is None and "torch" in sys.modules:
+        _default_dtype = sys.modules["torch"].get_default_dtype()
+
+
+def restore_defaults() -> None:
+    """What is set for the whole process would change what is trained with. Not while other calls run: one of them may
+    have set it for a moment, and needs it."""
+    torch = sys.modules.get("torch")
+    if others_run():
+        return
+    if torch and _default_dtype is not None and (now := torch.get_default_dtype()) is not _default_dtype:
+        torch.set_default_dtype(_default_dtype)
+        who = next(iter(_together)) if len(_together) == 1 else "A reward, tool or environment"
+        warn_once(f"{who} left torch.set_default_dtype({now}), which holds for training, too: put back.")
+
+
+def time_limit() -> float:
+    """Seconds that the call of other people's code under way here may take in all; infinity outside of one."""
+    call = _current.get()
+    return call.seconds if call else math.inf
 
 
 def give_up(call: Running) -> None:
@@ -269,7 +336,7 @@ def set_handler(number, handler):
 signal.signal = set_handler
 
 
-async def run_in_process(function: Callable, kwargs: dict, seconds: float) -> tuple | None:
+async def run_in_process(function: Callable, kwargs: dict, seconds: float, read: Callable) -> tuple | None:
     """As run_limited; waiting for one of the processes does not count, nor does starting one."""
     spec = file_and_name(function)
     if spec is None:
@@ -280,12 +347,14 @@ async def run_in_process(function: Callable, kwargs: dict, seconds: float) -> tu
         _pools[spec, seconds] = pool = WorkerPool(spec, None if wanted is True else wanted, seconds)
         AT_END.append(pool.close)
     try:
-        return await asyncio.wrap_future(start_thread(_pools[spec, seconds].call, function, kwargs))
+        return await asyncio.wrap_future(start_thread(_pools[spec, seconds].call, function, kwargs, read))
     except (TypeError, RuntimeError) as error:  # an argument that cannot be sent, or a process that does not start
         return None, error
 
 
-async def run_where_signals_work(function: Callable, kwargs: dict, call: Running, outcome: tuple) -> tuple | None:
+async def run_where_signals_work(
+    function: Callable, kwargs: dict, call: Running, outcome: tuple, read: Callable
+) -> tuple | None:
     """Again, in a process, which it stays in from now on; if it cannot, its outcome, with the cause said."""
     why = f"{call.name} uses `signal`, which works in the main thread of a process only, and here it runs in a thread"
     if file_and_name(function) is None:
@@ -296,7 +365,7 @@ async def run_where_signals_work(function: Callable, kwargs: dict, call: Running
     name = function.__name__
     warn_once(f"{why}: it gets a process of its own. Write {name}.own_process = True below it, or take the signal out.")
     function.own_process = True
-    return await run_in_process(function, kwargs, call.seconds)
+    return await run_in_process(function, kwargs, call.seconds, read)
 
 
 def file_and_name(function: Callable) -> str | None:
@@ -348,14 +417,12 @@ def watch_process(terminated: str) -> None:
     os.register_at_fork(after_in_child=forget_signals)
     threading.Thread(target=attend, args=(inbox, outbox, label, terminated), name="signals", daemon=True).start()
     _owner, os._exit = os.getpid(), refuse_exit
+    sys.addaudithook(refuse_exec)
     atexit.register(tell, "bye")
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         # kill -9 leaves torchrun no time to end its ranks: the system sends them SIGTERM. Its parent is, to the system,
         # the thread that started this process; torchrun's waits for it.
-        launcher = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != launcher:  # it has gone before that
-            os.kill(os.getpid(), signal.SIGTERM)
+        orphans.end_with(os.getppid())
 
 
 def attend(inbox: socket.socket, outbox: socket.socket, label: str, terminated: str) -> None:
@@ -408,3 +475,9 @@ def refuse_exit(status: int) -> None:
     if os.getpid() != _owner:  # a forked child
         _exit(status)
     raise RuntimeError(f"os._exit({status}) would end the whole run without a word: return or raise instead")
+
+
+def refuse_exec(event: str, about: tuple) -> None:
+    """An audit hook against os.exec*: this process would be another program, and its status be taken for the run's."""
+    if event == "os.exec" and os.getpid() == _owner:
+        raise RuntimeError(f"os.exec of {about[0]!r} would end the whole run without a word: use subprocess instead")

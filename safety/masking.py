@@ -5,16 +5,16 @@ to its servers.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 import sys
 from pathlib import Path
 
+from cli import flags
 from safety import credentials
+from safety.credentials import SECRET_NAME
 
-SECRET_NAME = re.compile(r"(?i)token|secret|passw|api[_-]?key|authorization|credential")
 SECRET_VARIABLE = re.compile(r"(?i)(token|secret|passw(or)?d|[_-]key|apikey|credentials?)$")
 
 
@@ -25,7 +25,7 @@ def secrets_of(cfg) -> list[str]:
     given = []
     for path in {own.mcp_config for own in cfg.by_domain()} - {None}:
         with contextlib.suppress(OSError, ValueError, RecursionError):  # said elsewhere
-            given += _mcp_secrets(json.loads(Path(path).read_text()))
+            given += _mcp_secrets(json.loads(Path(path).read_text(encoding="utf-8")))
     found = {value.strip() for value in [*named, *given] if len(value.strip()) >= 6}  # not "1", "true" or "none"
     own = {cfg.server_token} if cfg.server_token else set()
     return sorted(found | own | credentials.known(), key=len, reverse=True)
@@ -53,7 +53,7 @@ def _mcp_secrets(config):
 
 
 def masked(value, hidden: list[str]):
-    """Text, or lists and dicts of it, with *** in place of each of `hidden` and of a password in a url."""
+    """Text, or lists and dicts of it, with *** in place of each of `hidden` and of the secrets in urls."""
     if isinstance(value, dict):
         return {key: masked(inner, hidden) for key, inner in value.items()}
     if isinstance(value, list):
@@ -62,12 +62,14 @@ def masked(value, hidden: list[str]):
         return value
     for secret in hidden:
         value = value.replace(secret, "***")
-    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", value)
+    return credentials.mask_urls(value)
 
 
 def public_config(cfg) -> dict:
     """The config as plain values, without the secrets in it."""
-    plain = dataclasses.asdict(cfg) | ({"server_token": "***"} if cfg.server_token else {})
+    plain = {f.name: getattr(cfg, f.name) for f in flags(type(cfg))} | (
+        {"server_token": "***"} if cfg.server_token else {}
+    )
     return masked(plain, secrets_of(cfg))
 
 

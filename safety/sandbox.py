@@ -345,16 +345,17 @@ RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+)", re.MULTILINE)
 
 
 def usage(process: int) -> tuple[int, int]:
-    """(processes, bytes of memory) of a process and all below it. Pages that a fork shares count in each."""
+    """(processes, bytes of memory) of a process and all below it. Pages that a fork shares count in each. A process may
+    have given itself a name of any bytes."""
     waiting, processes, kilobytes = [process], 0, 0
     while waiting:
         place = f"/proc/{waiting.pop()}"
         with suppress(OSError):  # it has ended meanwhile
-            with open(f"{place}/status") as file:
+            with open(f"{place}/status", encoding="utf-8", errors="replace") as file:
                 kilobytes += sum(map(int, RESIDENT.findall(file.read())))
             processes += 1
             for task in os.listdir(f"{place}/task"):
-                with open(f"{place}/task/{task}/children") as file:
+                with open(f"{place}/task/{task}/children", encoding="utf-8") as file:
                     waiting += map(int, file.read().split())
     return processes, 1024 * kilobytes
 
@@ -363,7 +364,7 @@ def foreign_user(program: str | None = None) -> int | None:
     """A user id that nobody has, another one each time, if this is root.  program: only if everyone may run that"""
     if os.getuid() != 0 or (program and not everyone_may_run(program)):
         return None
-    with open("/proc/self/uid_map") as file:
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
         known = min(2**31, int(file.readline().split()[2]))  # less in a container with users of its own
     return random.randrange(known // 2, known - 2) if known >= 65536 else None
 
@@ -404,25 +405,32 @@ def bubblewrap(user: int | None, disk_mb: int, filter_end: int) -> list[str]:
     command += ["--dir", "/etc"]  # or it could not be read by a foreign user
     for file in ("/etc/ld.so.cache", "/etc/alternatives"):
         command += ["--ro-bind-try", file, file]
-    for place in python_folders():
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    for place, megabytes in (("/tmp", disk_mb), ("/dev/shm", disk_mb)):
+        command += ["--perms", "1777", "--size", str(megabytes * 2**20), "--tmpfs", place]
+    for place in python_places():  # after /tmp: they may be below it
         for above in reversed(Path(place).parents[:-1]):
             command += ["--dir", str(above)]  # as open to its user as the folder itself
         command += ["--ro-bind", place, place]
     command += ["--ro-bind", os.path.abspath(sandbox_inside.__file__), INSIDE]
-    command += ["--proc", "/proc", "--dev", "/dev"]
-    for place, megabytes in (("/tmp", disk_mb), ("/dev/shm", disk_mb)):
-        command += ["--perms", "1777", "--size", str(megabytes * 2**20), "--tmpfs", place]
     for place in ("/dev", "/proc", "/"):  # without it a user that is root outside could write to /proc/sys
         command += ["--remount-ro", place]
     return [*command, "--chdir", "/tmp"]
 
 
-def python_folders() -> list[str]:
-    """Where this python and its packages are, outer folders first, without what is below another one."""
+def python_places() -> list[str]:
+    """Where this python and its packages are, outer folders first, without what is below another one; then the links
+    on the way from its name to its program that are elsewhere."""
     program = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix), program}
+    places |= {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}  # by .pth
+    link = sys.executable
+    links = [link]
+    while os.path.islink(link):
+        link = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
+        links.append(link)
     kept = ["/usr"]
-    for place in sorted(places):
+    for place in [*sorted(filter(os.path.isdir, places)), *links]:
         if not any(place == other or place.startswith(other + "/") for other in kept):
             kept.append(place)
     return kept[1:]

@@ -3,7 +3,8 @@ surrogate pair, control characters, odd keys, nesting without end."""
 
 import re
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# What a terminal obeys, and what turns the direction of text: something else is shown than is there.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def storable(text: str) -> str:
@@ -13,7 +14,7 @@ def storable(text: str) -> str:
 
 def visible(text: str) -> str:
     """Storable text whose control characters are spelled out, all but tab and newline: a terminal would obey them."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", storable(text))
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), storable(text))
 
 
 def text_of(value) -> str:
@@ -24,10 +25,12 @@ def text_of(value) -> str:
         return f"<{type(value).__name__}>"
 
 
-def calls_in(info: dict) -> list:
-    """The calls of tools that a turn's info lists: an environment without tools may have a number of that name."""
+def calls_in(info: dict) -> list[dict]:
+    """The calls of tools that a turn's info lists (Toolbox.run): an environment without tools may have anything else of
+    that name."""
     calls = info.get("calls")
-    return calls if isinstance(calls, list) else []
+    listed = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [call for call in listed if "call" in call and isinstance(call.get("failed"), (int, float))]
 
 
 def jsonable(value, depth: int = 50):

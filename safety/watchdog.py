@@ -31,7 +31,7 @@ TWICE_SECONDS = 1.0  # a second Ctrl-C counts from then on: launchers pass on th
 
 
 def main(parent: int, messages: int, inbox: socket.socket, outbox: socket.socket, traces: int, label: str) -> None:
-    calls: dict[int, dict] = {}  # those that run: name, deadline, thread, ident, given_up
+    calls: dict[int, dict] = {}  # those that run: name, deadline, thread, ident, rollout, given_up
     unread_since, end_by, last = None, None, time.monotonic()
     poll = select.poll()
     poll.register(messages, select.POLLIN)
@@ -39,14 +39,22 @@ def main(parent: int, messages: int, inbox: socket.socket, outbox: socket.socket
         poll.poll(TICK * 1000)
         time.sleep(0.05)  # many messages at once are read at once
         now = time.monotonic()
-        for what, *about in read_messages(messages):
+        said = read_messages(messages)
+        if said is None:  # nobody can write any more: it has just ended, or is another program now
+            time.sleep(TICK)
+            if os.getppid() != parent or state(parent, parent) in ("Z", "X", None):
+                break
+            end(parent, "became another program (exec by C code), or closed all its files", label, [*calls.values()])
+            return
+        for what, *about in said:
             if what == "bye":
                 return
             elif what == "ending":
                 end_by = now + END_SECONDS + 2
             elif what == "begin":
-                number, name, seconds, thread, ident = about
-                calls[number] = dict(name=name, deadline=now + seconds, thread=thread, ident=ident, given_up=False)
+                number, name, seconds, thread, ident, rollout = about
+                calls[number] = dict(name=name, deadline=now + seconds, thread=thread, ident=ident)
+                calls[number] |= dict(rollout=rollout, given_up=False)
             elif what == "given up" and about[0] in calls:
                 calls[about[0]]["given_up"] = True
             elif what == "end":
@@ -75,15 +83,15 @@ def main(parent: int, messages: int, inbox: socket.socket, outbox: socket.socket
         )
 
 
-def read_messages(descriptor: int) -> list[list]:
-    """All that are there. The trainer writes a message at once, so none is cut."""
-    text = b""
+def read_messages(descriptor: int) -> list[list] | None:
+    """All that are there; None if there will be no others. The trainer writes a message at once, so none is cut."""
+    text, over = b"", True
     try:
         while part := os.read(descriptor, 65536):
             text += part
     except BlockingIOError:
-        pass
-    return [json.loads(line) for line in text.splitlines()]
+        over = False
+    return None if over and not text else [json.loads(line) for line in text.splitlines()]
 
 
 def peek(inbox: socket.socket) -> bytes:
@@ -96,7 +104,7 @@ def peek(inbox: socket.socket) -> bytes:
 def state(process: int, thread: int) -> str | None:
     """R runs, S sleeps, T is stopped; None where the system does not tell."""
     try:
-        with open(f"/proc/{process}/task/{thread}/stat") as file:
+        with open(f"/proc/{process}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return None
@@ -104,11 +112,13 @@ def state(process: int, thread: int) -> str | None:
 
 def suspected(calls: dict[int, dict], parent: int) -> list[dict]:
     """The calls that may hold the GIL: those whose threads compute. If there is none it is the main thread, if that
-    one is at work, as when it loads a library; else any call that is waited for."""
+    one is at work, as when it loads a library; else any call that is waited for, a rollout only if there are no others:
+    it waits for them itself, and its own limit is long."""
     computing = [call for call in calls.values() if state(parent, call["thread"]) == "R"]
     if computing or state(parent, parent) in ("R", "D"):
         return computing
-    return [call for call in calls.values() if not call["given_up"]]
+    waited_for = [call for call in calls.values() if not call["given_up"]]
+    return [call for call in waited_for if not call["rollout"]] or waited_for
 
 
 def reason(unread: bytes, silent: float, overdue: bool, suspects: list[dict], now: float) -> str | None:
@@ -132,10 +142,14 @@ def names(calls) -> str:
     return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in Counter(c["name"] for c in calls).items())
 
 
-def end(parent: int, why: str, label: str, suspects: list[dict], traces: int) -> None:
-    """Say who runs and where, and kill: no signal but SIGKILL needs nothing of Python."""
+def end(parent: int, why: str, label: str, suspects: list[dict], traces: int | None = None) -> None:
+    """Say who runs and where, and kill: no signal but SIGKILL needs nothing of Python.  traces: None where none runs"""
     lines = [f"{label}{why}. No other Python code has been able to run in the process, so it was killed (SIGKILL)."]
-    if suspects:
+    if traces is None:
+        lines = [
+            f"{label}The training process {why}, so it was killed (SIGKILL). Running: {names(suspects) or 'nothing'}."
+        ]
+    elif suspects:
         which = "It holds" if len(suspects) == 1 else "One of them holds"
         lines += [
             f"Running: {names(suspects)}. {which} Python's lock (the GIL) in one long operation, such as a regular "

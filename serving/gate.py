@@ -15,7 +15,7 @@ import contextlib
 import json
 import time
 
-from fastapi.responses import JSONResponse
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from safety import credentials
@@ -65,6 +65,7 @@ class LimitedProtocol(HttpToolsProtocol):
     they come, and calls the app when they are complete."""
 
     strangers: dict["LimitedProtocol", float] = {}  # connections without a whole header, since when; the oldest first
+    max_strangers, max_connections = MAX_STRANGERS, MAX_CONNECTIONS
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -72,8 +73,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.header_bytes = self.header_lines = 0  # of what the parser made of them
         self.in_header = self.in_body = self.too_large = False
         self.alarm: asyncio.TimerHandle | None = None
-        if len(self.connections) > MAX_CONNECTIONS:
-            return self.refuse(503, f"the server has {MAX_CONNECTIONS} connections open already")
+        if len(self.connections) > self.max_connections and not self.make_room():
+            return self.refuse(503, f"the server has {self.max_connections} connections open already")
         self.expect_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -86,12 +87,17 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self.strangers[self] = self.loop.time()
         self.alarm = self.loop.call_later(HEADER_SECONDS, self.too_slow)
-        while len(self.strangers) > MAX_STRANGERS:
-            oldest, since = next(iter(self.strangers.items()))
-            if self.loop.time() - since < GRACE:
-                break  # a burst of requests, such as a trainer's, whose headers are to be read yet
-            oldest.settle()
-            oldest.transport.close()
+        while len(self.strangers) > self.max_strangers and self.make_room():
+            pass
+
+    def make_room(self) -> bool:
+        """Close the oldest connection without a whole header; False where that might be on its way."""
+        oldest, since = next(iter(self.strangers.items()), (None, 0.0))
+        if oldest is None or self.loop.time() - since < GRACE:
+            return False  # a burst of requests, such as a trainer's, whose headers are to be read yet
+        oldest.settle()
+        oldest.transport.close()
+        return True
 
     def settle(self) -> None:
         """Nothing is waited for."""
@@ -207,6 +213,8 @@ class Gate:
             if path in CONTROL_ROUTES and not self.unsound(path):
                 async with self.pushes.lock:  # no push begins meanwhile
                     if not self.unsound(path):
+                        if path in ("/pause", "/resume"):
+                            self.pushes.may_be_paused = path == "/pause"
                         return await self.app(scope, receive, send)
             elif path not in CONTROL_ROUTES and path != "/generate":
                 with contextlib.suppress(TimeoutError):  # what follows says so
@@ -232,9 +240,12 @@ class Gate:
 def failure(status: int, message: str, retry_after: int | None = None) -> JSONResponse:
     """An error in the form of the OpenAI API, not passed through vLLM's handlers, which blot out tracebacks.
 
-    retry_after: seconds after which it makes sense to ask again. OpenAI's clients then do so by themselves.
+    retry_after: seconds after which it makes sense to ask again. Our client and OpenAI's then do so by themselves; with
+    a 503 that has none, they are told that it makes no sense.
     """
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    if status == 503 and retry_after is None:
+        headers["x-should-retry"] = "false"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status in (401, 411, 413):

@@ -340,6 +340,7 @@ class Pushes:
         self.timeout = 60.0
         self.active, self.since = False, 0.0  # between start and finish; since when, by time.monotonic()
         self.broken: str | None = None  # why the weights are of no policy; None when they are sound
+        self.may_be_paused = False  # somebody's POST /pause came in, and no POST /resume since
         self.settled = asyncio.Event()  # set unless a push is under way
         self.settled.set()
         self.lock = asyncio.Lock()  # one step at a time

@@ -7,8 +7,11 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
+import numpy
+import PIL.Image
 import psutil
 import pytest
 import torch
@@ -19,7 +22,7 @@ from config import TrainConfig
 from envs import ToolEnvironment
 from envs.tools import Call, Toolbox, from_function
 from plugins import load_function
-from safety import limits
+from safety import limits, values, watchdog
 
 HOSTILE = "tests/hostile.py"
 LIMIT = 2  # seconds a call may take here
@@ -142,7 +145,7 @@ def script(folder: Path, body: str) -> Path:
     head = f"import asyncio, ctypes, sys, time\nsys.path[:0] = [{str(Path.cwd())!r}]\nimport utils\n"
     head += "from config import TrainConfig\nfrom envs.mcp_tools import get_tools\n"
     head += "from envs.tools import Call, Toolbox\nfrom safety import limits\n"
-    path.write_text(f"{head}{body}")
+    path.write_text(f"{head}{body}", encoding="utf-8")
     return path
 
 
@@ -390,6 +393,259 @@ def test_a_reward_in_a_process_of_its_own_that_is_late_costs_its_call_only(tmp_p
         assert run.end() == 0, run.text[-3000:]
         named(run.text, "'stuck_alone' took over --reward_timeout=2 s")
         assert not run.children()
+
+
+@pytest.mark.parametrize("how", ["multiprocessing", "session", "orphan"])
+@pytest.mark.parametrize("then", ["wait", "leave", "exec"])
+def test_what_a_process_of_its_own_has_started_ends_with_it(how, then, tmp_path):
+    """Late, gone or become another program; in its group, in a session of its own, or without a parent."""
+    start = time.monotonic()
+    ((content, event),) = call_tool("family", seconds=2.5, how=how, at=str(tmp_path / "pids"), then=then)
+    assert event["failed"] and time.monotonic() - start < 40  # its start counts; the waits are longer
+    assert ("no answer within 2.5 s" if then == "wait" else "ended the process it ran in") in content
+    (pid,) = map(int, (tmp_path / "pids").read_text(encoding="utf-8").split())
+    deadline = time.monotonic() + 3
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_child_that_comes_back_out_of_a_function_does_not_answer_for_it(tmp_path):
+    answers = [call_tool("family", how="fork", at=str(tmp_path / "pids"))[0][0] for _ in range(4)]
+    assert answers == ["done"] * 4
+
+
+def test_what_functions_have_started_ends_with_a_killed_trainer(tmp_path):
+    body = f"""
+from safety.workers import WorkerPool
+from tests.hostile import family
+pool = WorkerPool("{HOSTILE}:family", 1, 60)
+print(pool.call(family, dict(how="orphan", at={str(tmp_path / "pids")!r})), flush=True)
+time.sleep(100)
+"""
+    with running(Process([sys.executable, str(script(tmp_path, body))], tmp_path / "log")) as run:
+        run.until(lambda: "done" in run.text)
+        pids = [int((tmp_path / "pids").read_text(encoding="utf-8")), *(child.pid for child in run.children())]
+        assert len(pids) >= 3  # the orphan, the worker and its keeper
+        run.members[0].kill()
+        deadline = time.monotonic() + 5
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_function_that_becomes_another_program_is_an_error(tmp_path):
+    body = f"""
+utils.watch_process()
+from plugins import load_function
+for name in ("executes", "executes_by_posix"):
+    reward = load_function("{HOSTILE}:" + name)
+    print(name, asyncio.run(limits.run_limited(reward, {{"completions": ["abc"]}}, 60)), flush=True)
+import subprocess
+print(subprocess.check_output(["echo", "others may"]))
+utils.end_process(7)
+"""
+    with running(trainer(tmp_path / "log", script=str(script(tmp_path, body)))) as run:
+        assert run.end(90) == 7, run.text
+        named(run.text, "executes (None, RuntimeError(", "executes_by_posix (None, Runtime", "/bin/true", "others may")
+
+
+# ---- values that are code -------------------------------------------------------------------------------------------
+
+
+class Hangs:
+    """Every way of reading it takes longer than anyone waits."""
+
+    def wait(self, *_):
+        time.sleep(4)
+        return 0
+
+    __float__ = __int__ = __index__ = __bool__ = __len__ = __iter__ = __repr__ = __str__ = __eq__ = __hash__ = wait
+    items = keys = tolist = item = __getitem__ = wait
+
+
+class Leaves:
+    def leave(self, *_):
+        raise SystemExit("gone")
+
+    __float__ = __str__ = __repr__ = __iter__ = __len__ = leave
+
+
+class Endless(list):
+    def __iter__(self):
+        while True:
+            yield 1.0
+
+
+class EndlessDict(dict):
+    def items(self):
+        while True:
+            yield "a", 1.0
+
+
+class Shy(Exception):
+    def __str__(self):
+        time.sleep(4)
+
+    __repr__ = __str__
+
+
+def raises_shy():
+    raise Shy
+
+
+async def as_async(make):
+    return make()
+
+
+VALUES = {
+    "hangs": Hangs,
+    "hangs in a list": lambda: [Hangs()],
+    "hangs in a dict": lambda: {"reward": Hangs()},
+    "an error that hangs": raises_shy,
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "read", [values.numbers, values.plain, values.step, values.number, values.info_of, values.state]
+)
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_value_that_hangs_is_late(kind, read, asynchronous):
+    """And nobody else: the event loop goes on meanwhile."""
+    made = (lambda: as_async(VALUES[kind])) if asynchronous else VALUES[kind]
+
+    async def both():
+        call = asyncio.create_task(limits.run_limited(made, {}, 0.3, read))
+        lags = []
+        while not call.done():
+            start = time.monotonic()
+            await asyncio.sleep(0.01)
+            lags.append(time.monotonic() - start)
+        return await call, max(lags)
+
+    start = time.monotonic()
+    outcome, lag = asyncio.run(both())
+    assert time.monotonic() - start < 2.5 and lag < 1
+    if outcome is not None:  # refused before it was asked for anything: then with words
+        assert isinstance(outcome[1], Exception) and str(outcome[1])
+
+
+def test_values_without_end_have_an_end():
+    for made, read in [(Endless, values.numbers), (lambda: [EndlessDict()], values.numbers)]:
+        _, error = asyncio.run(limits.run_limited(made, {}, 5, read))
+        assert isinstance(error, values.UnusableResult), error
+    assert asyncio.run(limits.run_limited(lambda: {"a": Endless([1]), "b": EndlessDict(x=2)}, {}, 5)) == (
+        {"a": [1], "b": {"x": 2}},
+        None,
+    )
+    for much in (lambda: [0] * (values.MOST_VALUES + 1), lambda: ["x" * 2**20] * 100, lambda: torch.zeros(2**29)):
+        _, error = asyncio.run(limits.run_limited(much, {}, 20))
+        assert isinstance(error, values.UnusableResult) and "returned" in str(error), error
+
+
+def test_leaving_while_a_value_is_read_is_an_error():
+    for made in (lambda: [Leaves()], lambda: [1.0, {"reward": Leaves()}]):
+        _, error = asyncio.run(limits.run_limited(made, {}, 5, values.numbers))
+        assert isinstance(error, SystemExit)
+    assert asyncio.run(limits.run_limited(Leaves, {}, 5)) == ("<Leaves>", None)
+
+
+def test_plain_data_is_of_pythons_own_types():
+    class Text(str):
+        def __str__(self):
+            raise KeyError
+
+        __len__ = __hash__ = __str__
+
+    class Number(float):
+        __float__ = __repr__ = lambda self: 1 / 0
+
+    picture, tensor = PIL.Image.new("RGB", (2, 2)), torch.ones(2)
+    given = [
+        Text("a"),
+        Number(1.5),
+        True,
+        numpy.float32(0.5),
+        numpy.int64(3),
+        torch.tensor(2.0),
+        Counter(a=1),
+        Path("x"),
+    ]
+    plain = values.plain([*given, (1, {2}), picture, tensor, None, numpy.array([1, {"a": Number(2)}], dtype=object)])
+    assert plain == ["a", 1.5, True, 0.5, 3, 2.0, {"a": 1}, Path("x"), (1, {2}), picture, tensor, None, [1, {"a": 2.0}]]
+    assert [type(value) for value in plain[:8]] == [str, float, bool, float, int, float, dict, type(Path())]
+    knot: list = [1]
+    knot.append(knot)
+    assert values.plain(knot) == [1, ["..."]]
+    error = values.plain_error(Shy2(Text("x")))
+    assert type(error).__name__ == "Shy2" and str(error) == "what it says"
+
+
+class Shy2(ValueError):
+    def __str__(self):
+        return "what it says"
+
+
+def test_defaults_of_torch_are_put_back(caplog):
+    def careless():
+        torch.set_default_dtype(torch.float64)
+        return 1
+
+    assert asyncio.run(limits.run_limited(careless, {}, 5)) == (1, None)
+    assert torch.get_default_dtype() is torch.float32
+    assert "careless" in caplog.text and "set_default_dtype" in caplog.text
+
+
+def test_a_default_of_torch_stays_while_the_call_that_set_it_runs(caplog):
+    is_set, go_on = threading.Event(), threading.Event()
+
+    def builds():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        is_set.set()
+        go_on.wait(10)
+        layer = torch.nn.Linear(1, 1)
+        torch.set_default_dtype(before)
+        return str(layer.weight.dtype)
+
+    async def both():
+        first = asyncio.create_task(limits.run_limited(builds, {}, 20))
+        await asyncio.to_thread(is_set.wait, 10)
+        await limits.run_limited(lambda: 1, {}, 20)
+        go_on.set()
+        return await first
+
+    assert asyncio.run(both()) == ("torch.float64", None)
+    assert torch.get_default_dtype() is torch.float32 and "set_default_dtype" not in caplog.text
+
+
+def test_pictures_in_results_stay_what_they_are():
+    for source, kept in [(Path("a.png"), Path("a.png")), (bytearray(b"x"), b"x"), (memoryview(b"xy"), b"xy")]:
+        made = [{"type": "image", "image": source}]
+        (found,), error = asyncio.run(limits.run_limited(lambda made=made: made, {}, 5))
+        assert error is None and found["image"] == kept and type(found["image"]) is type(kept)
+    assert values.plain(Path("a.png")) == "a.png"
+
+
+def test_a_state_is_plain_data():
+    class Place:
+        pass
+
+    assert values.state((1, "a", frozenset({2.0}), None)) == (1, "a", frozenset({2.0}), None)
+    for wrong in (Place(), (1, Place()), torch.ones(2)):
+        with pytest.raises(values.UnusableResult, match="plain data instead, such as a tuple"):
+            values.state(wrong)
+    with pytest.raises(values.UnusableResult, match="hashable"):
+        values.state([1])
+
+
+def test_the_watchdog_suspects_a_rollout_only_if_no_other_call_runs(monkeypatch):
+    monkeypatch.setattr(watchdog, "state", lambda process, thread: "S")
+    rollout = dict(name="rollout", thread=2, rollout=True, given_up=False)
+    late = dict(name="late", thread=3, rollout=False, given_up=False)
+    assert watchdog.suspected({1: rollout, 2: late}, 1) == [late]
+    assert watchdog.suspected({1: rollout}, 1) == [rollout]
 
 
 # ---- the event loop of async functions ------------------------------------------------------------------------------

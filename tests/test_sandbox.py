@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +58,7 @@ def below(process: int) -> set[int]:
     found = set()
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
+            for child in map(int, task.read_text(encoding="utf-8").split()):
                 found |= {child} | below(child)
     return found
 
@@ -65,7 +67,7 @@ def alive(processes: set[int]) -> set[int]:
     states = {}
     for process in processes:
         with contextlib.suppress(OSError):
-            states[process] = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            states[process] = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     return {process for process, state in states.items() if state != "Z"}
 
 
@@ -248,7 +250,7 @@ NOTHING = [  # name, code that prints what it reached
 
 @pytest.mark.parametrize(("name", "code"), NOTHING, ids=[name for name, _ in NOTHING])
 def test_nothing_is_reached(name, code, mode, tmp_path):
-    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "secret").write_text("secret", encoding="utf-8")
     os.chmod(tmp_path, 0o777)
     result = run_python(code.replace("{file!r}", repr(str(tmp_path / "secret"))), seconds=20)
     assert (result.stdout, result.stderr, result.status) == ("", "", 0)
@@ -262,6 +264,12 @@ def test_forks_are_counted_together(mode):
     with ThreadPoolExecutor(4) as pool:  # each for itself
         nine = "import os, time\nfor _ in range(20):\n  if os.fork() == 0: time.sleep(1); os._exit(0)\nprint('ok')"
         assert [result.stdout for result in pool.map(lambda _: run_python(nine, seconds=20), range(4))] == ["ok\n"] * 4
+
+
+def test_a_process_may_give_itself_a_name_of_any_bytes(mode):
+    """The name is in /proc/PID/status, which is read while the code runs."""
+    code = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe', 0, 0, 0)\ntime.sleep(1)\nprint('named')"
+    assert run_python(code, seconds=20).stdout == "named\n"
 
 
 def test_no_environment_but_its_own(mode, monkeypatch):
@@ -367,6 +375,36 @@ def test_tests_of_a_program(any_mode):
     assert run_tests(large, ["assert f(1) == 1"], 20) == ([True], False)
 
 
+ENDINGS = {
+    "reads numbers under main": "if __name__ == '__main__':\n    n = int(input())\n    print(f(n))",
+    "reads all of its input under main": "import sys\nif __name__ == '__main__':\n    print(f(int(sys.stdin.read())))",
+    "waits under main": "if __name__ == '__main__':\n    while True: pass",
+    "reads numbers": "n = int(input())\nprint(f(n))",
+    "leaves at the end of main": "import sys\ndef main():\n    print(f(1))\n    sys.exit(0)\nmain()",
+    "leaves by raise": "raise SystemExit",
+    "quits": "quit()",
+    "tests itself under main": (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 1)\n"
+        "if __name__ == '__main__':\n    unittest.main()"
+    ),
+    "tests itself": (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 1)\nunittest.main()"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_right_programs_are_right_however_they_end(name, any_mode):
+    """Programs are written to be started; tests ask for what they define."""
+    assert run_tests(f"def f(x): return x\n{ENDINGS[name]}", ["assert f(1) == 1", "f(2)"], 20) == ([True, True], False)
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(1)", "sys.exit('no')", "int('')", "unittest.main()"])
+def test_programs_that_end_by_an_error_pass_nothing(ending, any_mode):
+    program = "import sys, unittest\nclass T(unittest.TestCase):\n    def test(self): self.fail()\ndef f(x): return x\n"
+    assert run_tests(program + ending, ["assert f(1) == 1"], 20) == ([False], False)
+
+
 CHEATS = {
     "exit": "import sys; sys.exit(0)",
     "exit at once": "import os; os._exit(0)",
@@ -435,9 +473,38 @@ def test_a_run_says_what_holds_or_refuses(monkeypatch, capsys):
         sandbox.why_not_contained.cache_clear()
 
 
+PLACES = {"/tmp": "plain", "/tmp and odd letters": "a ünï 'place' $HOME", "/tmp by a link": "link", "/dev/shm": "shm"}
+
+
+@pytest.mark.skipif(not CONTAINED, reason="needs bubblewrap")
+@pytest.mark.parametrize("kind", PLACES)
+def test_it_works_with_a_python_from_any_place(kind):
+    """A clone is tried under /tmp as a rule, where the sandbox has a /tmp of its own."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if kind == "/dev/shm" else "/tmp") as folder:
+        os.chmod(folder, 0o755)
+        home = Path(folder) / PLACES[kind]
+        (Path(folder) / "real").mkdir()
+        home.symlink_to("real") if kind == "/tmp by a link" else home.mkdir()
+        repository = Path(sandbox.__file__).parent.parent
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", home / "new venv"], check=True)
+        (packages,) = (home / "new venv/lib").glob("python3*/site-packages")
+        shared = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (packages / "shared.pth").write_text(shared, encoding="utf-8")
+        (home / "linked").symlink_to(Path(sys.prefix))  # as a .venv shared by several clones
+        code = "import sys\nfrom safety import sandbox as s\ns.why_not_contained.cache_clear()\n"
+        code += 'print(s.why_not_contained(), s.run_python(\'open("/tmp/a", "w").close()\'), '
+        code += "s.run_tests('import numpy', ['assert int(numpy.int64(3)) == 3'])[0])"
+        for name in ("new venv", "linked"):
+            python = [home / name / "bin" / "python", "-c", code]
+            done = subprocess.run(python, cwd=repository, capture_output=True, text=True, timeout=60, encoding="utf-8")
+            assert re.fullmatch(r"None Result\(.*status=0.*\) \[True\]\n", done.stdout), (done.stdout, done.stderr)
+
+
 def test_a_bubblewrap_that_does_not_work_is_named(monkeypatch, tmp_path):
     broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    broken.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n", encoding="utf-8"
+    )
     broken.chmod(0o755)
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: str(broken))
     sandbox.why_not_contained.cache_clear()

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vllm_client
 from config import TrainConfig
 from rollouts import multi_turn
+from scoring import judge
 from serving import shared, wire
 from serving.wire import CHUNK, checksum
 from vllm_client import ServerError, VLLMClient
@@ -158,7 +159,7 @@ def test_refusals_before_the_model_is_loaded(server, monkeypatch):
     for arguments, words in cases:
         start = time.monotonic()
         command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", "models/tiny", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
         seconds = time.monotonic() - start
         assert done.returncode != 0 and all(word in done.stderr for word in words), done.stderr
         assert "Traceback" not in done.stderr
@@ -269,9 +270,9 @@ def test_requests_go_to_the_least_loaded_server(server, monkeypatch):
     client = VLLMClient([server.url, server.url.replace("127.0.0.1", "localhost")], server.token)
     sent, call = [], client._call
 
-    def record(url, method, path, body=None, timeout=None):
+    def record(url, method, path, body=None, *more):
         sent.append((url, body["n"]))
-        return call(url, method, path, body, timeout)
+        return call(url, method, path, body, *more)
 
     monkeypatch.setattr(client, "_call", record)
 
@@ -564,7 +565,7 @@ time.sleep(60)
 @pytest.mark.parametrize("over", ["memory", "gloo"])
 def test_a_trainer_that_dies_in_mid_push(server, client, model, over):
     script = DYING_TRAINER.format(root=str(ROOT), url=server.url, token=server.token, over=over)
-    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert trainer.stdout.readline() == "half\n"
     trainer.kill()
     trainer.wait()
@@ -627,7 +628,7 @@ def test_a_bucket_that_never_comes(server, client, model, monkeypatch):
 
 
 def test_no_server_at_the_address(server):
-    nobody = VLLMClient([server.url, f"http://127.0.0.1:{free_port()}"], server.token)
+    nobody = VLLMClient([server.url, f"http://127.0.0.1:{free_port()}"], server.token, timeout=2)
     start = time.monotonic()
     with pytest.raises(ServerError, match=rf"{nobody.urls[1]} was not ready within 1 s"):
         nobody.wait_ready(1)
@@ -688,7 +689,7 @@ def test_answers_of_another_program(path, message):
 
 def test_a_server_that_drops_the_connection():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = VLLMClient([f"http://127.0.0.1:{listener.getsockname()[1]}"], "t")
+        client = VLLMClient([f"http://127.0.0.1:{listener.getsockname()[1]}"], "t", timeout=2)
 
         def drop():
             connection, _ = listener.accept()
@@ -702,3 +703,16 @@ def test_a_server_that_drops_the_connection():
             generate(client)
         assert time.monotonic() - start < 10
         dropping.result(5)
+
+
+def test_a_judge_keeps_to_its_form_on_a_real_server(server):
+    """Even a random model does: vLLM takes response_format. Of its answers those that come to an end count."""
+    cfg = TrainConfig(judge_url=f"{server.url}/v1", judge_model=str(server.model_dir), judge_max_tokens=200)
+    cfg.server_urls, cfg.server_token, cfg.reward_timeout, said = [server.url], server.token, 60, []
+    found = judge.judge(["4"] * 4, ["What is 2 + 2?"] * 4, cfg, log_extra=lambda name, texts: said.extend(texts))
+    assert not judge.UNSTRUCTURED and all(one["unanswered"] == 0 for one in found)
+    texts = [text.removeprefix("(not counted: cut off at --judge_max_tokens=200; raise it) ") for text in said]
+    assert all(
+        text.startswith("{") and (one["reward"] is None) == one["unread"]
+        for text, one in zip(texts, found, strict=True)
+    )

@@ -10,10 +10,12 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
 import torch
+from certificates import Authority
 from live import SMALL, running, trainer
 from safetensors.torch import load_file
 from server_fixture import ROOT, free_port, make_tiny
@@ -24,11 +26,11 @@ from vllm_client import ServerError, VLLMClient
 
 
 @pytest.fixture(scope="module")
-def odd_server():
-    """In bfloat16, with a token as people write them, in a file, started by a process that can be killed; its temporary
-    files in a folder of their own, where a server that was killed has left its own."""
+def odd_server(tmp_path_factory):
+    """In bfloat16, behind TLS, with a token as people write them, in a file, started by a process that can be killed;
+    its temporary files in a folder of their own, where a server that was killed has left its own."""
     folder = Path(tempfile.mkdtemp(prefix="odd_"))
-    (folder / "token").write_text("Größe-☃-s3cret \n")
+    (folder / "token").write_text("Größe-☃-s3cret \n", encoding="utf-8")
     (folder / "token").chmod(0o600)
     left = folder / "vllm_server_left"
     left.mkdir()
@@ -36,21 +38,29 @@ def odd_server():
     (left / "socket").touch()
     port, log = free_port(), folder / "log"
     server = [str(ROOT / "vllm_server.py"), "--model", str(make_tiny()), "--port", str(port), "--exit-with-parent"]
+    authority = Authority(tmp_path_factory.mktemp("certificates"))
+    server += ["--ssl-certfile", str(authority.sign("server"))]
     server += ["--token-file", str(folder / "token"), "--dtype", "bfloat16", "--max-model-len", "512"]
     script = "import subprocess, sys; p = subprocess.Popen([sys.executable, *sys.argv[1:]]); print(p.pid, flush=True); "
     script += "p.wait()"
     env = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
     env |= {"TMPDIR": str(folder), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    with open(log, "w") as out:
+    with open(log, "w", encoding="utf-8") as out:
         launcher = subprocess.Popen(
-            [sys.executable, "-c", script, *server], stdout=subprocess.PIPE, stderr=out, env=env, text=True
+            [sys.executable, "-c", script, *server],
+            stdout=subprocess.PIPE,
+            stderr=out,
+            env=env,
+            text=True,
+            encoding="utf-8",
         )
     main = psutil.Process(int(launcher.stdout.readline()))
     try:
         for line in launcher.stdout:
             if "ready" in line:
                 break
-        yield launcher, main, f"http://127.0.0.1:{port}", folder
+        with mock.patch.dict(os.environ, SSL_CERT_FILE=str(authority.file)):
+            yield launcher, main, f"https://127.0.0.1:{port}", folder
     finally:
         for process in (launcher, main):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -78,7 +88,9 @@ def test_what_would_let_others_in_is_off():
     """Set to 1 where the server was started. (Its engine's own environment cannot be read: it changes its title.)"""
     look = "import os, vllm_server as v; v.set_environment(); print(os.environ['VLLM_ALLOW_INSECURE_SERIALIZATION'])"
     env = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, timeout=60, env=env, encoding="utf-8"
+    )
     assert done.stdout == "0\n", done.stderr
 
 
@@ -91,10 +103,13 @@ def test_a_server_ends_an_engine_that_has_no_name_yet(tmp_path):
         "    engine.start()\n"
         "    vllm_server.end_children()\n"
         "    print(psutil.pid_exists(engine.pid))\n"
-        "    engine.kill()\n"
+        "    engine.kill()\n",
+        encoding="utf-8",
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "starts.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "starts.py"], cwd=tmp_path, env=env, capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.stdout == "False\n", done.stderr
 
 
@@ -126,15 +141,15 @@ def even(completion_ids, trajectories, **_):
 @pytest.mark.parametrize("ranks, more", [(1, ""), (1, "--use_peft"), (2, "--strategy fsdp2")])
 def test_a_checkpoint_gives_the_logprobs_that_the_server_gave(odd_server, ranks, more, tmp_path):
     """The one between and the last: in the server's dtype, and its log-probs are those of the weights it was pushed."""
-    (tmp_path / "even.py").write_text(RECORDER)
-    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1 + 1 ="}\n' * 2)
+    (tmp_path / "even.py").write_text(RECORDER, encoding="utf-8")
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1 + 1 ="}\n' * 2, encoding="utf-8")
     flags = f"{SMALL} --generator vllm --server_urls {odd_server[2]} --reward_funcs {tmp_path}/even.py:even {more} "
     flags += f"--max_steps 2 --save_steps 1 --output_dir {tmp_path} --run_name run --learning_rate 1e-2 "
     flags += f"--eval_steps 1 --eval_dataset_id {tmp_path}/held_out.jsonl --eval_split train"
     token = dict(VLLM_SERVER_TOKEN="Größe-☃-s3cret")
     with running(trainer(tmp_path / "log", *flags.split(), ranks=ranks, **token)) as run:
         assert run.end() == 0, run.text[-3000:]
-    sampled = [json.loads(line) for line in (tmp_path / "sampled.jsonl").read_text().splitlines()]
+    sampled = [json.loads(line) for line in (tmp_path / "sampled.jsonl").read_text(encoding="utf-8").splitlines()]
     folders = [make_tiny(), *(tmp_path / "run" / "checkpoints" / f"step_{step}" for step in (1, 2))]
     for folder in folders[1:]:
         weights = load_file(folder / "model.safetensors")
@@ -181,13 +196,13 @@ def test_kill_9_of_the_launcher_leaves_nothing(tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     temporary = Path(tempfile.mkdtemp(prefix="left_"))  # a short name: addresses of sockets are
     env = os.environ | {"PATH": path, "TMPDIR": str(temporary), "SERVER_FLAGS": "--dtype float32"}
-    with open(tmp_path / "log", "w") as out:
+    with open(tmp_path / "log", "w", encoding="utf-8") as out:
         launcher = subprocess.Popen(
             [*command, "--output_dir", str(tmp_path)], cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True
         )
     try:
         deadline = time.monotonic() + 240
-        while "step" not in (text := (tmp_path / "log").read_text()) or "reward" not in text:
+        while "step" not in (text := (tmp_path / "log").read_text(encoding="utf-8")) or "reward" not in text:
             assert launcher.poll() is None and time.monotonic() < deadline, text[-3000:]
             time.sleep(0.5)
         family = psutil.Process(launcher.pid).children(recursive=True)

@@ -460,7 +460,7 @@ def test_nothing_is_unpickled():
         "serving/wire",
         "serving/receiver",
     ):
-        text = (ROOT / f"{module}.py").read_text()
+        text = (ROOT / f"{module}.py").read_text(encoding="utf-8")
         for word in ("pickle", "torch.load", "object_list", "all_gather_object", "marshal", "eval("):
             assert word not in text.replace("unpickled", "").replace("no pickles", ""), (module, word)
 
@@ -490,7 +490,7 @@ def test_secrets_are_read_once_and_masked(forget, monkeypatch, tmp_path):
     assert sys.argv[1:] == ["--server_token", "***", "--x=***"]
     assert credentials.mask("token 's3cret-token' of {s3cret-token}") == "token '***' of {***}"
     file = tmp_path / "token"
-    file.write_text("other-token\n")
+    file.write_text("other-token\n", encoding="utf-8")
     file.chmod(0o600)
     monkeypatch.setenv("JUDGE_TOKEN_FILE", str(file))
     assert credentials.read("JUDGE_TOKEN") == "other-token"
@@ -516,7 +516,7 @@ print(subprocess.run(["env"], capture_output=True).stdout)
 def test_ps_and_children_do_not_see_them(tmp_path):
     command = [sys.executable, "-c", LOOK.format(root=str(ROOT)), "--token", "s3cret-given"]
     env = os.environ | {"VLLM_SERVER_TOKEN": "s3cret-inherited"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=env, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     assert "s3cret" not in done.stdout and "--token" in done.stdout and "PATH=" in done.stdout
 
