@@ -13,21 +13,27 @@ Mistakes raise ConfigError: what was given, what is allowed, what to do.
 """
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import inspect
 import json
+import math
 import os
 import re
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from urllib.parse import unquote
 
 import domains
 from cli import ConfigError, known_name, shorten
+from inputs.parts import PartError, parts_of
+from inputs.pictures import opened
 from plugins import function_path, load_function, require
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # of rows whose environment makes the prompt
@@ -39,6 +45,9 @@ RESERVED += ("trainer_state", "log_extra", "log_metric")
 PROMPT_RULE = "`prompt` must be a non-empty string or a list of chat messages [{'role': 'user', 'content': '...'}]"
 MAX_DEPTH = 100  # lists in lists, of a row: what handles rows recurses, and Python ends at 1,000 calls
 SURROGATE = re.compile("[\ud800-\udfff]")
+MOST_ROWS = 2_000_000  # of a function that does not say how many it has
+LEAST_MEMORY = 0.05  # of the machine's that reading rows leaves free
+MEMORY_SECONDS, _looked = 0.1, 0.0  # between two looks at it; when the last one was
 PROGRESS_SECONDS = 5.0  # between two lines about something that takes long
 REMEDY = "Build or rename columns in format_row (train script) or a function of yours: --dataset_id file.py:function"
 
@@ -57,7 +66,7 @@ def load_rows(
     """All rows of a data set, checked: a list of dicts, or (hub, parquet) a `datasets.Dataset`, which indexes to dicts
     and decodes images only when a row is taken. Files have no splits: held-out rows need a file of their own.
 
-    `format_row` makes a row from each one read, before the check (and a list of them all, decoded). Without
+    `format_row` makes a row from each one read, before the check (and a list of them all, images opened). Without
     `own_prompts` a row may lack `prompt`: it is an empty one, for an environment to complete.
     """
     suffix = Path(dataset_id).suffix.lower()
@@ -75,9 +84,9 @@ def load_rows(
     else:
         rows = load_hub(dataset_id, config, split)
     if not own_prompts:
-        rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in rows]
+        rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in opened(rows)]
     if format_row is not None:
-        rows = [format_row(row) for row in with_progress(rows, f"{dataset_id}: format_row", len(rows))]
+        rows = [format_row(row) for row in with_progress(opened(rows), f"{dataset_id}: format_row", len(rows))]
     check_rows(rows, dataset_id)
     return rows
 
@@ -89,7 +98,7 @@ def load_seeds(spec: str, split: str, seed: int) -> list[dict]:
     if not count.isdecimal() or not 0 < int(count) <= 2**28:
         raise ConfigError(f"--dataset_id={spec}: give a number of rows behind the colon, such as seeds:2000.")
     first = gym_seed(seed, split)
-    return [{"prompt": NO_PROMPT, "seed": first + n} for n in range(int(count))]
+    return collected(({"prompt": NO_PROMPT, "seed": first + n} for n in range(int(count))), spec)
 
 
 def load_hub(dataset_id: str, config: str | None, split: str):
@@ -121,17 +130,85 @@ def with_progress(items: Iterable, what: str, total: int, done: Callable[[], int
     """
     last = time.monotonic()
     for number, item in enumerate(items):
+        check_memory(number, what)
         if time.monotonic() - last > PROGRESS_SECONDS and os.environ.get("RANK", "0") == "0":
             last = time.monotonic()
             print(f"{what}, {(done() if done else number) / total:.0%}", flush=True)
         yield item
 
 
+def collected(items: Iterable, what: str, most: float = math.inf) -> list:
+    """All items; how many there are is told meanwhile. ConfigError if there are over `most`, or if they fill the
+    memory."""
+    rows = []
+    with told(what, rows):
+        for item in items:
+            if len(rows) >= most:
+                raise ConfigError(
+                    f"--dataset_id={what} gave {most:,} rows and goes on. All rows are read before the first step: end "
+                    "it, as by itertools.islice(rows, N), or return a list, which may be longer."
+                )
+            check_memory(len(rows), what)
+            rows.append(item)
+    return rows
+
+
+@contextlib.contextmanager
+def told(what: str, rows: list):
+    """While the block under it runs, rank 0 says every PROGRESS_SECONDS how many rows there are, before the first one,
+    too."""
+    start, over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not over.wait(PROGRESS_SECONDS):
+            print(f"{what}: {len(rows):,} rows after {time.monotonic() - start:.1f} s", flush=True)
+
+    if os.environ.get("RANK", "0") == "0":
+        threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def check_memory(number: int, what: str) -> None:
+    """ConfigError if the memory is nearly full, which the system would end the process for without a word. Looked at
+    every MEMORY_SECONDS."""
+    global _looked
+    if number % 64 == 63 and time.monotonic() - _looked >= MEMORY_SECONDS:
+        left, total = memory_left()
+        _looked = time.monotonic()
+        if left < LEAST_MEMORY * total:
+            raise ConfigError(
+                f"{what}: after {number} rows only {left / 1e9:.1f} of {total / 1e9:.1f} GB of memory are left. Rows "
+                "are kept in memory: give fewer or smaller ones, or more memory."
+            )
+
+
+def memory_left() -> tuple[int, int]:
+    """(free, all) bytes of memory of this machine, or of its container where that may have less."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    try:
+        most, used = (
+            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8")) for name in ("max", "current")
+        )
+        cached = re.search(
+            r"^inactive_file (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text(encoding="utf-8"), re.M
+        )
+    except (OSError, ValueError):  # none, or `max`: no limit
+        return machine.available, machine.total
+    free = min(machine.available, most - used + int(cached[1] if cached else 0))
+    return free, min(machine.total, most)
+
+
 def load_file(path: str):
     """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{path}: no such file (looked in {Path.cwd()}).")
+        odd = "a folder, pipe or device, not a file; give a file" if file.exists() else "no such file"
+        raise ConfigError(f"{path}: {odd} (looked in {Path.cwd()}).")
     readers = {".parquet": read_parquet, ".csv": read_csv, ".json": read_json, ".jsonl": read_jsonl}
     suffix = file.suffix.lower()
     try:
@@ -147,6 +224,8 @@ def read_parquet(file: Path):
     import pyarrow.parquet
 
     # Not load_dataset: it would copy the file into a cache. Image columns that `datasets` wrote still decode.
+    names = pyarrow.parquet.read_schema(file).names
+    check_once(names, "")
     table = pyarrow.parquet.read_table(file)
     table.validate(full=True)  # that text is UTF-8; reading a row would fail in the middle of the run
     return datasets.Dataset(table)
@@ -171,11 +250,37 @@ def where_in(text: str, position: int) -> str:
     return f"after {text[max(position - 30, 0) : position]!r}" if position else "at the beginning"
 
 
+class Unfit(ValueError):
+    """JSON as Python's parser takes it, but with another meaning than it may seem to have."""
+
+
+def once(pairs: list[tuple]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise Unfit(f"key {twice!r:.200} stands there twice; keep one")
+    return row
+
+
+def no_number(name: str):
+    raise Unfit(f"{name} is no JSON; write null for a value that is not known")
+
+
+def decimal(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise Unfit(f"{text:.50} is too large for a number; write it as a text")
+    return number
+
+
+STRICT = dict(object_pairs_hook=once, parse_constant=no_number, parse_float=decimal)
+
+
 def parse_json(text: str, place: str):
     """The value. ConfigError beginning with `place`, ", line N" of a file of lines; "" of a whole file."""
     kind = "jsonl" if place else "json"
     try:
-        return json.loads(text)
+        return json.loads(text, **STRICT)
     except json.JSONDecodeError as error:
         place = place or f", line {error.lineno}"
         raise ConfigError(f"{place}: not valid {kind}: {error.msg} at character {error.colno}") from None
@@ -183,8 +288,30 @@ def parse_json(text: str, place: str):
         deep = re.search(rf"([\[{{][^][{{}}]*){{{MAX_DEPTH}}}", text)  # where so many are opened and none is closed
         place = place or (f", line {text.count(chr(10), 0, deep.end()) + 1}" if deep else "")
         raise ConfigError(f"{place}: lists in lists deeper than {MAX_DEPTH} levels; flatten them") from None
+    except Unfit as error:
+        raise ConfigError(f"{place or f', line {line_of_unfit(text)}'}: {error}") from None
     except ValueError as error:  # a number of more than 4,300 digits
         raise ConfigError(f"{place}: not valid {kind}: {error}") from None
+
+
+def line_of_unfit(text: str) -> int:
+    """The line on which the innermost object begins that is Unfit. Slow: the parser in C does not say."""
+    decoder, begins = json.JSONDecoder(**STRICT), [0]
+
+    def parse_object(rest, *more):
+        try:
+            return json.decoder.JSONObject(rest, *more)
+        except Unfit:
+            begins.insert(-1, rest[1])  # the innermost one is the first to come by
+            raise
+
+    decoder.parse_object = parse_object
+    decoder.scan_once = json.scanner.py_make_scanner(decoder)
+    try:
+        decoder.decode(text)
+    except Unfit:
+        pass
+    return text.count("\n", 0, begins[0]) + 1
 
 
 def read_json(file: Path):
@@ -210,8 +337,7 @@ def read_csv(file: Path) -> list[dict]:
     csv.field_size_limit(2**31 - 1)  # of the module; 131,072 characters otherwise
     reader = csv.DictReader(read_lines(file))
     names = reader.fieldnames or []
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f", line 1: column {min(twice)!r} stands there twice; give each a name of its own.")
+    check_once(names, ", line 1")
     rows = []
     for row in reader:
         if None in row or None in row.values():
@@ -222,6 +348,11 @@ def read_csv(file: Path) -> list[dict]:
             )
         rows.append(row)
     return rows
+
+
+def check_once(names: list[str], place: str) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{place}: column {twice[0]!r} stands there twice; give each a name of its own.")
 
 
 def content_fault(value) -> str | None:
@@ -251,12 +382,13 @@ def load_from_function(spec: str, split: str, seed: int):
         inspect.signature(function).bind(split=split, seed=seed)
     except TypeError as error:
         raise ConfigError(f"--dataset_id={spec} is called as f(split=..., seed=...), but: {error}.") from error
-    rows = function(split=split, seed=seed)
+    with told(spec, []):
+        rows = function(split=split, seed=seed)
     if isinstance(rows, (str, bytes, dict)) or not isinstance(rows, Iterable):
         raise ConfigError(f"--dataset_id={spec} returned a {type(rows).__name__}; return an iterable of dicts.")
     # A datasets.Dataset stays one, so that images are decoded row by row; who returns one has imported the package.
     is_dataset = "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset)
-    return rows if is_dataset else list(rows)
+    return rows if is_dataset else collected(rows, spec, math.inf if isinstance(rows, Sized) else MOST_ROWS)
 
 
 # ---- reasoning-gym --------------------------------------------------------------------------------------------------
@@ -273,7 +405,9 @@ def load_gym(task: str, split: str, seed: int) -> list[dict]:
     name, parameters = parse_gym(task)
     parameters["seed"] = gym_seed(parameters.get("seed", seed), split)
     try:
-        items = list(reasoning_gym.create_dataset(name, **parameters))
+        items = collected(reasoning_gym.create_dataset(name, **parameters), f"reasoning_gym:{task}")
+    except ConfigError:  # of ours
+        raise
     except (AssertionError, TypeError, ValueError) as error:  # the task's own checks
         raise ConfigError(f"--dataset_id=reasoning_gym:{task}: {name} refuses these parameters: {error}") from error
     return [{"prompt": item["question"], **item, "reasoning_gym_task": task} for item in items]
@@ -357,9 +491,13 @@ def prompt_fault(prompt) -> str | None:
             return f"message {number} of `prompt` is a {type(message).__name__}, {shorten(message)}"
         if not isinstance(message.get("role"), str) or not message["role"]:
             return f"message {number} of `prompt` has no `role`: {shorten(message)}"
-        # content is text or, for models with images, a list of parts; an assistant that only calls tools has none
+        # content is text or a list of parts; an assistant that only calls tools has none
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             return f"message {number} of `prompt` has no `content`: {shorten(message)}"
+        try:
+            parts_of(message.get("content"))
+        except PartError as error:
+            return f"message {number} of `prompt`: {error}"
     return content_fault(prompt)
 
 

@@ -9,10 +9,12 @@ import argparse
 import contextlib
 import ipaddress
 import socket
+import ssl
 import sys
 from pathlib import Path
 
 from cli import ConfigError
+from safety.storable import visible
 
 PORT = 6060
 
@@ -42,29 +44,52 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine alone"
     )
+    parser.add_argument("--ssl-certfile", help="PEM file of a certificate, for https://; with --ssl-keyfile")
+    parser.add_argument("--ssl-keyfile", help="PEM file of the certificate's key, unless --ssl-certfile holds it, too")
     given = parser.parse_args(arguments)
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder; give the one that run folders are in, such as runs/")
     try:
         import uvicorn
 
-        from looking.server import make_app, new_token
+        from looking.server import Connection, make_app, new_token
     except ImportError as error:
         raise ConfigError(f"look.py needs {error.name}, which is not installed: bash scripts/install.sh") from None
+    tls = {"ssl_certfile": given.ssl_certfile, "ssl_keyfile": given.ssl_keyfile} if given.ssl_certfile else {}
+    if given.ssl_keyfile and not tls:
+        raise ConfigError("--ssl-keyfile without --ssl-certfile would serve plain HTTP; give the certificate, too.")
+    try:
+        if tls:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certfile=given.ssl_certfile, keyfile=given.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--ssl-certfile {given.ssl_certfile} --ssl-keyfile {given.ssl_keyfile}: cannot be used ({reason}). Give "
+            "the PEM files of a certificate and of its key, without a pass phrase."
+        ) from None
     token, listening = new_token(), bound(given.host, given.port)
     port = listening.getsockname()[1]
-    app = make_app(given.folder, token, cookie=f"look_{port}")  # cookies do not know ports: two pages, two names
-    if not loopback(given.host):
+    app = make_app(given.folder, token)
+    if not loopback(given.host) and not tls:
         print(
             f"Warning: --host {given.host} lets other machines connect. The token and all that models wrote travel "
-            "unencrypted: better is ssh -L, with the default host.",
+            "unencrypted: better is ssh -L with the default host, or --ssl-certfile and --ssl-keyfile.",
             file=sys.stderr,
         )
     shown = f"[{given.host}]" if ":" in given.host else given.host
-    print(f"Runs in {given.folder.resolve()}: http://{shown}:{port}/?token={token}   (Ctrl-C ends)", flush=True)
+    where = visible(str(given.folder.resolve()))
+    print(f"Runs in {where}: http{'s' * bool(tls)}://{shown}:{port}/?token={token}   (Ctrl-C ends)", flush=True)
     # No access log: it would show the token. Nothing is sent to others, so no header tells what runs here.
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+        app,
+        http=Connection,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        **tls,
     )
     uvicorn.Server(config).run(sockets=[listening])
 

@@ -66,7 +66,7 @@ def unreadable(folder: Path) -> Iterator[str]:
     for path in sorted(folder.iterdir()):
         try:
             if path.suffix == ".json":
-                json.loads(path.read_text())
+                json.loads(path.read_text(encoding="utf-8"))
             elif path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
                     pass

@@ -7,26 +7,28 @@ Everything a model wants beside token ids travels as one dict of tensors, `model
 several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
 """
 
-import base64
-import binascii
+import contextlib
 import io
+import os
 import re
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from cli import shorten
 from config import ConfigError, TrainConfig
 from data import with_progress
+from inputs.parts import PartError, in_usual_form, parts_of, text_of_parts, text_part
+from inputs.pictures import PictureError, load_image, open_image, read_image, scaled, undecoded, upright_size
 from inputs.special_tokens import END, found_in, guard, process, tokenize
 
-ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a complete file ends in
-PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow knows 40 more, EPS by way of a program
-MAX_PIXELS = 20_000_000  # an image; read from its header, before it is decoded. The server's limit, too
 # Families whose masks treat images or whole prompts apart, and the token type of what is sampled after a prompt.
 FOLLOWED_BY = {"gemma3": 0, "paligemma": 1}
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
@@ -54,112 +56,94 @@ def placeholder_tokens(config) -> list[int]:
 
 
 def image_sources(row: dict) -> list:
-    """What the row has for images: column `image` or `images`, and whatever image parts of its messages carry."""
-    sources = row.get("images") if row.get("images") is not None else row.get("image")
-    if sources is None:
-        messages = row["prompt"] if isinstance(row["prompt"], list) else []
-        parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-        sources = [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
-    return [one for one in (sources if isinstance(sources, (list, tuple)) else [sources]) if one is not None]
+    """What the row has for images, in the order in which its prompt shows them: column `image` or `images` fills the
+    image parts of its messages that bring none. PartError if these are not as many."""
+    column, parts = column_images(row), image_parts(row["prompt"])
+    bare = sum("image" not in part for part in parts)
+    if not parts:
+        return column
+    if bare and bare != len(column):
+        raise PartError(f"{bare} image placeholders in `prompt` for {len(column)} images")
+    rest = iter(column)
+    return [part["image"] if "image" in part else next(rest) for part in parts]
 
 
-def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | None]:
-    """(image with its header read, bytes of its file). source: PIL image, path, bytes, base64 text, or what a data set
-    holds undecoded: {"bytes": ..., "path": ...}. ValueError or OSError for anything else.
-
-    local_files: whether text may name a file; not where it comes from a tool or an environment, which may pass on what
-    somebody else wrote.
-    """
-    if isinstance(source, Image.Image):
-        image, data = source, None
-    else:
-        if isinstance(source, dict) and ("bytes" in source or "path" in source):
-            source = source["bytes"] if source.get("bytes") is not None else source.get("path")
-        if local_files and isinstance(source, str) and source[:5] != "data:" and Path(source[:4000]).is_file():
-            source = Path(source)
-        if isinstance(source, Path):
-            source = source.read_bytes()
-        if isinstance(source, str):
-            try:
-                source = base64.b64decode(source.rpartition("base64,")[2], validate=True)
-            except (binascii.Error, ValueError) as error:
-                raise ValueError(f"{shorten(source, 60)} is neither a file nor base64") from error
-        if not isinstance(source, bytes):
-            raise ValueError(f"a {type(source).__name__}; allowed: PIL image, path, bytes, base64")
-        image, data = Image.open(io.BytesIO(source), formats=PICTURE_FORMATS), source
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken, scale it down")
-    if data is not None and ENDS.get(image.format, b"") not in data[-1024:]:
-        image.load()  # cut short, or with something behind it: decoding tells
-    return image, data
+def column_images(row: dict) -> list:
+    column = row.get("images") if row.get("images") is not None else row.get("image")
+    return [one for one in (column if isinstance(column, (list, tuple)) else [column]) if one is not None]
 
 
-def load_image(source, cfg: TrainConfig, local_files: bool = True) -> tuple[Image.Image, bytes]:
-    """(RGB image within --min_pixels and --max_pixels, bytes of an image file of exactly these pixels)."""
-    image, data = open_image(source, local_files)
-    plain = image.mode == "RGB" and image.getexif().get(0x0112, 1) == 1  # a turned photograph is turned upright
-    image = ImageOps.exif_transpose(image).convert("RGB")
-    pixels = image.width * image.height
-    wanted = max(pixels, cfg.min_pixels or 0)
-    wanted = min(wanted, cfg.max_pixels or wanted)
-    if wanted != pixels:
-        scale = (wanted / pixels) ** 0.5
-        rounding = int if scale < 1 else lambda x: -int(-x // 1)
-        image = image.resize([max(1, rounding(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
-    if data is None or not plain or wanted != pixels:
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        data = buffer.getvalue()
-    return image, data
+def image_parts(prompt) -> list[dict]:
+    """Image parts of chat messages."""
+    messages = prompt if isinstance(prompt, list) else []
+    return [part for m in messages for part in parts_of(m.get("content")) if part["type"] == "image"]
 
 
-def check_images(rows, name: str, processor) -> list[list[tuple[int, int]]]:
+def check_images(rows, name: str, processor, decode: Literal["none", "some", "all"] = "none") -> list:
     """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
-    cannot be read, or are not as many as its placeholders."""
+    cannot be read, or are not as many as its placeholders.
+
+    decode: "all" of the images, too, or "some", evenly spread, with DECODED pixels: a header says nothing of damage.
+    """
     columns = [c for c in ("image", "images") if c in getattr(rows, "column_names", ())]
     if columns:  # a datasets.Dataset: its files as they are, nothing decoded
-        rows = undecoded(rows, columns)
+        rows = undecoded(rows, columns).select_columns(["prompt", *columns])
     sizes = []
     for index, row in enumerate(rows):
         where = f"{name}, row {index}"
-        sources = image_sources(row)
+        try:
+            parts, column, sources = image_parts(row["prompt"]), column_images(row), image_sources(row)
+        except PartError as error:
+            raise ConfigError(f"{where}: {error}.") from error
         if sources and not is_vision(processor):
             raise ConfigError(f"{where} has images, and the model of --model_id takes none; choose one that does.")
-        marks = placeholders(row["prompt"])
-        if marks and marks != len(sources):
-            raise ConfigError(f"{where}: {marks} image placeholders in `prompt` for {len(sources)} images.")
+        if parts and column and all("image" in part for part in parts):
+            raise ConfigError(
+                f"{where}: {len(column)} images in a column, and the image parts of `prompt` bring their own. Take "
+                'the column away, or add a part {"type": "image"} for each of its images.'
+            )
         sizes.append([])
         for number, source in enumerate(sources):
             try:
-                width, height = open_image(source)[0].size
-            except (ValueError, OSError, SyntaxError) as error:  # what Pillow raises on garbage
+                width, height = upright_size(open_image(source)[0])
+            except PictureError as error:
                 raise ConfigError(f"{where}, image {number}: cannot be read: {error}") from error
             sizes[-1].append((height, width))
+    if decode != "none" and any(sizes):
+        check_pixels(rows, sizes, name, decode)
     return sizes
 
 
-def undecoded(rows, columns: list[str]):
-    """A data set whose image columns give files instead of decoded images."""
-    import datasets
-
-    def plain(feature):
-        if isinstance(feature, datasets.Image):
-            return datasets.Image(decode=False)
-        inner = getattr(feature, "feature", None)
-        return datasets.List(plain(inner)) if inner is not None else feature
-
-    for column in columns:
-        rows = rows.cast_column(column, plain(rows.features[column]))
-    return rows.select_columns(["prompt", *columns])
+DECODED = 400_000_000  # pixels of a data set that are decoded at start, 6 to 13 s of a core
 
 
-def placeholders(prompt) -> int:
-    """Image parts of chat messages."""
-    messages = prompt if isinstance(prompt, list) else []
-    return sum(
-        part.get("type") == "image" for m in messages if isinstance(m.get("content"), list) for part in m["content"]
-    )
+def check_pixels(rows, sizes: list, name: str, decode: str) -> None:
+    """ConfigError naming the rows with an image that is damaged, of all rows or of every n-th; see `check_images`."""
+    numbers = [index for index, shapes in enumerate(sizes) if shapes]
+    pixels = sum(height * width for shapes in sizes for height, width in shapes)
+    chosen, alone = numbers if decode == "all" else numbers[:: -(-pixels // DECODED)], threading.Lock()
+
+    def fault(index: int) -> str | None:
+        for number, source in enumerate(image_sources(rows[index])):
+            # Pillow decodes an image that several rows share in one thread at a time only; a file has a copy for each.
+            shared = isinstance(source, Image.Image) and not isinstance(getattr(source, "fp", None), io.BytesIO)
+            try:
+                with alone if shared else contextlib.nullcontext():
+                    read_image(source)
+            except PictureError as error:
+                return f"{name}, row {index}, image {number}: cannot be read: {error}"
+        return None
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Pillow decodes beside python
+        found = with_progress(pool.map(fault, chosen), f"{name}: decoding images", len(chosen))
+        faults = [one for one in found if one]
+    if faults:
+        more = f" {len(faults) - 1} other rows have such images, too: " if faults[1:] else ""
+        others = "; ".join(one.partition(", ")[2].partition(":")[0] for one in faults[1:20])
+        remedy = "Mend these files, or leave the rows out." if faults[1:] else "Mend the file, or leave the row out."
+        raise ConfigError(f"{faults[0]}. {remedy}{more}{others}{' ...' * bool(faults[20:])}")
+    if len(chosen) < len(numbers) and os.environ.get("RANK", "0") == "0":
+        print(f"{name}: the images of {len(chosen)} rows of {len(numbers)} were decoded; --check_images decodes all.")
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -172,16 +156,41 @@ def is_vision(processor) -> bool:
 
 def with_parts(row: dict, count: int) -> dict:
     """The row with every message as a list of parts, as templates for images want it; `count` images without a place
-    of their own stand before the first user message's text."""
-    messages = []
+    of their own stand before the first user message's text. PartError if there is no such message."""
+    messages, count = [], 0 if image_parts(row["prompt"]) else count
     for message in prompt_messages(row):
-        content = message.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-        parts = [{"type": "image"} if part.get("type") == "image" else part for part in parts]
-        if count and message["role"] == "user" and not placeholders(row["prompt"]):
+        parts = parts_of(message.get("content"))
+        parts = [{"type": "image"} if part["type"] == "image" else part for part in parts]
+        if count and message["role"] == "user":
             parts, count = [{"type": "image"}] * count + parts, 0
         messages.append(message | {"content": parts})
+    if count:
+        raise PartError(f"`prompt` has no user message to put its {count} images into")
     return row | {"prompt": messages}
+
+
+def as_template_takes(messages: list[dict], tokenizer) -> list[dict]:
+    """Messages for a model of text alone. Most of their templates want content as text, and write a list of parts as
+    python shows it, or raise; those that read parts get them."""
+    if not any(isinstance(message.get("content"), (list, tuple)) for message in messages):
+        return messages
+    if reads_parts(tokenizer):
+        return [in_usual_form(message) for message in messages]
+    return [m | {"content": text_of_parts(m["content"])} if m.get("content") is not None else m for m in messages]
+
+
+def reads_parts(tokenizer) -> bool:
+    """Whether the chat template writes a text in a list of parts as it writes the text itself."""
+    from jinja2 import TemplateError
+
+    try:
+        plain, listed = (
+            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            for content in ("-", [text_part("-")])
+        )
+    except (TemplateError, TypeError, ValueError):
+        return False
+    return plain == listed
 
 
 def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
@@ -205,6 +214,7 @@ def with_tools(row: dict, schemas: list[dict], instructions: str, processor, sys
     """The row with its system prompt, and with `tool_schemas` for its chat template or, where the template knows no
     tools or none are given to it, with `instructions` at the end of its system message."""
     messages = prompt_messages(row, system_prompt)
+    messages = messages if is_vision(processor) else as_template_takes(messages, processor)
     if schemas:
         plain, told = (processor.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, schemas))
         if plain != told:
@@ -284,10 +294,6 @@ def prompt_messages(row: dict, system_prompt: str | None = None) -> list[dict]:
     return [{"role": "system", "content": content}, *messages]
 
 
-def text_part(text: str) -> dict:
-    return {"type": "text", "text": text}
-
-
 def tokenize_prompt(
     row: dict,
     tokenizer,
@@ -315,7 +321,8 @@ def tokenize_prompt(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; {remedy} add "
             "--no_apply_chat_template."
         )
-    messages, schemas = prompt_messages(row, system_prompt), row.get("tool_schemas")
+    messages = as_template_takes(prompt_messages(row, system_prompt), tokenizer)
+    schemas = row.get("tool_schemas")
     if not allow_special_tokens:
         messages, schemas = guard(messages, tokenizer), guard(schemas, tokenizer)
     continued = messages[-1]["role"] == "assistant"
@@ -364,25 +371,33 @@ def build_prompt(row: dict, generator, cfg: TrainConfig, shown: dict | None = No
         return Prompt(ids, ids)
     known, messages, prompt = _RECENT.get(id(row), (None, None, None))
     if known is not row or messages != shown["prompt"]:
-        prompt = vision_prompt(shown, processor, generator.rope_index, cfg)
+        prompt = vision_prompt(shown, processor, generator.rope_index, cfg, row)
         _RECENT[id(row)] = row, shown["prompt"], prompt
         while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
             _RECENT.popitem(last=False)
     return prompt
 
 
-def vision_prompt(row: dict, processor, rope_index: Callable | None, cfg: TrainConfig) -> Prompt:
-    """`build_prompt` of a row for a model with images; the row may have none."""
-    sources = image_sources(row)
+def vision_prompt(
+    row: dict, processor, rope_index: Callable | None, cfg: TrainConfig, data_row: dict | None = None
+) -> Prompt:
+    """`build_prompt` of a row for a model with images; the row may have none. data_row: where it came from, if an
+    environment has written the prompt: then only the data row's own texts may name a file."""
+    sources, own = image_sources(row), image_sources(data_row or row)
     text = prompt_text(row, processor, cfg, len(sources))
     special = cfg.no_apply_chat_template  # a template writes its own
     sent = tokenize(text, processor, special)
     if not sources:
         return Prompt(sent, sent)
-    try:
-        images, files = zip(*(load_image(source, cfg) for source in sources), strict=True)
-    except (ValueError, OSError, SyntaxError) as error:
-        raise ValueError(f"an image of the row with prompt {shorten(row['prompt'])} cannot be read: {error}") from error
+    loaded = []
+    for number, source in enumerate(sources):
+        try:
+            named = isinstance(source, (str, dict)) and source not in own
+            loaded.append(load_image(source, cfg, local_files=not named))
+        except PictureError as error:
+            name = f", {shorten(source)}," if isinstance(source, (str, Path)) else ""
+            raise PictureError(f"image {number} of a row{name} cannot be read: {error}") from error
+    images, files = zip(*loaded, strict=True)
     ids, inputs = expand(text, list(images), processor, rope_index, special)
     return Prompt(ids, sent, list(files), inputs)
 
@@ -489,22 +504,33 @@ def check_echo(prompt: Prompt, samples: list) -> None:
         )
 
 
-def prompt_lengths(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
-    """Tokens of every prompt, its images counted by their sizes without decoding them; see `length_or_more`."""
-    sizes = check_images(rows, name, processor)
+def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "none") -> list[int]:
+    """Tokens of every prompt, its images counted by their sizes; see `length_or_more`. decode: as of `check_images`."""
+    sizes = check_images(rows, name, processor, decode)
 
     def count(row: dict, shapes: list[tuple[int, int]]) -> int:
         if not is_vision(processor):
             return len(prompt_ids(row, processor, cfg))
         text = prompt_text(row, processor, cfg, len(shapes))
-        expanded = processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens if shapes else []
+        shapes = [scaled(shape, cfg) for shape in shapes]
+        if shapes and not hasattr(processor, "_get_num_multimodal_tokens"):  # SmolVLM's, for one
+            blank = [Image.new("RGB", (width, height)) for height, width in shapes]
+            COUNTS["images"] -= len(shapes)
+            return len(expand(text, blank, processor, None, cfg.no_apply_chat_template)[0])
+        try:
+            expanded = processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens if shapes else []
+        except (ValueError, ArithmeticError) as error:  # such as a line of 100,000 pixels
+            raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
         sent = len(tokenize(text, processor, add_special_tokens=cfg.no_apply_chat_template))
         return sent - len(shapes) + sum(expanded)
 
     lengths, texts = [], rows if isinstance(rows, list) else rows.select_columns(["prompt"])
     texts = with_progress(texts, f"{name}: measuring prompts", len(rows))
-    for row, shapes in zip(texts, sizes, strict=True):
-        lengths.append(length_or_more(row, partial(count, shapes=shapes), cfg.max_prompt_length))
+    for index, (row, shapes) in enumerate(zip(texts, sizes, strict=True)):
+        try:
+            lengths.append(length_or_more(row, partial(count, shapes=shapes), cfg.max_prompt_length))
+        except PartError as error:
+            raise ConfigError(f"{name}, row {index}: {error}.") from error
     return lengths
 
 

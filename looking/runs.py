@@ -1,7 +1,9 @@
 """Run folders, read while somebody writes, resumes or deletes them. Nothing is changed in them, nothing raises for a
-file that is torn, half written or gone: what can be read is shown, and what cannot is said.
+file that is torn, half written or gone: what can be read is shown, and what cannot is said. What is no regular file, or
+lies outside of the run folder behind a link, is not opened: `Unreadable`. Such a run is the only one that suffers.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -9,17 +11,23 @@ import math
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from runlog.curves import Curves
+from runlog.samples import Unreadable, Vocabulary, step_files, vocabulary
+from safety.storable import text_of
 
-MARKS = ("metrics.jsonl", "state.json", "config.json")  # one of them makes a folder a run
+METRICS = "metrics.jsonl"
+MARKS = (METRICS, "state.json", "config.json")  # one of them makes a folder a run
 REMEMBERED = 60  # runs whose curves stay in memory, of 2 to 3 MB each with 2,000 steps
 DEPTH = 4  # of run folders below the given one
+MAX_JSON = 16 << 20  # bytes of config.json and state.json
 STALLED = 900.0  # seconds after which a run of another machine that says nothing is not called running
 
 
@@ -27,23 +35,43 @@ class Gone(LookupError):
     """There is no such run, or not any more."""
 
 
-class Growing:
-    """New whole lines of a file, each time it is asked."""
+def opened(folder: Path, *names: str) -> BinaryIO:
+    """A file of the run folder, to be read.
 
-    def __init__(self, path: Path):
-        self.path, self.offset, self.inode = path, 0, None
+    FileNotFoundError if there is none; Unreadable if it is no regular file (to open a FIFO waits for its writer, and a
+    device has no end), or if a link leads out of the folder: what is behind it was not handed over.
+    """
+    path, name = folder.joinpath(*names), "/".join(names)
+    try:
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(folder):
+            raise Unreadable(f"{name} is a link that leads out of the run folder, and is not followed.")
+        if not stat.S_ISREG(real.stat().st_mode):
+            raise Unreadable(f"{name} is no regular file.")
+        return os.fdopen(os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(name) from None
+    except (OSError, RuntimeError) as error:  # no right to read it, a disk that fails; links in a circle
+        raise Unreadable(f"{name} cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+
+
+class Growing:
+    """New whole lines of a run's metrics.jsonl, each time it is asked. Raises Unreadable."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.offset, self.inode = folder, 0, None
 
     def news(self) -> tuple[bool, bytes]:
         """(whether it is another file than before, so that everything comes again; its new lines)."""
         try:
-            with open(self.path, "rb") as file:
+            with opened(self.folder, METRICS) as file:
                 status = os.fstat(file.fileno())
                 anew = status.st_ino != self.inode or status.st_size < self.offset
                 if anew:
                     self.offset, self.inode = 0, status.st_ino
                 file.seek(self.offset)
                 block = file.read()
-        except OSError:
+        except FileNotFoundError:
             anew, self.offset, self.inode, block = self.inode is not None, 0, None, b""
         block = block[: block.rfind(b"\n") + 1]  # a line without its end is still being written, or torn
         self.offset += len(block)
@@ -60,12 +88,26 @@ def parsed(line: bytes) -> dict | None:
     return found if ok else None
 
 
-def read_json(path: Path) -> dict:
+def read_json(folder: Path, name: str) -> dict:
+    """What the file says; {} if it is gone or torn. Raises Unreadable."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        with opened(folder, name) as file:
+            text = file.read(MAX_JSON)
+    except FileNotFoundError:
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def number(found: dict, key: str, file: str) -> float | int | None:
+    """found[key], None if it is not there or not finite. Unreadable if it is something else than a number."""
+    value = found.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise Unreadable(f"{file}: {key} is {repr(value)[:60]}, which is no number.")
+    return value if value is None or math.isfinite(value) else None
 
 
 def stamp(path: Path) -> tuple | None:
@@ -80,8 +122,8 @@ def stamp(path: Path) -> tuple | None:
 class Summary:
     """What the table says of a run: from its first line, its last and its evaluations; no other line is parsed."""
 
-    def __init__(self, path: Path):
-        self.file = Growing(path)
+    def __init__(self, folder: Path):
+        self.file = Growing(folder)
         self.clear()
 
     def clear(self) -> None:
@@ -98,7 +140,7 @@ class Summary:
         while (found := block.find(b'"eval/', found + 1)) >= 0:
             end = block.find(b"\n", found)
             line = parsed(block[block.rfind(b"\n", 0, found) + 1 : end]) or {}
-            self.metric = self.metric or next((name for name in line if re.fullmatch(r"eval/mean@\d+", name)), None)
+            self.metric = self.metric or next((name for name in line if re.fullmatch(r"eval/mean@\w+", name)), None)
             name = self.metric if self.metric in line else "eval/reward"
             if isinstance(line.get(name), (int, float)):
                 self.metric = name
@@ -110,21 +152,30 @@ class Summary:
                 break
 
 
+def unreadable(error: Exception) -> tuple[str, str]:
+    """A run's state, and why."""
+    said = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+    return "unreadable", text_of(said)[:300]
+
+
 class Run:
     """A run folder. Methods may be called from several threads."""
 
     def __init__(self, name: str, path: Path):
         self.name, self.path = name, path
         self.lock = threading.RLock()
-        self.summarized = Summary(path / "metrics.jsonl")
-        self.metrics_file, self.curves_read, self.unreadable = Growing(path / "metrics.jsonl"), Curves(), 0
-        self.settings: tuple = (None, {})
+        self.summarized = Summary(path)
+        self.metrics_file, self.curves_read, self.unreadable = Growing(path), Curves(), 0
+        self.settings: tuple = ((), {})  # what was read of config.json, and of which state of it
         self.lock_seen: tuple = (None, False)
 
     def config(self) -> dict:
         mark = stamp(self.path / "config.json")
         if mark != self.settings[0]:
-            self.settings = mark, read_json(self.path / "config.json")
+            found = read_json(self.path, "config.json")
+            if not isinstance(found.get("domains"), (list, type(None))):
+                raise Unreadable(f"config.json: domains is {repr(found['domains'])[:60]}, which is no list.")
+            self.settings = mark, found
         return self.settings[1]
 
     def curves(self) -> Curves:
@@ -143,14 +194,30 @@ class Run:
     def forget(self) -> None:
         """Free the memory of its curves; they are read again when somebody asks."""
         with self.lock:
-            self.metrics_file, self.curves_read = Growing(self.path / "metrics.jsonl"), Curves()
+            self.metrics_file, self.curves_read = Growing(self.path), Curves()
 
     def file(self, *names: str) -> Path:
-        """A file of the run; Gone if there is none, or if a link leads out of the folder."""
-        path = self.path.joinpath(*names)
-        if not path.is_file() or not path.resolve().is_relative_to(self.path):
-            raise Gone(f"{self.name} has no {'/'.join(names)}, or not any more.")
-        return path
+        """The path of one of the run's files; Gone if there is none that may be opened."""
+        try:
+            opened(self.path, *names).close()
+        except FileNotFoundError:
+            raise Gone(f"{self.name} has no {'/'.join(names)}, or not any more.") from None
+        except Unreadable as error:
+            raise Gone(f"{self.name}: {error}") from None
+        return self.path.joinpath(*names)
+
+    def step_files(self, kind: str) -> list[Path]:
+        """Its files of completions or evaluations, by step, to be opened with `file`."""
+        folder = self.path / kind
+        if not folder.resolve().is_relative_to(self.path):
+            raise Unreadable(f"{kind} is a link that leads out of the run folder, and is not followed.")
+        return step_files(folder)
+
+    def vocabulary(self) -> Vocabulary:
+        """What its token ids say."""
+        with contextlib.suppress(FileNotFoundError):  # of an older run
+            opened(self.path, "vocabulary.parquet").close()
+        return vocabulary(self.path)
 
     def version(self) -> tuple:
         """Changes when there is something new."""
@@ -163,12 +230,11 @@ class Run:
         Trying takes the lock for an instant. One that was found free is not tried again until its file changes, as it
         does when a process takes it: a trainer that is about to start meets nobody here.
         """
-        path = self.path / "lock"
-        mark = stamp(path)
+        mark = stamp(self.path / "lock")
         if mark is None or (self.lock_seen[0] == mark and not self.lock_seen[1]):
             return False
         try:
-            with open(path) as file:
+            with opened(self.path, "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             held = False
         except BlockingIOError:
@@ -179,9 +245,16 @@ class Run:
         return held
 
     def state(self) -> tuple[str, str]:
-        """(running, finished, failed, interrupted, killed, silent or ended; why, in words)."""
-        told = read_json(self.path / "state.json")
+        """(running, finished, failed, interrupted, killed, silent, ended or unreadable; why, in words)."""
+        try:
+            return self._state()
+        except Exception as error:
+            return unreadable(error)
+
+    def _state(self) -> tuple[str, str]:
+        told = read_json(self.path, "state.json")
         state, why = told.get("state"), str(told.get("why") or "")
+        updated = number(told, "updated", "state.json")
         if state in ("finished", "failed", "interrupted"):
             return state, why
         if state == "running":
@@ -189,7 +262,7 @@ class Run:
                 if self.held():
                     return "running", ""
                 return "killed", f"its process ({told.get('pid')}) is gone and could not say why"
-            quiet = time.time() - (told.get("updated") or 0)
+            quiet = time.time() - (updated or 0)
             if quiet < STALLED:
                 return "running", f"on {told['host']}"
             return "silent", f"on {told['host']}; nothing new for {quiet / 60:.0f} min"
@@ -199,27 +272,37 @@ class Run:
             self.summarized.update()
         if not self.summarized.last and not self.summarized.held_out:
             return "ended", "before its first step"
-        last, steps = self.summarized.last.get("step", 0), self.config().get("max_steps")
-        if isinstance(steps, (int, float)) and last >= steps:
+        last, steps = self.summarized.last.get("step", 0), number(self.config(), "max_steps", "config.json")
+        if steps is not None and last >= steps:
             return "finished", ""
         return "ended", f"at step {last:g}" + (f" of {steps}" if steps else "")
 
     def summary(self) -> dict:
-        """A line of the table."""
+        """A line of the table. One run that cannot be read must not take the others' lines with it."""
+        try:
+            return self._summary()
+        except Exception as error:
+            state, why = unreadable(error)
+            texts = dict.fromkeys(("task", "algorithm", "model", "metric"), "")
+            numbers = ("step", "steps", "first", "last", "best", "reward", "seconds", "tokens_per_second", "updated")
+            return {"name": self.name, "state": state, "why": why} | texts | dict.fromkeys(numbers)
+
+    def _summary(self) -> dict:
         with self.lock:
             self.summarized.update()
             first, last, held_out = self.summarized.first or {}, self.summarized.last, self.summarized.held_out
             config, (state, why) = self.config(), self.state()
-        told = read_json(self.path / "state.json")
-        begun = (first.get("time/unix") or 0) - (first.get("time/step") or 0)  # of a resumed run, too
-        until = last.get("time/unix") or told.get("updated")
+        told = read_json(self.path, "state.json")
+        # Without the first step's seconds: then it began. A resumed run keeps its first line.
+        begun = (number(first, "time/unix", METRICS) or 0) - (number(first, "time/step", METRICS) or 0)
+        until = number(last, "time/unix", METRICS) or number(told, "updated", "state.json")
         steps = max(held_out) if held_out else None
         return {
             "name": self.name,
             "state": state,
             "why": why[:2000],
             "step": last.get("step", max(held_out, default=0)),
-            "steps": told.get("num_steps") or config.get("max_steps"),
+            "steps": number(told, "num_steps", "state.json") or number(config, "max_steps", "config.json"),
             "task": task(config),
             "algorithm": algorithm(config),
             "model": Path(str(config.get("model_id") or "")).name,
@@ -227,16 +310,16 @@ class Run:
             "first": held_out[min(held_out)] if held_out else None,
             "last": held_out[steps] if held_out else None,
             "best": max(held_out.values(), default=None),
-            "reward": last.get("reward"),
+            "reward": number(last, "reward", METRICS),
             "seconds": max(0.0, until - begun) if until and begun else None,
-            "tokens_per_second": last.get("time/tokens_per_second"),
+            "tokens_per_second": number(last, "time/tokens_per_second", METRICS),
             "updated": round(until) if until else None,
         }
 
 
 def task(config: dict) -> str:
     listed = config.get("domains")
-    named = [part.get("name") if isinstance(part, dict) else part for part in listed or () if listed]
+    named = [part.get("name") if isinstance(part, dict) else part for part in listed or ()]
     return ", ".join(str(part) for part in named or (config.get("dataset_id"), config.get("env")) if part)
 
 
@@ -244,6 +327,12 @@ def algorithm(config: dict) -> str:
     parts = [config.get("advantage"), config.get("policy_loss")]
     name = " / ".join(str(part) for part in parts if part)
     return f"{config['preset']} ({name})" if config.get("preset") else name
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether one of its marks is there, be it a FIFO or a link: it is shown, if only as unreadable."""
+    marks = (os.path.join(folder, mark) for mark in MARKS)
+    return any(os.path.lexists(mark) and not os.path.isdir(mark) for mark in marks)
 
 
 class Runs:
@@ -257,13 +346,18 @@ class Runs:
 
     def all(self) -> list[Run]:
         """Looks again; runs that are still there keep what was read of them."""
-        found = dict(self.paths())
+        found: dict[str, Path] = {}
+        for name, path in self.paths():
+            name = os.fsencode(name).decode("utf-8", "backslashreplace")  # a folder's name may be any bytes
+            while name in found:  # one is called \xff, and another one spells that out
+                name += "'"
+            found[name] = path
         with self.lock:
             self.known = {name: self.known.get(name) or Run(name, path) for name, path in found.items()}
             return list(self.known.values())
 
     def paths(self):
-        if any((self.root / mark).is_file() for mark in MARKS):
+        if is_run(self.root):
             yield self.root.name, self.root
             return
         level = [self.root]
@@ -275,7 +369,7 @@ class Runs:
                 except OSError:
                     continue
                 for entry in inside:
-                    if any(os.path.isfile(os.path.join(entry.path, mark)) for mark in MARKS):
+                    if is_run(entry.path):
                         yield os.path.relpath(entry.path, self.root), Path(entry.path)
                     elif not entry.name.startswith("."):
                         below.append(entry.path)

@@ -21,10 +21,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cli import ConfigError
-from looking.runs import Gone, Run, Runs, digest, plain, stamp
+from looking.runs import Gone, Run, Runs, digest, plain, stamp, unreadable
 from looking.told import all_notes, compared, described
 from runlog import samples
 from runlog.reading import readable_prompt
+from safety.storable import storable
+from serving.gate import LimitedProtocol
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -50,13 +52,21 @@ def plotly() -> bytes:
     return (Path(plotly.__file__).parent / "package_data" / "plotly.min.js").read_bytes()
 
 
-def make_app(root: Path, token: str, cookie: str = "look") -> Starlette:
+class Connection(LimitedProtocol):
+    """What vllm_server.py allows strangers, and fewer of them: the page has a few readers, and a process often no more
+    than 1,024 open files."""
+
+    strangers: dict[LimitedProtocol, float] = {}
+    max_strangers, max_connections = 128, 512
+
+
+def make_app(root: Path, token: str) -> Starlette:
     """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header."""
     names = {"/": page, "/page/{name}": file} | {f"/api/{name}": answer for name, answer in ANSWERS.items()}
     routes = [Route(path, guarded(answer)) for path, answer in names.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: missing, 500: failed})
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
-    app.state.runs, app.state.token, app.state.cookie = Runs(root), token, cookie
+    app.state.runs, app.state.token = Runs(root), token
     app.state.files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
     app.state.files["plotly.js"] = plotly()
     threading.Thread(target=read_ahead, args=(app.state.runs,), daemon=True).start()
@@ -77,11 +87,18 @@ def read_ahead(runs: Runs) -> None:
 # ---- who may ask, and how answers look ------------------------------------------------------------------------------
 
 
+def cookie(request: Request) -> str:
+    """The cookie's name. Cookies do not know ports, so pages on two ports need two names: ports as the browser sees
+    them, which forwards by `ssh -L` choose, not those on which the pages listen."""
+    port = request.headers.get("host", "").rpartition(":")[2]
+    return f"look_{port}" if port.isdecimal() and len(port) < 6 else "look"
+
+
 def allowed(request: Request) -> bool:
-    state = request.app.state
     header = request.headers.get("authorization", "").removeprefix("Bearer ")
-    given = (request.query_params.get("token"), request.cookies.get(state.cookie), header)
-    return any(hmac.compare_digest(word.encode("utf-8", "replace"), state.token.encode()) for word in given if word)
+    given = (request.query_params.get("token"), request.cookies.get(cookie(request)), header)
+    token = request.app.state.token.encode()
+    return any(hmac.compare_digest(word.encode("utf-8", "replace"), token) for word in given if word)
 
 
 def guarded(answer):
@@ -90,7 +107,9 @@ def guarded(answer):
     def endpoint(request: Request) -> Response:
         if not allowed(request):
             text = "Take the address that look.py printed when it started: it ends with ?token=..."
-            return respond({"error": text}, 401)
+            refused = respond({"error": text}, 401)
+            refused.headers["Connection"] = "close"  # what else it may send is not worth reading
+            return refused
         try:
             made = answer(request)
         except Gone as error:
@@ -158,7 +177,8 @@ def page(request: Request) -> Response:
         request.app.state.files["index.html"], media_type="text/html", headers=HEADERS | {"Cache-Control": "no-store"}
     )
     # Not by a redirect: after one that begins on another site, as in a web terminal, a strict cookie is not sent.
-    answer.set_cookie(request.app.state.cookie, request.app.state.token, httponly=True, samesite="strict", path="/")
+    only = dict(httponly=True, samesite="strict", secure=request.url.scheme == "https")
+    answer.set_cookie(cookie(request), request.app.state.token, path="/", **only)
     return answer
 
 
@@ -174,7 +194,7 @@ def file(request: Request) -> Response:
 def table(request: Request) -> Response:
     found = [run.summary() for run in runs_of(request).all()]
     found.sort(key=lambda run: -(run["updated"] or 0))
-    return unless_known(request, None, lambda: respond({"root": str(runs_of(request).root), "runs": found}))
+    return unless_known(request, None, lambda: respond({"root": storable(str(runs_of(request).root)), "runs": found}))
 
 
 def of(request: Request) -> Run:
@@ -198,19 +218,24 @@ def compare(request: Request) -> Response:
     names = list(dict.fromkeys(request.query_params.getlist("run")))[:COMPARED]
     axis = choice(request, "x", ("step", "tokens", "seconds"))
     seeds = request.query_params.get("seeds") == "1"
-    chosen, gone = [], []
+    chosen, gone, broken = [], [], []
     for name in names:
         try:
-            chosen.append(runs_of(request).get(name))
+            found = runs_of(request).get(name)
+            found.curves(), found.config()
+            chosen.append(found)
         except Gone:
             gone.append(name)
-    tag = digest([(one.name, one.version()) for one in chosen], gone, axis, seeds)
-    return unless_known(request, tag, lambda: respond(compared(chosen, axis, seeds) | {"gone": gone}))
+        except Exception as error:  # the others are compared without it
+            broken.append(f"{name}: {unreadable(error)[1]}")
+    tag = digest([(one.name, one.version()) for one in chosen], gone, broken, axis, seeds)
+    more = {"gone": gone, "unreadable": broken}
+    return unless_known(request, tag, lambda: respond(compared(chosen, axis, seeds) | more))
 
 
 def steps(request: Request) -> dict:
-    folder = of(request).path
-    return {kind: [samples.step_of(path) for path in samples.step_files(folder / kind)] for kind in samples.KINDS}
+    found = of(request)
+    return {kind: [samples.step_of(path) for path in found.step_files(kind)] for kind in samples.KINDS}
 
 
 def step_file(request: Request) -> Path:
@@ -243,8 +268,7 @@ def one(request: Request) -> dict:
 
 
 def tokens(request: Request) -> dict:
-    known = samples.vocabulary(of(request).path)
-    return samples.tokens(step_file(request), whole(request, "row"), known) or {}
+    return samples.tokens(step_file(request), whole(request, "row"), of(request).vocabulary()) or {}
 
 
 def picture(request: Request) -> Response:
@@ -259,13 +283,14 @@ def over_time(request: Request) -> dict:
     path, number, kind = step_file(request), whole(request, "row"), choice(request, "kind", samples.KINDS)
     prompt, later = samples.prompt_of(path, number), integer(request.query_params.get("from", "0"))
     found, unreadable, begun = [], [], time.monotonic()
-    paths = samples.step_files(of(request).path / kind)
+    asked = of(request)
+    paths = asked.step_files(kind)
     for place in range(later, len(paths)):
         if time.monotonic() - begun > SECONDS:
             return {"found": found, "unreadable": unreadable, "next": place, "files": len(paths)}
         try:
-            rows = samples.of_prompt(paths[place], prompt, 2000)
-        except samples.Unreadable as error:
+            rows = samples.of_prompt(asked.file(kind, paths[place].name), prompt, 2000)
+        except (Gone, samples.Unreadable) as error:
             unreadable.append(str(error))
             continue
         if rows:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from looking.runs import Gone, Run, digest, stamp
+from looking.runs import Gone, Run, digest, opened, stamp
 from runlog import advice, samples
 from runlog.curves import SOLVED, Curves, binned, domains, panels
 
@@ -76,10 +76,12 @@ def domain_table(curves: Curves, config: dict) -> list[dict]:
 
 def text_of(run: Run, name: str) -> str:
     try:
-        with open(run.file(name), "rb") as file:
+        with opened(run.path, name) as file:
             return file.read(200_000).decode("utf-8", "backslashreplace")
-    except (Gone, OSError):
+    except OSError:
         return ""
+    except samples.Unreadable as error:
+        return f"({error})"
 
 
 @lru_cache(256)
@@ -90,16 +92,17 @@ def notes_of_file(path: Path, mark: tuple, settings: str) -> tuple:
 def all_notes(run: Run) -> list[dict]:
     """The run's state, its metrics and its last completions, in words."""
     (state, why), config, found = run.state(), run.config(), []
-    if state in ("failed", "killed", "silent"):
-        title = {"failed": "The run failed", "killed": "The run was killed", "silent": "The run is silent"}[state]
+    titles = {"failed": "The run failed", "killed": "The run was killed", "silent": "The run is silent"}
+    titles["unreadable"] = "How the run stands cannot be read"
+    if title := titles.get(state):
         found.append(advice.note("bad", title, why, "state"))
     of_file: list[dict] = []  # nearer to the cause than what the metrics say
     settings = json.dumps({name: config.get(name) for name in ("push_steps", "max_staleness")})
-    for path in samples.step_files(run.path / "completions")[-1:]:
-        try:
-            of_file += notes_of_file(path, stamp(path), settings)
-        except samples.Unreadable as error:
-            of_file.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
+    try:
+        for path in run.step_files("completions")[-1:]:
+            of_file += notes_of_file(run.file("completions", path.name), stamp(path), settings)
+    except (Gone, samples.Unreadable) as error:
+        of_file.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
     found += advice.both(of_file, advice.of_curves(run.curves(), config))
     if run.unreadable:
         text = f"{run.unreadable} lines of metrics.jsonl cannot be read, and are left out."

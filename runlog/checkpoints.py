@@ -108,7 +108,9 @@ def check_sums(run_dir: Path, step: int) -> bool:
     Collective. One made before there were checksums has none.
     """
     folder = folder_of(run_dir, step)
-    text = (folder / SUMS).read_text(errors="replace") if utils.is_main() and (folder / SUMS).is_file() else None
+    text = None
+    if utils.is_main() and (folder / SUMS).is_file():
+        text = (folder / SUMS).read_text(errors="replace", encoding="utf-8")
     text = utils.gather_objects(text)[0]
     if text is None:
         return False
@@ -231,7 +233,7 @@ class Saver:
                         self.progress = time.monotonic()
                 self.sums[name] = digest.hexdigest()
             said = self._said(self.rank)
-            said.with_suffix(".half").write_text(json.dumps(self.sums))
+            said.with_suffix(".half").write_text(json.dumps(self.sums), encoding="utf-8")
             said.with_suffix(".half").rename(said)
             if self.rank == 0:
                 self._complete()
@@ -248,8 +250,8 @@ class Saver:
         while set(everyone) - set(self.partial.iterdir()):  # network file systems remember that a name was not there
             time.sleep(0.05)
             self.progress = time.monotonic()
-        lines = sorted(line for said in everyone for line in json.loads(said.read_text()).items())
-        (self.partial / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in lines))
+        lines = sorted(line for said in everyone for line in json.loads(said.read_text(encoding="utf-8")).items())
+        (self.partial / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in lines), encoding="utf-8")
         for said in everyone:
             said.unlink()
         shutil.rmtree(self.final, ignore_errors=True)
@@ -454,7 +456,7 @@ def read_state(run_dir: Path, step: int) -> dict:
     """What `save_checkpoint` was given as `state`, and the step."""
     path = folder_of(run_dir, step) / "trainer" / "state.json"
     try:
-        state = json.loads(path.read_text())
+        state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.get("step") != step:
             raise ValueError(f"it is not the state of step {step}")
         return state
@@ -475,8 +477,8 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
         dcp.load(state, **_reader_and_planner(path / "trainer" / "state"))
     except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:  # the first is no Exception
         raise ConfigError(
-            f"--resume: {path} does not fit this run, or is damaged. It needs the model, --use_peft, --lora_r and "
-            f"--lora_targets it was saved with. {remedy(path)} {str(error)[-600:]}"
+            f"--resume: {path} does not fit this run, or is damaged. It needs the model, --use_peft, --lora_r, "
+            f"--lora_targets and --optim it was saved with. {remedy(path)} {str(error)[-600:]}"
         ) from None
     for name, (module, optimizer) in modules.items():
         weights = state[name]["model"]

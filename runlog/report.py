@@ -14,7 +14,7 @@ import re
 import warnings
 from pathlib import Path
 
-from runlog import advice, samples
+from runlog import advice, disk, samples
 from runlog.curves import SOLVED, Curves, binned, domains, duration, is_number
 from runlog.curves import panels as panels_of
 from runlog.reading import call_text, read_metrics, readable_prompt
@@ -310,8 +310,11 @@ def token_views(run_dir: Path) -> tuple[str, str]:
         return "", ""
     data = json.dumps(shown, allow_nan=False).replace("<", "\\u003c")  # so that no text in it ends the element
     page = Path(__file__).parent.parent / "looking" / "page"
-    parts = [re.sub(r"^(export |import .*$)", "", (page / name).read_text(), flags=re.M) for name in PAGE_SCRIPTS]
-    body = f"<h2>Token by token</h2><style>{(page / 'tokens.css').read_text()}</style>"
+    parts = [
+        re.sub(r"^(export |import .*$)", "", (page / name).read_text(encoding="utf-8"), flags=re.M)
+        for name in PAGE_SCRIPTS
+    ]
+    body = f"<h2>Token by token</h2><style>{(page / 'tokens.css').read_text(encoding='utf-8')}</style>"
     body += f'<div id="views"></div><script type="application/json" id="tokens">{data}</script>'
     return body, "\n".join([*parts, DRAW_VIEWS])
 
@@ -367,14 +370,17 @@ def write_report(run_dir: Path) -> Path | None:
         + "</body></html>"
     )
     path = run_dir / "report.html"
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    disk.write_whole(path, page)
     return path
 
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
         raise SystemExit("usage: python -m runlog RUN_DIR   (a folder like runs/NAME)")
-    path = write_report(Path(arguments[0]))
+    try:
+        path = write_report(Path(arguments[0]))
+    except OSError as error:
+        raise SystemExit(f"report: {disk.trouble(Path(arguments[0]) / 'report.html', error)}") from None
     if path is None:
         raise SystemExit(f"report: {arguments[0]} has no line in metrics.jsonl yet")
     print(f"report: {path}")

@@ -25,10 +25,10 @@ from runlog.log import claim_run, code_files, package_versions, public_config
 
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (
-    "resume strict_resume run_name output_dir server_urls server_token server_timeout request_timeout push_bucket_mb "
-    "push_changes push_over dist_timeout save_steps save_total_limit log_steps log_completions log_tokens_every "
-    "print_samples_every colocate logprob_diff_limit report_to wandb_project push_to_hub hub_repo_id hub_private "
-    "num_epochs eval_only preset"
+    "resume strict_resume run_name output_dir server_urls server_token server_ca client_cert server_timeout "
+    "request_timeout push_bucket_mb push_changes push_over dist_timeout save_steps save_total_limit log_steps "
+    "log_completions log_unique_prompts log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
+    "wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset check_images"
 ).split()
 
 SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written
@@ -74,7 +74,7 @@ def check_seen(run_dir: Path, lock) -> None:
 
     def text() -> str | None:
         path = run_dir / "lock"
-        return path.read_text(errors="replace") if path.is_file() else None
+        return path.read_text(errors="replace", encoding="utf-8") if path.is_file() else None
 
     wanted, deadline = utils.gather_objects(text())[0], time.monotonic() + SEEN_SECONDS
     while text() != wanted and time.monotonic() < deadline:
@@ -158,7 +158,7 @@ def differences(
     new, kept = flat(now["settings"]), flat(saved["settings"])
     old = public_config(type(cfg)()) | kept
     for name in [*new, *(name for name in kept if name not in new)]:
-        if old.get(name) != new.get(name) and (name != "max_steps" or schedule_depends(cfg)):
+        if old.get(name) != new.get(name) and (name != "max_steps" or rates_differ(old[name], start, cfg, lr_at)):
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
     lines += row_differences(state, now, start, sampler)
     if moved := moved_domains(saved.get("domains") or {}, now["domains"]):
@@ -180,9 +180,13 @@ def flat(settings: dict) -> dict:
     return {name: value for name, value in settings.items() if name != "domains"} | own
 
 
-def schedule_depends(cfg: TrainConfig) -> bool:
-    """Whether the learning rate of a step depends on --max_steps; if not, a run may simply be made longer."""
-    return cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
+def rates_differ(max_steps: int, start: int, cfg: TrainConfig, lr_at: Callable) -> bool:
+    """Whether learning rates from step `start` on are others with `max_steps` than with cfg's; if not, a run may simply
+    be made longer."""
+    per_step, was = cfg.num_iterations * cfg.num_minibatches, replace(cfg, max_steps=max_steps)
+    first, last = start * per_step, min(max_steps, cfg.max_steps) * per_step
+    updates = [first, *range(first, last, max(1, (last - first) // 1000))]
+    return any(lr_at(update, was) != lr_at(update, cfg) for update in updates)
 
 
 def follows(name: str, old: dict, start: int, cfg: TrainConfig, lr_at: Callable) -> str:

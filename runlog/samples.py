@@ -7,6 +7,7 @@ as JSON text.
 import codecs
 import json
 import math
+import stat
 from functools import lru_cache
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def whole_files(folder: Path) -> list[Path]:
 def opened(path: Path) -> pq.ParquetFile:
     """A file of completions. Raises Unreadable."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a FIFO waits for its writer
+            raise OSError("no regular file")
         return pq.ParquetFile(path)
     except FileNotFoundError:
         raise Unreadable(f"{path.parent.name}/{path.name} is gone, or was never written.") from None
@@ -373,6 +376,8 @@ def vocabulary(run_dir: Path) -> Vocabulary:
         status = path.stat()
     except OSError:
         return Vocabulary(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable(f"{path.name} is no regular file.")
     return _vocabulary(path, (status.st_mtime_ns, status.st_size))
 
 

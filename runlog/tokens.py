@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from runlog import disk
+
 HALF_MAX = 65504.0
 
 
@@ -83,8 +85,13 @@ def write_vocabulary(run_dir: Path, processor) -> None:
         "special": pyarrow.array([number in special for number in ids], pyarrow.bool_()),
     }
     partial = path.with_suffix(".partial")
-    pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
-    os.replace(partial, path)
+    try:
+        pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
+        os.replace(partial, path)
+    except OSError as error:
+        disk.remove(partial)
+        shown = " Until a resumed run can write it, the page shows numbers for tokens."
+        disk.Warnings().say("vocabulary", disk.trouble(path, error) + shown)
 
 
 def reader(tokenizer) -> Callable[[str], bytes]:

@@ -70,8 +70,8 @@ def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     import wandb
 
     id_file = run_dir / "wandb_id.txt"
-    run_id = id_file.read_text() if id_file.exists() else secrets.token_hex(4)
-    id_file.write_text(run_id)
+    run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else secrets.token_hex(4)
+    id_file.write_text(run_id, encoding="utf-8")
     how = dict(project=cfg.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir)
     with public_arguments(cfg):
         run = wandb.init(**how, config=public_config(cfg))

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 
 import datasets
@@ -17,8 +18,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import data
 from config import ConfigError, TrainConfig
 from data import filter_overlong, gym_seed, load_rows
+from envs.adapters import with_added
+from envs.tools import as_content
+from inputs import parts
 from inputs.prompts import prompt_lengths, prompt_messages, tokenize_prompt
 from plugins import load_function
+from rollouts import checked_messages
+from scoring.text import completion_text
 from train_grpo import PromptSampler
 
 WORDS = "<unk> <s> </s> user assistant system : What is 2 + 3 a b c d"
@@ -54,19 +60,19 @@ ROWS = [{"prompt": "What is 2 + 3", "answer": "5", "level": 1}, {"prompt": "What
 
 
 def test_json_files_keep_every_column(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
-    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS), encoding="utf-8")
     assert load_rows(str(tmp_path / "rows.jsonl")) == ROWS
     assert load_rows(str(tmp_path / "rows.json")) == ROWS
 
 
 def test_one_line_without_newline_and_a_byte_order_mark(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\ufeff" + json.dumps(ROWS[0]))
+    (tmp_path / "rows.jsonl").write_text("\ufeff" + json.dumps(ROWS[0]), encoding="utf-8")
     assert load_rows(str(tmp_path / "rows.jsonl")) == ROWS[:1]
 
 
 def test_csv_with_quoted_newline(tmp_path):
-    (tmp_path / "rows.csv").write_text('prompt,answer\n"What is\n2, or 3",007\nb,\n')
+    (tmp_path / "rows.csv").write_text('prompt,answer\n"What is\n2, or 3",007\nb,\n', encoding="utf-8")
     assert load_rows(str(tmp_path / "rows.csv")) == [
         {"prompt": "What is\n2, or 3", "answer": "007"},
         {"prompt": "b", "answer": ""},
@@ -100,12 +106,12 @@ def test_folders_that_datasets_can_read(tmp_path):
     with pytest.raises(ConfigError, match="test.*train"):
         load_rows(str(tmp_path / "saved"), split="tset")
     (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "plain" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     assert list(load_rows(str(tmp_path / "plain"))) == ROWS
 
 
 def test_format_row_comes_before_the_check(tmp_path):
-    (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": "b"}')
+    (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": "b"}', encoding="utf-8")
     rows = load_rows(str(tmp_path / "qa.jsonl"), format_row=lambda row: row | {"prompt": row["question"]})
     assert rows == [{"question": "a", "answer": "b", "prompt": "a"}]
 
@@ -129,6 +135,19 @@ def test_format_row_comes_before_the_check(tmp_path):
         ("number.jsonl", '{"prompt": "a"}\n{"prompt": "b", "x": ' + "7" * 5000 + "}", ["line 2", "4300 digits"]),
         ("more.csv", 'prompt,answer\na,"b\nb"\nc,d,e,f\n', ["line 4", "4 fields", "names 2", "double quotes"]),
         ("fewer.csv", "prompt,answer\na,b\nc\n", ["line 3", "1 fields", "names 2"]),
+        (
+            "key.jsonl",
+            '{"prompt": "a"}\n{"prompt": "a", "x": {"y": 1, "y": 2}}',
+            ["line 2: key 'y' stands there twice"],
+        ),
+        (
+            "key.json",
+            '[{"prompt": "a"},\n{"prompt": "a",\n"x": 1, "prompt": "b"}]',
+            ["line 2: key 'prompt' stands there"],
+        ),
+        ("nan.jsonl", '{"prompt": "a"}\n{"prompt": "a", "x": NaN}', ["line 2: NaN is no JSON", "null"]),
+        ("nan.json", '[{"prompt": "a"},\n{"prompt": "a", "x": [-Infinity]}]', ["line 2: -Infinity is no JSON"]),
+        ("large.jsonl", '{"prompt": "a"}\n{"prompt": "a", "x": 1e999}', ["line 2: 1e999 is too large"]),
         ("twice.csv", "prompt,prompt\na,b\n", ["line 1", "'prompt' stands there twice"]),
     ],
 )
@@ -141,14 +160,16 @@ def test_files_that_cannot_be_read(tmp_path, name, text, parts):
 
 
 def test_whole_emoji_and_long_fields_are_fine(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "smile \U0001f600", "x": "\\ud83d"}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "smile \U0001f600", "x": "\\ud83d"}), encoding="utf-8")
     assert load_rows(str(tmp_path / "rows.jsonl")) == [{"prompt": "smile \U0001f600", "x": "\\ud83d"}]
-    (tmp_path / "rows.csv").write_text(f"prompt,answer\n{'x' * 300_000},b\n")
+    (tmp_path / "rows.csv").write_text(f"prompt,answer\n{'x' * 300_000},b\n", encoding="utf-8")
     assert len(load_rows(str(tmp_path / "rows.csv"))[0]["prompt"]) == 300_000
 
 
 def test_half_an_emoji_from_a_function_names_the_row(tmp_path):
-    (tmp_path / "mine.py").write_text("def rows(split, seed):\n    return [{'prompt': 'a'}, {'prompt': 'b\\ud83d'}]\n")
+    (tmp_path / "mine.py").write_text(
+        "def rows(split, seed):\n    return [{'prompt': 'a'}, {'prompt': 'b\\ud83d'}]\n", encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"row 1: text with half a surrogate pair, '\\ud83d'"):
         load_rows(f"{tmp_path}/mine.py:rows")
 
@@ -160,9 +181,59 @@ def test_parquet_with_text_that_is_not_utf8(tmp_path):
         load_rows(str(tmp_path / "rows.parquet"))
 
 
+def test_parquet_with_a_column_twice(tmp_path):
+    made = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(made, tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match="rows.parquet: column 'answer' stands there twice; give each a name"):
+        load_rows(str(tmp_path / "rows.parquet"))
+
+
+def test_a_function_without_end_says_how_far_it_is_and_ends(tmp_path, capsys, monkeypatch):
+    body = "import time\ndef rows(split, seed):\n    time.sleep(.05)\n    while True:\n        yield {'prompt': 'a'}\n"
+    body += "def three(split, seed):\n    return [{'prompt': 'a'}] * 3\n"
+    (tmp_path / "endless.py").write_text(
+        body + "def class_(split, seed):\n    time.sleep(.05)\n    return iter(lambda: {'prompt': 'a'}, 0)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(data, "MOST_ROWS", 200_000)
+    for name in ("rows", "class_"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} gave 200,000 rows and goes on.*itertools.islice\(rows, N\).*list"
+        ):
+            load_rows(f"{tmp_path}/endless.py:{name}")
+    out = capsys.readouterr().out
+    assert re.search(r"endless.py:rows: 0 rows after 0\.\d s\n", out)
+    assert re.search(r"endless.py:rows: [1-9]\d{0,2}(,\d{3})* rows after", out)
+    monkeypatch.setattr(data, "MOST_ROWS", 2)
+    assert len(load_rows(f"{tmp_path}/endless.py:three")) == 3  # a list has an end
+
+
+def test_rows_that_fill_the_memory_are_refused_before_the_system_ends_the_process(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def rows(split, seed):\n    while True:\n        yield {'prompt': 'a'}\n", encoding="utf-8"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 1000, encoding="utf-8")
+    monkeypatch.setattr(data, "MEMORY_SECONDS", 0)
+    monkeypatch.setattr(data, "memory_left", lambda: (10**9, 10**11))
+    for name in (
+        f"{tmp_path}/mine.py:rows",
+        f"{tmp_path}/rows.jsonl",
+        "seeds:1000000",
+        "reasoning_gym:chain_sum?size=999",
+    ):
+        with pytest.raises(ConfigError, match=r"after \d+ rows .* 1\.0 of 100\.0 GB .*memory.* left"):
+            load_rows(name)
+
+
+def test_the_memory_left_is_that_of_the_machine_or_the_container():
+    left, total = data.memory_left()
+    assert 0 < left <= total and total > 2**30
+
+
 def test_what_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n' * 50_000)
+    path.write_text('{"prompt": "a"}\n' * 50_000, encoding="utf-8")
     assert len(load_rows(str(path))) == 50_000 and not capsys.readouterr().out
     monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.001)
     load_rows(str(path))
@@ -178,7 +249,7 @@ def test_a_book_in_a_prompt_is_not_measured_to_its_end(tmp_path, text):
     """A real tokenizer takes a minute for 50 MB."""
     real = AutoTokenizer.from_pretrained(make_tiny())
     rows = [{"prompt": [{"role": "user", "content": "book: " + text * (50_000_000 // len(text))}]}, {"prompt": "b"}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     start = time.monotonic()
     loaded = load_rows(str(tmp_path / "rows.jsonl"))
     lengths = prompt_lengths(loaded, "rows", real, TrainConfig())
@@ -201,7 +272,7 @@ def test_unknown_hub_name_says_what_is_allowed(tmp_path, monkeypatch):
 
 
 def test_configuration_of_a_file_is_an_error(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8")
     with pytest.raises(ConfigError, match="dataset_config=main"):
         load_rows(str(tmp_path / "rows.jsonl"), config="main")
 
@@ -221,12 +292,16 @@ def test_configuration_of_a_file_is_an_error(tmp_path):
         ({"prompt": ["a"]}, "message 0 of `prompt` is a str, 'a'"),
         ({"prompt": [{"content": "a"}]}, "no `role`"),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 1 of `prompt` has no `content`"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]},
+            "is of type 'video'; allowed",
+        ),
         ({"prompt": "a", "completions": 1}, "'completions'"),
         ("a", "is a str, 'a'; a row must be a dict"),
     ],
 )
 def test_a_bad_row_names_itself(tmp_path, row, fault):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         load_rows(str(tmp_path / "rows.jsonl"))
     assert f"{tmp_path}/rows.jsonl, row 1: " in str(error.value) and fault in str(error.value)
@@ -237,18 +312,86 @@ def test_messages_without_content_but_with_tool_calls_or_parts_are_fine(tmp_path
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
     ]
-    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": prompt}]))
+    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": prompt}]), encoding="utf-8")
     assert load_rows(str(tmp_path / "rows.json"))[0]["prompt"] == prompt
+
+
+PARTS = [  # what a list of parts may hold, and what is read; a text is what is said of what is refused
+    ("a", {"type": "text", "text": "a"}),
+    ({"type": "text", "text": "a", "image": None}, {"type": "text", "text": "a"}),
+    ({"type": "image"}, {"type": "image"}),
+    ({"type": "image", "text": None, "path": "a.png"}, {"type": "image", "image": "a.png"}),
+    ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, {"type": "image", "image": "a.png"}),
+    ({"type": "image_url", "image_url": "a.png"}, {"type": "image", "image": "a.png"}),
+    ({"type": "image_url"}, "part 1 of `content` is an image_url without an image"),
+    ({"type": "image", "source": {"data": "a"}}, "is an image with 'source', not with one of image, url, path, base64"),
+    ({"type": "image", "image": "a", "path": "b"}, "is an image with 'image' and 'path'"),
+    ({"type": "text", "text": "a", "image": "b"}, "is a text with 'text' and 'image', not with `text` alone"),
+    ({"type": "text"}, "is a text with nothing"),
+    (
+        {"type": "input_audio", "input_audio": {"data": "a"}},
+        "is of type 'input_audio'; allowed are parts of",
+    ),
+    ({"text": "a"}, "has no type, but 'text'"),
+    (7, "is a int, 7"),
+]
+
+
+@pytest.mark.parametrize("part, wanted", PARTS)
+def test_every_part_of_a_message_is_read_or_refused_by_name(part, wanted):
+    """By one function, for all who read parts: in half of a list nothing is lost either."""
+    content = [{"type": "text", "text": "before"}, part]
+    if isinstance(wanted, dict):
+        assert parts.parts_of(content) == [content[0], wanted]
+        assert parts.text_of_parts(content) == f"before\n{wanted.get('text', '[an image]')}"
+        assert completion_text([{"role": "assistant", "content": content}]) == parts.text_of_parts(content)
+        return
+    said = {"role": "user", "content": content}
+    readers = [
+        lambda: parts.parts_of(content),
+        lambda: completion_text([said | {"role": "assistant"}]),
+        lambda: parts.transcript([said]),  # judges
+        lambda: checked_messages([said], "mine.step()"),  # environments
+        lambda: as_content(content) if isinstance(part, dict) and "type" in part else parts.parts_of(content),  # tools
+        lambda: with_added([{"role": "user", "content": "a"}], content),  # TRL's environments
+        lambda: data.check_rows([{"prompt": [said]}], "rows"),
+    ]
+    for reader in readers:
+        with pytest.raises((ValueError, RuntimeError), match=re.escape(wanted)):
+            reader()
+
+
+def test_a_text_model_reads_all_parts(tokenizer):
+    """Most templates want text, and would show a list as python does; those that read parts get them."""
+    listed = [{"role": "user", "content": ["What is", {"type": "text", "text": "2 + 3"}]}]
+    plain = [{"role": "user", "content": "What is 2 + 3"}]
+    wanted = tokenize_prompt({"prompt": plain}, tokenizer)
+    assert tokenize_prompt({"prompt": listed}, tokenizer) == wanted and tokenizer.unk_token_id not in wanted
+    template, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE.replace("m['content']", READS_PARTS)
+    try:
+        assert tokenize_prompt({"prompt": listed}, tokenizer) == wanted
+    finally:
+        tokenizer.chat_template = template
+
+
+READS_PARTS = "m['content'] if m['content'] is string else m['content'] | map(attribute='text') | join(' ')"
+
+
+def test_pictures_in_prompts_do_not_fill_the_log():
+    prompt = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x" * 10**6}}, "What?"]}]
+    wanted = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    assert parts.without_sources(prompt) == wanted and parts.without_sources("What?") == "What?"
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 
 def test_function_gets_split_and_seed_and_its_neighbours(tmp_path):
-    (tmp_path / "neighbour_of_mine.py").write_text("WORD = 'hello'")
+    (tmp_path / "neighbour_of_mine.py").write_text("WORD = 'hello'", encoding="utf-8")
     (tmp_path / "mine.py").write_text(
         "from neighbour_of_mine import WORD\n"
-        "def rows(split, seed):\n    for i in range(2):\n        yield {'prompt': f'{WORD} {split} {seed} {i}'}\n"
+        "def rows(split, seed):\n    for i in range(2):\n        yield {'prompt': f'{WORD} {split} {seed} {i}'}\n",
+        encoding="utf-8",
     )
     rows = load_rows(f"{tmp_path}/mine.py:rows", split="test", seed=3)
     assert [row["prompt"] for row in rows] == ["hello test 3 0", "hello test 3 1"]
@@ -267,7 +410,8 @@ def test_function_gets_split_and_seed_and_its_neighbours(tmp_path):
 def test_functions_that_cannot_be_used(tmp_path, name, parts):
     (tmp_path / "mine.py").write_text(
         "from os.path import join\ndef rows(split, seed): return []\ndef _hidden(): pass\n"
-        "def seedless(split): return []\ndef text(split, seed): return 'a'\n"
+        "def seedless(split): return []\ndef text(split, seed): return 'a'\n",
+        encoding="utf-8",
     )
     with pytest.raises(ConfigError) as error:
         load_rows(f"{tmp_path}/{name}")

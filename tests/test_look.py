@@ -1,12 +1,14 @@
 """look.py: who may ask, what is answered of torn, deleted and growing runs, and how long it takes. The page itself is
 in test_look_browser.py."""
 
+import contextlib
 import fcntl
 import json
 import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import requests
+from certificates import Authority
 from looking_at import looking
 from made_runs import FAULTS, completions_table, make_run, metrics_line, vocabulary, write_step
 
@@ -57,6 +60,58 @@ def test_the_token_opens_by_address_cookie_and_header(page):
     assert requests.get(f"{page.root}/api/runs", cookies=first.cookies, timeout=10).status_code == 200
     bearer = {"Authorization": f"Bearer {page.token}"}
     assert requests.get(f"{page.root}/api/runs", headers=bearer, timeout=10).status_code == 200
+
+
+def test_under_tls_the_cookie_is_for_tls_only(page, tmp_path):
+    assert "secure" not in requests.get(page.address, timeout=10).headers["Set-Cookie"].lower()
+    authority = Authority(tmp_path)
+    with looking(tmp_path, "--ssl-certfile", str(authority.sign("page"))) as safe:
+        answer = requests.get(safe.address, timeout=10, verify=authority.file)
+        assert "; secure" in answer.headers["Set-Cookie"].lower()
+        again = requests.get(f"{safe.root}/api/runs", cookies=answer.cookies, timeout=10, verify=authority.file)
+        assert again.status_code == 200
+
+
+def test_pages_behind_two_forwarded_ports_keep_their_cookies_apart(page):
+    """Cookies do not know ports, and `ssh -L 7001:127.0.0.1:6060` gives the browser another one than the page has."""
+    names = []
+    for port in (7001, 7002):
+        answer = requests.get(page.address, headers={"Host": f"127.0.0.1:{port}"}, timeout=10)
+        names += answer.cookies.keys()
+        given = {"Host": f"127.0.0.1:{port}", "Cookie": f"{names[-1]}={page.token}"}
+        assert requests.get(f"{page.root}/api/runs", headers=given, timeout=10).status_code == 200
+    assert len(set(names)) == 2
+
+
+def test_an_endless_header_is_refused_and_costs_no_memory(page):
+    before = psutil.Process(page.process.pid).memory_info().rss
+    with socket.create_connection(("127.0.0.1", page.port), timeout=20) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        with contextlib.suppress(OSError):  # it hangs up
+            for number in range(60):
+                stranger.sendall(b"X-%d: " % number + bytes([97]) * 2**20 + b"\r\n")
+        with contextlib.suppress(OSError):
+            assert stranger.recv(100).startswith(b"HTTP/1.1 431")
+    assert psutil.Process(page.process.pid).memory_info().rss - before < 20 << 20
+
+
+def test_half_open_connections_keep_nobody_out(page):
+    """Some say nothing, some begin a request; more of them than the page lets in."""
+    opened = []
+    try:
+        for number in range(1500):
+            opened.append(socket.create_connection(("127.0.0.1", page.port), timeout=20))
+            if number % 3:
+                with contextlib.suppress(OSError):
+                    opened[-1].sendall(b"GET / HTTP/1.1\r\nHost: a\r\n"[: number % 25])
+        deadline, answered = time.monotonic() + 15, False
+        while not answered and time.monotonic() < deadline:  # for two seconds each of them may yet say more
+            with contextlib.suppress(requests.RequestException):
+                answered = page.ask("/api/runs").status_code == 200
+        assert answered and time.monotonic() < deadline - 8
+    finally:
+        for one in opened:
+            one.close()
 
 
 def test_every_answer_forbids_other_scripts(page):
@@ -112,7 +167,9 @@ def test_the_table(page):
     assert found.keys() == {"one", "sweep/two"}
     one = found["one"]
     assert one["state"] == "finished" and one["step"] == one["steps"] == 40 and one["algorithm"] == "grpo / ppo"
-    lines = [json.loads(line) for line in (page.folder / "one" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (page.folder / "one" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     solved = [line["eval/mean@4"] for line in lines if "eval/mean@4" in line]
     assert (
         one["metric"] == "mean@4"
@@ -234,7 +291,7 @@ def test_lines_arrive_and_a_resumed_run_begins_anew(tmp_path):
     run = Runs(tmp_path).get("run")
     assert run.curves().all("reward")[0].tolist() == list(range(1, 11)) and run.summary()["step"] == 10
     line = json.dumps({"step": 11, "reward": 0.5, "time/unix": 1.8e9})
-    with open(folder / "metrics.jsonl", "a") as file:
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(line[:9])
         file.flush()
         assert run.curves().all("reward")[0][-1] == 10 and run.unreadable == 0  # not yet: it is being written
@@ -242,7 +299,9 @@ def test_lines_arrive_and_a_resumed_run_begins_anew(tmp_path):
     assert run.curves().all("reward")[0][-1] == 11 and run.summary()["step"] == 11
     partial = folder / "metrics.partial"  # as a resumed run rewrites it
     partial.write_text(
-        "".join((folder / "metrics.jsonl").read_text().splitlines(True)[:3]) + '{"step": 4, "reward": 9}\n'
+        "".join((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(True)[:3])
+        + '{"step": 4, "reward": 9}\n',
+        encoding="utf-8",
     )
     os.replace(partial, folder / "metrics.jsonl")
     assert run.curves().all("reward")[0].tolist() == [1, 2, 3, 4] and run.summary()["reward"] == 9
@@ -266,8 +325,8 @@ def test_torn_lines_half_files_and_deleted_runs(tmp_path):
     (tmp_path / "half" / "completions" / "step_000040.parquet").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "half" / "completions" / "step_000041.parquet").write_bytes(b"")
     (tmp_path / "half" / "vocabulary.parquet").write_bytes(b"PAR1")
-    (tmp_path / "half" / "config.json").write_text('{"model_')
-    (tmp_path / "half" / "state.json").write_text("[1]")
+    (tmp_path / "half" / "config.json").write_text('{"model_', encoding="utf-8")
+    (tmp_path / "half" / "state.json").write_text("[1]", encoding="utf-8")
     with looking(tmp_path) as page:
         assert len(page.ask("/api/runs").json()["runs"]) == 3
         torn = page.ask("/api/run?run=torn").json()
@@ -294,11 +353,11 @@ def test_states(tmp_path):
     make_run(tmp_path / "killed", files=0, state="running")
     make_run(tmp_path / "old", files=0, state=None)
     make_run(tmp_path / "stopped", files=0, state=None, max_steps=99)
-    held = open(tmp_path / "running" / "lock")
+    held = open(tmp_path / "running" / "lock", encoding="utf-8")
     fcntl.flock(held, fcntl.LOCK_EX)
     elsewhere = make_run(tmp_path / "elsewhere", files=0, state="running") / "state.json"
-    told = json.loads(elsewhere.read_text()) | {"host": "another", "updated": time.time() - 7200}
-    elsewhere.write_text(json.dumps(told))
+    told = json.loads(elsewhere.read_text(encoding="utf-8")) | {"host": "another", "updated": time.time() - 7200}
+    elsewhere.write_text(json.dumps(told), encoding="utf-8")
     runs = Runs(tmp_path)
     states = {run.name: run.state() for run in runs.all()}
     assert {name: state for name, (state, _) in states.items()} == {
@@ -314,7 +373,7 @@ def test_a_trainer_can_take_a_run_that_is_looked_at(tmp_path):
     """The page tries a free lock once; after that a process may take it at any time."""
     run = Runs(make_run(tmp_path / "run", files=0, state="running").parent).get("run")
     assert run.state()[0] == "killed"
-    with open(tmp_path / "run" / "lock", "a+") as file:
+    with open(tmp_path / "run" / "lock", "a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert not run.held()  # not tried again ...
         file.write("process 1\n")
@@ -330,6 +389,122 @@ def test_nothing_in_a_run_folder_changes(tmp_path):
             assert page.ask(f"/api/{path}").status_code == 200
         assert page.ask("/api/tokens", run="run", **PLACE).status_code == 200
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+# ---- runs that cannot be read ---------------------------------------------------------------------------------------
+
+
+def pipe(folder):
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+
+
+def told(folder, **changes):
+    known = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    (folder / "state.json").write_text(json.dumps(known | changes), encoding="utf-8")
+
+
+def away(folder, name):
+    """The file as a link to another one of that name, which lies outside and has a secret in it."""
+    outside = folder.parent.parent / f"outside_{name}"
+    shutil.copy(folder / name, outside)
+    with open(outside, "a", encoding="utf-8") as file:
+        file.write("\n{}" if name.endswith("l") else "")
+    (folder / name).unlink()
+    (folder / name).symlink_to(outside)
+
+
+def typed(folder):
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines.append(json.dumps({"step": 41, "reward": "high", "time/unix": 1.0}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def circle(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+
+
+BROKEN = {
+    "fifo": (pipe, "metrics.jsonl is no regular file"),
+    "fifo_lock": (
+        lambda f: (told(f, state="running"), (f / "lock").unlink(missing_ok=True), os.mkfifo(f / "lock")),
+        "lock",
+    ),
+    "text": (lambda f: told(f, state="running", updated="x", host="elsewhere"), "state.json: updated is 'x'"),
+    "list": (lambda f: told(f, num_steps=[4]), "state.json: num_steps is [4]"),
+    "reward": (typed, "metrics.jsonl: reward is 'high'"),
+    "config_away": (lambda f: away(f, "config.json"), "config.json is a link that leads out of the run folder"),
+    "metrics_away": (lambda f: away(f, "metrics.jsonl"), "metrics.jsonl is a link that leads out"),
+    "circle": (circle, "config.json cannot be read"),
+}
+
+
+@pytest.fixture(scope="module")
+def ward(tmp_path_factory):
+    """A page with a run for each of BROKEN, and a sound one."""
+    folder = tmp_path_factory.mktemp("ward") / "runs"
+    make_run(folder / "sound", steps=4, files=1)
+    for name, (harm, _) in BROKEN.items():
+        shutil.copytree(folder / "sound", folder / name)
+        harm(folder / name)
+    with looking(folder) as page:
+        yield page
+
+
+def test_each_run_fails_alone(ward):
+    found = {run["name"]: run for run in ward.ask("/api/runs").json()["runs"]}
+    assert found.keys() == {"sound", *BROKEN} and found["sound"]["state"] == "finished"
+    for name, (_, why) in BROKEN.items():
+        assert found[name]["state"] == "unreadable" and why in found[name]["why"], found[name]
+        for path in ("run", "notes", "steps"):
+            assert ward.ask(f"/api/{path}", run=name).status_code in (200, 422)
+    said = ward.ask("/api/compare?run=sound&run=fifo&run=metrics_away").json()
+    assert [run["name"] for run in said["runs"]] == ["sound"] and said["panels"] and len(said["unreadable"]) == 2
+
+
+def test_links_out_of_a_run_are_not_followed(tmp_path):
+    make_run(tmp_path / "secret", steps=4, files=1)
+    secrets = {
+        "config.json": '{"model_id": "canary"}',
+        "command.txt": "canary",
+        "git.diff": "canary",
+        "state.json": "{}",
+    }
+    for name, text in secrets.items():
+        (tmp_path / "secret" / name).write_text(text, encoding="utf-8")
+    runs = tmp_path / "runs"
+    make_run(runs / "files", steps=4, files=1)
+    for name in (*secrets, "vocabulary.parquet"):
+        (runs / "files" / name).unlink(missing_ok=True)
+        (runs / "files" / name).symlink_to(tmp_path / "secret" / name)
+    make_run(runs / "folder", steps=4, files=1)
+    shutil.rmtree(runs / "folder" / "completions")
+    (runs / "folder" / "completions").symlink_to(tmp_path / "secret" / "completions")
+    with looking(runs) as page:
+        for path in ("runs", "run?run=files", "notes?run=files", "compare?run=files", "run?run=folder"):
+            assert "canary" not in page.ask(f"/api/{path}").text, path
+        row = "kind=completions&step=4&row=0"
+        assert page.ask("/api/steps?run=folder").status_code == 422
+        for path in ("tokens?run=files", "tokens?run=folder", "over_time?run=folder", "listing?run=folder"):
+            answer = page.ask(f"/api/{path}&{row}")
+            assert answer.status_code in (404, 422) and "link" in answer.json()["error"], (path, answer.text)
+        assert page.ask(f"/api/row?run=files&{row}").status_code == 200
+        (runs / "files" / "vocabulary.parquet").unlink()
+        os.mkfifo(runs / "files" / "vocabulary.parquet")
+        assert page.ask(f"/api/tokens?run=files&{row}").status_code == 422
+
+
+def test_a_folder_may_have_a_name_of_any_bytes(tmp_path):
+    make_run(tmp_path / "runs" / "sound", steps=4, files=1)
+    for name in (b"caf\xe9", b"caf\\xe9", "\u202egnorw \ud55c".encode()):
+        shutil.copytree(tmp_path / "runs" / "sound", tmp_path / "runs" / os.fsdecode(name))
+    os.rename(tmp_path / "runs", tmp_path / os.fsdecode(b"r\xff"))
+    with looking(tmp_path / os.fsdecode(b"r\xff")) as page:
+        names = [run["name"] for run in page.ask("/api/runs").json()["runs"]]
+        assert len(set(names)) == 4 and r"caf\xe9" in names
+        for name in names:
+            assert page.ask("/api/run", run=name).json()["summary"]["step"] == 4, name
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------
@@ -470,9 +645,11 @@ def test_trainings_that_went_wrong(what):
 
 
 def test_every_note_is_explained():
-    text = (ROOT / "docs" / "looking.md").read_text().lower()
+    text = (ROOT / "docs" / "looking.md").read_text(encoding="utf-8").lower()
 
-    for see in set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"\)', (ROOT / "runlog" / "advice.py").read_text())):
+    for see in set(
+        re.findall(r'"([a-z]+(?:-[a-z]+)+)"\)', (ROOT / "runlog" / "advice.py").read_text(encoding="utf-8"))
+    ):
         assert see.replace("-", " ") in text, see
 
 
@@ -544,7 +721,7 @@ def test_a_step_of_4096_completions_of_1000_tokens(tmp_path):
 def test_what_cannot_work_is_said(tmp_path, page):
     def tried(*arguments):
         command = [sys.executable, "look.py", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, encoding="utf-8")
         return done.returncode, done.stderr
 
     code, said = tried(str(tmp_path / "none"))
@@ -555,7 +732,7 @@ def test_what_cannot_work_is_said(tmp_path, page):
 
 def test_other_hosts_get_a_warning(tmp_path):
     with looking(tmp_path, "--host", "0.0.0.0") as page:
-        assert "unencrypted" in page.log.read_text()
+        assert "unencrypted" in page.log.read_text(encoding="utf-8")
 
 
 def test_a_run_folder_itself_can_be_given(page):

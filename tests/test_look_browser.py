@@ -79,9 +79,9 @@ class opened:
 def hostile(folder: Path) -> None:
     """Everything that a model, a data set or a tool may write, in every place where text can stand."""
     make_run(folder, files=1, rows=8, state="failed", dataset_id=ODD, **{EVIL: ODD})
-    state = json.loads((folder / "state.json").read_text()) | {"why": ODD}
-    (folder / "state.json").write_text(json.dumps(state))
-    with open(folder / "metrics.jsonl", "a") as file:
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8")) | {"why": ODD}
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(
             json.dumps({"step": 41, f"rewards/{EVIL}": 0.5, EVIL: 1.0, f"time/{EVIL}": 1.0, f"{EVIL}/reward": 1}) + "\n"
         )
@@ -138,7 +138,7 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path):
     slow = EVEN.replace(
         "    return", "    __import__('time').sleep(0.1)\n    return"
     )  # else it ends before one has looked
-    (tmp_path / "even.py").write_text(slow)
+    (tmp_path / "even.py").write_text(slow, encoding="utf-8")
     (tmp_path / "runs").mkdir()
     runs = tmp_path / "runs"
     with looking(runs) as page, looking(runs) as other, opened(browser, page) as tab:
@@ -192,7 +192,7 @@ def test_runs_are_filtered_and_compared_and_a_picture_is_saved(tab, tmp_path):
     assert lines[0].startswith("curve,step,value") and len(lines) == 81 and lines[1].startswith("good,1,")
     with tab.expect_download() as waiting:
         tab.click("text=All curves as CSV")
-    assert len(waiting.value.path().read_text().splitlines()) > 1000
+    assert len(waiting.value.path().read_text(encoding="utf-8").splitlines()) > 1000
     tab.select_option("select[aria-label='Horizontal axis']", "tokens")
     tab.wait_for_url("**x=tokens**")
 
@@ -381,7 +381,7 @@ def test_the_report_shows_tokens_by_itself(browser, site, tmp_path):
     for name in [path.name for path in site.folder.iterdir() if path.is_dir()]:
         folder = shutil.copytree(site.folder / name, tmp_path / f"copy-{name[:4]}")
         report = write_report(folder)
-        text = report.read_text()
+        text = report.read_text(encoding="utf-8")
         assert (
             "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text and len(text) < 3_000_000
         )
@@ -461,7 +461,7 @@ def test_a_run_deleted_or_torn_while_it_is_shown(browser, tmp_path):
         third.fill("input.step", "39")
         third.keyboard.press("Enter")
         third.wait_for_selector(".completion")
-        with open(tmp_path / "runs" / "stays" / "metrics.jsonl", "a") as file:
+        with open(tmp_path / "runs" / "stays" / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(
                 '{"step": 41, "rew\n'
                 + json.dumps(

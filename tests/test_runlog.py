@@ -1,5 +1,6 @@
 """The run folder: what is written, what a resumed run keeps, and the report on whatever there is."""
 
+import contextlib
 import io
 import json
 import math
@@ -9,6 +10,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import utils
 from config import ConfigError, TrainConfig
 from rollouts import Trajectory
-from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run, progress_text
+from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, kept_name, name_run, progress_text
 from runlog.reading import phases, read_metrics
 from runlog.report import write_report
 
@@ -60,7 +63,7 @@ def test_lines_are_plain_json(make_log):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
-    text = log.metrics_path.read_text().splitlines()
+    text = log.metrics_path.read_text(encoding="utf-8").splitlines()
     first, second = (json.loads(line, parse_constant=refuse) for line in text)
     assert without_times([first]) == [{"step": 1, "reward": 0.5, "kl": None, "grad_norm": None, "n": 3}]
     assert without_times([second]) == [{"step": 1, "eval/mean@4": 0.25}]
@@ -97,7 +100,7 @@ def test_an_evaluation_keeps_pictures(make_log):
     plain, drawn = (Image.open(io.BytesIO(table[0]["picture"])) for table in tables)
     assert plain.size == drawn.size == (320, 160) and tables[0][1]["picture"] is None
     assert plain.getpixel((0, 0)) != drawn.getpixel((0, 0)) and plain.getpixel((9, 9)) == drawn.getpixel((9, 9))
-    page = write_report(log.dir).read_text()
+    page = write_report(log.dir).read_text(encoding="utf-8")
     assert "after step 0" in page and "after step 3" in page and page.count('class="seen"') == 2
     many = [held_out("more", 0.0, png.getvalue(), number) for number in range(100)]
     log.eval(4, {"eval/mean@4": 1.0}, evaluation_rows(many, {}, log.cfg))
@@ -114,7 +117,7 @@ def test_text_is_no_metric(make_log):
 
 
 def state(log) -> dict:
-    return json.loads((log.dir / "state.json").read_text())
+    return json.loads((log.dir / "state.json").read_text(encoding="utf-8"))
 
 
 def test_state_json_follows_the_run(make_log):
@@ -140,7 +143,7 @@ def test_state_json_follows_the_run(make_log):
 def test_completions_that_cannot_be_written_end_the_run(make_log):
     """At the next step or at the end, whichever comes first; nothing half-written stays under its name."""
     log = make_log()
-    (log.dir / "completions").write_text("a file where the folder should be")
+    (log.dir / "completions").write_text("a file where the folder should be", encoding="utf-8")
     log.completions(1, [{"prompt": "p", "completion": "c"}])
     with pytest.raises(OSError):
         log.close()
@@ -167,7 +170,7 @@ def test_resuming_equals_never_stopping(make_log):
         log_step(log, step)
     log.close()
     complete = without_times(read_metrics(log.dir))
-    with open(log.metrics_path, "a") as file:
+    with open(log.metrics_path, "a", encoding="utf-8") as file:
         file.write('{"step": 4, "rew')
 
     resumed = make_log(resume_step=2, resume=True)
@@ -180,7 +183,7 @@ def test_resuming_equals_never_stopping(make_log):
     log_step(resumed, 3)
     assert without_times(read_metrics(log.dir)) == complete
     assert read_metrics(log.dir)[-1]["time/tokens_per_second"] == 50  # 100 new tokens in 2 s, not 300
-    assert len((log.dir / "command.txt").read_text().splitlines()) == 2
+    assert len((log.dir / "command.txt").read_text(encoding="utf-8").splitlines()) == 2
 
 
 def test_an_evaluation_of_a_resumed_run_drops_nothing(make_log):
@@ -205,7 +208,7 @@ def test_tokens_per_second_of_a_last_line_that_stands_for_fewer_steps(make_log):
 
 
 def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2"):
         read_metrics(tmp_path)
 
@@ -237,9 +240,9 @@ def test_the_folder_describes_the_run_without_its_secret(make_log, monkeypatch):
     log = make_log(server_token=secret, report_to=["tensorboard"])
     log_step(log, 1)
     log.close()
-    assert json.loads((log.dir / "config.json").read_text())["max_steps"] == 4
-    assert "--server_token ***" in (log.dir / "command.txt").read_text()
-    assert "torch" in (log.dir / "environment.txt").read_text()
+    assert json.loads((log.dir / "config.json").read_text(encoding="utf-8"))["max_steps"] == 4
+    assert "--server_token ***" in (log.dir / "command.txt").read_text(encoding="utf-8")
+    assert "torch" in (log.dir / "environment.txt").read_text(encoding="utf-8")
     assert list(log.dir.glob("tensorboard/events*"))
     files = [path for path in log.dir.rglob("*") if path.is_file()]
     assert not [path for path in files if secret.encode() in path.read_bytes()]
@@ -289,8 +292,8 @@ def test_phases_add_up_to_the_step():
     ids=["only an evaluation", "no finite number", "ragged", "long"],
 )
 def test_a_report_of_whatever_is_there(tmp_path, lines):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = write_report(tmp_path).read_text()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and len(page) < 2_000_000
     assert "http://" not in page and "https://" not in page and "<key>" not in page
 
@@ -303,10 +306,12 @@ def test_the_report_shows_before_and_after(make_log):
         log.completions(step, [{"prompt": "<b>", "completion": f"answer {step}", "reward": 1.0}])
     log.eval(2, {"eval/mean@4": 0.91})
     log.close()
-    page = (log.dir / "report.html").read_text()
+    page = (log.dir / "report.html").read_text(encoding="utf-8")
     assert "0.04 → 0.91" in page and "answer 1" in page and "answer 2" in page
     assert "&lt;b&gt;" in page and '<td class="t"><b>' not in page
-    done = subprocess.run([sys.executable, "-m", "runlog", str(log.dir)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "runlog", str(log.dir)], capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
 
 
@@ -336,12 +341,12 @@ def test_wandb_offline_keeps_the_run(make_log, monkeypatch):
     log_step(log, 2)
     log.close()
     runs = sorted(log.dir.glob("wandb/offline-run-*/*.wandb"))
-    name = (log.dir / "wandb_id.txt").read_text()
+    name = (log.dir / "wandb_id.txt").read_text(encoding="utf-8")
     assert len(runs) == 2 and all(name in run.name for run in runs)
     recorded = runs[0].read_bytes()
     assert b"prompts_per_step" in recorded and f"report-{name}".encode() in recorded
     (table,) = log.dir.glob("wandb/offline-run-*/files/media/table/*.table.json")
-    table = json.loads(table.read_text())
+    table = json.loads(table.read_text(encoding="utf-8"))
     assert table["columns"][:4] == ["step", "prompt", "completion", "reward"] and len(table["data"]) == 2
     assert table["data"][0][:4] == [1, "user: 2 + 2?", table["data"][0][2], 1.0] and "\x1b" not in table["data"][0][2]
     assert table["data"][1][2] == "first\nan answer\nlast" and "more characters" in table["data"][0][2]
@@ -364,7 +369,7 @@ def test_tensorboard_gets_samples_as_text_that_is_no_markup(make_log):
 
 def test_a_missing_trackio_is_named_with_what_to_install(make_log, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    listed = (Path(__file__).parent.parent / "requirements-optional.txt").read_text()
+    listed = (Path(__file__).parent.parent / "requirements-optional.txt").read_text(encoding="utf-8")
     with pytest.raises(ConfigError, match="trackio is not installed; pip install --no-deps trackio==") as refused:
         make_log(report_to=["trackio"])
     assert str(refused.value).partition("; ")[2] in listed
@@ -400,8 +405,100 @@ RunLog(TrainConfig(run_name="run", output_dir={str(tmp_path)!r}, report_to=["wan
 """
     hidden = ("WANDB_API_KEY", "WANDB_MODE")
     env = {key: value for key, value in os.environ.items() if key not in hidden} | {"HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, encoding="utf-8"
+    )
     assert done.returncode != 0 and "WANDB_MODE=offline" in done.stderr, done.stderr
+
+
+# ---- a disk that is full --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB; fill(whether) takes what is left of it, or gives it back."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True).returncode:
+        pytest.skip("no mounts allowed here")
+
+    def fill(full: bool) -> None:
+        (place / "filler").unlink(missing_ok=True)
+        with contextlib.suppress(OSError), open(place / "filler", "wb", buffering=0) as file:
+            while full:
+                file.write(bytes(1000))
+
+    yield place, fill
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def many(step: int) -> dict:
+    return {"reward": step / 100, "num_tokens": 100 * step, "time/step": 1.0} | {f"own/{n}": 1 / 3 for n in range(40)}
+
+
+def told(log) -> dict:
+    return json.loads((log.dir / "state.json").read_text(encoding="utf-8"))
+
+
+def test_a_full_disk_costs_no_line_and_no_completion(small_disk, capsys):
+    place, fill = small_disk
+    log = RunLog(TrainConfig(run_name="run", output_dir=str(place), max_steps=12))
+    for step in range(1, 13):
+        if step in (3, 9):
+            fill(step == 3)
+        log.step(step, many(step), [{"prompt": "p", "completion": "c" * 3000, "reward": 1.0}] if step in (5, 6) else [])
+        time.sleep(0.05)  # the table is written beside
+        lines = log.metrics_path.read_bytes()
+        assert lines.endswith(b"\n") and len(read_metrics(log.dir)) <= step
+        assert told(log)["step"] == step  # also while there is no room for another file
+    said = capsys.readouterr().err
+    assert str(log.metrics_path) in said and "Free some space" in said and "Training goes on" in said
+    assert "step_000005.parquet" in said and said.count("\n") < 10
+    log.close()
+    assert [line["step"] for line in read_metrics(log.dir)] == list(range(1, 13)) and told(log)["state"] == "finished"
+    assert len(list(log.dir.glob("completions/*.parquet"))) == 2 and not list(log.dir.rglob("*.partial"))
+    assert (log.dir / "report.html").exists()
+
+
+def test_a_disk_that_stays_full_is_an_error_that_names_file_and_remedy(small_disk, capsys):
+    place, fill = small_disk
+    log = RunLog(TrainConfig(run_name="run", output_dir=str(place), max_steps=60))
+    log.step(1, many(1))
+    fill(True)
+    for step in range(2, 20):
+        log.step(step, many(step))
+    for act in (log.written, log.close):  # before a checkpoint, and at the end
+        with pytest.raises(
+            OSError, match=r"lines of .*run/metrics.jsonl could not be written \(No space left"
+        ) as raised:
+            act()
+        assert "Free some space" in str(raised.value) and "--resume" in str(raised.value)
+    assert told(log)["state"] == "failed" and "metrics.jsonl" in told(log)["why"]
+    assert "python -m runlog" in capsys.readouterr().err and not (log.dir / "report.html").exists()
+    steps = [line["step"] for line in read_metrics(log.dir)]
+    assert steps == list(range(1, len(steps) + 1)) and not list(log.dir.rglob("*.partial"))
+    with pytest.raises(ConfigError, match="could not be written .*--output_dir"):
+        RunLog(TrainConfig(run_name="other", output_dir=str(place)))
+
+
+def test_a_limit_on_file_sizes_tears_no_line(tmp_path):
+    """RLIMIT_FSIZE: the part of a line that fits is written, the rest is not."""
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from runlog.disk import Lines
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+lines = Lines(Path({str(tmp_path / "lines")!r}))
+errors = [lines.add("x" * 299) for _ in range(5)]
+assert [bool(error) for error in errors] == [False] * 3 + [True] * 2, errors
+assert Path(lines.path).read_text(encoding="utf-8") == ("x" * 299 + "\\n") * 3
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+assert lines.add("last") is None and not lines.waiting
+assert Path(lines.path).read_text(encoding="utf-8") == ("x" * 299 + "\\n") * 5 + "last\\n"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- what models and data sets put into it --------------------------------------------------------------------------
@@ -463,8 +560,30 @@ def test_a_completion_of_a_megabyte_is_kept_whole_and_shown_short(make_log, caps
     (row,) = pyarrow.parquet.read_table(log.dir / "completions" / "step_000001.parquet").to_pylist()
     assert row["completion"] == "\\ud83d" + text[1:] and row["prompt"] == "[" * 5000
     log.close()
-    assert len((log.dir / "report.html").read_text()) < 200_000
+    assert len((log.dir / "report.html").read_text(encoding="utf-8")) < 200_000
     assert "\x1b[2J" not in capsys.readouterr().out
+
+
+def test_what_turns_the_direction_of_text_is_spelled_out_on_the_terminal(make_log, capsys):
+    """After U+202E a terminal shows "gnorw" for what reads right; all such characters are invisible."""
+    turning = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    text, log = f"right {turning}gnorw", make_log()
+    log.step(1, {"reward": 1.0}, [{"prompt": "\u05d0 \u202e?", "completion": text, "reward": 1.0, "answer": text}])
+    utils.print_failure(RuntimeError(f"reward of {text}"), log.cfg)
+    shown = "".join(capsys.readouterr())
+    assert not set(shown) & set(turning) and "gnorw" in shown and r"\u202e" in shown and "\u05d0" in shown
+
+
+def test_a_diff_that_is_not_utf_8_is_kept(make_log, tmp_path, monkeypatch):
+    here = tmp_path / "repository"
+    here.mkdir()
+    git = ["git", "-C", str(here), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        (here / "own.py").write_bytes(b"# coding: latin-1\n")
+        subprocess.run([*git, *command], check=True)
+    (here / "own.py").write_bytes(b"# coding: latin-1\nname = '\xe9'\n")
+    monkeypatch.setattr(sys, "argv", [str(here / "own.py")])
+    assert b"\xe9" in (make_log().dir / "git.diff").read_bytes()
 
 
 def test_columns_of_several_types_become_text(make_log):
@@ -503,7 +622,7 @@ if os.fork() == 0:
 print("ready", flush=True)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
         assert process.stdout.readline() == "ready\n"
         (child,) = psutil.Process(process.pid).children()
         try:
@@ -517,6 +636,26 @@ time.sleep(60)
             child.kill()
 
 
+def test_copies_of_files_replace_neither_each_other_nor_the_runs_own(make_log, monkeypatch, tmp_path):
+    (tmp_path / "here/a").mkdir(parents=True)
+    (tmp_path / "here/b").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    wanted = {f"code/{name}": name for name in ("a/r.py", "b/r.py", "metrics.jsonl", "config.json")}
+    wanted |= {f"code_elsewhere{tmp_path}/r.py": "../r.py"}
+    for name in wanted.values():
+        Path(name).write_text(f"{{}}  # {name}", encoding="utf-8")
+    own = [{"name": "x", "judge_template": "config.json", "reward_funcs": ["../r.py:f"], "dataset_id": "seeds:9"}]
+    own += [{"name": "y", "judge_template": "metrics.jsonl", "reward_funcs": ["a/r.py:f", "b/r.py:g"]}]
+    log = make_log(domains=own, dataset_id="seeds:9")
+    log_step(log, 1)
+    log.close()
+    assert {name: (log.dir / name).read_text(encoding="utf-8") for name in wanted} == {
+        k: f"{{}}  # {v}" for k, v in wanted.items()
+    }
+    assert [line["step"] for line in read_metrics(log.dir)] == [1]
+    assert json.loads((log.dir / "config.json").read_text(encoding="utf-8"))["dataset_id"] == "seeds:9"
+
+
 def test_secrets_of_tool_servers_are_nowhere_in_the_folder(make_log, monkeypatch, tmp_path):
     """Nor in what wandb records of the command."""
     hidden = [secrets.token_hex(8) for _ in range(6)]
@@ -525,7 +664,7 @@ def test_secrets_of_tool_servers_are_nowhere_in_the_folder(make_log, monkeypatch
         "a": {"url": f"https://me:{password}@host/mcp?key={query}", "headers": {"Authorization": f"Bearer {header}"}},
         "b": {"command": "serve", "args": ["--api-key", argument, "--port", "80"], "env": {"ANY": variable}},
     }
-    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["train.py", "--server_token", token, f"--judge_url=http://u:{password}@j/v1"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -534,7 +673,7 @@ def test_secrets_of_tool_servers_are_nowhere_in_the_folder(make_log, monkeypatch
     log = make_log(server_token=token, report_to=["wandb", "tensorboard"], **settings)
     log_step(log, 1)
     log.close()
-    kept = json.loads((log.dir / "mcp.json").read_text())["mcpServers"]
+    kept = json.loads((log.dir / kept_name(f"{tmp_path}/mcp.json")).read_text(encoding="utf-8"))["mcpServers"]
     assert kept["b"]["args"][2:] == ["--port", "80"] and kept["b"]["env"] == {"ANY": "***"}
     files = [path for path in log.dir.rglob("*") if path.is_file()]
     assert [path for path in files if path.suffix == ".wandb"]

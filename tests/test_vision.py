@@ -2,23 +2,29 @@
 
 import asyncio
 import base64
+import contextlib
 import io
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
+import numpy as np
 import pytest
 import tiny_vlms
 import torch
+from fastapi import HTTPException
 from live import running, trainer
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_vlms import batch_of, picture, rows_of
 
+import data
 import train_grpo as script
 import train_ppo
+import vllm_server
 from config import PRESETS, ConfigError, TrainConfig
-from inputs import packing, prompts
+from inputs import packing, pictures, prompts
 from inputs.processor import load_processor
 from rollouts import single_turn
 from runlog import checkpoints
@@ -161,7 +167,7 @@ def even(completion_ids, image, **_):
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_both_scripts_train_it(algorithm, tmp_path):
     """Text rows among rows with images; every image is processed once a step, however often it is sampled."""
-    (tmp_path / "task.py").write_text(ROWS)
+    (tmp_path / "task.py").write_text(ROWS, encoding="utf-8")
     settings = dict(
         model_id=str(tiny_vlms.make("idefics3", tmp_path / "model")),
         generator="hf",
@@ -282,3 +288,296 @@ def test_pixels_are_bounded_for_trainer_and_server_alike():
         assert image.width * image.height <= 1000 if "max_pixels" in cfg else image.width * image.height >= 1000
         assert abs(image.width / image.height - 2) < 0.1
         assert Image.open(io.BytesIO(sent)).size == image.size
+
+
+# ---- pixels ----------------------------------------------------------------------------------------------------------
+
+
+def file_of(image: Image.Image, kind: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def grey(kind: type, value: float, other: float) -> Image.Image:
+    """An image of one number, a corner of it another one, so that its range can be told."""
+    values = np.full((8, 8), value, kind)
+    values[0, 0] = other
+    return Image.fromarray(values)
+
+
+def see_through(mode: str) -> Image.Image:
+    """Nothing on the left, black on the right."""
+    image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    image.paste((0, 0, 0, 255), (4, 0, 8, 8))
+    if mode == "P":
+        image = image.quantize(4)
+    return image.convert(mode)
+
+
+def keyed(mode: str) -> bytes:
+    """A PNG whose black, by its tRNS chunk, is transparent; its right half is grey."""
+    image = Image.new("RGB", (8, 8))
+    image.paste((128, 128, 128), (4, 0, 8, 8))
+    if mode == "I;16":
+        values = np.zeros((8, 8), np.uint16)
+        values[:, 4:] = 128 * 257
+        return file_of(Image.fromarray(values), "PNG", transparency=0)
+    return file_of(image.convert(mode), "PNG", transparency=0 if mode == "L" else (0, 0, 0))
+
+
+PIXELS = {  # a picture, and what its left and its right half must look like
+    "16 bits, PNG": (file_of(grey(np.uint16, 32768, 65535), "PNG"), 128, 128),
+    "16 bits, TIFF": (file_of(grey(np.uint16, 32768, 65535), "TIFF"), 128, 128),
+    "16 bits that use the lower ones alone": (file_of(grey(np.uint16, 255, 0), "PNG"), 1, 1),
+    "whole numbers of 32 bits, to 65535": (grey(np.int32, 32768, 65535), 128, 128),
+    "whole numbers of 32 bits, to 255": (file_of(grey(np.int32, 128, 255), "TIFF"), 128, 128),
+    "floats to 1": (file_of(grey(np.float32, 0.5, 1), "TIFF"), 128, 128),
+    "floats to 255": (file_of(grey(np.float32, 128, 255), "TIFF"), 128, 128),
+    "RGBA": (file_of(see_through("RGBA"), "PNG"), 255, 0),
+    "LA": (file_of(see_through("LA"), "PNG"), 255, 0),
+    "a palette with transparency": (file_of(see_through("P"), "PNG"), 255, 0),
+    "PA, in memory": (see_through("P").convert("PA"), 255, 0),
+    "RGBa, in memory": (see_through("RGBA").convert("RGBa"), 255, 0),
+    "La, in memory": (see_through("LA").convert("La"), 255, 0),
+    "a GIF with transparency": (file_of(see_through("RGBA"), "GIF"), 255, 0),
+    "a WEBP with transparency": (file_of(see_through("RGBA"), "WEBP", lossless=True), 255, 0),
+    "RGB with a transparent colour": (keyed("RGB"), 255, 128),
+    "grey with a transparent value": (keyed("L"), 255, 128),
+    "16 bits with a transparent value": (keyed("I;16"), 255, 128),
+    "CMYK": (file_of(Image.new("CMYK", (8, 8), (0, 0, 0, 255)), "TIFF"), 0, 0),
+    "a CMYK JPEG": (file_of(Image.new("CMYK", (8, 8), (0, 0, 0, 0)), "JPEG"), 255, 255),
+    "one bit": (file_of(Image.new("1", (8, 8), 1), "PNG"), 255, 255),
+}
+
+
+@pytest.mark.parametrize("name", PIXELS)
+def test_every_kind_of_pixel_is_shown_as_it_is_meant_to_trainer_and_server(name):
+    source, left, right = PIXELS[name]
+    image, sent = prompts.load_image(source, TrainConfig())
+    shown = np.asarray(image)
+    assert image.mode == "RGB"
+    assert abs(shown[2:6, 2].astype(int) - left).max() <= 1 and abs(shown[2:6, 6].astype(int) - right).max() <= 1
+    for file in (sent, source):  # what the trainer sends, and what a client of one's own might
+        if isinstance(file, bytes):
+            assert np.array_equal(np.asarray(vllm_server.decode_image(base64.b64encode(file).decode())), shown)
+
+
+def test_photographs_are_turned_upright_and_sent_so():
+    image, exif = Image.new("RGB", (40, 20), "white"), Image.Exif()
+    image.paste((255, 0, 0), (0, 0, 10, 10))
+    for turn, corner in ((1, (5, 5)), (3, (35, 15)), (6, (15, 5)), (8, (5, 35))):
+        exif[0x0112] = turn
+        got, sent = prompts.load_image(file_of(image, "PNG", exif=exif), TrainConfig())
+        assert got.getpixel(corner) == (255, 0, 0) and got.size == ((40, 20) if turn < 5 else (20, 40))
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent))), np.asarray(got))
+        eyes = SimpleNamespace(image_processor=None)
+        for kind in ("JPEG", "WEBP", "TIFF"):
+            file = file_of(image, kind, exif=exif)
+            wanted = prompts.load_image(file)[0].size
+            assert prompts.check_images([{"prompt": "What?", "image": file}], "rows", eyes) == [[wanted[::-1]]]
+    broken = file_of(image, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\xff" * 40)
+    assert prompts.load_image(broken, TrainConfig())[0].size == (40, 20)
+
+
+FRAMES = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
+REFUSED = {
+    "a GIF that moves": (file_of(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "an animation"),
+    "a PNG that moves": (file_of(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]), "an animation"),
+    "a WEBP that moves": (file_of(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "an animation"),
+    "pages": (file_of(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:]), "a file of several pages"),
+    "nothing": (Image.new("RGB", (0, 0)), "0 x 0 pixels"),
+    "floats below 0": (grey(np.float32, -1, 1), "numbers from -1 to 1; scale them"),
+    "floats that are none": (grey(np.float32, np.nan, 1), "numbers from nan to nan"),
+    "a bomb": (Image.new("1", (20_000, 20_000)), "20000 x 20000 pixels"),
+    "a bomb in a file": (file_of(Image.new("1", (20_000, 20_000)), "PNG"), "pixels"),
+    "an address": ("https://example.org/a.png", "nothing is fetched; download it"),
+    "a data: URL of something else": ("data:text/plain,hello", "neither a file nor base64"),
+    "a folder": (Path("/"), "is no file"),
+    "no image": (b"hello", "cannot identify image file; read are PNG"),
+    "a damaged PNG": (tiny_vlms.damaged(file_of(picture(1), "PNG")), "broken"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shown_is_refused_in_words(name):
+    source, message = REFUSED[name]
+    with pytest.raises(pictures.PictureError, match=message):
+        prompts.load_image(source, TrainConfig())
+    if isinstance(source, bytes):
+        with pytest.raises(HTTPException, match=message) as error:
+            vllm_server.decode_image(base64.b64encode(source).decode())
+        assert error.value.status_code == 400
+
+
+def test_one_photograph_with_others_behind_it_is_one_picture():
+    data = file_of(FRAMES[0], "MPO", save_all=True, append_images=FRAMES[1:])
+    assert prompts.load_image(data, TrainConfig())[0].getpixel((4, 4))[0] > 250
+
+
+def test_plain_base64_of_our_own_pictures_is_no_path():
+    files = sorted((Path(__file__).parent.parent / "docs").rglob("*.png"))
+    assert len(files) >= 4
+    for file in files:
+        plain = base64.b64encode(file.read_bytes()).decode()
+        wanted = np.asarray(prompts.load_image(file, TrainConfig())[0])
+        for text in (plain, base64.encodebytes(file.read_bytes()).decode(), f"file://{file}"):
+            assert np.array_equal(np.asarray(prompts.load_image(text, TrainConfig())[0]), wanted)
+        with pytest.raises(pictures.PictureError, match="neither a file nor base64"):
+            prompts.load_image(f"file://{file}", TrainConfig(), local_files=False)
+
+
+def test_a_line_of_pixels_stays_within_its_bounds():
+    image, _ = prompts.load_image(Image.new("RGB", (100_000, 1)), TrainConfig(max_pixels=1000))
+    assert image.size == (1000, 1)
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "idefics3"])
+def test_prompts_are_measured_with_the_images_that_are_shown(family):
+    """Scaled as --max_pixels says; of processors that cannot tell from an image's size (SmolVLM's), too."""
+    processor, row = tiny_vlms.processor_of(family), {"prompt": "What?", "image": picture(1, 300, 200)}
+    for cfg in (TrainConfig(), TrainConfig(max_pixels=3000)):
+        prompts.COUNTS.clear()
+        (length,) = prompts.prompt_lengths([row], "rows", processor, cfg)
+        assert prompts.COUNTS["images"] == 0
+        assert length == len(prompts.vision_prompt(row, processor, None, cfg).token_ids)
+
+
+# ---- the parts of a message ------------------------------------------------------------------------------------------
+
+
+def test_every_form_of_an_image_in_a_prompt_is_the_column(tmp_path):
+    processor = tiny_vlms.processor_of("idefics3")
+    picture(1).save(tmp_path / "a.png")
+    url = pictures.data_url(tmp_path / "a.png")
+    ask = {"type": "text", "text": "What?"}
+    wanted = prompts.vision_prompt({"prompt": "What?", "image": picture(1)}, processor, None, TrainConfig())
+    assert len(wanted.images) == 1
+    for part in (
+        {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
+        {"type": "image_url", "image_url": url},
+        {"type": "image_url", "image_url": {"url": str(tmp_path / "a.png")}, "text": None},
+        {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}},
+        {"type": "image", "image": picture(1)},
+        {"type": "image", "url": url, "path": None},
+        {"type": "image", "path": str(tmp_path / "a.png")},
+        {"type": "image", "base64": url.partition(",")[2]},
+    ):
+        row = {"prompt": [{"role": "user", "content": [part, ask]}]}
+        (length,) = prompts.prompt_lengths([row], "rows", processor, TrainConfig(), "all")
+        prompt = prompts.vision_prompt(row, processor, None, TrainConfig())
+        assert prompt.token_ids == wanted.token_ids and length == len(prompt.token_ids)
+        assert all(torch.equal(prompt.model_inputs[k], v) for k, v in wanted.model_inputs.items())
+
+
+def test_the_texts_of_an_environment_name_no_file(tmp_path):
+    """What it puts into the prompt may be somebody else's; what the data row names itself is the user's own."""
+    processor, path = tiny_vlms.processor_of("idefics3"), tmp_path / "a.png"
+    picture(1).save(path)
+    shown = {"prompt": [{"role": "user", "content": [{"type": "image", "image": str(path)}]}]}
+    with pytest.raises(pictures.PictureError, match="text of tools and environments never names a file"):
+        prompts.vision_prompt(shown, processor, None, TrainConfig(), {"prompt": "Look."})
+    for mine in (shown, {"prompt": "Look.", "image": str(path)}):
+        assert len(prompts.vision_prompt(shown, processor, None, TrainConfig(), mine).images) == 1
+    shown = {"prompt": [{"role": "user", "content": [{"type": "image", "image": path}]}]}
+    assert len(prompts.vision_prompt(shown, processor, None, TrainConfig(), {"prompt": "Look."}).images) == 1
+
+
+def test_images_of_the_column_and_of_the_parts_stand_in_their_order():
+    own = {"type": "image", "image": "own"}
+    row = {"prompt": [{"role": "user", "content": [{"type": "image"}, own, {"type": "image"}]}], "images": ["a", "b"]}
+    assert prompts.image_sources(row) == ["a", "own", "b"]
+    eyes = SimpleNamespace(image_processor=None)
+    with pytest.raises(ConfigError, match="row 0: 1 images in a column, and the image parts of `prompt` bring"):
+        prompts.check_images([{"prompt": [{"role": "user", "content": [own]}], "image": picture(0)}], "rows", eyes)
+    with pytest.raises(ConfigError, match="row 0: `prompt` has no user message to put its 1 images into"):
+        row = {"prompt": [{"role": "system", "content": "Look."}], "image": picture(0)}
+        prompts.prompt_lengths([row], "rows", tiny_vlms.processor_of("idefics3"), TrainConfig())
+
+
+# ---- damaged pictures ------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_picture_is_found_at_start(tmp_path):
+    """Of as many as can be decoded in a few seconds; with --check_images of all. A header says nothing of damage."""
+    eyes = tiny_vlms.processor_of("idefics3")
+    bad = tiny_vlms.damaged(file_of(picture(1), "PNG"))
+    rows = [{"prompt": "What?", "image": bad if n in (5, 9, 11) else file_of(picture(n), "PNG")} for n in range(12)]
+    prompts.check_images(rows, "rows", eyes)
+    with pytest.raises(ConfigError, match="row 5, image 0: cannot be read: .*2 other rows .*: row 9, image 0; row 11"):
+        prompts.check_images(rows, "rows", eyes, "all")
+
+
+@pytest.mark.parametrize("decode", ["some", "all"])
+def test_a_large_data_set_is_decoded_in_part(decode, monkeypatch, capsys):
+    monkeypatch.setattr(prompts, "DECODED", 3 * 64 * 64)
+    bad = tiny_vlms.damaged(file_of(picture(1), "PNG"))
+    rows = [{"prompt": "What?", "image": bad if n == 5 else file_of(picture(n), "PNG")} for n in range(12)]
+    with contextlib.nullcontext() if decode == "some" else pytest.raises(ConfigError, match="row 5, image 0"):
+        prompts.check_images(rows, "rows", tiny_vlms.processor_of("idefics3"), decode)
+        assert "the images of 3 rows of 12 were decoded; --check_images decodes all" in capsys.readouterr().out
+
+
+def test_a_data_set_of_files_is_opened_and_not_decoded(tmp_path):
+    """Rewards get PIL images, as always; a damaged file costs nobody but its row."""
+    files = [file_of(picture(n), "PNG") for n in range(4)]
+    files[2] = tiny_vlms.damaged(files[2])
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    columns = {"prompt": ["What?"] * 4, "image": [{"bytes": file, "path": None} for file in files]}
+    datasets.Dataset.from_dict(columns, features).to_parquet(tmp_path / "rows.parquet")
+    rows = data.load_rows(str(tmp_path / "rows.parquet"), format_row=lambda row: row)
+    assert all(isinstance(row["image"], Image.Image) for row in rows)
+    for number in (0, 1, 3):
+        assert np.array_equal(np.asarray(prompts.load_image(rows[number]["image"])[0]), np.asarray(picture(number)))
+        assert rows[number]["image"].fp is not None  # its pixels are not kept
+        assert np.array_equal(np.asarray(rows[number]["image"]), np.asarray(picture(number)))  # to a reward
+    with pytest.raises(ConfigError, match="row 2, image 0: cannot be read"):
+        prompts.check_images(rows, "rows", tiny_vlms.processor_of("idefics3"), "some")
+
+
+DAMAGED_ROWS = """
+import tiny_vlms
+from PIL import Image
+import io
+
+def rows(split, seed):
+    for n in range(8):
+        out = io.BytesIO()
+        tiny_vlms.picture(n).save(out, "PNG")
+        file = tiny_vlms.damaged(out.getvalue()) if n == 5 else out.getvalue()
+        yield {"prompt": f"Which is picture {n}?", "image": file}
+
+def even(completion_ids, image, **_):
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+def test_a_damaged_picture_costs_its_row_not_the_run(tmp_path, monkeypatch, caplog):
+    """One that nobody looked at, in a step of four prompts; before and after a resume, and in an evaluation."""
+    monkeypatch.setattr(prompts, "DECODED", 1)  # that no more than one row is decoded at start
+    (tmp_path / "task.py").write_text(DAMAGED_ROWS, encoding="utf-8")
+    settings = dict(
+        model_id=str(tiny_vlms.make("idefics3", tmp_path / "model")),
+        generator="hf",
+        compute_dtype="float32",
+        dataset_id=f"{tmp_path}/task.py:rows",
+        reward_funcs=[f"{tmp_path}/task.py:even"],
+        prompts_per_step=4,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=4,
+        eval_steps=4,
+        save_steps=2,
+        output_dir=str(tmp_path),
+        run_name="run",
+    )
+    script.train(TrainConfig(**settings))
+    steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
+    assert sorted(line["rollout/failed"] for line in steps) == [0, 0, 2, 2]  # once an epoch of two steps
+    assert "row 5 of those in use is left out" in caplog.text and "image 0 of a row cannot be read" in caplog.text
+    (tmp_path / "run" / "checkpoints" / "step_4").rename(tmp_path / "gone")
+    script.train(TrainConfig(**settings, resume=True))
+    again = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
+    assert [line["rollout/failed"] for line in again] == [line["rollout/failed"] for line in steps]
+    with pytest.raises(RuntimeError, match="image 0 of a row cannot be read"):
+        script.train(TrainConfig(**settings | dict(run_name="strict", env_errors="stop")))

@@ -14,7 +14,7 @@ export function stateOf(run) {
 }
 
 function progress(run) {
-  const made = h("span", { class: "steps" }, run.steps ? `${run.step} / ${run.steps}` : String(run.step));
+  const made = h("span", { class: "steps" }, run.steps ? `${run.step} / ${run.steps}` : String(run.step ?? "–"));
   if (run.steps) made.style.backgroundSize = `${Math.min(100, (100 * run.step) / run.steps)}% 2px`;
   return made;
 }
@@ -25,7 +25,7 @@ export function runsView(content, parameters, signal) {
   let sort = parameters.get("sort") ?? "";
   const filter = h("input", { type: "search", placeholder: "name, task, algorithm …", value: parameters.get("text") ?? "", "aria-label": "Filter", oninput: () => show() });
   const state = h("select", { "aria-label": "State", onchange: () => show() }, h("option", { value: "" }, "all states"),
-    ["running", "finished", "failed", "killed", "interrupted", "ended", "silent"].map((name) => h("option", { value: name }, name)));
+    ["running", "finished", "failed", "killed", "interrupted", "ended", "silent", "unreadable"].map((name) => h("option", { value: name }, name)));
   state.value = parameters.get("state") ?? "";
   const compare = h("button", { class: "primary", onclick: () => { location.hash = link("compare", { run: [...chosen] }); } });
   const none = h("button", { class: "quiet", onclick: () => { chosen.clear(); show(); } }, "choose none");

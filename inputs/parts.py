@@ -1,0 +1,105 @@
+"""The parts of a chat message: what each means, for prompts, tools, environments, judges and rewards alike.
+
+    "text", or {"type": "text", "text": "text"}
+    {"type": "image"}                                      the next image of the row's column `image` or `images`
+    {"type": "image", "image": SOURCE}                     an image of its own; url, path and base64 are other names
+    {"type": "image_url", "image_url": {"url": SOURCE}}    the same in OpenAI's form; or SOURCE in place of the dict
+
+SOURCE is anything that pictures.open_image takes. What is none of these - a video, a sound, a key that nobody would
+read - is refused by name: nothing of a message is lost without a word.
+"""
+
+from cli import shorten
+
+SOURCES = ("image", "url", "path", "base64")  # keys under which an image part may bring its image
+SETTINGS = ("detail",)  # keys that are no content: OpenAI's servers alone read them
+FORMS = "text, image and image_url"
+NO_IMAGE = "[an image]"  # what a reader of text alone reads in an image's place
+
+
+class PartError(ValueError):
+    """A part of a message that nothing here can read."""
+
+
+def text_part(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def parts_of(content) -> list[dict]:
+    """A message's content as parts of two kinds: {"type": "text", "text": ...}, with the keys that it has beside, and
+    {"type": "image"}, with its source as `image` if it brings one. PartError names the first part that is neither."""
+    if content is None:  # of an assistant that only calls tools
+        return []
+    if isinstance(content, str):
+        return [text_part(content)]
+    if not isinstance(content, (list, tuple)):
+        raise PartError(f"`content` is a {type(content).__name__}, {shorten(content)}; allowed: text, a list of parts")
+    parts = []
+    for number, part in enumerate(content):
+        try:
+            parts.append(read_part(part))
+        except PartError as error:
+            raise PartError(f"part {number} of `content` {error}; allowed are parts of type {FORMS}") from None
+    return parts
+
+
+def read_part(part) -> dict:
+    if isinstance(part, str):
+        return text_part(part)
+    if not isinstance(part, dict):
+        raise PartError(f"is a {type(part).__name__}, {shorten(part, 80)}")
+    given = {key: value for key, value in part.items() if value is not None}  # data sets fill up with None
+    kind = given.pop("type", None)
+    if kind == "text":
+        if not isinstance(given.get("text"), str) or given.keys() & {*SOURCES, "image_url"}:
+            raise PartError(f"is a text with {said(given)}, not with `text` alone")
+        return {"type": "text"} | given
+    if kind == "image_url":
+        inner = given.pop("image_url", None)
+        given |= {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {"url": inner}
+        if given.get("url") is None:
+            raise PartError('is an image_url without an image: {"type": "image_url", "image_url": {"url": ...}}')
+    elif kind != "image":
+        raise PartError(f"is of type {shorten(kind, 40)}" if kind else f"has no type, but {said(given)}")
+    given = {key: value for key, value in given.items() if key not in SETTINGS and value != ""}
+    if len(given) > 1 or given.keys() - {*SOURCES}:
+        raise PartError(f"is an image with {said(given)}, not with one of {', '.join(SOURCES)}")
+    sources = list(given.values())
+    return {"type": "image", "image": sources[0]} if sources else {"type": "image"}
+
+
+def said(given: dict) -> str:
+    return " and ".join(shorten(key, 40) for key in given) or "nothing"
+
+
+def text_of_parts(content) -> str:
+    """Content as a reader of text alone reads it; NO_IMAGE stands for an image."""
+    return content if isinstance(content, str) else "\n".join(part.get("text", NO_IMAGE) for part in parts_of(content))
+
+
+def in_usual_form(message: dict) -> dict:
+    """The message, a list of parts as `parts_of` gives them, any other content as it is."""
+    content = message.get("content")
+    return message | {"content": parts_of(content)} if isinstance(content, (list, tuple)) else message
+
+
+def transcript(messages: list[dict]) -> str:
+    """`role: text` lines."""
+    return "\n".join(f"{message['role']}: {text_of_parts(message.get('content'))}" for message in messages)
+
+
+def without_sources(prompt):
+    """A prompt whose image parts are no more than their places, for logs: a picture is a megabyte of letters there.
+    What is no message, or none that can be read, as it is."""
+
+    def shown(message):
+        try:
+            message = in_usual_form(message)
+        except (PartError, AttributeError):
+            return message
+        if isinstance(message.get("content"), list):
+            parts = [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]
+            message = message | {"content": parts}
+        return message
+
+    return [shown(message) for message in prompt] if isinstance(prompt, list) else prompt
