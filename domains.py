@@ -43,7 +43,7 @@ BY_DOMAIN = {
     *"rollout max_completion_length min_completion_length".split(),
     *"env tools mcp_config tool_parser max_turns max_turn_length max_tool_result max_calls_per_turn".split(),
     *"tool_timeout tool_concurrency tool_cache env_errors tokenization_check".split(),
-    *"reward_funcs reward_weights reward_model judge_url judge_model judge_template".split(),
+    *"reward_funcs reward_weights reward_model judge_url judge_model judge_max_tokens judge_template".split(),
     *"reward_timeout reward_on_timeout group_std_min group_mean_min group_mean_max".split(),
 }
 OWN_KEYS = ("name", "weight")
@@ -71,7 +71,7 @@ def read(cfg) -> list:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             raise ConfigError(
                 f"domains, entry {number}: {shorten(entry)} is not `name: ...`, a text, and its settings; write a name "
-                "that YAML takes for a number, yes or no in quotes."
+                "that YAML takes for a number, true or false in quotes."
             )
         name = entry["name"]
         if not re.fullmatch(r"[\w.-]{1,50}", name) or name in TAKEN:

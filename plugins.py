@@ -28,7 +28,7 @@ def require(module: str, what: str, install: str | None = None) -> None:
 
 def not_installed(module: str, what: str) -> str:
     package = module.replace("_", "-")
-    pinned = "".join(path.read_text() for path in Path(__file__).parent.glob("requirements*.txt"))
+    pinned = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("requirements*.txt"))
     found = re.search(rf"^{re.escape(package)}==[\w.]+", pinned, re.MULTILINE)
     return f"{what}: {package} is not installed; pip install {found[0] if found else package}"
 
@@ -55,7 +55,7 @@ def load_function(spec: str, also: type | tuple = ()):
                 raise ConfigError(text) from error
             raise
     names = vars(sys.modules[module_name])
-    if not callable(names.get(name)) and not isinstance(names.get(name), also):
+    if name not in names or not (callable(names[name]) or isinstance(names[name], also)):
         own = [
             n for n, f in names.items() if (inspect.isfunction(f) or inspect.isclass(f)) and f.__module__ == module_name
         ]

@@ -15,10 +15,12 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
 * As in TRL there are `trainer_state` (global_step, max_steps, epoch), `log_extra(column, values)` for the completions'
   file, `log_metric(name, value)`, and `environments`. Not in TRL: `trajectories` are the Trajectory objects
   (rollouts.py), `cfg` the config.
-* It returns one value a completion: a number, None (does not apply: this function is left out of the row's sum), or a
-  dict {component: number or None}. The components are logged by name and may differ by row; the row's reward is the
-  component "reward" if there is one, else the sum of all. With {"turns": [number a turn]} it is the sum of those, and
-  each is put at the end of its turn.
+* It returns one value a completion, in a list, tuple, array or tensor: a number, None (does not apply: this function is
+  left out of the row's sum), or a dict {component: number or None}. The components are logged by name and may differ by
+  row; the row's reward is the component "reward" if there is one, else the sum of all. With {"turns": [number a turn]}
+  it is the sum of those, and each is put at the end of its turn. So it is with {"spans": [(start, end, number), ...]},
+  parts of the text: each number is put on the token that ends its part, counted in characters of
+  `completion_text(completion)`.
 * `my_reward.verify = check`, a function (trajectory) -> anything, plain or async, runs first, on all trajectories at
   once: run the code, ask the data base. Its results arrive as `verification`, None where one took too long.
 * What it gets are copies: it may change them. Images and tensors are shared, and so is the `info` of trajectories.
@@ -37,22 +39,36 @@ import inspect
 import json
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Sized
-from functools import cache, partial
-from math import isfinite, nan
+from collections.abc import Callable, Iterable
+from functools import cache
+from math import nan
 from types import SimpleNamespace
 
 from cli import shorten
 from config import ConfigError, known_name
 from data import RESERVED, parse_gym
 from plugins import function_path, load_function, require
-from safety.limits import copied, run_limited
+from safety.limits import copied, run_limited, warn_once
 from safety.storable import calls_in
+from safety.values import (
+    RETURN_RULE,
+    UnusableResult,
+    as_float,
+    finite,
+    in_order,
+    loggable,
+    plain,
+    summary,
+    text,
+    unread,
+)
+from safety.values import numbers as numbers_in_order
 from safety.workers import WorkerPool
 from scoring.instructions import instructions
 from scoring.judge import judge
+from scoring.reward_model import is_served, reward_model
 from scoring.reward_model import load as load_reward_model
-from scoring.reward_model import reward_model
+from scoring.spans import checked_spans, places_of
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
     code_tests,
@@ -69,8 +85,6 @@ from scoring.text import (  # noqa: F401 - some are for reward functions elsewhe
 )
 
 OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
-LARGEST = 1e18  # of a reward: its square has to fit a float32, for standard deviations
-RETURN_RULE = "return a list with one number, None (does not apply) or {component: number} a completion"
 
 POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
 
@@ -160,9 +174,12 @@ def environment(trajectories, **columns) -> list[dict]:
 
 
 def numbers_in(info: dict) -> dict[str, float]:
-    """The numbers among an info's values, of numpy and torch too; not texts, arrays or dicts."""
-    plain = {str(k): v.item() if getattr(v, "shape", None) == () else v for k, v in info.items()}
-    return {name: float(value) for name, value in plain.items() if isinstance(value, (bool, int, float))}
+    """The numbers among an info's values; not texts, arrays or dicts, nor what is not finite. It is plain data."""
+    found = {}
+    for name, value in info.items():
+        if isinstance(value, (bool, int, float)) and loggable(value):
+            found[str(name)] = float(value)
+    return found
 
 
 def tool_use(trajectories, **columns) -> list[float | None]:
@@ -227,7 +244,7 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
             raise ConfigError(f"--reward_funcs: two functions are named {name!r}; rename one.")
         functions[name] = get_reward_function(given)
     reward_weights(functions, cfg)
-    if "reward_model" in functions and not cfg.reward_model.startswith("http"):
+    if "reward_model" in functions and not is_served(cfg.reward_model):
         load_reward_model(cfg.reward_model)  # here: the first call has a time limit
     for name, function in functions.items() if columns is not None else ():
         available = {*columns, *RESERVED} - {"prompt"}
@@ -260,11 +277,11 @@ def reward_weights(functions: Iterable[str], cfg) -> list[float]:
 # ---- scoring --------------------------------------------------------------------------------------------------------
 
 
-async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) -> None:
+async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, tokenizer=None) -> None:
     """Run all functions, at the same time, on one group of trajectories. Fills in each trajectory:
 
     token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1), rewards
-                            of turns at the last token of theirs
+                            of turns and spans at the last token of theirs; for spans the tokenizer is needed
     info["rewards"]         {function: value, "function/component": value}, nan where a function does not apply
     info["reward_components"] [value of each function]
     info["reward"]          the weighted sum; 0 where no function applies, and then
@@ -281,14 +298,17 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
     for index, trajectory in enumerate(trajectories):
         total, applies, logged, ends = 0.0, False, {}, turn_ends(trajectory.loss_mask)
         for (name, values), weight in zip(zip(reward_functions, results, strict=True), weights, strict=True):
-            value, components, turns = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
+            value, components, parts = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
             logged[name] = nan if value is None else value
             logged |= {f"{name}/{component}": part for component, part in components.items()}
             if value is None:
                 continue
             total, applies = total + weight * value, True
-            places = ends if turns else ends[-1:]  # nowhere if nothing was sampled
-            for place, part in zip(places, turns or [value], strict=False):
+            if isinstance(parts, tuple):
+                placed = placed_spans(name, parts, arguments, index, tokenizer)
+            else:  # of each turn, or of the whole; nowhere if nothing was sampled
+                placed = zip(ends if parts else ends[-1:], parts or [value], strict=False)
+            for place, part in placed:
                 trajectory.token_rewards[place] += weight * part
         trajectory.info |= {
             "rewards": logged,
@@ -298,6 +318,20 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
             "reward_timeouts": sum(values is None for values in results),
             "reward_without_token": int(not ends),
         }
+
+
+def placed_spans(name: str, spans: tuple, arguments: dict, index: int, tokenizer) -> list[tuple[int, float]]:
+    """(place among the tokens, value) of each of a completion's spans; they are kept in the completions, too."""
+    trajectory = arguments["trajectories"][index]
+    try:
+        if tokenizer is None:
+            raise ValueError("score() was called without a tokenizer")
+        places = places_of([end for _, end, _ in spans], trajectory, tokenizer.decode)
+    except (KeyError, ValueError) as error:
+        fault = f"returned spans for completion {index}, and they have no place: {error}"
+        raise reward_error(name, fault, arguments, index) from error
+    trajectory.info.setdefault("extra", {})[f"spans/{name}"] = json.dumps(spans)
+    return [(place, value) for place, (_, _, value) in zip(places, spans, strict=True)]
 
 
 def turn_ends(loss_mask: list[int]) -> list[int]:
@@ -324,19 +358,51 @@ def call_arguments(trajectories: list, cfg) -> dict:
     own = dict(completions=completions, prompts=prompts, completion_ids=completion_ids, trajectories=trajectories)
     if any("object" in trajectory.info for trajectory in trajectories):  # with --env
         own["environments"] = [trajectory.info.get("object") for trajectory in trajectories]
-    logs = {"log_extra": partial(log_extra, trajectories), "log_metric": partial(log_metric, trajectories)}
+    logs = {"log_extra": log_extra(trajectories), "log_metric": log_metric(trajectories)}
     return arguments | own | logs | {"trainer_state": TRAINER_STATE, "cfg": cfg}
 
 
-def log_extra(trajectories: list, column: str, values: list) -> None:
-    """Put a value per completion into the run folder's completions, as a column of that name."""
-    for trajectory, value in zip(trajectories, values, strict=True):
-        trajectory.info.setdefault("extra", {})[str(column)] = value
+# Functions within functions: these cannot be sent to a process of its own, where what they are told would be lost.
 
 
-def log_metric(trajectories: list, name: str, value: float) -> None:
-    """Log a number; those of one name and step are averaged."""
-    trajectories[0].info.setdefault("logged", []).append((str(name), float(value)))
+def log_extra(trajectories: list) -> Callable:
+    def put(column: str, values: list) -> None:
+        """Put a value per completion into the run folder's completions, as a column of that name."""
+        name = text(column, 1000)
+        for trajectory, value in zip(trajectories, in_order(values, "; log_extra takes a list"), strict=True):
+            trajectory.info.setdefault("extra", {})[name] = plain(value)
+
+    return put
+
+
+def log_metric(trajectories: list) -> Callable:
+    def note(name: str, value: float) -> None:
+        """Log a number; those of one name and step are averaged."""
+        name = text(name, 1000)
+        try:
+            number = as_float(value)
+            usable = number is not None
+        except (TypeError, ValueError):
+            usable = False
+        if not usable:
+            raise TypeError(f"log_metric({name!r}, {shorten(value)}): a {type(value).__name__} is no number; give one")
+        if is_own_metric(name):
+            warn_once(f"log_metric({name!r}): the run logs that name itself, so this is logged as log_metric/{name}.")
+            name = f"log_metric/{name}"
+        trajectories[0].info.setdefault("logged", []).append((name, number if loggable(number) else nan))
+
+    return note
+
+
+# Metrics of the run itself: whole names, and what others begin with. A test compares them with docs/metrics.md.
+OWN_METRICS = """step reward reward_std frac_reward_zero_std frac_singleton_groups reward_timeouts unrewarded
+    reward_without_token num_tokens policy_lag loss grad_norm lr entropy kl beta entropy_coef solved prompts""".split()
+OWN_GROUPS = """eval time rewards completions turns tools images rollout dynamic_sampling ranks advantages lr clip_ratio
+    kl_cov sampling value log_metric""".split()
+
+
+def is_own_metric(name: str) -> bool:
+    return name in OWN_METRICS or name.partition("/")[0] in OWN_GROUPS
 
 
 def copy_of(trajectory):
@@ -360,16 +426,18 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
 
 
 async def call(name: str, function: Callable, arguments: dict, seconds: float) -> list[tuple] | None:
-    """One function on one group: (value or None, components, rewards of turns or None) a completion, or None if it took
-    over `seconds`."""
+    """One function on one group: (value or None, components, rewards of parts or None) a completion, or None if it took
+    over `seconds`. Parts are a list, one for each turn, or a tuple of spans."""
     known = arguments.keys() | ({"verification"} if hasattr(function, "verify") else set())
     if fault := missing_arguments(function, known):
         raise reward_error(name, fault, arguments)
     if hasattr(function, "verify"):
-        checks = (run_limited(function.verify, {"trajectory": copy_of(t)}, seconds) for t in arguments["trajectories"])
+        given = ({"trajectory": copy_of(t)} for t in arguments["trajectories"])
+        checks = (run_limited(function.verify, one, seconds, unread) for one in given)  # read by the function alone
         outcomes = await asyncio.gather(*checks)
-        if broken := next((o[1] for o in outcomes if o and o[1]), None):
-            fault = f"its verify raised {type(broken).__name__}: {text_of(broken)}"
+        broken = next((o[1] for o in outcomes if o and o[1] is not None), None)
+        if broken is not None:
+            fault = f"its verify raised {type(broken).__name__}: {summary(broken)}"
             raise reward_error(name, fault, arguments) from broken
         arguments = arguments | {"verification": [outcome and outcome[0] for outcome in outcomes]}
     parameters = inspect.signature(function).parameters
@@ -378,7 +446,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     chosen = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
     if "trajectories" in chosen:
         chosen["trajectories"] = [copy_of(trajectory) for trajectory in chosen["trajectories"]]
-    outcome = await run_limited(function, chosen, seconds)
+    outcome = await run_limited(function, chosen, seconds, numbers_in_order)
     if outcome is None:
         message = (
             "reward function %r took over --reward_timeout=%g s for %d completions; each scores --reward_on_timeout"
@@ -386,63 +454,48 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
         logger.warning(message, name, seconds, len(arguments["completions"]))
         return None
     values, error = outcome
-    if error is not None:
-        raise reward_error(name, f"raised {type(error).__name__}: {text_of(error)}", arguments) from error
-    return checked_values(name, values, arguments)
+    try:
+        if error is None:
+            return checked_values(values, arguments)
+    except UnusableResult as unusable:
+        error = unusable
+    if isinstance(error, UnusableResult):
+        raise reward_error(name, str(error), arguments, error.index) from error
+    raise reward_error(name, f"raised {type(error).__name__}: {summary(error)}", arguments) from error
 
 
-def checked_values(name: str, values, arguments: dict) -> list[tuple]:
+def checked_values(values: list, arguments: dict) -> list[tuple]:
+    """The plain values of values.numbers; UnusableResult for those that cannot be trained on."""
     count = len(arguments["completions"])
-    try:  # Sized, so no generator: it would run here, on the event loop, without a time limit
-        usable = isinstance(values, Sized) and not isinstance(values, (str, bytes, dict))
-        listed = list(values) if usable else None
-    except TypeError:  # a tensor without dimensions
-        listed = None
-    if listed is None:
-        raise reward_error(name, f"returned {shorten(values)}, a {type(values).__name__}; {RETURN_RULE}", arguments)
-    if len(listed) != count:
-        raise reward_error(name, f"returned {len(listed)} values for {count} completions; {RETURN_RULE}", arguments)
+    if len(values) != count:
+        raise UnusableResult(f"returned {len(values)} values for {count} completions; {RETURN_RULE}")
     checked = []
-    for index, value in enumerate(listed):
+    for index, value in enumerate(values):
         given = dict(value) if isinstance(value, dict) else {"reward": value}
         turns, played = given.pop("turns", None), arguments["trajectories"][index].turns
+        spans = given.pop("spans", None)
         try:
-            if turns is not None:
-                turns = [finite(part) for part in turns]
-                given["reward"] = sum(turns)
+            if spans is not None:
+                if turns is not None or "reward" in given:
+                    raise ValueError("'spans' are the whole reward: give 'turns' or 'reward' by another function")
+                length = len(completion_text(arguments["completions"][index]))
+                turns = tuple(checked_spans(spans, length, lambda value: finite(as_float(value))))
+                given |= {"reward": sum(value for _, _, value in turns), "spans": len(turns)}
+            elif turns is not None:
+                given["reward"] = sum(map(finite, turns))
                 if len(turns) != played:
                     raise ValueError(f"{len(turns)} rewards for {played} turns")
             logged_only = "reward" in given  # the other components are not summed
-            parts = {str(c): finite(part, logged_only and c != "reward") for c, part in given.items()}
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor of several numbers
+            parts = {c: part for c, part in given.items() if part is not None}
+            parts = {c: part for c, part in parts.items() if c == "reward" or not logged_only or loggable(part)}
+            total = finite(parts["reward"]) if "reward" in parts else sum(map(finite, parts.values()))
+        except (TypeError, ValueError) as error:
             fault = f"returned {shorten(value)} for completion {index}: {error}; {RETURN_RULE}"
-            raise reward_error(name, fault, arguments, index) from error
-        known = {component: part for component, part in parts.items() if part is not None}
-        total = parts["reward"] if "reward" in parts else sum(known.values()) if known else None
-        checked.append((total, {component: part for component, part in known.items() if component != "reward"}, turns))
+            raise UnusableResult(fault, index) from error
+        applies = given["reward"] is not None if logged_only else bool(parts)
+        components = {component: part for component, part in parts.items() if component != "reward"}
+        checked.append((total if applies else None, components, turns))
     return checked
-
-
-def finite(value, logged_only: bool = False) -> float | None:
-    """The value as a float; tensors and numpy scalars count, text and nan do not. A value that is only logged and not
-    finite is left out: it is no reward."""
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes)):
-        raise TypeError("text is not a number")
-    number = float(value)
-    if logged_only:
-        return number if isfinite(number) else None
-    if not abs(number) <= LARGEST:
-        raise ValueError(f"a reward must be finite, and from -{LARGEST:g} to {LARGEST:g}")
-    return number
-
-
-def text_of(error: BaseException) -> str:
-    try:
-        return str(error)[:2000]
-    except Exception:  # an exception class of somebody else's
-        return "(its text cannot be shown)"
 
 
 def reward_error(name: str, fault: str, arguments: dict, index: int | None = None) -> RewardError:

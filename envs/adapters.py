@@ -20,7 +20,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from urllib.parse import parse_qsl
 
@@ -29,6 +29,7 @@ from config import ConfigError, known_name
 from envs import Environment, FrozenLake, Sokoban, ToolEnvironment
 from envs.mcp_tools import get_tools
 from envs.tools import Toolbox, from_function, instructions, model_tool
+from inputs.parts import parts_of, text_of_parts
 from plugins import function_path, load_function, require
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 # ---- gymnasium ------------------------------------------------------------------------------------------------------
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")  # the last digit of a terminal's code
-MOST_NUMBERS = 1000  # of an observation: numpy leaves out the middle of longer arrays
+MOST_NUMBERS = 1000  # of an observation
 
 
 def plain_text(drawn: str) -> str:
@@ -59,6 +60,27 @@ def plain_text(drawn: str) -> str:
     return re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", "", text)  # cursor moves, titles
 
 
+def numbers_in(space) -> int:
+    """How many numbers an observation of the space has, those of its parts together; a text counts as one."""
+    parts = getattr(space, "spaces", ())  # of a Dict, a Tuple or a OneOf
+    parts = parts.values() if isinstance(parts, Mapping) else parts
+    return sum(map(numbers_in, parts)) if parts else math.prod(getattr(space, "shape", None) or (1,))
+
+
+def whole(observation) -> str:
+    """An observation as text, all of it: numpy by itself leaves out the middle of arrays over 1,000 numbers."""
+    import numpy
+
+    if isinstance(observation, Mapping):
+        return "\n".join(f"{key}: {whole(part)}" for key, part in observation.items())
+    if isinstance(observation, (tuple, list)):
+        return f"({', '.join(map(whole, observation))})"
+    if hasattr(observation, "__array__"):
+        numbers = numpy.asarray(observation)
+        return numpy.array2string(numbers, threshold=sys.maxsize) if numbers.ndim else str(numbers.item())
+    return str(observation)
+
+
 class Gymnasium(Environment):
     """A gymnasium environment with numbered or text actions, whose observations are short, or drawn by "ansi".
 
@@ -66,6 +88,8 @@ class Gymnasium(Environment):
     An invalid one costs `penalty` and does not step. `hint` stands before the first observation. Any other argument is
     gymnasium.make's. ConfigError for what cannot be played.
     """
+
+    tried: set[str] = set()  # environments of which one step has been made in this process
 
     def __init__(self, id: str, hint: str = "", penalty: float = 0.1, **options):
         self.hint, self.penalty, where = hint, penalty, f"--env gymnasium?id={id}"
@@ -78,23 +102,49 @@ class Gymnasium(Environment):
                 self.env.close()
                 self.env = gymnasium.make(id, render_mode="ansi", **options)
         except Exception as error:  # the environment's own constructor may raise anything at a wrong argument
-            raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+            fault = f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+            if isinstance(error, gymnasium.error.UnregisteredEnv) and ":" not in id:
+                fault += f" Other packages' environments are named with their module: id=minigrid:{id}, say."
+            raise ConfigError(fault) from error
         space, seen = self.env.action_space, self.env.observation_space
         if not isinstance(space, (gymnasium.spaces.Discrete, gymnasium.spaces.Text)):
             raise ConfigError(
                 f"{where}: its actions are {space}; allowed are Discrete (a number) and Text. Wrap it in a class of "
                 "your own that makes an action of the model's text: see the top of envs/base.py."
             )
-        if self.env.render_mode != "ansi" and math.prod(getattr(seen, "shape", None) or (1,)) > MOST_NUMBERS:
+        if self.env.render_mode != "ansi" and numbers_in(seen) > MOST_NUMBERS:
             raise ConfigError(
-                f"{where}: its observations are {math.prod(seen.shape):,} numbers; allowed are {MOST_NUMBERS:,} at "
+                f"{where}: its observations are {numbers_in(seen):,} numbers; allowed are {MOST_NUMBERS:,} at "
                 'most, or a render_mode "ansi". Wrap it in a class of your own that shows them: see the top of '
                 "envs/base.py."
             )
         self.numbered = isinstance(space, gymnasium.spaces.Discrete)
+        if (key := f"{id} {options}") not in self.tried:
+            self.try_once(where)
+            self.tried.add(key)
+
+    def try_once(self, where: str) -> None:
+        """ConfigError if reset() or step() has the form of gym, from before gymnasium. What they raise themselves is a
+        matter of the trajectory."""
+        inner = self.env.unwrapped  # wrappers raise at that form, without a word about the cause
+        try:
+            takes = inspect.signature(inner.reset).parameters
+            if right := "seed" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+                begun = inner.reset(seed=0)
+                right = isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], Mapping)
+                if right and self.numbered:  # a text may be a command: none is made up
+                    right = len(inner.step(inner.action_space.sample())) == 5
+        except Exception:
+            return
+        if not right:
+            raise ConfigError(
+                f"{where}: its reset() or step() has the form of gym, from before gymnasium. Allowed are reset(seed, "
+                "options) that returns (observation, info), and step(action) that returns (observation, reward, "
+                "terminated, truncated, info). Wrap it in a gymnasium.Env of your own."
+            )
 
     def shown(self, observation) -> str:
-        drawn = plain_text(self.env.render()) if self.env.render_mode == "ansi" else str(observation)
+        drawn = plain_text(self.env.render()) if self.env.render_mode == "ansi" else whole(observation)
         # Not a drawing, which may tell the last action, too: the same number is the same state.
         self.place = int(observation) if getattr(self.env.observation_space, "n", 0) else drawn
         return drawn
@@ -182,6 +232,8 @@ class TextArena(Environment):
                     "words averaged_perceptron_tagger_eng; without, copy its folder nltk_data and set NLTK_DATA to it."
                 ) from error
             fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if isinstance(error, SyntaxError):
+                fault += f", in code of TextArena for a later Python than {sys.version.split()[0]}"
             few = "Allowed are games for one player, such as GuessTheNumber-v0, Wordle-v0, Sudoku-v0 or 2048-v0"
             raise ConfigError(f"{where} cannot be played alone ({fault}). {few}.") from error
         return game
@@ -203,7 +255,18 @@ class TextArena(Environment):
         from textarena import ObservationType
 
         _, said = unwrapped(self.game).get_observation()
-        return "\n".join(text.strip("\n") for _, text, kind in said if kind is not ObservationType.PLAYER_ACTION)
+        # (sender, text, kind); some games put the model's own move in with these three in another order
+        others = [entry for entry in said if ObservationType.PLAYER_ACTION not in entry]
+        return "\n".join(str(text).strip("\n") for _, text, _ in others)
+
+    def outcome(self) -> tuple[float, bool]:
+        """(the reward, whether an invalid move ended the game). Some games put what was invalid where the reward of an
+        invalid move belongs: then it is the one that TextArena gives if nothing is said."""
+        rewards, info = self.game.close()
+        reward, invalid = (rewards or {}).get(0, 0.0), bool(info[0].get("invalid_move"))
+        if invalid and isinstance(reward, str):
+            reward = inspect.signature(unwrapped(self.game).state.set_invalid_move).parameters["reward"].default
+        return float(reward), invalid
 
     def reset(self, row, seed):
         self.busy, self.chance = True, random.Random(seed).getstate()
@@ -218,8 +281,8 @@ class TextArena(Environment):
             done, _ = self.game.step(text)
         self.busy = False
         if done:
-            rewards, info = self.game.close()
-            return [], float((rewards or {}).get(0, 0.0)), True, {"invalid": float(bool(info[0].get("invalid_move")))}
+            reward, invalid = self.outcome()
+            return [], reward, True, {"invalid": float(invalid)}
         return [{"role": "user", "content": self.news()}], 0.0, False, {}
 
     def close(self):
@@ -302,14 +365,13 @@ def with_added(messages: list[dict], added) -> list[dict]:
         return messages
     if isinstance(added, list) and all(isinstance(part, dict) and "role" in part for part in added):
         return added
-    if not isinstance(added, str) and not (isinstance(added, list) and all(isinstance(p, dict) for p in added)):
+    if not isinstance(added, (str, list)):
         raise TypeError(f"reset() must give text, message parts, messages or None; it gave {shorten(added)}")
     last = messages[-1]["content"]
     if isinstance(last, str) and isinstance(added, str):
         return [*messages[:-1], messages[-1] | {"content": last + added}]
-    last, added = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (last, added))
-    parts = [part for part in [*last, *added] if part.get("type") != "text" or part["text"]]
-    if all(part.get("type") == "text" for part in parts):  # templates for text alone write a list as it is
+    parts = [part for part in [*parts_of(last), *parts_of(added)] if part.get("text") != ""]
+    if all(part["type"] == "text" for part in parts):  # templates for text alone write a list as it is
         parts = "".join(part["text"] for part in parts)
     return [*messages[:-1], messages[-1] | {"content": parts}]
 
@@ -331,7 +393,8 @@ class SimulatedUser(Environment):
         if not isinstance(row.get("user"), str):
             raise ConfigError(f"--env user: the row {shorten(row)} has no column `user`, a text that says who it is.")
         messages = super().reset(row, seed)
-        self.talk, self.who = [f"User: {m['content']}" for m in messages if m["role"] == "user"], row["user"]
+        self.talk = [f"User: {text_of_parts(m['content'])}" for m in messages if m["role"] == "user"]
+        self.who = row["user"]
         return messages
 
     def step(self, text):
@@ -443,10 +506,11 @@ def plays(cls: type) -> bool:
 
 
 def check_rewarded(cls: type, name: str, cfg) -> None:
-    """Whether a class whose methods are tools gives a reward, and whether it counts."""
+    """Whether a class whose methods are tools gives a reward, and whether it counts; without reward functions it is
+    played alone (rollouts.py)."""
     if cfg.reward_funcs == ["environment"] and not hasattr(cls, "get_reward"):
         raise ConfigError(f"--env {name}: {cls.__name__} has no get_reward(), so --reward_funcs has to give a reward.")
-    if "environment" not in cfg.reward_funcs and hasattr(cls, "get_reward"):
+    if cfg.reward_funcs and "environment" not in cfg.reward_funcs and hasattr(cls, "get_reward"):
         message = "--env %s: get_reward() of %s does not count; name `environment` among --reward_funcs if it should."
         logger.warning(message, name, cls.__name__)
 

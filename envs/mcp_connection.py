@@ -4,11 +4,8 @@ All connections live on one event loop of their own, in a daemon thread; `on_loo
 """
 
 import asyncio
-import base64
-import binascii
 import collections
 import contextlib
-import io
 import json
 import logging
 import os
@@ -17,12 +14,12 @@ import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from PIL import Image
+from inputs.parts import text_part
+from inputs.pictures import PictureError, open_image, read_image
 
 RESTARTS = 3  # of one connection, after its first start
 END_SECONDS = 7.0  # the SDK gives a process .5 s to read what is left, 2 s to end, and 2 each after SIGTERM and SIGKILL
 LOG_BYTES = 10_000_000  # of the log, and as many of the one before
-PICTURES = ("PNG", "JPEG", "GIF", "WEBP", "BMP")  # formats of Pillow that a result may have
 LIVE: set = set()  # Connections, and others with a coroutine `end`, to end with the process
 
 _sdk_logger = logging.getLogger("mcp")
@@ -67,6 +64,7 @@ class Connection:
         """Text of the result, or message parts if there is an image in it; RuntimeError with what went wrong."""
         try:
             client = await self.client()
+            deadline = _loop.time() + self.server.seconds
             result = await client.call_tool(tool, arguments, read_timeout_seconds=self.server.seconds)
         except Exception as error:
             if self._task is not None and self._ready.done() and (self._task.done() or self._lost or is_closed(error)):
@@ -74,9 +72,14 @@ class Connection:
                 error = RuntimeError(f"MCP server {self.server.name!r} is gone ({reason(error)})")
                 self.server.tell(self._failure(error))
             raise self._failure(error) from error
-        parts = [part for content in result.content for part in as_parts(content)]
+        try:  # pictures are decoded: not on the loop of all connections
+            async with asyncio.timeout_at(deadline):
+                parts = await asyncio.to_thread(parts_of_result, result.content)
+        except TimeoutError:
+            what = f"MCP server {self.server.name!r}: no result that could be read"
+            raise RuntimeError(f"{what} within {self.server.seconds:g} s") from None
         if not parts and result.structured_content is not None:  # else the same stands in the text
-            parts = [{"type": "text", "text": json.dumps(result.structured_content, ensure_ascii=False, default=str)}]
+            parts = [text_part(json.dumps(result.structured_content, ensure_ascii=False, default=str))]
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         if result.is_error:
             raise RuntimeError(text)
@@ -200,7 +203,7 @@ class Connection:
 
         _loop.add_reader(reader, read)
         stack.callback(stop)
-        return stack.enter_context(os.fdopen(writer, "w"))
+        return stack.enter_context(os.fdopen(writer, "w", encoding="utf-8"))
 
     def _failure(self, error: BaseException) -> RuntimeError:
         """What the model reads, with notes for people."""
@@ -277,7 +280,7 @@ def log_to(path: str | Path) -> None:
     new.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     for old in filter(Path.exists, written):
         with open(path, "a", encoding="utf-8") as file:
-            file.write(old.read_text(errors="replace"))
+            file.write(old.read_text(errors="replace", encoding="utf-8"))
         old.unlink()
     _log[:] = [new]
     _output_logger.setLevel(logging.INFO)
@@ -286,6 +289,10 @@ def log_to(path: str | Path) -> None:
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of_result(contents: list) -> list[dict]:
+    return [part for content in contents for part in as_parts(content)]
 
 
 def as_parts(content) -> list[dict]:
@@ -307,18 +314,14 @@ def as_parts(content) -> list[dict]:
     return [text_part(f"[resource {resource.uri}: {resource.mime_type}, {size_of(resource.blob)}, not shown]")]
 
 
-def text_part(text: str) -> dict:
-    return {"type": "text", "text": text}
-
-
 def image_part(data: str) -> dict:
     """The base64 of an image as a part; as a text if it is no image. Never a path: "tmp/aaaa" is base64, too."""
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=PICTURES)
-        image.verify()
-    except (binascii.Error, ValueError, OSError, SyntaxError, Image.DecompressionBombError):
+        kind = open_image(data, local_files=False)[0].get_format_mimetype()
+        read_image(data, local_files=False)
+    except PictureError:
         return text_part("[an image that cannot be read, not shown]")
-    return {"type": "image", "image": f"data:{image.get_format_mimetype()};base64,{data}"}
+    return {"type": "image", "image": f"data:{kind};base64,{data}"}
 
 
 def size_of(data: str) -> str:

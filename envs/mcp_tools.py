@@ -24,7 +24,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from cli import MOST_BYTES, read_text
 from config import ConfigError
+from data import parse_json
 from envs.mcp_connection import (
     LIVE,
     RESTARTS,
@@ -101,9 +103,16 @@ def connect(path: str, seconds: float) -> list[Tool]:
 def read_servers(path: str, seconds: float) -> list["Server"]:
     """The servers of the file that are not disabled. ConfigError naming the entry that is wrong."""
     try:
-        loaded = json.loads(Path(path).read_text())
+        text = read_text(path, "JSON", MOST_BYTES)
+    except ConfigError as error:
+        raise ConfigError(f"--mcp_config={error}") from None
+    try:
+        loaded = parse_json(text, "")
+    except ConfigError as error:
+        raise ConfigError(f"--mcp_config={path}: cannot be read{error}") from None
+    try:
         entries = dict(loaded["mcpServers"] if "mcpServers" in loaded else loaded["servers"])  # `servers`: VS Code
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f'--mcp_config={path}: cannot be read ({error!r:.200}); give a JSON file {{"mcpServers": {{NAME: ...}}}}.'
         ) from None

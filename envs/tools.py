@@ -3,8 +3,9 @@
     --tools calculator my_tools.py:weather      # names in TOOLS, or a function, or a Tool, of a file
     --mcp_config servers.json                   # {"mcpServers": {"files": {"command": "...", "args": []}, ...}}
 
-A function with type hints and a Google-style docstring is a tool as it is; it may be async. What it returns is shown to
-the model: text, or a list of message parts where it has images. What it raises is shown, too, and counted, as is a call
+A function with type hints and a Google-style docstring is a tool as it is; it may be async. So are a functools.partial
+of one, an object with __call__, and tool objects of smolagents and langchain. What a tool returns is shown to the
+model: text, or a list of message parts where it has images. What it raises is shown, too, and counted, as is a call
 that cannot be read: the model may try again. Columns of a data set may narrow this down by row: `tools` to some names,
 `tools_kwargs` ({tool: {argument: value}}) to arguments that the model neither sees nor gives.
 """
@@ -18,21 +19,27 @@ import math
 import operator
 import re
 import time
+import typing
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 from referencing.exceptions import Unresolvable
 
 from cli import shorten
 from config import ConfigError, known_name
+from inputs.parts import PartError, parts_of
+from inputs.pictures import data_url
 from inputs.special_tokens import clean, each_text
 from plugins import function_path, load_function
-from safety.limits import run_limited
+from safety import asking
+from safety.limits import run_limited, time_limit, warn_once
 from safety.sandbox import run_python
 from safety.storable import text_of
+from safety.values import UnusableResult
 
 
 @dataclass(frozen=True)
@@ -152,27 +159,159 @@ def instructions(schemas: list[dict], parser: str) -> str:
 # ---- where tools come from ------------------------------------------------------------------------------------------
 
 
+def as_tool(given, where: str) -> Tool:
+    """What a user names as a tool: a Tool, whatever can be called, or an object that has what tools of smolagents
+    (`inputs`, `forward`) or of langchain (`args`, `invoke`) have. ConfigError for anything else."""
+    if isinstance(given, Tool):
+        return given
+    if inspect.isclass(given):
+        raise ConfigError(f"{where} is a class: make an object of it in the file, and name that.")
+    try:
+        if callable(getattr(given, "forward", None)) and isinstance(getattr(given, "inputs", None), dict):
+            return from_inputs(given)
+        if callable(getattr(given, "invoke", None)) and hasattr(given, "args"):
+            return from_invoked(given)
+    except ConfigError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:  # what it has is not what those libraries give
+        raise ConfigError(f"{where}: {type(given).__name__} cannot be a tool ({error!r:.300}). {WRAP_IT}") from error
+    if not callable(given):
+        raise ConfigError(f"{where} is {shorten(given)}. {WRAP_IT}")
+    return from_function(given)
+
+
+WRAP_IT = (
+    "Allowed are functions, functools.partial, objects with __call__, tool objects of smolagents and langchain, and "
+    "envs.tools.Tool: call it in a function of your own, with type hints and a docstring."
+)
+
+
+def from_inputs(given) -> Tool:
+    """A tool object as of smolagents; called as a whole, so that its setup() runs."""
+    kinds = {name: about.get("type") for name, about in given.inputs.items()}
+    if sent := [f"{name} ({kind})" for name, kind in kinds.items() if kind in ("image", "audio")]:
+        raise ConfigError(f"the tool {given.name!r} takes {', '.join(sent)}, which no call can give. {WRAP_IT}")
+    properties = {
+        name: {key: value for key, value in about.items() if (key, value) != ("type", "any")}
+        for name, about in given.inputs.items()
+    }
+    required = [name for name, about in given.inputs.items() if not about.get("nullable")]
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return Tool(given.name, given.description, parameters, given)
+
+
+def from_invoked(given) -> Tool:
+    """A tool object as of langchain; called by `ainvoke` if it is async alone."""
+    schema = given.tool_call_schema
+    schema = schema if isinstance(schema, dict) else schema.model_json_schema()
+    if schema.get("properties", {}).keys() != given.args.keys():  # of a single text: the schema is of something else
+        schema = {"properties": given.args, "required": list(given.args)}
+    needed = getattr(given.args_schema, "model_fields", {}).items()
+    if unseen := [name for name, about in needed if about.is_required() and name not in given.args]:
+        raise ConfigError(f"the tool {given.name!r} needs {', '.join(unseen)}, which the model may not give. {WRAP_IT}")
+    kept = {key: schema[key] for key in ("properties", "required", "$defs") if key in schema}
+
+    async def ainvoke(**arguments):
+        return await given.ainvoke(arguments)
+
+    def invoke(**arguments):
+        return given.invoke(arguments)
+
+    call = ainvoke if getattr(given, "coroutine", None) and getattr(given, "func", None) is None else invoke
+    call.__qualname__ = given.name
+    return Tool(given.name, given.description, {"type": "object", "properties": {}} | kept, call)
+
+
 def from_function(function: Callable) -> Tool:
-    """A function as a tool; ConfigError where signature and docstring do not say enough."""
+    """A function, a functools.partial of one, or an object with __call__ as a tool; ConfigError where signature and
+    docstring do not say enough."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
         get_json_schema,
     )
 
+    if isinstance(function, functools.partial):
+        return from_partial(function)
+    routine = function if inspect.isroutine(function) else function.__call__
+    name = getattr(function, "__name__", type(function).__name__)
     try:
-        schema = get_json_schema(function)["function"]
-    except (DocstringParsingException, TypeHintParsingException) as error:
+        arguments = inspect.signature(routine).parameters.values()
+    except (ValueError, TypeError) as error:  # some functions written in C
+        raise ConfigError(f"the tool {name!r} does not say what it takes ({error}). {WRAP_IT}") from None
+    for argument in arguments:
+        if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+            what = f"*{argument.name}" if argument.kind is argument.VAR_POSITIONAL else f"**{argument.name}"
+            raise ConfigError(
+                f"the tool {name!r} takes {what}, and calls name every argument; make it a list or a dict."
+            )
+        if argument.kind is argument.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"the tool {name!r} takes {argument.name} by position alone, and calls name it. {WRAP_IT}"
+            )
+    try:
+        schema = get_json_schema(routine)["function"]
+        hints = typing.get_type_hints(routine)
+    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"the tool {function.__name__!r} needs a type hint on every argument, and a docstring with a line for each "
+            f"the tool {name!r} needs a type hint on every argument, and a docstring with a line for each "
             f"under 'Args:' ({error})"
         ) from None
-    for argument in inspect.signature(function).parameters.values():
-        if argument.kind is argument.VAR_POSITIONAL:
-            raise ConfigError(
-                f"the tool {function.__name__!r} takes *{argument.name}, and calls name every argument; make it a list."
-            )
-    return Tool(schema["name"], schema["description"], schema["parameters"], function)
+    tool = Tool(name, schema["description"], schema["parameters"], function)
+    objects = {key: hint for key, hint in hints.items() if key != "return" and not is_json(hint)}
+    return with_objects(tool, objects) if objects else tool
+
+
+def from_partial(partial: functools.partial) -> Tool:
+    """The tool of its function without the arguments that it fixes."""
+    whole = from_function(partial.func)
+    try:
+        fixed = inspect.signature(partial.func).bind_partial(*partial.args, **partial.keywords).arguments
+    except TypeError as error:
+        raise ConfigError(f"the tool {whole.name!r} is a functools.partial that cannot be called: {error}.") from None
+    tool = without(whole, fixed)
+    tool.call.executes_code = getattr(whole.call, "executes_code", False)
+    return tool
+
+
+def is_json(hint) -> bool:
+    """Whether values of the type are what JSON gives as it is."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return True
+    return all(map(is_json, parts)) if parts else hint in (int, float, str, bool, type(None), list, tuple, dict, Any)
+
+
+def with_objects(tool: Tool, hints: dict[str, type]) -> Tool:
+    """The tool with the schemas of arguments that are pydantic models, dataclasses, enums, dates or lists of such, and
+    with the values that calls give made into them."""
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    parameters, made, function = tool.parameters, {}, tool.call
+    for name, hint in hints.items():
+        try:
+            schema = TypeAdapter(hint).json_schema()
+        except PydanticUserError:
+            kind = getattr(hint, "__name__", hint)
+            fault = f"The argument {name} of the tool {tool.name!r} is a {kind}, which no call can give"
+            warn_once(f"{fault}: set it by the column `tools_kwargs`, or take text, numbers, lists or dicts.")
+            continue
+        made[name] = TypeAdapter(hint)
+        about = {"description": parameters["properties"][name].get("description", "")}
+        definitions = parameters.get("$defs", {}) | schema.pop("$defs", {})
+        parameters = parameters | {"properties": parameters["properties"] | {name: schema | about}}
+        parameters |= {"$defs": definitions} if definitions else {}
+    if made and getattr(function, "own_process", False):
+        raise ConfigError(f"the tool {tool.name!r} has own_process, and takes {min(made)} as an object: take a dict.")
+
+    @functools.wraps(function, updated=())
+    def call(**arguments):
+        given = {name: made[name].validate_python(v) if name in made else v for name, v in arguments.items()}
+        return function(**given)
+
+    call.executes_code = getattr(function, "executes_code", False)
+    return replace(tool, parameters=parameters, call=call) if made else tool
 
 
 def named_tools(cfg) -> list[Tool]:
@@ -183,8 +322,8 @@ def named_tools(cfg) -> list[Tool]:
             raise ConfigError(f"--tools {given}: which function of it? Give {given}:NAME.")
         if not function_path(given):
             known_name("--tools (names, or path/to/file.py:function)", given, TOOLS)
-        tool = load_function(given) if function_path(given) else TOOLS[given]
-        found.append(tool if isinstance(tool, Tool) else from_function(tool))
+        tool = load_function(given, also=object) if function_path(given) else TOOLS[given]
+        found.append(as_tool(tool, f"--tools {given}"))
     return found
 
 
@@ -216,15 +355,31 @@ def without(tool: Tool, fixed: dict) -> Tool:
 
 
 def chat(url: str, model: str, messages: list[dict], token: str | None = None, **options) -> str:
-    """What a model behind an OpenAI-compatible server says next.  url: up to and with /v1"""
-    import requests
+    """What a model behind an OpenAI-compatible server says next. asking.NoAnswer where it says nothing in the time that
+    the tool, environment or reward which asks may take (600 s elsewhere).  url: up to and with /v1"""
+    body = {"model": model, "messages": [for_openai(message) for message in messages]} | options
+    where = asking.route(url, "/chat/completions")
+    found = asking.ask("POST", where, min(time_limit(), 600), body, token)
+    try:
+        text = found["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise asking.NoAnswer(f"{asking.place(url)} answered without a text in choices[0].message.content")
+    return text
 
-    body = {"model": model, "messages": messages} | options
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600)
-    if not answer.ok:
-        raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
-    return answer.json()["choices"][0]["message"]["content"]
+
+def for_openai(message: dict) -> dict:
+    """The message with its images, if it has any, as OpenAI's servers take them. They never name files here: a path in
+    what an environment says may be somebody else's idea."""
+    if not isinstance(message.get("content"), (list, tuple)):
+        return message
+
+    def sent(part: dict) -> dict:
+        url = data_url(part["image"], local_files=False) if "image" in part else None
+        return {"type": "image_url", "image_url": {"url": url}} if url else part
+
+    return message | {"content": [sent(part) for part in parts_of(message["content"])]}
 
 
 def model_tool(name: str, description: str, url: str, model: str, token: str | None = None, **options) -> Tool:
@@ -354,9 +509,13 @@ class Toolbox:
         if outcome is None:
             content = f"Error: {call.name} gave no answer within {seconds:g} s"
         elif failed:
-            content = f"Error: {type(outcome[1]).__name__}: {text_of(outcome[1])}"
+            named = "" if isinstance(outcome[1], UnusableResult) else f"{type(outcome[1]).__name__}: "
+            content = f"Error: {named or f'{call.name} '}{text_of(outcome[1])}"
         else:
-            content = as_content(outcome[0])
+            try:
+                content = as_content(outcome[0])
+            except PartError as error:
+                content, failed = f"Error: {call.name} gave what cannot be shown: {error}", True
         return cut(each_text(content, clean), self.cfg.max_tool_result), failed
 
     async def _until_allowed(self, tool: Tool) -> None:
@@ -399,10 +558,12 @@ def as_json_schema(schema: dict) -> dict:
 
 
 def as_content(result):
-    """What a tool returned as the content of a message: text and parts as they are, the rest as JSON as far as it has a
-    form there, else as Python shows it."""
-    if isinstance(result, str) or is_parts(result):
+    """What a tool returned, made plain, as the content of a message: text as it is, parts in their usual form, the rest
+    as JSON as far as it has a form there, else as Python shows it. PartError for parts of which one cannot be shown."""
+    if isinstance(result, str):
         return result
+    if is_parts(result):
+        return parts_of(result)
     try:
         return json.dumps(result, default=as_json, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # keys that are no text, a value within itself, thousands of levels
@@ -415,14 +576,18 @@ def as_json(value):
 
 
 def is_parts(result) -> bool:
-    """Whether a tool answered with parts of a message, [{"type": "text", "text": "..."}, {"type": "image", "image":
-    ...}], and not just with some list."""
+    """Whether a tool answered with parts of a message (inputs/parts.py), and not just with some list: every element has
+    a type, and one at least can be shown. Of an image without a source there is nothing to show."""
 
-    def is_part(part) -> bool:
-        kind = part.get("type") if isinstance(part, dict) else None
-        return (kind == "text" and isinstance(part.get("text"), str)) or (kind == "image" and "image" in part)
+    def can_be_shown(part) -> bool:
+        try:
+            (read,) = parts_of([part])
+            return "text" in read or "image" in read
+        except PartError:
+            return False
 
-    return isinstance(result, list) and bool(result) and all(map(is_part, result))
+    typed = isinstance(result, list) and all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in result)
+    return typed and any(map(can_be_shown, result))
 
 
 def cut(content, limit: int):

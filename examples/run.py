@@ -36,7 +36,7 @@ os.chdir(ROOT)
 if not sys.argv[1:] or sys.argv[1].startswith("-"):
     print(__doc__)
     for path in sorted(Path("examples").glob("*.yaml")):
-        print(f"{path.stem:12} {path.read_text().splitlines()[0].lstrip('# ')}")
+        print(f"{path.stem:12} {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
     raise SystemExit(sys.argv[1:] not in ([], ["-h"], ["--help"]))
 if importlib.util.find_spec("vllm") is None and Path(sys.prefix).resolve() != Path(".venv").resolve():
     subprocess.run(["bash", "scripts/install.sh"], check=True)
@@ -44,11 +44,11 @@ if importlib.util.find_spec("vllm") is None and Path(sys.prefix).resolve() != Pa
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for what starts `python`
 sys.path.insert(0, str(ROOT))
 
-import yaml  # noqa: E402
 
-from cli import build_parser, convert, known_name  # noqa: E402
+from cli import build_parser, convert, known_name, load_yaml  # noqa: E402
 from config import ConfigError, TrainConfig, load_config  # noqa: E402
 from runlog.reading import held_out  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
 
 MADE = {  # models that need no hub, and what makes them
     "models/SmolLM2-135M-Instruct": ["scripts/make_models.py", "smollm2"],
@@ -78,7 +78,7 @@ def read(name: str, flags: list[str]) -> tuple[dict, Example]:
     known_name("example", name, [path.stem for path in Path("examples").glob("*.yaml")])
     path = f"examples/{name}.yaml"
     load_config(argv=["--config", path, *flags, "--generator", "hf"])  # hf: no token is read
-    settings = yaml.safe_load(Path(path).read_text())
+    settings = load_yaml(path)
     fields = [field.name for field in dataclasses.fields(TrainConfig)]
 
     def checked(where: str, given, known: list[str] | None = None) -> dict:
@@ -113,7 +113,7 @@ def as_flags(settings: dict) -> list[str]:
 
 def run(*command: str, output=None) -> str | None:
     """Waits for it, and ends as it does where it fails. Ctrl-C reaches it without us, and it has things to put away."""
-    process = subprocess.Popen(command, stdout=output, text=True)
+    process = subprocess.Popen(command, stdout=output, text=True, encoding="utf-8", preexec_fn=ends_with_us())
     try:
         printed, _ = process.communicate()
     except BaseException as error:

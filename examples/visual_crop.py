@@ -16,7 +16,7 @@ from PIL import Image
 from scenes import SIZE, stream
 
 from envs import Environment
-from inputs.prompts import open_image
+from inputs.pictures import load_image
 
 SPLITS = {"train": 2000, "test": 400}
 PLACES = [f"{row} {column}" for row in ("upper", "middle", "lower") for column in ("left", "middle", "right")]
@@ -44,7 +44,7 @@ class Crop(Environment):
     """Boxes are in cells of a grid of 6 x 6 over the whole picture."""
 
     def reset(self, row, seed):
-        self.image, self.answer, self.shown = open_image(row["image"])[0].convert("RGB"), row["answer"], None
+        self.image, self.answer, self.shown = load_image(row["image"])[0], row["answer"], None
         ask = f' To look closer, answer {{"bbox": [x1, y1, x2, y2]}} first, each from 0 to {GRID}.'
         return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["prompt"] + ask}]}]
 

@@ -2,41 +2,63 @@
 
 Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there is one; the policy's own server, where
 --judge_url has the address of one of --server_urls, its own token. That one goes nowhere else.
-A judge that does not answer, or whose answer holds no score, is asked again; after ATTEMPTS the reward does not apply.
+
+A judge's answer has one grammar: it ends by itself, and the whole of it or its last line is a JSON object with a number
+`score`, or `Score: N`; N from 0 to 10. The server is asked to keep to that form (response_format), where it can. What
+does not fit is asked for once more. After that, and where the server gives no answer within the reward's time limit
+(safety/asking.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
+completions shows what was said.
 """
 
+import concurrent.futures
+import json
 import re
 import string
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from safety import credentials
+from inputs.parts import transcript
+from safety import asking, credentials
+from safety.addresses import place_of
+from safety.limits import start_thread
 from scoring.text import completion_text
 
-ATTEMPTS, WAIT = 3, 1.0  # seconds before the second attempt; twice as long before the next
 TEMPLATE = """Judge an answer.
 
 Question: {prompt}
 Reference: {answer}
 Answer: {completion}
 
-Is the answer right? Explain in a sentence, then end with a line "Score: N", N from 0 (wrong) to 10 (right)."""
-SCORE = re.compile(r"Score: *(\d+(?:\.\d+)?)", re.IGNORECASE)
+Is the answer right? Reply with one line of JSON, {{"reason": "a sentence", "score": N}}.
+N is a number from 0 (wrong) to 10 (right)."""
+REMINDER = """
+
+End your reply with a line {"score": N}, N a number from 0 to 10, and nothing after it."""
+NUMBER = {"type": "number", "minimum": 0, "maximum": 10}
+SCHEMA = {"type": "object", "properties": {"reason": {"type": "string"}, "score": NUMBER}}
+SCHEMA |= {"required": ["reason", "score"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": SCHEMA}}
+SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ ]*\.?[*_ ]*", re.IGNORECASE)
+
+UNSTRUCTURED: set[tuple] = set()  # judges that refuse response_format, by address and name
 
 
-def judge(completions, prompts, cfg, **columns) -> list[dict | None]:
-    """The judge's score of every completion, 0 to 1; None where there is none after ATTEMPTS. The template is
+def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
+    """The judge's score of every completion, 0 to 1, as `reward`; None where there is none. The template is
     cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces ({{ and }}: braces)."""
+    # Both before the reward's own limit, at which every completion would count as late.
+    deadline, end = (time.monotonic() + share * cfg.reward_timeout for share in (0.8, 0.85))
     template = Path(cfg.judge_template).read_text(encoding="utf-8") if cfg.judge_template else TEMPLATE
     rows = []
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
-        text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        text = prompt if isinstance(prompt, str) else transcript(prompt)
         row = {"answer": "", **{name: values[index] for name, values in columns.items() if isinstance(values, list)}}
         rows.append(fill_in(template, row | {"prompt": text, "completion": completion_text(completion)}))
-    with ThreadPoolExecutor(max(len(rows), 1)) as pool:
-        return list(pool.map(lambda question: ask(question, cfg), rows))
+    calls = [start_thread(verdict, question, cfg, deadline) for question in rows]
+    verdicts = [result_by(end, call, cfg) for call in calls]
+    if log_extra is not None:
+        log_extra("judge", [said for _, said in verdicts])
+    return [parts for parts, _ in verdicts]
 
 
 def fill_in(template: str, row: dict) -> str:
@@ -61,32 +83,96 @@ def token_for(url: str, cfg) -> str | None:
     """The token to send to a judge at `url`."""
     if token := credentials.read("JUDGE_TOKEN"):
         return token
-    if cfg.generator == "vllm" and place_of(url) in map(place_of, cfg.server_urls):
-        return credentials.read("VLLM_SERVER_TOKEN", cfg.server_token) or None
-    return None
+    return (credentials.read("VLLM_SERVER_TOKEN", cfg.server_token) or None) if is_own(url, cfg) else None
 
 
-def place_of(url: str) -> tuple:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+def is_own(url: str, cfg) -> bool:
+    """Whether the policy's own server is the judge, which knows its token and certificates."""
+    return cfg.generator == "vllm" and place_of(url) in map(place_of, cfg.server_urls)
 
 
-def ask(question: str, cfg) -> dict | None:
-    import requests
+def result_by(end: float, call: concurrent.futures.Future, cfg) -> tuple[dict, str]:
+    try:
+        return call.result(max(end - time.monotonic(), 0))
+    except concurrent.futures.TimeoutError:  # such as a server that sends its headers letter by letter
+        return unscored(1, f"{asking.place(cfg.judge_url)} gave no answer in time", unanswered=1)
 
-    token = token_for(cfg.judge_url, cfg)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}], "max_tokens": 500}
-    for attempt in range(ATTEMPTS):
-        time.sleep(attempt and WAIT * 2 ** (attempt - 1))
+
+def unscored(attempts: int, fault: str, text: str = "", **counted) -> tuple[dict, str]:
+    counts = {"reward": None, "attempts": attempts, "unread": 0, "unanswered": 0} | counted
+    return counts, f"(not counted: {fault}) {text}".strip()
+
+
+def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
+    """(what the reward function returns for a completion, the judge's answer with what is wrong with it)."""
+    for attempt in (1, 2):
         try:
-            answer = requests.post(
-                f"{cfg.judge_url}/chat/completions", json=body, headers=headers, timeout=cfg.reward_timeout
-            )
-            answer.raise_for_status()
-            found = SCORE.findall(answer.json()["choices"][0]["message"]["content"])
-        except (requests.RequestException, ValueError, KeyError, IndexError, TypeError, RecursionError):
-            continue
-        if found:
-            return {"reward": min(float(found[-1]) / 10, 1.0), "attempts": attempt + 1}
+            text, ending = answer_of(question + REMINDER * (attempt - 1), cfg, deadline)
+        except asking.NoAnswer as error:
+            if error.status != 200:
+                asking.warned(f"no score from the judge: {error}")
+                return unscored(attempt, str(error), unanswered=1)
+            text, fault = "", str(error)
+        else:
+            score, fault = read_score(text), 'it ends neither with {"score": N} nor with `Score: N`, N from 0 to 10'
+            if ending == "length":
+                fault = f"cut off at --judge_max_tokens={cfg.judge_max_tokens}; raise it"
+            elif ending not in ("stop", None):
+                fault = f"it did not end by itself: finish_reason {ending!r:.50}"
+            elif score is not None:
+                return {"reward": score / 10, "attempts": attempt, "unread": 0, "unanswered": 0}, text
+    asking.warned(f"the judge at {asking.place(cfg.judge_url)} gave an answer that does not count: {fault}")
+    return unscored(attempt, fault, text, unread=1)
+
+
+def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
+    """(text, finish_reason). NoAnswer where there is none; with status 200 where it has no such form."""
+    body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}]}
+    body["max_tokens"] = cfg.judge_max_tokens
+    url, judge_asked = asking.route(cfg.judge_url, "/chat/completions"), (cfg.judge_url, cfg.judge_model)
+
+    def ask(**more) -> dict:
+        left = max(deadline - time.monotonic(), 0)
+        files = (cfg.server_ca, cfg.client_cert) if is_own(cfg.judge_url, cfg) else (None, None)
+        return asking.ask("POST", url, left, body | more, token_for(cfg.judge_url, cfg), *files)
+
+    if judge_asked in UNSTRUCTURED:
+        found = ask()
+    else:
+        try:
+            found = ask(response_format=FORMAT)
+        except asking.NoAnswer as error:
+            if error.status not in (400, 404, 415, 422, 501):
+                raise
+            found = ask()  # if that is refused too, response_format was not the reason
+            UNSTRUCTURED.add(judge_asked)
+    try:
+        choice = found["choices"][0]
+        text, ending = choice["message"]["content"], choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        what = f"{asking.place(url)} answered without choices[0].message.content; is it OpenAI-compatible?"
+        raise asking.NoAnswer(what, 200) from None
+    return text if isinstance(text, str) else "", ending
+
+
+def read_score(text: str) -> float | None:
+    """The score, 0 to 10, that a judge's answer gives in its one grammar; None where it does not keep to that."""
+    text = text.rpartition("</think>")[2]
+    lines = [line.strip() for line in text.split("\n") if line.strip() and not line.strip().startswith("```")]
+    for part in ("\n".join(lines), *lines[-1:]):
+        if found := SCORE.fullmatch(part):
+            score = float(found[1])
+        else:
+            try:
+                values = json.loads(part, object_pairs_hook=once)
+            except (ValueError, RecursionError):
+                continue
+            score = values.get("score") if isinstance(values, dict) else None
+        if isinstance(score, (int, float)) and not isinstance(score, bool) and 0 <= score <= 10:
+            return float(score)
     return None
+
+
+def once(pairs: list[tuple]) -> dict | None:
+    """A JSON object; None for one that has a key twice."""
+    return dict(pairs) if len(dict(pairs)) == len(pairs) else None

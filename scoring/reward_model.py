@@ -8,9 +8,12 @@ a scale of their own: --reward_mean running --reward_std running brings it near 
 
 import os
 import threading
+import time
 from functools import cache
 
-from safety import credentials
+from cli import shorten
+from inputs.prompts import as_template_takes
+from safety import asking, credentials
 
 LOCK = threading.Lock()  # groups are scored in threads of their own; the model takes one batch at a time
 
@@ -19,7 +22,7 @@ def texts(completions, prompts, tokenizer) -> list[str]:
     """What the classifier reads: the chat under its template, or prompt + completion."""
     if isinstance(completions[0], str):
         return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    chats = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    chats = (as_template_takes([*p, *c], tokenizer) for p, c in zip(prompts, completions, strict=True))
     return [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
 
 
@@ -42,31 +45,40 @@ def load(model_id: str):
 @cache
 def served(url: str):
     """(name, tokenizer) of the model at the address."""
-    import requests
     from transformers import AutoTokenizer
 
-    answer = requests.get(f"{url}/v1/models", headers=authorization(), timeout=10)
-    answer.raise_for_status()
-    model = answer.json()["data"][0]
-    return model["id"], AutoTokenizer.from_pretrained(model.get("root") or model["id"])
+    found = asking.ask("GET", asking.route(url, "/v1/models"), 10, token=token())
+    try:
+        model = found["data"][0]
+        name, folder = model["id"], model.get("root") or model["id"]
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise asking.NoAnswer(f"{asking.place(url)} names no model at /v1/models: {shorten(found)}") from None
+    return name, AutoTokenizer.from_pretrained(folder)
 
 
-def authorization() -> dict:
-    return credentials.bearer(credentials.read("REWARD_MODEL_TOKEN"))
+def is_served(model: str) -> bool:
+    """Whether --reward_model is the address of a server."""
+    return model.startswith(("http://", "https://"))
+
+
+def token() -> str:
+    return credentials.read("REWARD_MODEL_TOKEN")
 
 
 def reward_model(completions, prompts, cfg) -> list[float]:
     """One score a completion, on the model's own scale."""
     plain = {"add_special_tokens": isinstance(completions[0], str)}  # a chat template brings its own
-    if cfg.reward_model.startswith(("http://", "https://")):
-        import requests
-
-        url = cfg.reward_model.rstrip("/")
-        name, tokenizer = served(url)
+    if is_served(cfg.reward_model):
+        deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own limit: what is wrong gets said
+        name, tokenizer = served(cfg.reward_model)
         body = {"model": name, "input": texts(completions, prompts, tokenizer), "use_activation": False} | plain
-        answer = requests.post(f"{url}/classify", json=body, headers=authorization(), timeout=cfg.reward_timeout)
-        answer.raise_for_status()
-        return [row["probs"][0] for row in answer.json()["data"]]
+        url = asking.route(cfg.reward_model, "/classify")
+        found = asking.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
+        try:
+            return [row["probs"][0] for row in found["data"]]
+        except (KeyError, IndexError, TypeError):
+            what = f"{asking.place(url)} answered without data[].probs: {shorten(found)}"
+            raise asking.NoAnswer(f"{what}. Is it `vllm serve MODEL --runner pooling`?") from None
     import torch
 
     tokenizer, model = load(cfg.reward_model)

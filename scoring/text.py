@@ -11,6 +11,8 @@ import unicodedata
 from collections import Counter
 from decimal import Decimal
 
+from inputs.parts import text_of_parts
+
 logger = logging.getLogger(__name__)
 
 
@@ -18,12 +20,7 @@ def completion_text(completion) -> str:
     """The text of a completion: a string itself, or the assistant's part of a list of chat messages."""
     if isinstance(completion, str):
         return completion
-    texts = []
-    for message in completion:
-        content = message.get("content") or ""
-        if message.get("role") == "assistant":
-            texts += [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    return "\n".join(texts)
+    return "\n".join(text_of_parts(m.get("content")) for m in completion if m.get("role") == "assistant")
 
 
 def answer_part(text: str) -> str:

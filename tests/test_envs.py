@@ -196,7 +196,7 @@ def rows(split, seed):
 def test_a_class_written_for_trl(tmp_path):
     """Its methods are tools, its reset adds to the prompt, get_reward and reward functions see its state; both scripts
     train it as it is."""
-    (tmp_path / "task.py").write_text(TRL_FILE)
+    (tmp_path / "task.py").write_text(TRL_FILE, encoding="utf-8")
     spec = f"{tmp_path}/task.py:Counter"
     environment = environment_maker(TrainConfig(env=spec))()
     messages = environment.reset({"prompt": [{"role": "user", "content": "Count to ten."}], "start": 4}, 0)
@@ -205,7 +205,7 @@ def test_a_class_written_for_trl(tmp_path):
     answers, reward, done, _ = step(environment, call)
     assert (answers[0]["content"], reward, done, environment.score()) == ("10", 0.0, False, 10.0)
 
-    (tmp_path / "named.py").write_text(TRL_FILE.replace("increment", "step"))  # a tool like any other
+    (tmp_path / "named.py").write_text(TRL_FILE.replace("increment", "step"), encoding="utf-8")  # a tool like any other
     named = environment_maker(TrainConfig(env=f"{tmp_path}/named.py:Counter"))()
     named.reset({"prompt": "Count to ten."}, 0)
     assert list(named.tools) == ["step"] and step(named, call.replace("increment", "step"))[0][0]["content"] == "6"
@@ -239,7 +239,8 @@ def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):
         "    def reset(self, row, seed):\n"
         "        return [{'role': 'user', 'content': 'Guess.'}]\n"
         "    async def step(self, text):\n"
-        "        return [], 1.0, True, {}\n"
+        "        return [], 1.0, True, {}\n",
+        encoding="utf-8",
     )
     mine = environment_maker(TrainConfig(env=f"{tmp_path}/mine.py:Guess"))()
     assert mine.reset({}, 0)[0]["content"] == "Guess." and step(mine, "7")[1:3] == (1.0, True)
@@ -249,7 +250,7 @@ def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):
 def test_a_new_environment_fits_a_page():
     """A class of the examples; the shop's, with several kinds of pages, takes two."""
     for path, most in (("visual_crop.py", 40), ("shop.py", 80)):
-        _, _, text = (ROOT / "examples" / path).read_text().partition("(Environment):")
+        _, _, text = (ROOT / "examples" / path).read_text(encoding="utf-8").partition("(Environment):")
         assert 0 < len(text.partition("\n\n\ndef ")[0].splitlines()) <= most, path
 
 
@@ -275,17 +276,30 @@ def test_played_from_the_command_line(tmp_path):
     command = [sys.executable, str(ROOT / "rollouts.py"), "--env"]
     start = time.perf_counter()
     done = subprocess.run(
-        [*command, "frozenlake", "--policy", "random", "--episodes", "3"], capture_output=True, text=True
+        [*command, "frozenlake", "--policy", "random", "--episodes", "3"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 0 and "mean reward of 3 trajectories" in done.stdout and time.perf_counter() - start < 10
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n', encoding="utf-8")
     flags = ["--tools", "calculator", "--tool_parser", "tags", "--dataset_id", f"{tmp_path}/rows.jsonl"]
-    done = subprocess.run([*command[:-1], *flags, "--episodes", "2"], capture_output=True, text=True)
+    done = subprocess.run([*command[:-1], *flags, "--episodes", "2"], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0 and "[user] One?" in done.stdout and "[user] Two?" in done.stdout, done.stderr
+    (tmp_path / "look.py").write_text(
+        "class Look:\n    def reset(self, **row):\n        return 'Look.'\n\n"
+        "    def look(self) -> str:\n        'Looks around.'\n        return 'a red door'\n",
+        encoding="utf-8",
+    )
+    flags = [f"{tmp_path}/look.py:Look", "--policy", "hand"]  # without get_reward(), as where TRL has reward functions
+    said = '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nA door.\n'
+    done = subprocess.run([*command, *flags], input=said, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0 and "[tool] a red door" in done.stdout, done.stderr
+    assert "reward of the trajectory none" in done.stdout and "mean reward of 1 trajectories: none" in done.stdout
     code = "import sys, rollouts; assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     for wrong, message in (("frozenlak", "Did you mean 'frozenlake'"), ("frozenlake?sise=3", "unknown name 'sise'")):
-        done = subprocess.run([*command, wrong], capture_output=True, text=True)
+        done = subprocess.run([*command, wrong], capture_output=True, text=True, encoding="utf-8")
         assert done.returncode == 2 and message in done.stderr
     with pytest.raises(ConfigError, match="has no reset"):
         get_environment(f"{ROOT}/examples/counting.py:rows")

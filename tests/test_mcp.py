@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from server_fixture import free_port
 
 from config import ConfigError, TrainConfig
-from envs import ToolEnvironment, mcp_tools
+from envs import ToolEnvironment, mcp_connection, mcp_tools
 from envs.mcp_tools import get_tools
 from envs.tools import Call, Toolbox
 
@@ -27,7 +28,7 @@ SERVER = str(Path(__file__).parent / "mcp_server.py")
 
 
 def children() -> set[int]:
-    found = subprocess.run(["pgrep", "-f", SERVER], capture_output=True, text=True).stdout.split()
+    found = subprocess.run(["pgrep", "-f", SERVER], capture_output=True, text=True, encoding="utf-8").stdout.split()
     return {int(pid) for pid in found} - {os.getpid()}
 
 
@@ -41,7 +42,7 @@ def toolbox(request, tmp_path):
         process, port = serve()
         settings = {"url": f"http://127.0.0.1:{port}/mcp"}
     path = tmp_path / "servers.json"
-    path.write_text(json.dumps({"mcpServers": {"test": settings}}))
+    path.write_text(json.dumps({"mcpServers": {"test": settings}}), encoding="utf-8")
     box = make(path, tool_timeout=2.0)
     box.transport = request.param
     yield box
@@ -75,7 +76,7 @@ def ended():
 
 def write(tmp_path, **servers) -> Path:
     path = tmp_path / "servers.json"
-    path.write_text(json.dumps({"mcpServers": servers}))
+    path.write_text(json.dumps({"mcpServers": servers}), encoding="utf-8")
     return path
 
 
@@ -142,7 +143,7 @@ def test_a_server_that_hangs_or_dies(toolbox):
 def test_nothing_is_left_running(tmp_path):
     path = tmp_path / "servers.json"
     settings = {"command": sys.executable, "args": [SERVER], "instances": 3}
-    path.write_text(json.dumps({"mcpServers": {"test": settings}}))
+    path.write_text(json.dumps({"mcpServers": {"test": settings}}), encoding="utf-8")
     before = children()
     box = make(path)
     started = children() - before
@@ -158,7 +159,7 @@ def test_nothing_is_left_running(tmp_path):
 def test_a_public_server(tmp_path):
     path = tmp_path / "servers.json"
     servers = {"time": {"command": sys.executable, "args": ["-m", "mcp_server_time"], "prefix": "clock_"}}
-    path.write_text(json.dumps({"mcpServers": servers}))
+    path.write_text(json.dumps({"mcpServers": servers}), encoding="utf-8")
     arguments = {"source_timezone": "Asia/Tokyo", "time": "16:30", "target_timezone": "Europe/London"}
     ((text, failed),) = run(make(path, tool_timeout=20.0), ("clock_convert_time", arguments))
     assert not failed and "Europe/London" in text and "Asia/Tokyo" in text
@@ -167,7 +168,8 @@ def test_a_public_server(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{]", "cannot be read"),
+        ("{]", "cannot be read, line 1: not valid json"),
+        ('{"mcpServers": {"a": {"command": "x"},\n"a": {"command": "y"}}}', "line 1: key 'a' stands there twice"),
         ('{"tools": {}}', "cannot be read"),
         ('{"mcpServers": {}}', "names no server"),
         ('{"mcpServers": {"a": []}}', "must be an object"),
@@ -188,7 +190,7 @@ def test_a_public_server(tmp_path):
 )
 def test_mistakes_in_the_file(content, message, tmp_path):
     path = tmp_path / "servers.json"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         make(path)
 
@@ -330,7 +332,9 @@ def test_a_program_that_just_ends(tmp_path):
     turns = call("remember", text="a") + "\nnothing more\n"
     command = [sys.executable, "rollouts.py", "--mcp_config", str(path), "--policy", "hand"]
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    played = subprocess.run(command, input=turns, env=env, capture_output=True, text=True, timeout=120)
+    played = subprocess.run(
+        command, input=turns, env=env, capture_output=True, text=True, timeout=120, encoding="utf-8"
+    )
     assert "[tool] a\n" in played.stdout and played.returncode == 0, played.stderr
     assert not list(tmp_path.glob("trajectory-*")) and children() == before
 
@@ -426,7 +430,9 @@ def test_keys_of_other_programs(tmp_path, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert "a: alwaysAllow, autoApprove, description" in line
     path = tmp_path / "vscode.json"
-    path.write_text(json.dumps({"inputs": [], "servers": {"a": settings_of("stdio", 0, type="stdio")}}))
+    path.write_text(
+        json.dumps({"inputs": [], "servers": {"a": settings_of("stdio", 0, type="stdio")}}), encoding="utf-8"
+    )
     assert "echo" in make(path).tools
 
 
@@ -466,7 +472,7 @@ def test_chatter_goes_to_the_log(tmp_path, capfd):
     mcp_tools.log_to(tmp_path / "mcp.log")
     run(box, ("chatter", {"text": "blah blah"}))
     mcp_tools.close_all()
-    text = (tmp_path / "mcp.log").read_text()
+    text = (tmp_path / "mcp.log").read_text(encoding="utf-8")
     assert "test: before the run folder" in text and "test: blah blah" in text and not first.exists()
     assert "Failed to parse" in text  # the SDK, about the junk
     out, err = capfd.readouterr()
@@ -513,6 +519,20 @@ def test_every_kind_of_result(tmp_path):
     assert where == "[resource file:///a.png]"
     assert audio == "[audio: audio/wav, 3 bytes, not shown]"
     assert text == '{"temperature": 21, "sky": "küstenklar"}' and odd == "abc"
+
+
+def test_results_are_read_off_the_loop_of_the_connections(tmp_path, monkeypatch):
+    threads = []
+
+    def slow(content):
+        threads.append(threading.current_thread().name)
+        time.sleep(3)
+        return []
+
+    monkeypatch.setattr(mcp_connection, "as_parts", slow)
+    box = make(write(tmp_path, test=settings_of("stdio", 0) | {"timeout": 2}))
+    ((text, _),) = run(box, ("everything", {}))
+    assert "2 s" in text and threads and "mcp" not in threads
 
 
 @pytest.mark.parametrize("data", ["/etc/passwd", "tmp/aaaa", "http://127.0.0.1/a.png", "", "A" * 40])

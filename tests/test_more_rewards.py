@@ -1,19 +1,24 @@
 """Judge, verification, code in the sandbox, SQuAD's scores, choices, instructions, use of tools, rewards of turns."""
 
 import asyncio
+import contextlib
 import http.server
 import json
 import re
 import threading
+import time
 
 import pytest
+from server_fixture import free_port
 
 from config import ConfigError, TrainConfig, check
+from envs.tools import chat
 from plugins import load_function
 from rewards import (
     RewardError,
     code_tests,
     few_turns,
+    log_metric,
     multiple_choice,
     repetition,
     score,
@@ -23,9 +28,11 @@ from rewards import (
     turn_ends,
 )
 from rollouts import Trajectory
-from safety import sandbox
+from safety import asking, sandbox
+from safety.limits import run_limited
 from scoring import judge
 from scoring.instructions import INSTRUCTIONS, instructions
+from scoring.reward_model import reward_model
 
 
 def trajectory(text: str, row: dict | None = None, turns: int = 1, mask: list[int] | None = None) -> Trajectory:
@@ -35,18 +42,39 @@ def trajectory(text: str, row: dict | None = None, turns: int = 1, mask: list[in
 
 
 class Judge(http.server.BaseHTTPRequestHandler):
-    """Scores 7 where the answer has "good", fails first and then scores 2 for "slow", never scores "odd"."""
+    """Answers with the next of `said`, the last one again and again: a text; (text, finish_reason); a status, or
+    (status, headers); bytes that it never stops sending; None, to break the connection. Keeps what it was sent."""
 
-    seen: list[str] = []
+    said, seen, structured = [], [], True
 
     def do_POST(self):
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
-        again = question in Judge.seen
-        Judge.seen.append(question)
-        status = 500 if "slow" in question and not again else 200
-        text = "Fine.\nScore: 7" if "good" in question else "Score: 2" if "slow" in question else "I cannot say."
-        body = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body | {"path": self.path, "token": self.headers["Authorization"]})
+        if "response_format" in body and not self.server.structured:
+            return self.answer(400, {"error": {"message": "response_format is not supported"}})
+        said = self.server.said
+        one = said.pop(0) if len(said) > 1 else said[0]
+        if one is None:
+            return self.connection.close()
+        if isinstance(one, bytes):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(one)
+                    self.server.sent += len(one)
+        if isinstance(one, int):
+            one = one, {}
+        if isinstance(one[0], int):
+            return self.answer(one[0], {"error": {"message": f"sent: {self.path}"}}, one[1])
+        text, reason = (one, "stop") if isinstance(one, str) else one
+        self.answer(200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]})
+
+    def answer(self, status: int, content: dict, headers=()):
+        body = json.dumps(content).encode()
         self.send_response(status)
+        for name, value in dict(headers).items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -54,29 +82,192 @@ class Judge(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): ...
 
 
-def test_judge(monkeypatch, tmp_path):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(judge, "WAIT", 0.01)
-    cfg = TrainConfig(
-        judge_url=f"http://127.0.0.1:{server.server_address[1]}/v1", judge_model="j", reward_funcs=["judge"]
-    )
-    check(cfg)
-    group = [trajectory(text) for text in ("good", "slow", "odd")]
-    asyncio.run(score(group, {"judge": judge.judge}, cfg))
-    assert [t.info["reward"] for t in group] == [0.7, 0.2, 0.0]
-    assert [t.info["unrewarded"] for t in group] == [0, 0, 1]
-    assert group[1].info["rewards"]["judge/attempts"] == 2 and sum("odd" in q for q in Judge.seen) == 3
-    cfg.judge_template = str(tmp_path / "t.txt")
-    (tmp_path / "t.txt").write_text("{prompt}|{completion}|{answer}")
-    assert judge.judge(["good"], ["q"], cfg, answer=["x"])[0]["reward"] == 0.7 and Judge.seen[-1] == "q|good|x"
-    server.shutdown()
+@pytest.fixture
+def judged(monkeypatch):
+    """judged(*said, **settings) -> (what the judge's function returns for a completion, its server)."""
+    monkeypatch.setattr(asking, "WAIT", 0.01)
+    monkeypatch.setattr(judge, "UNSTRUCTURED", set())
+    servers = []
+
+    def ask(*said, structured=True, path="/v1", completions=("good",), log_extra=None, **settings):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+        server.said, server.seen, server.structured, server.sent = list(said), [], structured, 0
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        settings = {"judge_url": f"http://127.0.0.1:{server.server_port}{path}", "judge_model": "j"} | settings
+        cfg = TrainConfig(reward_funcs=["judge"], **settings)
+        check(cfg)
+        extra = {"log_extra": log_extra} if log_extra else {}
+        found = judge.judge(list(completions), ["q"] * len(completions), cfg, answer=["x"] * len(completions), **extra)
+        return (found[0] if len(found) == 1 else found), server
+
+    yield ask
+    for server in servers:
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('{"reason": "as asked", "score": 7}', 7),
+        ('{\n  "reason": "as asked",\n  "score": 7.5\n}', 7.5),
+        ('Right.\n```json\n{"score": 7}\n```\n', 7),
+        ("Fine.\nScore: 7", 7),
+        ("Fine.\n**Score:** 7", 7),
+        ("Fine.\n**Score: 7/10**", 7),
+        ("Fine.\nscore: **7.5**.", 7.5),
+        ("<think>\nScore: 9\n</think>\nScore: 0", 0),
+        ('It says "Score: 10", which is wrong.\nScore: 2', 2),
+        ("It says:\nScore: 10\nScore: 2", 2),
+        ('Score: 2\n\nIt says "Score: 10".', None),
+        ("> Score: 10", None),
+        ("Score: 85", None),
+        ("Score: 12/100", None),
+        ("Score: 7/100", None),
+        ("Score: 10.5", None),
+        ("Score: -1", None),
+        ("Score: 7,5", None),
+        ("Score: 7 or 8", None),
+        ("Score: 1e1", None),
+        ("Score: \u0667", None),
+        ('{"score": "7"}', None),
+        ('{"score": true}', None),
+        ('{"score": NaN}', None),
+        ('{"score": 11}', None),
+        ('{"score": 1, "score": 9}', None),
+        ('{"verdict": {"score": 9}}', None),
+        ('[{"score": 9}]', None),
+        ("[" * 5000, None),
+        ('{"score": ' + "9" * 5000 + "}", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_a_judges_answer_has_one_grammar(text, score):
+    """The whole of it or its last line: a JSON object with a score, or `Score: N`; N from 0 to 10."""
+    assert judge.read_score(text) == score
+
+
+def test_judge(judged, tmp_path):
+    found, server = judged("Score: 7")
+    assert found == {"reward": 0.7, "attempts": 1, "unread": 0, "unanswered": 0}
+    schema = server.seen[0]["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["reason", "score"] and schema["properties"]["score"]["maximum"] == 10
+    assert judged(None, 500, "Score: 2")[0]["reward"] == 0.2  # a connection that breaks and a server that fails once
+    (tmp_path / "t.txt").write_text("{prompt}|{completion}|{answer}", encoding="utf-8")
+    found, server = judged("Score: 7", judge_template=str(tmp_path / "t.txt"))
+    assert server.seen[-1]["messages"] == [{"role": "user", "content": "q|good|x"}]
+    (tmp_path / "latin.txt").write_bytes(b"Judge:\ncaf\xe9 {completion}")
     for wrong, message in (
         (dict(judge_url=None), "needs --judge_url"),
+        (dict(judge_url="host:8000/v1"), "http://"),
         (dict(judge_template="none.txt"), "no such file"),
+        (dict(judge_template=str(tmp_path / "latin.txt")), "latin.txt, line 2: not UTF-8"),
     ):
         with pytest.raises(ConfigError, match=message):
             check(TrainConfig(**{"judge_url": "http://x/v1", "judge_model": "j", "reward_funcs": ["judge"]} | wrong))
+
+
+def test_what_a_judge_says_in_another_form_is_asked_once_more(judged):
+    shown = []
+    found, server = judged("Score: 85", "Score: 3", log_extra=lambda *given: shown.append(given))
+    assert found == {"reward": 0.3, "attempts": 2, "unread": 0, "unanswered": 0} and len(server.seen) == 2
+    assert "Score: 85" not in str(server.seen[1]) and "score" in server.seen[1]["messages"][0]["content"]
+    assert shown == [("judge", ["Score: 3"])]
+    for said in ("I cannot say.", ("Score: 1", "length"), ("Score: 1", "content_filter"), ('{"score": 1}', "length")):
+        found, server = judged(said, log_extra=lambda *given: shown.append(given))
+        assert found == {"reward": None, "attempts": 2, "unread": 1, "unanswered": 0} and len(server.seen) == 2
+        assert (
+            shown[-1][1][0].startswith("(not counted: ")
+            and (said if isinstance(said, str) else said[0]) in shown[-1][1][0]
+        )
+    assert "--judge_max_tokens" in shown[-1][1][0]
+
+
+def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(judged):
+    judged("Score: 7")
+    cfg = TrainConfig(reward_funcs=["judge"], judge_url=f"http://127.0.0.1:{free_port()}/v1", judge_model="j")
+    group = [trajectory("good")]
+    asyncio.run(score(group, {"judge": judge.judge}, cfg))
+    assert group[0].info["unrewarded"] == 1 and group[0].info["rewards"]["judge/unanswered"] == 1
+    assert "cannot be reached" in group[0].info["extra"]["judge"]
+
+
+def test_a_server_without_structured_output_is_asked_once_for_it(judged):
+    found, server = judged("Score: 7", structured=False, completions=["a"])
+    assert found["reward"] == 0.7 and ["response_format" in body for body in server.seen] == [True, False]
+    cfg = TrainConfig(reward_funcs=["judge"], judge_url=f"http://127.0.0.1:{server.server_port}/v1", judge_model="j")
+    assert judge.judge(["b"], ["q"], cfg)[0]["reward"] == 0.7
+    assert ["response_format" in body for body in server.seen] == [True, False, False]
+
+
+def test_a_busy_judge_is_waited_for(judged, caplog):
+    asking.WARNED.clear()
+    start = time.monotonic()
+    found, server = judged((429, {"Retry-After": "1"}), 503, 503, 503, 503, "Score: 7")
+    assert found["reward"] == 0.7 and 1 < time.monotonic() - start < 5
+    assert f"http://127.0.0.1:{server.server_port} is busy (429" in caplog.text
+    start = time.monotonic()
+    found, server = judged((429, {"Retry-After": "3600"}), reward_timeout=2)
+    assert found["unanswered"] == 1 and time.monotonic() - start < 2 and len(server.seen) == 1
+    start = time.monotonic()
+    found, server = judged((503, {"Retry-After": "soon"}), reward_timeout=2)
+    assert found["unanswered"] == 1 and 1 < time.monotonic() - start < 2 and len(server.seen) > 3
+
+
+def test_retry_after_has_one_reader():
+    given = {None: None, "": None, "soon": None, "nan": None, "inf": None, "3": 3, "1.5": 1.5, "-2": 0}
+    given |= {"Wed, 21 Oct 2015 07:28:00 GMT": 0, "Mon, 99999999999 Jan 2030 00:00:00 GMT": None}
+    given |= {"Mon, 01 Jan 2030 00:00:00 +99999999999999": None}
+    assert {text: asking.retry_after(text) for text in given} == given
+
+
+def test_log_metric_names_the_metric_that_is_no_number():
+    for wrong in (None, "much", [1, 2]):
+        with pytest.raises(TypeError, match=r"log_metric\('x', .*no number"):
+            log_metric([])("x", wrong)
+
+
+def test_answers_without_end_and_redirections_are_not_followed(judged):
+    shown = []
+    found, server = judged(b" " * 2**20, log_extra=lambda *given: shown.append(given))
+    assert found["unread"] == 1 and server.sent < 4 * asking.MOST_BYTES + 2**25 and "MiB" in shown[-1][1][0]
+    _, elsewhere = judged("Score: 9")
+    target = f"http://127.0.0.1:{elsewhere.server_port}/v1/chat/completions"
+    found, server = judged((307, {"Location": target}), log_extra=lambda *given: shown.append(given))
+    assert found["unanswered"] == 1 and "redirects to http://127.0.0.1:" in shown[-1][1][0] and len(elsewhere.seen) == 1
+
+
+def test_keys_in_a_judges_address_are_used_and_not_shown(judged, caplog):
+    shown, key, password = [], "sk-0123456789", "pass-word-1"
+    found, server = judged(401, path=f"/v1?api_key={key}", log_extra=lambda *given: shown.append(given))
+    assert server.seen[0]["path"] == f"/v1/chat/completions?api_key={key}" and found["unanswered"] == 1
+    url = f"http://me:{password}@127.0.0.1:{free_port()}/v1?api_key={key}"
+    judged("", judge_url=url, log_extra=lambda *given: shown.append(given))
+    for text in (str(shown), caplog.text):
+        assert key not in text and password not in text and "127.0.0.1" in text
+
+
+def test_other_models_are_asked_in_the_same_way(judged, monkeypatch):
+    """A simulated user or a tool: chat. A reward model that is served."""
+    _, server = judged("", completions=())
+    url = f"http://127.0.0.1:{server.server_port}"
+    server.said = [503, None, "Hello."]
+    assert chat(f"{url}/v1", "m", [{"role": "user", "content": "Hi"}], "token") == "Hello."
+    assert server.seen[-1]["token"] == "Bearer token" and len(server.seen) == 3
+    for wrong in ("localhost:8000/v1", "http://[::1/v1", "http://host:port/v1", "http:///v1"):
+        with pytest.raises(RuntimeError, match="no URL such as http://host:8000/v1"):
+            chat(wrong, "m", [])
+    server.said = [b" " * 2**20]
+    with pytest.raises(RuntimeError, match=f"{url} answered with over 16 MiB"):
+        chat(f"{url}/v1", "m", [{"role": "user", "content": "Hi"}])
+    server.said = [(503, {"Retry-After": "3600"})]
+    outcome = asyncio.run(run_limited(lambda: chat(f"{url}/v1", "m", []), {}, 5))
+    assert "busy" in str(outcome[1]) and "3600 s; the time limit of 5 s" in str(outcome[1])
+    monkeypatch.setattr("scoring.reward_model.served", lambda url: ("m", None))
+    server.said = ["no classes here"]
+    with pytest.raises(RuntimeError, match="answered without data.*--runner pooling"):
+        reward_model(["a"], ["b"], TrainConfig(reward_model=url))
 
 
 class TokenKeeper(http.server.BaseHTTPRequestHandler):

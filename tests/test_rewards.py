@@ -1,8 +1,10 @@
 """What reward functions return, how score() treats every way they can go wrong, and that time limits hold for real."""
 
 import asyncio
+import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +16,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from server_fixture import make_tiny
+from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import rollouts
 from config import ConfigError, TrainConfig
 from data import load_rows
 from rewards import (
@@ -24,6 +30,7 @@ from rewards import (
     completion_text,
     get_reward_function,
     get_reward_functions,
+    is_own_metric,
     numbers,
     score,
 )
@@ -31,6 +38,7 @@ from rollouts import Trajectory
 from safety.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parent.parent
+CFG = TrainConfig()
 
 
 def trajectory(text="5", loss_mask=(1, 1, 1), prompt="2 + 3 =", **columns):
@@ -188,7 +196,9 @@ time.sleep(0.3)
 print(*(worker.pid for worker in workers), flush=True)
 time.sleep(60)
 """
-    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
     trainer.kill()
@@ -201,7 +211,7 @@ time.sleep(60)
 
 def alive(pid):
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").split(")")[1].split()[0]
     except FileNotFoundError:
         return False
 
@@ -245,7 +255,8 @@ def test_a_scorer_that_fails_is_seen_not_fatal():
 
 def test_own_function_from_a_file(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def brevity(completions, **columns): return [-len(c) for c in completions]\ndef other(completions): pass\n"
+        "def brevity(completions, **columns): return [-len(c) for c in completions]\ndef other(completions): pass\n",
+        encoding="utf-8",
     )
     assert get_reward_function(f"{tmp_path}/mine.py:brevity")(completions=["ab"]) == [-2]
     functions = get_reward_functions(TrainConfig(reward_funcs=["length", f"{tmp_path}/mine.py:brevity"]))
@@ -344,6 +355,26 @@ def test_kinds_of_numbers(values):
     assert [row.info["reward"] for row in rows] == [1, 0]
 
 
+def test_names_of_the_runs_own_metrics_are_not_taken(caplog):
+    def logs(completions, log_metric):
+        for name, value in {"step": 5, "reward": 7.0, "eval/reward": 9, "mine": 1, "huge": 1e308}.items():
+            log_metric(name, value)
+            log_metric(name, value)
+        return [0.5]
+
+    metrics = rollouts.rollout_metrics(run([trajectory()], logs))
+    assert metrics["reward"] == 0.5 and metrics["mine"] == 1 and not {"step", "eval/reward"} & metrics.keys()
+    assert [metrics[f"log_metric/{name}"] for name in ("step", "reward", "eval/reward")] == [5, 7, 9]
+    assert math.isnan(metrics["huge"]) and "log_metric('step')" in caplog.text
+
+
+def test_every_metric_in_the_glossary_is_the_runs_own():
+    lines = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    names = re.findall(r"`([\w@/]+)`", "".join(line.split("|")[1] for line in lines if line.startswith("| `")))
+    names = [name for name in names if not name.startswith("DOMAIN/")]
+    assert len(names) > 70 and [name for name in names if not is_own_metric(name)] == []
+
+
 def test_async_functions_share_one_loop_and_run_at_the_same_time():
     loops, running, most = [], [0], [0]
 
@@ -380,6 +411,11 @@ def test_no_trajectories_is_fine():
         (1.0, "returned 1.0, a float"),
         ("ab", "returned 'ab', a str"),
         ({"a": 1, "b": 2}, "a dict"),
+        ({1.0, 0.5}, "a set, which has no order"),
+        (frozenset((1.0, 0.5)), "a frozenset, which has no order"),
+        ({1.0: 0, 0.5: 0}.keys(), "a dict_keys, which has no order"),
+        ([1.0, {"turns": {1.0}}], "for completion 1: returned {1.0}, a set, which has no order"),
+        ([1.0, "nan"], "for completion 1: text is not a number"),
         ((x for x in (1, 2)), "a generator"),
         (torch.tensor(1.0), "a Tensor"),
         ([1.0, "1"], "for completion 1: text is not a number"),
@@ -483,7 +519,9 @@ functions = {"busy": busy, "busy_async": busy_async}
 asyncio.run(rewards.score([row], functions, config.TrainConfig(reward_timeout=0.5)))
 print(row.info["reward_timeouts"])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, encoding="utf-8"
+    )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
@@ -513,3 +551,111 @@ def test_the_loop_stays_free_while_rewards_compute():
         return count
 
     assert asyncio.run(ticks()) > 10
+
+
+# ---- spans: rewards of parts of the text -----------------------------------------------------------------------------
+
+
+def spanned(text, tokenizer, *, pieces=None, special=True):
+    """A trajectory of one turn whose tokens are `pieces` of the text, and an end-of-turn token."""
+    ids = [i for piece in pieces or [text] for i in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+    ids += [tokenizer.eos_token_id] * special
+    one = trajectory(tokenizer.decode(ids, skip_special_tokens=True), [1] * len(ids))
+    one.token_ids = ids
+    return one
+
+
+def sentences(completions, **columns):
+    """1 for each sentence that has a digit, -0.5 for each that has none."""
+    values = []
+    for text in completions:
+        found = [(m.start(), m.end()) for m in re.finditer(r"[^.]+\.", text)]
+        values.append({"spans": [(a, b, 1.0 if re.search(r"\d", text[a:b]) else -0.5) for a, b in found]})
+    return values
+
+
+def test_rewards_of_sentences_stand_where_these_end():
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    text = "We have 2 apples. Nobody knows why. So 3."
+    (one,) = [spanned(text, tokenizer)]
+    functions = {"f": sentences, "g": lambda completions, **_: [10.0]}
+    asyncio.run(score([one], functions, TrainConfig(reward_weights=[2.0, 1.0], reward_funcs=["f", "g"]), tokenizer))
+    placed = {place: reward for place, reward in enumerate(one.token_rewards) if reward}
+    # By hand: the last token of a sentence is the one with which the text first holds its full stop.
+    read = [tokenizer.decode(one.token_ids[: n + 1], skip_special_tokens=True) for n in range(len(one.token_ids))]
+    ends = [next(n for n, text in enumerate(read) if text.count(".") == k) for k in (1, 2, 3)]
+    assert placed == {ends[0]: 2.0, ends[1]: -1.0, ends[2]: 2.0, len(read) - 1: 10.0}
+    assert one.info["rewards"] == {"f": 1.5, "f/spans": 3.0, "g": 10.0} and one.info["reward"] == 13.0
+    assert json.loads(one.info["extra"]["spans/f"])[0] == [0, 17, 1.0]
+
+
+def test_the_spans_of_the_documentation():
+    page = (ROOT / "docs" / "data-and-rewards.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n# my_rewards.py\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    one = spanned("2 + 3 = 5, so\n5 + 4 = 8. Then 1 + 1 = 2", tokenizer)
+    asyncio.run(score([one], {"sums": names["sums"]}, TrainConfig(), tokenizer))
+    assert [reward for reward in one.token_rewards if reward] == [1.0, -1.0, 1.0] and one.info["reward"] == 1.0
+    read = [tokenizer.decode(one.token_ids[:n], skip_special_tokens=True) for n in range(len(one.token_ids) + 1)]
+    wrong = one.token_rewards.index(-1.0)
+    assert "5 + 4 = 8" in read[wrong + 1] and "5 + 4 = 8" not in read[wrong]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 100])
+def test_characters_of_several_bytes_and_tokens(step):
+    """A character belongs to the token that ends it: its bytes may be in several, and a token may hold several."""
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    text = "Ω≈ç √∫ 🦜🦜🏽 naïve 日本語。ok  two  spaces\n\tend"
+    one = spanned(text, tokenizer, pieces=[text[i : i + step] for i in range(0, len(text), step)])
+    text = one.info["completion"]
+    every = lambda completions, **_: [{"spans": [(i, i + 1, 2.0**-i) for i in range(len(text))]}]  # noqa: E731
+    asyncio.run(score([one], {"f": every}, TrainConfig(), tokenizer))
+    wanted = [0.0] * len(one.token_ids)
+    for i in range(len(text)):  # by hand, in bytes: the first token with which they are all there
+        size = len(text[: i + 1].encode())
+        sizes = [len(raw(tokenizer, one.token_ids[: n + 1])) for n in range(len(wanted) - 1)]
+        wanted[next(n for n, known in enumerate(sizes) if known >= size)] += 2.0**-i
+    assert one.token_rewards == wanted
+
+
+def raw(tokenizer, ids) -> bytes:
+    """What tokens of a byte-level tokenizer stand for."""
+    alphabet = {c: b for b, c in bytes_to_unicode().items()}
+    return bytes(alphabet[c] for piece in tokenizer.convert_ids_to_tokens(ids) for c in piece)
+
+
+@pytest.mark.parametrize(
+    "spans, message",
+    [
+        ([(0, 6, 1.0)], "0 <= start < end <= 5"),
+        ([(-1, 2, 1.0)], "no span"),
+        ([(2, 2, 1.0)], "start < end"),
+        ([(3, 2, 1.0)], "start < end"),
+        ([(0, 2)], "no span"),
+        ([(0.0, 2.0, 1.0)], "no span"),
+        ([(0, True, 1.0)], "no span"),
+        ([(0, 2, math.nan)], "must be finite"),
+        ([(0, 2, None)], "None is no value of a span"),
+        ({(0, 2): 1.0}, "in a list"),
+        ("02", "in a list"),
+    ],
+)
+def test_spans_that_are_none(spans, message):
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    with pytest.raises(RewardError, match=f"'f' returned .*completion 0.*{re.escape(message)}"):
+        asyncio.run(score([spanned("right", tokenizer)], {"f": lambda **_: [{"spans": spans}]}, CFG, tokenizer))
+
+
+def test_spans_stand_alone_and_need_the_text_that_was_sampled():
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    one = spanned("right", tokenizer)
+    for more in ({"reward": 1.0}, {"turns": [1.0]}):
+        with pytest.raises(RewardError, match="'spans' are the whole reward: give 'turns' or 'reward' by another"):
+            asyncio.run(score([one], {"f": lambda more=more, **_: [{"spans": []} | more]}, CFG, tokenizer))
+    asyncio.run(score([one], {"f": lambda **_: [{"spans": []}]}, CFG, tokenizer))
+    assert one.info["reward"] == 0 == sum(one.token_rewards) and not one.info["unrewarded"]
+    one.info["completion"] = "wrong"
+    with pytest.raises(RewardError, match="tokens read 'right.*not 'wrong': no token can be found"):
+        asyncio.run(score([one], {"f": lambda **_: [{"spans": [(0, 2, 1.0)]}]}, CFG, tokenizer))
