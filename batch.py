@@ -5,6 +5,7 @@ are taken over all ranks; those of a group are local, since a group lies on one 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -48,6 +49,8 @@ class Batch:
     entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
     chosen: Tensor | None = None  # [B, T] of bool: tokens that a policy loss with `choose` treats apart
+    unshaped: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
+    extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...] that are cut as the rest is
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
     step: int = 0  # of the run, from 0
@@ -55,7 +58,11 @@ class Batch:
     places: Tensor | None = None  # [B] which of its rows these are
 
     @property
-    def scores(self) -> Tensor:  # [B]
+    def scores(self) -> Tensor:  # [B] as the reward functions gave them, weighted and added up
+        return self.rewards.sum(1) if self.unshaped is None else self.unshaped
+
+    @property
+    def shaped_scores(self) -> Tensor:  # [B] with what --reward_mean, --reward_std and --kl_in_reward make of them
         return self.rewards.sum(1)
 
     def __len__(self) -> int:
@@ -67,7 +74,9 @@ class Batch:
         longest = int(self.attention_mask[places].sum(1).max())
 
         def take(value):
-            if isinstance(value, Tensor):
+            if isinstance(value, dict):
+                return {name: take(entry) for name, entry in value.items()}
+            if isinstance(value, Tensor) and value.ndim:
                 return value[places, :longest] if value.shape == self.input_ids.shape else value[places]
             return [value[row] for row in rows] if isinstance(value, list) and value else value
 
@@ -94,16 +103,47 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     batch = Batch(*tensors, model_inputs=inputs, rows=[t.row for t in trajectories], step=step)
     for name in ("baselines", "reward_components"):  # where a reward function did not apply it counts as 0
         if known := [t.info[name] for t in trajectories if name in t.info]:
-            nothing = [] if isinstance(known[0], list) else 0.0
-            values = [t.info.get(name, nothing) for t in trajectories]
             if isinstance(known[0], list):  # domains may have different numbers of reward functions
-                most = max(map(len, values))
-                values = [parts + [0.0] * (most - len(parts)) for parts in values]
-            values = torch.tensor(values, device=device)
-            setattr(batch, name, values.nan_to_num())
+                most = max(map(len, known))
+                values = [t.info.get(name) for t in trajectories]
+                values = [v and v + [0.0] * (most - len(v)) for v in values]
+                unknown = [math.inf] * most  # of a demonstration, say: gdpo refuses it
+            else:
+                of_group = {t.group: t.info[name] for t in trajectories if name in t.info}  # of one prompt it is one
+                values, unknown = [t.info.get(name, of_group.get(t.group)) for t in trajectories], 0.0
+            values = torch.tensor([unknown if value is None else value for value in values], device=device)
+            setattr(batch, name, values.nan_to_num(posinf=math.inf))
+    batch.extras = {name: extra.to(device) for name, extra in collated_extras(trajectories, length).items()}
     if any("states" in t.info for t in trajectories):
         batch.states = number_states(trajectories, length).to(device)
     return batch
+
+
+def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
+    """What trajectories hold in info["extras"], {name: a number, or a list with one for each token as loss_mask}, as
+    tensors [B] or [B, T]; 0 where a trajectory has nothing of that name. Collective: names are those of all ranks."""
+    given = [t.info.get("extras") or {} for t in trajectories]
+    kinds: dict[str, bool] = {}  # name -> whether a value for each token
+    mine = {name: isinstance(value, list | tuple) for extras in given for name, value in extras.items()}
+    for of_rank in utils.gather_objects(mine):
+        kinds |= {name: by_token or kinds.get(name, False) for name, by_token in of_rank.items()}
+    tensors = {}
+    for name, by_token in sorted(kinds.items()):
+        tensors[name] = torch.zeros(len(given), length) if by_token else torch.zeros(len(given))
+        for row, (t, extras) in enumerate(zip(trajectories, given, strict=True)):
+            start, values = len(t.prompt_ids), extras.get(name, 0.0)
+            if isinstance(values, list | tuple) and len(values) != len(t.token_ids):
+                raise ValueError(
+                    f'info["extras"][{name!r}] has {len(values)} numbers for {len(t.token_ids)} tokens after the '
+                    "prompt; give one for each, as loss_mask has, or a single number for the trajectory"
+                )
+            if by_token and name in extras:
+                if not isinstance(values, list | tuple):
+                    raise ValueError(f'info["extras"][{name!r}]: a list for each token here, a single number there')
+                tensors[name][row, start : start + len(t.token_ids)] = torch.tensor(values, dtype=torch.float)
+            elif not by_token:
+                tensors[name][row] = float(values)
+    return tensors
 
 
 def start_record(batch: Batch) -> None:
@@ -186,6 +226,7 @@ def placed(values: Tensor, rows: list[int], whole: Tensor) -> Tensor:
 
 def group_index(groups: Tensor) -> tuple[Tensor, Tensor]:
     """For each row the number of its group, 0, 1, ..., and the size of that group.  [B], [B]"""
+    utils.must_be_whole("a statistic of a group")
     _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     return index, counts[index]
 
@@ -249,7 +290,7 @@ def returns_to_go(batch: Batch, gamma: float) -> Tensor:
     Text of tools and environments (mask 0) carries it through unchanged: neither discounted nor lost, so that a reward
     after an observation reaches the turns before it.
     """
-    total, out = torch.zeros_like(batch.scores), torch.zeros_like(batch.rewards)
+    total, out = torch.zeros_like(batch.shaped_scores), torch.zeros_like(batch.rewards)
     for t in reversed(range(batch.rewards.shape[1])):
         total = batch.rewards[:, t] + total * torch.where(batch.loss_mask[:, t] > 0, gamma, 1.0)
         out[:, t] = total

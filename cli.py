@@ -5,13 +5,16 @@ Knows nothing of what is configured; config.py does.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import io
+import json
 import math
 import os
 import re
+import stat
 import sys
 import textwrap
 import tokenize
@@ -72,7 +75,7 @@ def is_none(value) -> bool:
 
 
 KIND_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-KIND_NAMES[dict] = "`name: value` lines in a --config file, not text"
+KIND_NAMES[dict] = "`name: value` lines in a --config file, or JSON such as '{\"name\": 1}'"
 
 
 def convert(name: str, annotation, value):
@@ -91,13 +94,20 @@ def convert(name: str, annotation, value):
         raise ConfigError(f"--{name}: cannot be unset; give a value.")
     if typing.get_origin(kind) is Literal:
         known_name(f"--{name}", value, typing.get_args(kind))
+    if kind is dict and isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON fails below
+            value = json.loads(value)
     if kind is dict and isinstance(value, dict):
         return value
     if kind is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
+    if kind is bool and isinstance(value, _Switch):
+        return value.lower() in ("yes", "on")
+    if kind is str and isinstance(value, bool):
+        raise ConfigError(f"--{name}={str(value).lower()}: expected text; write it in quotes.")
     try:
         # YAML knows true, lists and maps: str() would take them all, and int(True) is 1.
-        if kind is bool or not isinstance(value, (str, int, float)) or (isinstance(value, bool) and kind is not str):
+        if kind is bool or not isinstance(value, (str, int, float)) or isinstance(value, bool):
             raise ValueError
         # int("1e3") fails and int(1.5) truncates: go through float and insist that nothing is lost.
         if kind is int and not isinstance(value, int) and not re.fullmatch(r"[+-]?\d+", str(value)):
@@ -106,14 +116,19 @@ def convert(name: str, annotation, value):
             return int(float(value))
         if kind is float and math.isnan(float(value)):
             raise ValueError
-        return kind(value)
+        return str(value) if kind is str else kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"--{name}={value}: expected {KIND_NAMES.get(kind, kind)}.") from None
+        raise ConfigError(f"--{name}={cut(str(value))}: expected {KIND_NAMES.get(kind, kind)}.") from None
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         raise ConfigError(f"{message}. See --help.")
+
+
+def flags(cls: type) -> list[dataclasses.Field]:
+    """The fields that are flags: all but those declared with metadata={"flag": False}, which code sets."""
+    return [field for field in dataclasses.fields(cls) if field.metadata.get("flag", True)]
 
 
 def build_parser(cls: type, description: str | None = None) -> argparse.ArgumentParser:
@@ -128,7 +143,7 @@ def build_parser(cls: type, description: str | None = None) -> argparse.Argument
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of `flag: value` lines; the command line wins over it"
     )
-    for f in dataclasses.fields(cls):
+    for f in flags(cls):
         group, text = helps.get(f.name, ("options", ""))
         groups.setdefault(group, parser.add_argument_group(group) if group not in groups else None)
         kind, _ = _split(hints[f.name])
@@ -170,18 +185,158 @@ def unknown_argument(given: str, hints: dict) -> ConfigError:
     return ConfigError(f"unknown argument {given!r}. {hint} A knob of your own stands above the line CONFIG = ...")
 
 
+MOST_BYTES, MOST_VALUES, MAX_DEPTH = 1 << 20, 100_000, 100  # of a YAML file; values with aliases written out
+
+
+class _Whole(int):
+    """A whole number of a YAML file. As text it is what was written: 010 is 10, and a run_name of 010 stays one."""
+
+    def __str__(self):
+        return self.written
+
+
+class _Decimal(float):
+    """The same for other numbers: 3.10."""
+
+    __str__ = _Whole.__str__
+
+
+class _Switch(str):
+    """yes, no, on or off in a YAML file: a text, but true or false where a setting is one of these."""
+
+
+class _Refused(yaml.MarkedYAMLError):
+    """YAML, but not what this project reads. `problem` and `problem_mark` say what and where."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's core schema, and merge keys (<<). YAML 1.1, PyYAML's own, would read 010 as 8, 12:30 as 750 and off as
+    False. A key that stands twice is refused, and so is what would be endless when written out."""
+
+    yaml_implicit_resolvers: dict = {}
+    depth = 0
+
+    def compose_node(self, parent, index):
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise _Refused(problem=f"lists in lists deeper than {MAX_DEPTH} levels; flatten them", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor):
+        node, seen = super().compose_mapping_node(anchor), {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                problem = f"`{cut(key.value)}` stands there twice, first on line {seen[key.value]}; keep one"
+                raise _Refused(problem=problem, problem_mark=key.start_mark)
+            seen[key.value] = key.start_mark.line + 1
+        return node
+
+    def get_single_node(self):
+        node = super().get_single_node()
+        if node is not None:
+            self.measure(node, {})
+        return node
+
+    def measure(self, node, known: dict) -> tuple[int, int]:
+        """(values in the node, depth of it), aliases written out."""
+        if id(node) not in known:
+            known[id(node)] = (math.inf, 0)
+            parts = node.value if isinstance(node.value, list) else []
+            inner = [one for part in parts for one in (part if isinstance(part, tuple) else [part])]  # keys and values
+            found = [self.measure(one, known) for one in inner]
+            known[id(node)] = 1 + sum(size for size, _ in found), 1 + max((depth for _, depth in found), default=0)
+        size, depth = known[id(node)]
+        if size > MOST_VALUES or depth > MAX_DEPTH:
+            problem = f"with its aliases written out it has over {MOST_VALUES:,} values or {MAX_DEPTH} levels"
+            problem = "it holds itself, by an alias" if size == math.inf else problem
+            raise _Refused(problem=problem, problem_mark=node.start_mark)
+        return size, depth
+
+    def number(self, node):
+        text = self.construct_scalar(node)
+        kind = _Whole if node.tag.endswith("int") else _Decimal
+        try:
+            if kind is _Whole:
+                value = _Whole(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+            else:
+                value = _Decimal(re.sub(r"(?i)\.(?=inf|nan)", "", text))
+        except ValueError:
+            problem = f"a number of {len(text)} characters cannot be read: {cut(text)}"
+            raise _Refused(problem=problem, problem_mark=node.start_mark) from None
+        value.written = text
+        return value
+
+
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+    ("merge", "<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+_Loader.add_implicit_resolver("!switch", re.compile("(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)$"), list("yYnNoO"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
+_Loader.add_constructor("!switch", lambda loader, node: _Switch(node.value))
+
+
+def load_yaml(path: str):
+    """The value in a YAML file, read as YAML 1.2. ConfigError, with the line, for one that cannot be read or that says
+    something twice."""
+    text = read_text(path, "YAML", MOST_BYTES)
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark, said = error.problem_mark, ", ".join(filter(None, (error.context, error.problem)))
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        wrong = "" if isinstance(error, _Refused) else "not YAML: "
+        raise ConfigError(f"{path}{place}: {wrong}{said}. Write `name: value` lines.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}. Write `name: value` lines.") from None
+
+
+FILE_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_text(path: str, kind: str, most: int) -> str:
+    """What a file of settings holds, of at most `most` bytes of UTF-8. ConfigError otherwise; never waits."""
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            what = FILE_KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+            raise ConfigError(f"{path}: cannot be read, as it is {what}; give a {kind} file.")
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
+    except (OSError, ValueError) as error:  # the latter: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: cannot be read ({reason}); give a {kind} file.") from None
+    if len(content) > most:
+        raise ConfigError(f"{path}: is larger than {most >> 20} MiB; give a {kind} file with settings.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = content.count(b"\n", 0, error.start) + 1, content[error.start]
+        raise ConfigError(f"{path}, line {line}: not UTF-8: byte {byte:#x}. Save the file as UTF-8.") from None
+
+
 def read_yaml(path: str, known: list[str]) -> dict:
     """`flag: value` lines of a --config file, the names checked; without the section `example`, which
     examples/run.py reads and checks."""
     try:
-        with open(path) as file:
-            values = yaml.safe_load(file) or {}
-    except OSError as error:
-        raise ConfigError(f"--config={path}: cannot be read ({error.strerror}); give a YAML file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--config={path}: not YAML ({' '.join(str(error).split())}); write `flag: value` lines."
-        ) from None
+        values = load_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"--config={error}") from None
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"--config={path}: expected `flag: value` lines, found a {type(values).__name__}.")
     if isinstance(values.get("example"), dict):
@@ -191,9 +346,13 @@ def read_yaml(path: str, known: list[str]) -> dict:
     return values
 
 
+def cut(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
 def shorten(value, limit: int = 200) -> str:
     try:
         text = repr(value)
     except Exception:  # whatever a class of somebody else's raises here must not hide what is being said about it
         text = f"<a {type(value).__name__} that cannot be shown>"
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+    return cut(text, limit)

@@ -19,9 +19,10 @@ import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
+import cli
 import domains
-from cli import ConfigError, build_parser, convert, is_none, known_name, read_yaml, unknown_argument
-from safety import credentials
+from cli import ConfigError, build_parser, convert, flags, is_none, known_name, read_yaml, unknown_argument
+from safety import addresses, credentials
 
 
 @dataclass
@@ -58,6 +59,7 @@ class TrainConfig:
     max_prompt_length: int = 1024  # prompts with more tokens (of images, too) are left out, and counted
     max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
     min_pixels: int | None = None  # smaller images are scaled up to it
+    check_images: bool = False  # decode every image at start; else, of large data sets, a sample of 400 megapixels
     domains: list[dict] = field(
         default_factory=list
     )  # data sets with rewards, tools, limits of their own: see domains.py
@@ -73,6 +75,8 @@ class TrainConfig:
     generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
     server_token: str | None = field(default=None, repr=False)  # `ps` shows it: rather set VLLM_SERVER_TOKEN
+    server_ca: str | None = None  # PEM file that an https:// server's certificate is checked by; unset: SSL_CERT_FILE
+    client_cert: str | None = None  # PEM file, certificate and key, for a server that asks for one (--ssl-cert-reqs 2)
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     colocate: bool = False  # server and trainer take turns on one GPU; the server needs --enable-sleep-mode
@@ -100,9 +104,13 @@ class TrainConfig:
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
     tokenization_check: Literal["strict", "warn", "off"] = "warn"  # tokens of all turns against the chat template's
 
+    rollout_timeout: float = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
+    # What rollouts, and rewards, are called for; set by code. baseline: the greedy completion that remax compares with.
+    purpose: Literal["train", "eval", "baseline"] = field(default="train", metadata={"flag": False})  # no flag
+
     # --- batch ---
     prompts_per_step: int = 32  # distinct prompts per step, over all ranks
-    num_generations: int = 8  # completions sampled per prompt (the group)
+    num_generations: int = 8  # completions sampled per prompt (the group); a row's column of this name wins over it
     num_minibatches: int = 1  # optimizer updates per pass over the step's completions
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
     tokens_per_microbatch: int | None = None  # tokens per forward pass and rank, never the gradient; unset: what fits
@@ -114,6 +122,7 @@ class TrainConfig:
     reward_model: str | None = None  # folder, hub id or http address of a classifier, for --reward_funcs reward_model
     judge_url: str | None = None  # OpenAI-compatible server, up to and with /v1, for --reward_funcs judge
     judge_model: str = ""  # the judge's name there
+    judge_max_tokens: int = 1000  # most tokens of its answer, its thinking included; one that is cut off does not count
     judge_template: str | None = None  # file with its question; {prompt}, {completion} and every column are filled in
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group
@@ -173,12 +182,16 @@ class TrainConfig:
     off_policy_threshold: float | None = None  # drop tokens with A < 0 of rows that drifted further (mean nats a token)
 
     # --- optimisation ---
-    learning_rate: float = 1e-6  # peak learning rate of AdamW
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: float = 1e-6  # peak learning rate
+    lr_schedule: str = "constant"  # after the warm-up: constant, linear, cosine, or a name of transformers' schedules
+    lr_scheduler_kwargs: dict | None = None  # arguments of transformers' schedule, as '{"min_lr_rate": 0.1}'
     warmup_ratio: float = 0.0  # fraction of all optimizer updates over which the learning rate rises
-    weight_decay: float = 0.0  # AdamW's
-    adam_beta1: float = 0.9  # AdamW's
-    adam_beta2: float = 0.99  # AdamW's
+    warmup_steps: int | None = None  # or the number of steps over which it does
+    optim: str = "AdamW"  # a class of torch.optim or bitsandbytes.optim, or transformers' name of one (adamw_8bit)
+    weight_decay: float = 0.0  # the optimizer's
+    adam_beta1: float = 0.9  # first of the optimizer's betas
+    adam_beta2: float = 0.99  # second of the optimizer's betas
+    adam_epsilon: float = 1e-8  # the optimizer's, if it has betas
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     num_epochs: float = 1.0  # passes over the data set, if max_steps is unset
     max_steps: int | None = None  # stop after this many steps
@@ -208,6 +221,7 @@ class TrainConfig:
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps
     log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
+    log_unique_prompts: bool = False  # of the completions of equal prompts, write the first alone
     log_tokens_every: int = 1  # and every N steps its tokens, with advantage, weight in the loss, log-probs; 0: never
     print_samples_every: int = 10  # print one prompt, completion and reward every N steps; 0: never
     logprob_diff_limit: float = 0.2  # first step stops if |trainer - generator log-prob| exceeds this on average
@@ -254,6 +268,7 @@ class TrainConfig:
 
     @property
     def sequences_per_step(self) -> int:
+        """Completions asked for in a step whose rows have no `num_generations` of their own."""
         return self.prompts_per_step * self.num_generations
 
 
@@ -292,9 +307,9 @@ PRESETS: dict[str, dict] = {  # arXiv
 def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
-    positive += "logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout "
+    positive += "logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout judge_max_tokens "
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
-    positive += "request_timeout dist_timeout push_steps "
+    positive += "request_timeout rollout_timeout dist_timeout push_steps "
     positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
     positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
     positive += " critic_learning_rate critic_iterations value_clip"  # of train_ppo.py
@@ -304,7 +319,7 @@ def check_ranges(cfg: TrainConfig) -> None:
     for name in (
         "min_completion_length beta weight_decay eval_temperature print_samples_every log_tokens_every epsilon_high "
         "resample_rounds spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step "
-        "kl_cov_coef kimi_tau dro_beta"
+        "kl_cov_coef kimi_tau dro_beta adam_epsilon"
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
@@ -391,8 +406,12 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--reward_funcs reward_model needs --reward_model: a folder, a hub id or an http address."),
         ("judge" in c.reward_funcs and not (c.judge_url and c.judge_model),
          "--reward_funcs judge needs --judge_url and --judge_model."),
+        (c.judge_url and not c.judge_url.startswith(("http://", "https://")),
+         "--judge_url has no http:// or https:// before it; give the address up to and with /v1."),
         (c.judge_template and not os.path.isfile(c.judge_template),
-         f"--judge_template={c.judge_template}: there is no such file."),
+         f"--judge_template={c.judge_template}: there is no such file, or it is a folder or a pipe."),
+        (c.mcp_config and os.path.exists(c.mcp_config) and not os.path.isfile(c.mcp_config),
+         f"--mcp_config={c.mcp_config} is a folder, a pipe or a device; give a JSON file."),
         (c.colocate and c.generator == "hf",
          "--colocate has a server and the trainer take turns; --generator hf samples in the trainer: leave one out."),
         (c.colocate and world > 1,
@@ -403,12 +422,18 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"--colocate --push_steps={c.push_steps}: a server that slept has no weights, so each step pushes them."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
+        *((path and not os.path.isfile(path), f"--{name}={path}: there is no such file; give a PEM file.")
+          for name, path in (("server_ca", c.server_ca), ("client_cert", c.client_cert))),
         (c.push_to_hub and not c.hub_repo_id, "--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO."),
         (c.push_to_hub and c.eval_only, "--eval_only makes nothing to upload; leave out --push_to_hub."),
         (c.eval_split is None and (c.eval_steps or c.eval_only) and not c.domain,
          "--eval_split=none and evaluation contradict each other; in a list of domains, one may have none."),
         (c.eval_dataset_id and not (c.eval_steps or c.eval_only),
          "--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it."),
+        (c.warmup_steps is not None and c.warmup_steps < 0, f"--warmup_steps={c.warmup_steps}: must be 0 or more."),
+        (c.warmup_steps is not None and c.warmup_ratio > 0,
+         f"--warmup_steps={c.warmup_steps} and --warmup_ratio={c.warmup_ratio} are two lengths of one warm-up: give "
+         "one."),
         (c.run_name is not None and not re.fullmatch(r"(?!\.+$)[^/\x00-\x1f]{1,200}", c.run_name),
          f"--run_name={c.run_name!r:.60}: give the name of a folder under --output_dir, at most 200 characters, no /."),
         (c.resume and not c.run_name, "--resume needs --run_name, the folder under --output_dir to continue."),
@@ -416,6 +441,8 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     ):  # fmt: skip
         if wrong:
             raise ConfigError(message)
+    if c.judge_template:
+        cli.read_text(c.judge_template, "text", cli.MOST_BYTES)
     for tracker in cfg.report_to:
         known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio"))
 
@@ -426,7 +453,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
 def load_config(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
     """Defaults < --preset < --config < command line, converted and checked. Raises ConfigError; prints nothing."""
     parser, hints = build_parser(cls, description), typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
+    known = [f.name for f in flags(cls)]
     given, unknown = parser.parse_known_args(argv)
     given = vars(given)
     if unknown:
@@ -440,6 +467,7 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     if cfg.generator == "vllm":  # read before anything is written or started: masked from here on, and not inherited
         token = credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
         cfg.server_token = cfg.server_token and token
+        cfg.server_urls = addresses.checked(cfg.server_urls)
     for own in cfg.by_domain():
         with domains.named(own):
             check(own)
@@ -457,5 +485,5 @@ def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, descripti
         return load_config(cls, argv, description)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+            print(f"{os.path.basename(sys.argv[0])}: error: {credentials.mask(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

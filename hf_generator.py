@@ -6,6 +6,7 @@ Prompts are run once and their cache is repeated for the n samples.
 """
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,7 @@ class HFGenerator:
         self.device, self.weight_dtype = model.device, model.dtype
         if self.device.type == "cpu" and model.config._attn_implementation == "sdpa":
             use_decode_attention(model)
-        self.version = 0
+        self.version, self.vocab_size = 0, model.get_input_embeddings().num_embeddings
         self.random = torch.Generator(self.device)
         ids = model.generation_config.eos_token_id
         self.eos_ids = {*(ids if isinstance(ids, list) else [ids]), text_tokenizer.eos_token_id} - {None}
@@ -78,6 +79,7 @@ class HFGenerator:
         self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._queue: list[_Request] = []
         self._missing: set[str] = set()
+        self._sampled, self._since = 0.0, None  # seconds in all calls of _sample; when the one under way began
 
     def seed(self, seed: int) -> None:
         self.random.manual_seed(seed)
@@ -137,7 +139,7 @@ class HFGenerator:
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
-        while queue:
+        while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
             batch, sequences = [], 0
             for request in queue:
                 fits = sequences + request.n <= self.max_sequences or not batch
@@ -145,14 +147,22 @@ class HFGenerator:
                     batch.append(request)
                     sequences += request.n
             queue = [request for request in queue if request not in batch]
+            self._since = time.monotonic()
             try:
-                results = self._sample(batch, **dict(batch[0].options))
-            except Exception as error:  # whatever the model's own code raises: it belongs to whoever awaits it
-                for request in batch:
-                    request.future.set_exception(error)
-                continue
+                results, error = self._sample(batch, **dict(batch[0].options)), None
+            except Exception as raised:  # whatever the model's own code raises: it belongs to whoever awaits it
+                results, error = [None] * len(batch), raised
+            finally:
+                self._sampled += time.monotonic() - self._since
+                self._since = None
             for request, result in zip(batch, results, strict=True):
-                request.future.set_result(result)
+                if not request.future.done():
+                    request.future.set_result(result) if error is None else request.future.set_exception(error)
+
+    def seconds_sampling(self) -> float:
+        """For how long it has sampled so far. The event loop stood still meanwhile, through no rollout's fault."""
+        since = self._since
+        return self._sampled + (0.0 if since is None else time.monotonic() - since)
 
     @torch.inference_mode()
     def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):

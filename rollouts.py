@@ -1,18 +1,26 @@
 """Prompts in, trajectories out: asyncio, one task a prompt, or a trajectory where there are several turns.
 
 A rollout is a plain coroutine `(rows, generator, cfg) -> list[Trajectory]`: for each row `cfg.num_generations`
-trajectories, those of one row adjacent. To add one: write it below and enter it in ROLLOUTS.
+trajectories, those of one row adjacent. To add one: write it below and enter it in ROLLOUTS, where it says what a
+rollout can say about itself. It is called once per row, `cfg.purpose` says what for, and `checked_rollout` compares
+what came back with what was asked.
 
 The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py); both answer
 `await generator.generate(prompt_ids, n=..., max_tokens=..., ...)` with a list of `Completion`.
 """
 
 import asyncio
+import functools
+import inspect
 import logging
 import math
+import numbers
 import os
 import random
 import statistics
+import sys
+import threading
+import time
 import traceback
 import zlib
 from collections import Counter
@@ -23,10 +31,13 @@ from config import ConfigError, TrainConfig, known_name
 from data import load_rows, shorten
 from envs import Environment, ToolEnvironment, adapters
 from envs.tools import PARSERS, chat, cut, named_tools
+from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
+from inputs.pictures import PictureError
 from inputs.prompts import (
     build_prompt,
     check_echo,
     continued,
+    image_sources,
     is_vision,
     observed,
     prompt_lengths,
@@ -36,10 +47,11 @@ from inputs.prompts import (
     with_tools,
 )
 from inputs.special_tokens import clean, each_text
-from safety import credentials
-from safety.limits import run_limited, warn_once
+from safety import credentials, limits, values
+from safety.limits import MARGIN, Running, leave, noted, run_limited, warn_once
 from safety.sandbox import check_contained
 from safety.storable import calls_in, text_of
+from serving.answers import ABOVE_ZERO
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +98,9 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     )
     out |= logged_by_rewards(trajectories)
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
-    return out | turn_metrics(trajectories) | {"num_tokens": int(utils.all_sum(torch.tensor(tokens)))}
+    counts = {"num_tokens": tokens, "completions/count": len(trajectories)}
+    counts = {name: int(utils.all_sum(torch.tensor(count))) for name, count in counts.items()}
+    return out | turn_metrics(trajectories) | counts
 
 
 def by_completion(trajectories: list[Trajectory]) -> dict[str, list[float]]:
@@ -133,12 +147,20 @@ def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
 
 
 def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
-    """What completions of held-out rows are worth, over all ranks, which all call it; see `evaluate` in the script."""
+    """What completions of held-out rows are worth, over all ranks, which all call it; see `evaluate` in the script.
+
+    The k of mean@k and pass@k is --eval_generations. Of a rollout that decides itself how many it returns it is the
+    number that every row had, or else "all"; completions_per_row is their mean.
+    """
     import torch
 
     import utils
 
-    k, mine = cfg.eval_generations, sum(groups, [])
+    sizes = {(len(group), any_number(cfg.of(group[0].row))) for group in groups}
+    sizes = set().union(*utils.gather_objects(sizes))
+    own, counted = any(free for _, free in sizes), {size for size, _ in sizes}
+    k = (counted.pop() if len(counted) == 1 else "all") if own else cfg.eval_generations
+    mine = sum(groups, [])
     scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
     solved = [(row >= cfg.of(group[0].row).eval_solved).double() for row, group in zip(scores, groups, strict=True)]
     length = sum(float(len(t.token_ids)) for t in mine)
@@ -149,6 +171,7 @@ def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
     metrics = {"reward": reward / count, f"mean@{k}": right / count, f"pass@{k}": any_right / max(number, 1)}
     means = reward_means(mine)  # of one function alone it is the reward
     metrics |= means if len(means) > 1 else {}
+    metrics |= {"completions_per_row": count / max(rows, 1)} if own else {}
     return metrics | {"mean_length": length / count, "rows": rows}
 
 
@@ -166,6 +189,8 @@ def turn_metrics(trajectories: list[Trajectory]) -> dict:
     sums |= {"calls": len(calls), "failed": sum(call["failed"] for call in calls)}
     sums |= {"tools": sum(isinstance(info.get("calls"), list) for info in infos)}
     for call in calls:
+        if not all(isinstance(call.get(key), (int, float)) for key in ("seconds", "cached")) or "name" not in call:
+            continue  # of an environment's own making
         for key, value in (("calls", 1), ("seconds", call["seconds"]), ("cached", call["cached"])):
             sums[f"{call['name']}/{key}"] = sums.get(f"{call['name']}/{key}", 0) + value
     names = sorted(set().union(*utils.gather_objects(set(sums))))
@@ -281,7 +306,13 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
     """Each prompt is answered once: one request per prompt with n = num_generations."""
 
     async def one_prompt(group: int, row: dict) -> list[Trajectory]:
-        prompt = build_prompt(row, generator, cfg)
+        try:
+            prompt = build_prompt(row, generator, cfg)
+        except PictureError as error:  # of a file that was not decoded at start, or has changed since
+            failure = RowPictureError(str(error), row)
+            if cfg.env_errors == "stop":
+                raise failure from error
+            return [failed_trajectory(row, group, failure) for _ in range(cfg.num_generations)]
         told = {"told": prompt_messages(row, cfg.system_prompt)} if cfg.system_prompt else {}
         images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
         samples = await generator.generate(prompt.sent_ids, n=cfg.num_generations, **images, **sampling_options(cfg))
@@ -335,7 +366,7 @@ def check_rollout(cfg: TrainConfig) -> None:
 
 async def try_environment(cfg: TrainConfig) -> None:
     """Make one environment, and close it: what is wrong with all of them shows at the start."""
-    outcome = await run_limited(adapters.environment_maker(cfg), {}, cfg.tool_timeout)
+    outcome = await run_limited(adapters.environment_maker(cfg), {}, cfg.tool_timeout, values.unread)
     if outcome is None:
         raise ConfigError(f"--env {cfg.env}: making one took over {cfg.tool_timeout:g} s; see --tool_timeout.")
     environment, error = outcome
@@ -347,11 +378,11 @@ async def try_environment(cfg: TrainConfig) -> None:
 def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> list[TrainConfig]:
     """How a row's trajectories are divided among calls of its rollout; those of one call are scored together.
 
-    Of one turn they end together. Of several turns a group is scored when its last has ended, since rewards may compare
-    completions; each on its own, as it ends, if every reward function says `my_reward.per_trajectory = True`.
+    One call has them all, since rewards may compare completions, and a rollout may, too. If the rollout and every
+    reward function say `per_trajectory = True`, each is made by a call of its own and scored as it ends.
     """
-    alone = all(getattr(function, "per_trajectory", False) for function in reward_functions.values())
-    if cfg.rollout == "single_turn" or not alone:
+    alone = [ROLLOUTS[cfg.rollout], *reward_functions.values()]
+    if any_number(cfg) or not all(getattr(function, "per_trajectory", False) for function in alone):
         return [cfg]
     return [replace(cfg, num_generations=1)] * cfg.num_generations
 
@@ -382,6 +413,232 @@ async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Traj
     return list(await asyncio.gather(*played))
 
 
+# ---- one call of a rollout, and what came back -----------------------------------------------------------------------
+
+
+class RolloutError(RuntimeError):
+    """A rollout returned what was not asked for, or what cannot be trained on. The message holds its name, the row,
+    what was asked and what came."""
+
+
+def any_number(cfg: TrainConfig) -> bool:
+    """Whether the rollout decides itself how many trajectories a row has. A baseline is always one."""
+    return getattr(ROLLOUTS[cfg.rollout], "any_number", False) and cfg.purpose != "baseline"
+
+
+def group_size(row: dict, cfg: TrainConfig) -> int:
+    """Completions to sample of a row in a training step: its column `num_generations`, or --num_generations if it has
+    none, or None there. ConfigError for what is no such number."""
+    size = row.get("num_generations")
+    if size is None:
+        return cfg.num_generations
+    if isinstance(size, bool) or not isinstance(size, numbers.Real) or not 1 <= size < math.inf or size % 1:
+        raise ConfigError(
+            f"column num_generations is {shorten(size)} in the row with prompt {shorten(row.get('prompt'))}: it is the "
+            "number of completions to sample of that row, a whole one from 1 on (or None: --num_generations). Rename "
+            "the column in format_row (train script) if it means something else."
+        )
+    return int(size)
+
+
+def group_sizes(rows: list[dict], cfg: TrainConfig) -> list[int]:
+    """`group_size` of every row."""
+    return [group_size(row, cfg) for row in rows]
+
+
+def check_smallest(rows: list[dict], cfg: TrainConfig, check_algorithm: Callable) -> None:
+    """ConfigError if the advantage cannot work with the smallest group that a row asks for."""
+    if (size := min(group_sizes(rows, cfg), default=cfg.num_generations)) < cfg.num_generations:
+        try:
+            check_algorithm(replace(cfg, num_generations=size))
+        except ConfigError as error:
+            raise ConfigError(f"column num_generations of a row: {error}") from None
+
+
+def sampled_by(row: dict, cfg: TrainConfig) -> TrainConfig:
+    """The config by which a row is sampled: its domain's, with its own number of completions while training."""
+    own = cfg.of(row)
+    size = group_size(row, own) if cfg.purpose == "train" else own.num_generations
+    return own if size == own.num_generations else replace(own, num_generations=size)
+
+
+async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:
+    """What cfg.rollout makes of a row: cfg.num_generations trajectories, checked. RolloutError if they are not that.
+
+    A rollout that raises TrajectoryError, or takes longer than --rollout_timeout, has failed for this row: with
+    --env_errors drop they are returned as `failed_trajectory`.
+    """
+    try:
+        returned = await in_time(ROLLOUTS[cfg.rollout], row, generator, cfg)
+    except TrajectoryError as error:
+        if cfg.env_errors == "stop":
+            raise
+        return [failed_trajectory(row, 0, error) for _ in range(cfg.num_generations)]
+    return checked_rollout(returned, row, generator, cfg)
+
+
+async def in_time(function: Callable, row: dict, generator, cfg: TrainConfig):
+    """What the rollout returns for one row; TrajectoryError if it is late."""
+
+    async def run():
+        with noted(Running(limits.name_of(function), cfg.rollout_timeout, rollout=True)):
+            returned = function([row], generator, cfg)
+            if not inspect.isawaitable(returned):
+                fault = f"rollout {cfg.rollout!r} is no coroutine, it returned {shorten(returned)} when it was called"
+                raise RolloutError(f"{fault}. Write it as `async def`, and `return` a list at its end.")
+            try:
+                return await returned
+            except SystemExit as error:  # else asyncio ends at once, and nobody knows whose it was
+                remedy = "raise an error, or TrajectoryError to give up on the row"
+                raise RolloutError(f"rollout {cfg.rollout!r} called sys.exit({error.code!r}): {remedy}.") from error
+
+    if getattr(function, "limits_itself", False):
+        return await function([row], generator, cfg)
+    late = f"rollout {cfg.rollout!r} took over {cfg.rollout_timeout:g} s (--rollout_timeout)"
+    sampling = getattr(generator, "seconds_sampling", float)  # --generator hf samples on this loop: that is not counted
+
+    def clock() -> float:
+        return time.monotonic() - sampling()
+
+    task, deadline = asyncio.ensure_future(run()), clock() + cfg.rollout_timeout
+    _UNDER_WAY[task] = clock, deadline + MARGIN, threading.get_ident(), late
+    task.add_done_callback(_UNDER_WAY.pop)
+    watch_calls()
+    try:
+        while not task.done() and (left := deadline - clock()) > 0:
+            await asyncio.wait({task}, timeout=left)
+        ended = task.done()
+    finally:
+        task.cancel()  # not waited for: it may not let itself be cancelled
+    if not ended:
+        raise TrajectoryError(late, row)
+    if task.cancelled():
+        cause = (
+            "ended by asyncio.CancelledError, which something it waits for let through: catch it where it comes from"
+        )
+        raise RolloutError(f"rollout {cfg.rollout!r} {cause}.\n  row with prompt {shorten(row['prompt'])}")
+    if isinstance(error := task.exception(), Exception):
+        error.add_note(f"Raised by rollout {cfg.rollout!r} for the row with prompt {shorten(row['prompt'])}.")
+    return task.result()
+
+
+# A rollout's clock, when it must have ended by that, its thread, its fault.
+_UNDER_WAY: dict[asyncio.Task, tuple[Callable[[], float], float, int, str]] = {}
+
+
+@functools.cache
+def watch_calls() -> None:
+    """From here on, end the process if a rollout is far over its time although it was cancelled: it blocks the event
+    loop on which all others wait, or takes no notice."""
+
+    def look():
+        while True:
+            time.sleep(1)
+            for task, (clock, deadline, thread, late) in list(_UNDER_WAY.items()):
+                if clock() > deadline and not task.done():
+                    frames = traceback.format_stack(sys._current_frames().get(thread))[-8:]
+                    leave(
+                        1,
+                        f"{late}, and could not be cancelled: it blocks the event loop, which others wait for, or "
+                        "catches asyncio.CancelledError and goes on. Write `await` where it waits, "
+                        "`await asyncio.to_thread(...)` around what blocks. Its thread stands in\n" + "".join(frames),
+                    )
+
+    threading.Thread(target=look, name="limits of rollouts", daemon=True).start()
+
+
+def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:
+    """Trajectories of one row as they were asked for, none of which shares anything that scoring writes; RolloutError
+    naming the rollout, the row, what was asked and what came. Of built-in rollouts and others, for whatever purpose."""
+
+    def refuse(came: str, remedy: str):
+        asked = f"asked for {cfg.num_generations} trajectories of one row (cfg.purpose {cfg.purpose!r})"
+        shown = shorten(row, 500)
+        return RolloutError(f"rollout {cfg.rollout!r}, {asked}, {came}. {remedy}\n  row: {shown}")
+
+    rule = "Return a list of Trajectory objects, cfg.num_generations for each row"
+    if not isinstance(returned, (list, tuple)):
+        raise refuse(f"returned {shorten(returned)}, a {type(returned).__name__}", f"{rule}.")
+    if others := [t for t in returned if not isinstance(t, Trajectory)]:
+        raise refuse(f"returned a list with {shorten(others[0])}, a {type(others[0]).__name__}", f"{rule}.")
+    if len(returned) != cfg.num_generations and not (any_number(cfg) and returned):
+        more = "which is 1 for a greedy baseline" if cfg.purpose == "baseline" else "or at least one, if it says"
+        more += "" if cfg.purpose == "baseline" else " `any_number = True` about itself (rollouts.py, ROLLOUTS)"
+        raise refuse(f"returned {len(returned)}", f"{rule}, {more}.")
+    if len({id(t) for t in returned}) < len(returned):
+        raise refuse("returned one of them several times", "Sample each by itself: copies teach nothing new.")
+    if len(groups := {t.group for t in returned}) > 1:
+        remedy = "Those of one row are compared with one another: give them one number; after_rollout can divide them."
+        raise refuse(f"returned groups {shorten(sorted(groups, key=str))} for one row", remedy)
+    checked = []
+    for index, t in enumerate(returned):
+        if not same_row(t.row, row):
+            remedy = "Give each trajectory the row it was asked for, unchanged; further columns may be added."
+            raise refuse(f"returned trajectory {index} with another row, {shorten(t.row, 300)}", remedy)
+        if not isinstance(t.info, dict):
+            raise refuse(f"returned trajectory {index} whose info is {shorten(t.info)}", "It is a dict.")
+        if "failure" not in t.info:
+            if fault := trajectory_fault(t, generator, cfg):
+                raise refuse(f"returned trajectory {index} whose {fault[0]}", fault[1])
+            logprobs = [float(p) if m else 0.0 for p, m in zip(t.logprobs, t.loss_mask, strict=True)]
+            t = replace(t, token_rewards=list(t.token_rewards), logprobs=logprobs, info=dict(t.info))
+            if "completion" not in t.info:
+                sampled = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
+                t.info["completion"] = generator.tokenizer.decode(sampled, skip_special_tokens=True)
+        checked.append(t)
+    return checked
+
+
+def same_row(given, row: dict) -> bool:
+    """Whether it is the row, or a copy of it, perhaps with more columns."""
+
+    def equal(a, b) -> bool:
+        try:
+            return a is b or bool(a == b)
+        except Exception:  # arrays, and objects of somebody else's
+            return repr(a) == repr(b)
+
+    return given is row or isinstance(given, dict) and all(k in given and equal(given[k], row[k]) for k in row)
+
+
+def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, str] | None:
+    """What is wrong with a trajectory, and the remedy; None if it can be trained on."""
+    per_token = ("token_ids", "loss_mask", "logprobs", "token_rewards")
+    for name in ("prompt_ids", *per_token):
+        given = getattr(t, name)
+        if not isinstance(given, list):
+            return f"{name} is a {type(given).__name__}", f"Give lists of plain numbers, such as {name}.tolist()."
+        kind = numbers.Integral if name.endswith("ids") else numbers.Real
+        if other := [k for k in {*map(type, given)} if not issubclass(k, kind)]:
+            return f"{name} holds a {other[0].__name__}", "Give lists of plain numbers."
+    lengths = {name: len(getattr(t, name)) for name in per_token}
+    if len({*lengths.values()}) > 1:
+        return f"per-token lists differ in length: {lengths}", "Give each an entry per token after the prompt."
+    if not t.prompt_ids:
+        return "prompt_ids is empty", "The first token after the prompt is predicted from it."
+    ids, size = t.prompt_ids + t.token_ids, getattr(generator, "vocab_size", None) or math.inf
+    # Placeholders of images may lie beyond the vocabulary; they are never sampled.
+    words = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask] if t.images else ids
+    if min(ids) < 0 or max(words, default=0) >= size:
+        return f"token ids go from {min(ids)} to {max(ids)}", f"The model's go from 0 to {size - 1}."
+    if len(t.token_ids) > cfg.max_completion_length:
+        remedy = "End it before, with finish_reason 'length', or raise the flag, and the server's --max-model-len."
+        return f"{len(t.token_ids)} tokens are over --max_completion_length={cfg.max_completion_length}", remedy
+    if not {*t.loss_mask} <= {0, 1}:
+        return f"loss_mask has {shorten(sorted({*t.loss_mask}))}", "1 where the policy sampled the token, else 0."
+    wrong = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask and not -math.inf < p <= ABOVE_ZERO]
+    if wrong:
+        remedy = "Give the log-probabilities of Completion.logprobs, finite and at most 0, for all sampled tokens."
+        return f"logprobs have {wrong[0]:g} for a sampled token", remedy
+    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= values.LARGEST]:
+        remedy = f"Rewards are finite, from -{values.LARGEST:g} to {values.LARGEST:g}."
+        return f"token_rewards have {wrong[0]:g}", remedy
+    if t.finish_reason not in ("stop", "length"):
+        remedy = "'stop', or 'length' where a limit cut it: see Completion."
+        return f"finish_reason is {shorten(t.finish_reason)}", remedy
+    return None
+
+
 # ---- calls of an environment: within a time, off the event loop, at the cost of one trajectory ---------------------
 
 
@@ -393,6 +650,10 @@ class TrajectoryError(RuntimeError):
         where = "" if row is None else f"\n  row with prompt {shorten(row['prompt'])}"
         super().__init__(cause + where)
         self.cause = cause
+
+
+class RowPictureError(TrajectoryError):
+    """An image of a data row that cannot be read: its group's only fault, which says nothing about other rows."""
 
 
 _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody plays at the moment
@@ -415,23 +676,26 @@ async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> 
     if reusable and getattr(environment, "pooled", False):
         _IDLE.setdefault(kind_of(row, cfg), []).append(environment)
         return
-    outcome = await run_limited(environment.close, {}, cfg.tool_timeout)
+    outcome = await run_limited(environment.close, {}, cfg.tool_timeout, values.unread)
     if outcome is None or outcome[1] is not None:
         fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
-        warn_once(f"{type(environment).__name__}.close() {fault}. Said once.")
+        warn_once(f"{name_of(environment)}.close() {fault}. Said once.")
 
 
 async def call_environment(environment, method: str, of: dict, cfg: TrainConfig, **arguments):
     """environment.METHOD within its time; TrajectoryError naming it and the row, `of`, if it fails or is late."""
     seconds = (method == "step" and environment.step_timeout) or cfg.tool_timeout
-    what = f"{type(environment).__name__}.{method}()"
-    return await limited(getattr(environment, method), arguments, seconds, what, of)
+    what = f"{name_of(environment)}.{method}()"
+    read = {"step": values.step, "score": values.number, "state": values.state, "metrics": values.info_of}
+    return await limited(getattr(environment, method), arguments, seconds, what, of, read.get(method, values.plain))
 
 
-async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict):
-    outcome = await run_limited(function, arguments, seconds)
+async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=values.unread):
+    outcome = await run_limited(function, arguments, seconds, read)
     if outcome is None:
         raise TrajectoryError(f"{what} took over {seconds:g} s (--tool_timeout)", row)
+    if isinstance(outcome[1], values.UnusableResult):
+        raise TrajectoryError(f"{what} {outcome[1]}", row) from outcome[1]
     if outcome[1] is not None:
         raise TrajectoryError(f"{what} raised {shorten(outcome[1], 500)}", row) from outcome[1]
     return outcome[0]
@@ -463,25 +727,31 @@ MOST_SHOWN = 10
 
 def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig) -> int:
     """How many of a step's trajectories failed, over all ranks, which all call it. Prints the traceback of each new
-    cause; above --max_failed raises the commonest one, on every rank."""
+    cause; above --max_failed raises the commonest one, on every rank. Rows with a damaged image are named, and do not
+    end a run that has others."""
     import utils
 
     failures = [t.info["failure"] for group in groups for t in group if "failure" in t.info]
+    damaged = [t for group in groups for t in group if isinstance(t.info.get("failure"), RowPictureError)]
+    for t in damaged:
+        warn_once(f"row {t.info.get('row_number', '?')} of those in use is left out: {t.info['failure']}")
     mine: dict[str, tuple[int, type, str]] = {}
     for error in failures:
-        if error.cause not in mine and error.cause not in _SHOWN and len(_SHOWN) < MOST_SHOWN:
+        named = error.cause in mine or error.cause in _SHOWN or isinstance(error, RowPictureError)
+        if not named and len(_SHOWN) < MOST_SHOWN:
             _SHOWN.add(error.cause)
             frames = traceback.format_exception(error.__cause__ or error)[:-1]  # the last is the message, said already
             logger.warning("a trajectory failed and is left out: %s\n%s", error, "".join(frames)[-5000:])
         mine[error.cause] = (mine[error.cause][0] + 1 if error.cause in mine else 1, type(error), str(error))
-    everyone = utils.gather_objects((mine, len(failures), sum(map(len, groups))))
-    failed, total = (sum(part[k] for part in everyone) for k in (1, 2))
-    if failed > cfg.max_failed * total:
+    everyone = utils.gather_objects((mine, len(failures), sum(map(len, groups)), len(damaged), len(groups)))
+    failed, total, excused, prompts = (sum(part[k] for part in everyone) for k in (1, 2, 3, 4))
+    excused *= failed < total or prompts == 1  # were no row's image readable, the run would be of none
+    if failed - excused > cfg.max_failed * total:
         times: Counter = Counter()
-        for causes, _, _ in everyone:
+        for causes, *_ in everyone:
             times.update({cause: count for cause, (count, _, _) in causes.items()})
         cause, most = times.most_common(1)[0]
-        kind, text = next(causes[cause][1:] for causes, _, _ in everyone if cause in causes)
+        kind, text = next(causes[cause][1:] for causes, *_ in everyone if cause in causes)
         ours = next((error for error in failures if error.cause == cause), None)
         raise kind(
             f"{text}\n  {failed} of {total} trajectories of this step failed, {most} of them for this cause. "
@@ -493,28 +763,29 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig) -> int:
 # ---- what an environment says ----------------------------------------------------------------------------------------
 
 
+def name_of(environment) -> str:
+    """The class of an environment, or of the object whose methods are its tools."""
+    return type(getattr(environment, "inner", environment)).__name__
+
+
 def seed_of(row: dict, cfg: TrainConfig) -> int:
     """The row's column `seed`, or a number made of its prompt: members of a group, and a resumed run, share it."""
-    return row["seed"] if row.get("seed") is not None else cfg.seed ^ zlib.crc32(repr(row["prompt"]).encode())
+    if row.get("seed") is not None:
+        return row["seed"]
+    return cfg.seed ^ zlib.crc32(repr(without_sources(row["prompt"])).encode())  # an image shows as its address
 
 
 async def reset(environment, row: dict, cfg: TrainConfig, processor=None) -> list[dict]:
     """The environment's prompt as chat messages; it may be text."""
     messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
-    return checked_messages(messages, f"{type(environment).__name__}.reset()", processor)
+    return checked_messages(messages, f"{name_of(environment)}.reset()", processor)
 
 
 async def state_of(environment, row: dict, cfg: TrainConfig):
     """What the environment says of the state it is in, for advantages that compare turns; None if it says nothing."""
     if type(environment).state is Environment.state:
         return None
-    state = await call_environment(environment, "state", row, cfg)
-    try:
-        hash(state)
-    except TypeError:
-        whose = f"{type(environment).__name__}.state()"
-        raise TrajectoryError(f"{whose} must be hashable, such as a tuple; it gave {shorten(state)}") from None
-    return state
+    return await call_environment(environment, "state", row, cfg)
 
 
 def checked_messages(messages, whose: str, processor=None, most: int | None = None) -> list[dict]:
@@ -528,9 +799,16 @@ def checked_messages(messages, whose: str, processor=None, most: int | None = No
     if not usable:
         form = '[{"role": "user", "content": "..."}]'
         raise TrajectoryError(f"{whose} must give chat messages, such as {form}; it gave {shorten(messages)}")
+    try:
+        messages = [in_usual_form(message) for message in messages]
+    except PartError as error:
+        raise TrajectoryError(f"{whose} gave a message that cannot be shown: {error}") from error
     messages = each_text(messages, clean)
     if most is not None:
-        messages = [message | {"content": cut(message["content"], most)} for message in messages]
+        shown = [message | {"content": cut(message["content"], most)} for message in messages]
+        if shown != messages:
+            warn_once(f"{whose} gave a message over --max_tool_result {most} characters: the model sees its beginning.")
+        messages = shown
     if processor is None or is_vision(processor):
         return messages
     return [message | {"content": as_text(message["content"], whose)} for message in messages]
@@ -538,33 +816,27 @@ def checked_messages(messages, whose: str, processor=None, most: int | None = No
 
 def as_text(content: str | list, whose: str) -> str:
     """Parts of a message as text, for models without images."""
-    if isinstance(content, str):
-        return content
-    if any(isinstance(part, dict) and part.get("type") == "image" for part in content):
+    if any(part["type"] == "image" for part in parts_of(content)):
         warn_once(f"{whose} gives images, and the model of --model_id takes none: it reads {NO_IMAGE!r} instead.")
-    texts = [part.get("text", NO_IMAGE) if isinstance(part, dict) else str(part) for part in content]
-    return "\n".join(map(str, texts))
-
-
-NO_IMAGE = "[an image]"
+    return text_of_parts(content)
 
 
 def checked_step(outcome, environment, processor=None, most: int | None = None) -> tuple[list[dict], float, bool, dict]:
     """What step() returned, with `checked_messages` and None as no info; TrajectoryError if it is no such."""
-    whose = f"{type(environment).__name__}.step()"
+    whose = f"{name_of(environment)}.step()"
     if not isinstance(outcome, tuple) or len(outcome) != 4:
         raise TrajectoryError(f"{whose} must return (messages, reward, done, info); it returned {shorten(outcome)}")
     answers, reward, done, info = outcome
     answers = checked_messages(answers, whose, processor, most)
     try:
-        return answers, finite(reward), bool(done), {} if info is None else dict(info)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a tensor of several values, the last
+        return answers, finite_number(reward), bool(done), {} if info is None else dict(info)
+    except (TypeError, ValueError, OverflowError) as error:
         raise TrajectoryError(
             f"{whose}: reward {shorten(reward)} and info {shorten(info)} must be a finite number and a dict"
         ) from error
 
 
-def finite(value) -> float:
+def finite_number(value) -> float:
     if not math.isfinite(number := float(value)):
         raise ValueError(f"{number} is not finite")
     return number
@@ -584,7 +856,10 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     Rows whose text reads like special tokens are counted and said.
     """
     adapters.check_rows(rows, cfg)
-    lengths = prompt_lengths(rows, name, processor, cfg)
+    group_sizes(rows, cfg)
+    # A resumed run has to have the rows that it had, damaged ones too.
+    decode = "all" if cfg.check_images else "none" if cfg.resume else "some"
+    lengths = prompt_lengths(rows, name, processor, cfg, decode)
     if (cfg.tools or cfg.mcp_config) and not cfg.env:
         lengths = lengths_with_tools(rows, lengths, processor, cfg)
     if os.environ.get("RANK", "0") == "0" and (said := special_text_in(rows, processor, cfg)):
@@ -627,6 +902,8 @@ def shown_to_model(function: Callable, row: dict, *arguments):
     try:
         return function(*arguments)
     except Exception as error:
+        if isinstance(error, PictureError) and function is build_prompt and image_sources(row):
+            raise RowPictureError(str(error), row) from error
         raise TrajectoryError(f"what the environment gave cannot be shown to the model: {error!r:.500}", row) from error
 
 
@@ -721,12 +998,12 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
     score() was None and no turn had a reward: then no reward applies}."""
     score = await call_environment(environment, "score", row, cfg)
     metrics = await call_environment(environment, "metrics", row, cfg)
-    whose = type(environment).__name__
+    whose = name_of(environment)
     try:
-        turns[-1]["reward"] += 0.0 if score is None else finite(score)
+        turns[-1]["reward"] += 0.0 if score is None else finite_number(score)
         nothing = score is None and not any(turn["reward"] for turn in turns)
         return {"metrics": dict(metrics or {}), "unscored": nothing}
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         fault = f"{whose}.score() gave {shorten(score)} and metrics() {shorten(metrics)}"
         raise TrajectoryError(f"{fault}: a finite number or None, and a dict", row) from error
 
@@ -766,10 +1043,17 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
     warn_once(f"--tokenization_check: {message}. Said once; trained on is what was sampled.")
 
 
+# What a rollout says about itself, as attributes:
+#
+#     mine.per_trajectory = True    it may be called once per completion, with num_generations 1, so that each is scored
+#                                   as it ends (where all reward functions say the same of themselves)
+#     mine.any_number = True        it decides itself how many trajectories a row has, one at least: a tree search
+#     mine.limits_itself = True     whatever it waits for has a limit of its own: --rollout_timeout is not for it
 ROLLOUTS: dict[str, Callable] = {
     "single_turn": single_turn,
     "multi_turn": multi_turn,
 }
+single_turn.limits_itself = multi_turn.limits_itself = multi_turn.per_trajectory = True
 
 
 # ---- one environment, without model, server or torch: python rollouts.py --env NAME --policy random ------------------
@@ -802,27 +1086,28 @@ def openai_policy(url: str, model: str, token: str | None) -> Callable:
     return say
 
 
-async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float:
-    """Play one trajectory with text alone, printing every turn; returns its reward."""
+async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float | None:
+    """Play one trajectory with text alone, printing every turn; returns its reward, None where it gives none."""
     messages, total = await reset(environment, row, cfg), 0.0
     if environment.instructions:
         messages = [{"role": "system", "content": environment.instructions}, *messages]
     for message in messages:
-        print(f"[{message['role']}] {message['content']}")
+        print(f"[{message['role']}] {text_of_parts(message['content'])}")
     for number in range(1, cfg.max_turns + 1):
         text = policy(environment, messages)
         outcome = await call_environment(environment, "step", row, cfg, text=text)
         answers, reward, done, info = checked_step(outcome, environment)
         print(f"\n--- turn {number} ---\n[assistant] {text}")
         for message in answers:
-            print(f"[{message['role']}] {message['content']}")
+            print(f"[{message['role']}] {text_of_parts(message['content'])}")
         print(f"reward {reward:g}{', done' if done else ''}  {info or ''}")
         messages, total = [*messages, {"role": "assistant", "content": text}, *answers], total + reward
         if done:
             break
-    total += await call_environment(environment, "score", row, cfg) or 0.0
+    score = await call_environment(environment, "score", row, cfg)
     metrics = await call_environment(environment, "metrics", row, cfg)
-    print(f"\nreward of the trajectory {total:g}  {metrics or ''}")
+    total = None if score is None and not total else total + (score or 0.0)  # as `judged` has it
+    print(f"\nreward of the trajectory {'none' if total is None else f'{total:g}'}  {metrics or ''}")
     await put_away(environment, row, False, cfg)
     return total
 
@@ -854,6 +1139,7 @@ def main() -> None:
     try:
         names = ("env", "tools", "mcp_config", "max_turns", "tool_parser", "tool_timeout", "allow_uncontained")
         cfg = TrainConfig(**{name: getattr(args, name) for name in names})
+        cfg.reward_funcs = []  # it is played, not trained on: an environment needs no reward
         check_contained([tool.call for tool in named_tools(cfg)], cfg)
         make, rewards = adapters.environment_maker(cfg), []
         rows = load_rows(args.dataset_id, own_prompts=not args.env) if args.dataset_id else [{"prompt": args.prompt}]
@@ -863,7 +1149,9 @@ def main() -> None:
             rewards.append(asyncio.run(watch(make(row), policy, row, cfg)))
     except ConfigError as error:
         parser.error(str(error))
-    print(f"mean reward of {len(rewards)} trajectories: {statistics.fmean(rewards):.3f}")
+    given = [reward for reward in rewards if reward is not None]
+    mean = f"{statistics.fmean(given):.3f}" if given else "none"
+    print(f"mean reward of {len(given) or len(rewards)} trajectories: {mean}")
 
 
 if __name__ == "__main__":

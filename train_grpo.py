@@ -42,7 +42,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -72,12 +72,25 @@ from torch.utils.checkpoint import checkpoint
 import data
 import domains
 import utils
+from algorithms import optimizers
 from algorithms.advantages import MORE_ADVANTAGES
-from algorithms.checks import DO_NOT_AVERAGE, check_loss, checked, computed
+from algorithms.checks import (
+    DO_NOT_AVERAGE,
+    check_loss,
+    check_needs,
+    check_shaping,
+    check_statistics,
+    checked,
+    computed,
+    prepared,
+    reads,
+    told,
+)
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
     Batch,
     by_domain,
+    by_turn,  # noqa: F401 - for an advantage of your own, as turn_returns is
     center_and_scale,
     center_by_group,
     clip_stats,
@@ -95,6 +108,7 @@ from batch import (
     sequence_ratio,
     spread,
     start_record,
+    turn_returns,  # noqa: F401
     whiten,
 )
 from envs.tools import named_tools
@@ -105,18 +119,22 @@ from inputs.processor import load_config, load_processor, loading, takes_images
 from memory import settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
-    ROLLOUTS,
+    ROLLOUTS,  # noqa: F401 - for an entry of yours
     Trajectory,
+    call_rollout,
     check_failed,
     check_rollout,
+    check_smallest,
     counts_by_origin,
     domain_metrics,
     empty_trajectory,
     eval_metrics,
     failed_trajectory,
+    group_sizes,
     measure,
     rollout_metrics,
     sample_enough,
+    sampled_by,
     scored_together,
     without_failed,
 )
@@ -129,29 +147,41 @@ from safety import sandbox
 
 # An advantage or a policy loss is a plain function. What the loop has to know of it, it says as attributes:
 #
-#     mine.needs = ("entropy",)         fields of Batch computed beforehand: old_logprobs, ref_logprobs, entropy,
-#                                       sum_pi_squared, baselines (the score of a greedy completion of the prompt)
+#     mine.needs = ("entropy",)         fields of Batch computed beforehand, constants without gradient: old_logprobs,
+#                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion)
+#     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what is of a group,
+#                                       of the step or of all ranks, computed once, after the advantages and before
+#                                       leave_out; a loss finds it in batch.extras[name], cut as its micro-batch is
 #     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
 #                                       function cfg -> bool
-#     mine.choose = function            a loss that treats some tokens of the whole update apart, however it is cut:
-#                                       (logprobs, batch, cfg) -> Batch.chosen
-#     mine.check = function             (cfg) -> why it cannot work with these settings, or None; a KL estimator, too
+#     mine.choose = function            a loss that treats some tokens of the whole update apart, by the log-probs of
+#                                       now (a forward pass): (logprobs, batch, cfg) -> Batch.chosen [B, T]
+#     mine.check = function             (cfg) -> why it cannot work with these settings, or None
+#
+# `needs`, `prepare` and `check` may stand below a KL estimator and `own_term`, too.
+
+
+def in_use(cfg: TrainConfig) -> dict[str, Callable]:
+    """What this run computes with, by the flag that names it."""
+    kinds = (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("kl", KL_ESTIMATORS))
+    named = {f"--{kind} {getattr(cfg, kind)}": known[getattr(cfg, kind)] for kind, known in kinds}
+    return named | {"own_term": own_term}
 
 
 def needs(cfg: TrainConfig) -> set[str]:
-    """Fields of Batch that the advantage and the policy loss read."""
-    return {
-        name for f in (ADVANTAGES[cfg.advantage], POLICY_LOSSES[cfg.policy_loss]) for name in getattr(f, "needs", ())
-    }
+    """Fields of Batch that the functions in use ask for."""
+    return {name for function in in_use(cfg).values() for name in getattr(function, "needs", ())}
 
 
 def check_algorithm(cfg: TrainConfig) -> None:
-    """ConfigError for settings with which the advantage or the policy loss cannot work."""
+    """ConfigError for settings with which the functions in use cannot work."""
     for name, known in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("kl", KL_ESTIMATORS)):
         known_name(f"--{name}", getattr(cfg, name), known)
-        fault = getattr(known[getattr(cfg, name)], "check", lambda cfg: None)(cfg)
-        if fault:
-            raise ConfigError(f"--{name} {getattr(cfg, name)}: {fault}.")
+    for name, function in in_use(cfg).items():
+        check_needs(name, function)
+        if fault := getattr(function, "check", lambda cfg: None)(cfg):
+            raise ConfigError(f"{name}: {fault}.")
+    check_shaping(ADVANTAGES[cfg.advantage], cfg)
     compares = getattr(ADVANTAGES[cfg.advantage], "compares_group", True)
     if (compares(cfg) if callable(compares) else compares) and cfg.num_generations < 2:
         raise ConfigError(
@@ -165,18 +195,18 @@ def check_algorithm(cfg: TrainConfig) -> None:
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """(s - group mean) / (std + 1e-6); --scale_rewards says which std.  DeepSeekMath (2402.03300) eq. 3.  [B, T]"""
-    return spread(normalize(batch.scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
+    return spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
 
 
 def dr_grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """s - group mean: the std over-weights nearly solved and nearly hopeless prompts.  2503.20783 sec. 3.  [B, T]"""
-    return spread(center_by_group(batch.scores, batch.groups), batch.loss_mask)
+    return spread(center_by_group(batch.shaped_scores, batch.groups), batch.loss_mask)
 
 
 def rloo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """s - mean of the other n - 1 scores = (s - mean) n / (n - 1).  REINFORCE leave-one-out, 2402.14740.  [B, T]"""
     _, size = group_index(batch.groups)
-    others = center_by_group(batch.scores, batch.groups) * size / (size - 1).clamp(min=1)
+    others = center_by_group(batch.shaped_scores, batch.groups) * size / (size - 1).clamp(min=1)
     return spread(others, batch.loss_mask)
 
 
@@ -194,8 +224,8 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 # ==== 3 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} ==============
 
-# A statistic is logged as its mean over the tokens that are learned from; one whose name ends in _max, as its largest
-# value. Return the same names each time: ranks add them up together.
+# A statistic is logged as its mean over the tokens that are learned from, 0 where a micro-batch does not have it; one
+# whose name ends in _max, as its largest value.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -366,7 +396,7 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
-        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
+        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads(own_term, "entropy", 1)
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
             use_shared_attention(self.hf_model, cfg.attn_implementation)
@@ -517,9 +547,9 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None
     return shard(inner, cfg, device, trained=True), inner
 
 
-def empty_policy(cfg: TrainConfig, config=None) -> Policy:
+def empty_policy(cfg: TrainConfig, config=None, kind: type | None = None) -> Policy:
     """The policy itself, within `torch.device("meta")`: shapes without values, which memory.py counts."""
-    return Policy(to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), config), cfg), cfg, autocasts(cfg))
+    return (kind or Policy)(to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), config), cfg), cfg, autocasts(cfg))
 
 
 def to_train(model: nn.Module, cfg: TrainConfig) -> nn.Module:
@@ -576,23 +606,40 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW on what is trained. Edit me: any torch optimizer, with one or several groups of parameters.
+    """AdamW, or what --optim names, on what is trained. Edit me: any torch optimizer, one or several groups.
 
-    Its step takes `closure=None`, as torch's do. Each update sets every group's learning rate: `lr_at`, times the
-    group's own "lr_scale" if it has one. It is logged as `lr`, and of further groups as lr/NAME by their "name".
+    Whatever shards the model, parameters have their whole shapes here, and clean_name(name) is their name. In `step`
+    those of --strategy fsdp are flat pieces, so what computes with matrices wants fsdp2. That `step` takes
+    `closure=None`, as torch's do. Each update sets every group's learning rate: `lr_at`, times the group's own
+    "lr_scale" if it has one. It is logged as `lr`, and of further groups as lr/NAME by their "name".
     """
     trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
-    return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
+    if cfg.optim != "AdamW":
+        return optimizers.by_name(trained, cfg)
+    decay, eps = cfg.weight_decay, cfg.adam_epsilon
+    return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, eps=eps, weight_decay=decay, fused=True)
+
+
+def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type | None = None):
+    """make(module, cfg), once its groups are certain to be those of the unsharded model. kind: as in load_policy."""
+
+    def unsharded() -> Policy:
+        with torch.device("meta"):
+            return empty_policy(cfg, kind=kind)
+
+    return utils.build_optimizer(make, module, cfg, unsharded, clean_name)
 
 
 def lr_at(update: int, cfg: TrainConfig) -> float:
-    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule to 0 at the end.
+    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule, of ours to 0 at the end.
 
     A function of the update's number, so that resuming needs no scheduler state. Updates are counted from the first
     step, those in which only a critic learns (--critic_warmup) included.
     """
     total = cfg.max_steps * cfg.num_iterations * cfg.num_minibatches
-    warmup = math.ceil(cfg.warmup_ratio * total)
+    warmup = optimizers.warmup_updates(cfg, total)
+    if optimizers.transformers_schedule(cfg):
+        return optimizers.schedule_rate(cfg, update, warmup, total)
     if update < warmup:
         return cfg.learning_rate * (update + 1) / warmup
     done = (update - warmup) / max(total - warmup, 1)
@@ -608,20 +655,20 @@ async def rollout(
 ) -> tuple[list[list], dict]:
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
-    versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories, those
-    that failed among them (info["failure"], nothing sampled), and two times in seconds: until the last token was
-    sampled, and what scoring took after that.
+    versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories, as
+    many as were asked for (`call_rollout` compares), those that failed among them (info["failure"], nothing sampled),
+    and two times in seconds: until the last token was sampled, and what scoring took after that.
     """
     start, ended_at = time.perf_counter(), []
 
     async def together(row: dict, cfg: TrainConfig) -> list[Trajectory]:
-        trajectories = await ROLLOUTS[cfg.rollout]([row], generator, cfg)
+        trajectories = await call_rollout(row, generator, cfg)
         ended_at.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
         try:
-            await score(played, own_functions(reward_functions, cfg), cfg)
+            await score(played, own_functions(reward_functions, cfg), cfg, generator.tokenizer)
         except RewardError as error:
             if cfg.env_errors == "stop":
                 raise
@@ -631,7 +678,8 @@ async def rollout(
         return trajectories
 
     # A config for each part of a row's group, by its num_generations.
-    divided = [scored_together(own, own_functions(reward_functions, own)) for own in map(cfg.of, rows)]
+    configs = [sampled_by(row, cfg) for row in rows]
+    divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
     groups: list[list[Trajectory]] = [[] for _ in rows]
     for (i, _), part in zip(calls, await asyncio.gather(*(together(rows[i], part) for i, part in calls)), strict=True):
@@ -649,23 +697,34 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     return window and (len(group) == 1 or (len(scores) > 1 and float(scores.std()) > cfg.group_std_min + 1e-6))
 
 
-async def sample_step(
+def sample_step(
     rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, versions=None
+) -> Awaitable[tuple[list[tuple], dict]]:
+    """Draws the prompts of a step, at once: after_rollout may write to what `next` reads, which must not meet in two
+    threads. Then, awaited, what this rank samples of them (`sample_rows`).
+
+    sampler: the prompt sampler. versions: of the weights that may have sampled, a range; None: `step` alone.
+    """
+    rounds = cfg.resample_rounds if cfg.dynamic_sampling else 0
+    first = list(sampler.next(step))
+    further = [number for round in range(rounds) for number in sampler.extra(step, round, len(first))]
+    return sample_rows(rows, first, further, generator, reward_functions, cfg, versions or range(step, step + 1))
+
+
+async def sample_rows(
+    rows: list[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions: range
 ) -> tuple[list[tuple], dict]:
     """What this rank samples for a step: [(group, whether it is silent, its times)] in the order in which prompts were
     drawn; and counts, of further groups and of all that ended and were solved (of each domain).
 
-    sampler: the prompt sampler. versions: of the weights that may have sampled, a range; None: `step` alone.
+    first, further: numbers of the rows that were drawn, and of those in place of silent groups.
     --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `sample_enough` replaces silent groups, at most --resample_rounds
     times as many as are wanted, by others of the same domain. Baselines (remax) are the scores of a greedy completion
     of each prompt. Nothing here talks to other ranks: train_async.py runs it in the background.
     """
-    versions, begun = versions or range(step, step + 1), time.perf_counter()
+    begun = time.perf_counter()
     ended = dict.fromkeys([f"{own.prefix}{what}" for own in cfg.by_domain() for what in ("prompts", "solved")], 0.0)
-    greedy = replace(cfg, num_generations=1, temperature=0.0)
-    rounds = cfg.resample_rounds if cfg.dynamic_sampling else 0
-    first = list(sampler.next(step))
-    further = [number for round in range(rounds) for number in sampler.extra(step, round, len(first))]
+    greedy = replace(cfg, num_generations=1, temperature=0.0, purpose="baseline")
 
     async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
         settings = [cfg, greedy] if "baselines" in needs(cfg) else [cfg]
@@ -745,7 +804,8 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
     and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
     t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, one of row
-    number -1 stands in.
+    number -1 stands in. Numbers in t.info["extras"], {name: one, or a list with one for each token}, come as
+    batch.extras[name]. load_processor(cfg.model_id) is the tokenizer (with images, its owner), loaded once.
 
     Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (their `logprobs`
     are nan: no generator sampled them). `group` puts one among the completions of a prompt; info["origin"] = "replay"
@@ -803,10 +863,12 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
 
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float] | dict[str, list[float]]) -> dict:
-    """Scores normalised, then beta * KL off each token's reward (RLHF); batch.scores are their sums from here on.
+    """Scores normalised, then beta * KL off each token's reward (RLHF). batch.scores stay as they were given; from here
+    on batch.shaped_scores differ from them.
 
     moments: count, sum and sum of squares of all scores so far, of each domain if there are any; brought up to date.
     """
+    batch.unshaped = batch.rewards.sum(1)
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
     for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
         so_far = moments.setdefault(own.domain, [0.0] * 3) if own.domain else moments
@@ -842,9 +904,10 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     return dict(zip(stats, (values / ranks).tolist(), strict=True))
 
 
-def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> None:
-    """What is sampled and compared, but not learned from: completions leave loss_mask and advantages, tokens of low
-    entropy (--top_entropy_quantile) the advantages alone."""
+def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
+    """Edit me: what is sampled and compared, but not learned from. Completions leave loss_mask and advantages, tokens
+    of low entropy (--top_entropy_quantile) the advantages alone. Returns numbers to log, {name: number}, of which rank
+    0's are logged."""
     rows = [t.row for t in trajectories]
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
@@ -860,6 +923,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
         if len(values):
             least = values[max(math.ceil(cfg.top_entropy_quantile * len(values)), 1) - 1]
             batch.advantages = batch.advantages * (batch.entropy >= least.to(batch.entropy.device))
+    return {}
 
 
 def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -894,9 +958,10 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor
 def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
     """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
 
-    Gets log-probs [B, T] of the sampled tokens, with gradient; their entropy [B, T] (with gradient if
-    `inner.entropy_gradient` is set in load_policy); and the micro-batch: `part.rows` are its data rows, `part.step` the
-    step. Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss.
+    Gets log-probs [B, T] of the sampled tokens and their entropy [B, T], both with gradient, and the micro-batch:
+    `part.rows` are its data rows, `part.step` the step, `part.scores` [B] the scores as the reward functions gave them.
+    Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss. What
+    else it needs it says as other functions do (section 1).
     """
     return None, {}
 
@@ -908,16 +973,19 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         part.old_logprobs = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: ratio 1, with its gradient
         part.old_logprobs = logprobs.detach()
-    per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
+    with told(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
+        per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     scale, mismatch = correction(logprobs, part, cfg)
     per_token = per_token * scale
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs)  # [B, T]
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
-    per_token = per_token - cfg.entropy_coef * entropy
-    own, own_stats = own_term(logprobs, entropy, part, cfg)
+    per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
+    with told("own_term", own_term, part):
+        own, own_stats = own_term(logprobs, entropy, part, cfg)
     if own is not None:
-        per_token, stats = per_token + checked("own_term", own, part, DO_NOT_AVERAGE), stats | own_stats
+        per_token = per_token + checked("own_term", own, part, DO_NOT_AVERAGE)
+    stats = stats | check_statistics("own_term", own_stats, part)
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
     return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
 
@@ -966,7 +1034,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
                 with_graph = remaining
         if remaining <= with_graph:
             with policy.no_sync() if ddp and remaining > 1 else contextlib.nullcontext():
-                loss, stats = loss_of(policy, part, cfg, counts)
+                with utils.in_part():
+                    loss, stats = loss_of(policy, part, cfg, counts)
                 (loss * utils.world_size()).backward()
         sums["loss"] += loss.detach().double()
         sums["tokens"] += part.loss_mask.sum().double()
@@ -975,7 +1044,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
                 largest = matrix.detach().masked_fill(part.loss_mask == 0, -math.inf).max().double()
                 sums[name] = torch.maximum(sums.get(name, largest), largest)
             else:
-                sums[name] += (matrix.detach() * part.loss_mask).sum(dtype=torch.float64)
+                kept = matrix.detach().where(part.loss_mask > 0, 0)  # [B, T]
+                sums[name] += kept.sum(dtype=torch.float64)
     return sums
 
 
@@ -990,7 +1060,8 @@ def without_graph(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of) 
         leaves.extend(values.requires_grad_() for values in returned)
         return returned
 
-    loss, stats = loss_of(forward, part, cfg, counts)
+    with utils.in_part():
+        loss, stats = loss_of(forward, part, cfg, counts)
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
     return loss, stats, any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
@@ -1018,9 +1089,12 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     total = dict(zip(total, torch.stack([*total.values()]).cpu(), strict=True))
     bad = utils.not_finite(policy)  # else broken weights would be pushed, evaluated and saved
     total["not_finite"] = torch.tensor(len(bad), dtype=torch.float64)
-    largest = {name: utils.all_max(float(total.pop(name))) for name in sorted(total) if name.endswith("_max")}
-    names = sorted(total)
-    sums = dict(zip(names, utils.all_sum(torch.stack([total[name] for name in names])).tolist(), strict=True))
+    names = sorted(set().union(*utils.gather_objects([*total])))  # a statistic may be there on some ranks alone
+    most = [name for name in names if name.endswith("_max")]
+    largest = {name: utils.all_max(float(total.get(name, -math.inf))) for name in most}
+    names = [name for name in names if name not in most]
+    mine = [float(total.get(name, 0.0)) for name in names]
+    sums = dict(zip(names, utils.all_sum(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True))
     if sums.pop("not_finite"):
         names = sum(utils.gather_objects(bad), [])
         raise RuntimeError(
@@ -1049,7 +1123,8 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
     """beta and entropy_coef for the next step, from this one's KL and entropy, if it had any."""
     if cfg.kl_target is not None and "kl" in metrics:  # Ziegler et al., 1909.08593 sec. 2.2
         error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
-        cfg = replace(cfg, beta=cfg.beta * (1 + error * cfg.sequences_per_step / cfg.kl_horizon))
+        count = metrics.get("completions/count", cfg.sequences_per_step)
+        cfg = replace(cfg, beta=cfg.beta * (1 + error * count / cfg.kl_horizon))
     if cfg.entropy_target is not None and "entropy" in metrics:
         change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
         cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
@@ -1246,7 +1321,7 @@ def evaluate(
     """
     rank, world = torch.distributed.get_rank(), utils.world_size()
     k = cfg.eval_generations
-    eval_cfg = replace(cfg, num_generations=k, temperature=cfg.eval_temperature)
+    eval_cfg = replace(cfg, num_generations=k, temperature=cfg.eval_temperature, purpose="eval")
     share = rows[rank::world]
     groups = (
         asyncio.run(rollout(share, generator, reward_functions, eval_cfg, range(step, step + 1)))[0] if share else []
@@ -1270,6 +1345,7 @@ def evaluate(
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
+    optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
         with domains.named(own):
             check_rollout(own)
@@ -1286,6 +1362,7 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     if not cfg.eval_only:
         domains.check_enough(cfg, rows)
     sandbox.check_contained([*reward_functions.values(), *tools.values()], cfg)
+    check_smallest(rows, cfg, check_algorithm)
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
     return cfg, reward_functions, processor, rows, held_out
@@ -1296,7 +1373,10 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     utils.check_nodes(cfg)
+    usual, sizes = cfg.num_generations, group_sizes(rows, cfg)
+    cfg = replace(cfg, num_generations=max(sizes, default=usual))  # memory has to hold the largest group
     cfg, warning = settled(empty_policy, cfg, world, utils.free_memory(device), critic=make_critic is not None)
+    cfg = replace(cfg, num_generations=usual)
     if warning and rank == 0:
         print(warning)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
@@ -1316,7 +1396,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         cfg = replace(cfg, shared_prefix=False)
         if rank == 0:
             print(f"Prompts are computed once per completion, not once per group: {reason}.")
-    optimizer = make_optimizer(policy, cfg)
+    optimizer = optimizer_of(make_optimizer, policy, cfg)
     critic = make_critic(cfg, home) if make_critic else None
     generator = make_generator(cfg, inner.hf_model, processor, device)
 
@@ -1332,7 +1412,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     log = RunLog(cfg, first if cfg.resume else None, cfg.max_steps, lock) if rank == 0 else None
     state["made_with"] = made_with
     if rank == 0:
-        describe(cfg, policy, len(rows), world)
+        describe(cfg, policy, sizes, world)
         if cfg.log_completions and cfg.log_tokens_every:
             write_vocabulary(run_dir, processor)
     push_weights(policy, generator, first, cfg.push_bucket_mb)
@@ -1404,11 +1484,14 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= shape_rewards(batch, cfg, state["domain_moments" if cfg.domains else "score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            leave_out(batch, trajectories, cfg)
+            batch.extras |= prepared(in_use(cfg), batch, cfg)
+            metrics |= leave_out(batch, trajectories, cfg) or {}
             if with_tokens and learns:
                 start_record(batch)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
+                if step == run.first and learns:
+                    utils.check_states(policy, run.optimizer)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
                 agreed = True  # not by remembered trajectories, of other weights, or by a step without a token
@@ -1428,7 +1511,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         metrics["num_tokens"] = state["num_tokens"]
         if logs:
             means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-            rewards = [sum(t.token_rewards) for t in trajectories]  # batch.scores are shaped
+            rewards = [sum(t.token_rewards) for t in trajectories]
             rows = completion_rows(trajectories, rewards, means, batch, with_tokens)
             completions = utils.gather_lists(rows)
             if log:

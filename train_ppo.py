@@ -112,7 +112,7 @@ class CriticTrainer:
     def __init__(self, cfg: TrainConfig, device: torch.device):
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
         self.module, _ = train_grpo.load_policy(critic_cfg, device, Critic)
-        self.optimizer = make_optimizer(self.module, cfg)
+        self.optimizer = train_grpo.optimizer_of(make_optimizer, self.module, critic_cfg, Critic)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
         """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""

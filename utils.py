@@ -7,11 +7,13 @@ runlog/checkpoints.py.
 import contextlib
 import datetime
 import functools
+import math
 import os
 import pickle
 import re
 import socket
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from config import ConfigError, TrainConfig
 from safety import limits
-from safety.storable import text_of
+from safety.storable import text_of, visible
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -73,8 +76,8 @@ _COUNTED = True
 
 @contextlib.contextmanager
 def counted(counts: bool) -> Iterator[None]:
-    """Whether this rank's values count in sums over ranks under this block. One that has no part in what is computed
-    there makes the same collective calls, or the others would wait for it."""
+    """Whether this rank's values count in what is taken over ranks under this block. One that has no part in what is
+    computed there makes the same collective calls, or the others would wait for it."""
     global _COUNTED
     before, _COUNTED = _COUNTED, counts
     try:
@@ -83,8 +86,32 @@ def counted(counts: bool) -> Iterator[None]:
         _COUNTED = before
 
 
+_PART = threading.local()  # rewards and rollouts may compute on other threads meanwhile (train_async.py)
+
+
+@contextlib.contextmanager
+def in_part() -> Iterator[None]:
+    """Below this block a loss sees a part of the update's rows: statistics of groups and of the batch are refused."""
+    _PART.inside = True
+    try:
+        yield
+    finally:
+        _PART.inside = False
+
+
+def must_be_whole(what: str) -> None:
+    """RuntimeError in a loss, for what would depend there on how the update is cut into micro-batches."""
+    if getattr(_PART, "inside", False):
+        raise RuntimeError(
+            f"{what} was asked for inside a loss, which sees one micro-batch: it would change with "
+            "--tokens_per_microbatch. Compute it once a step: NAME.prepare = function, (batch, cfg) -> {name: tensor "
+            "[B] or [B, T], or a number}, below the loss; the loss then finds it in batch.extras[name] (docs/ideas.md)."
+        )
+
+
 def all_sum(values: Tensor) -> Tensor:
     """Sum over ranks (float64 in, float64 out); without a process group the values themselves."""
+    must_be_whole("a statistic of the batch")
     values = values.detach().double()
     if not _COUNTED:
         values = torch.zeros_like(values)
@@ -94,21 +121,21 @@ def all_sum(values: Tensor) -> Tensor:
 
 
 def all_max(value: int | float) -> int | float:
-    """Largest value over all ranks."""
+    """Largest value over all ranks; within `counted`, of those that count."""
     if world_size() == 1:
         return value
-    box = torch.tensor(value, dtype=torch.float64)
+    box = torch.tensor(value if _COUNTED else -math.inf, dtype=torch.float64)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return type(value)(box)
 
 
 def gather_objects(value) -> list:
-    """[value of rank 0, value of rank 1, ...] on every rank."""
+    """[value of rank 0, value of rank 1, ...] on every rank; within `counted`, of those that count."""
     out = [None] * world_size()
     if world_size() == 1:
         return [value]
-    dist.all_gather_object(out, value)
-    return out
+    dist.all_gather_object(out, (_COUNTED, value))
+    return [of_rank for counts, of_rank in out if counts]
 
 
 def gather_lists(values: list) -> list:
@@ -253,7 +280,7 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
     from vllm_client import VLLMClient
 
     options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
-    options |= dict(over=cfg.push_over, changes_only=cfg.push_changes)
+    options |= dict(over=cfg.push_over, changes_only=cfg.push_changes, ca=cfg.server_ca, client_cert=cfg.client_cert)
     client = VLLMClient(cfg.server_urls, cfg.server_token, **options)
     if is_main():
         if any(word.startswith("--server_token") for word in sys.argv):
@@ -275,7 +302,9 @@ def check_nodes(cfg: TrainConfig) -> None:
     """ConfigError for a loopback address among --server_urls if ranks are on several machines. Collective."""
     loopback = [url for url in cfg.server_urls if urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")]
     spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    network = [spaces[0].read_text(), os.readlink(spaces[1])] if spaces[1].exists() else None  # who shares a loopback
+    network = (
+        [spaces[0].read_text(encoding="utf-8"), os.readlink(spaces[1])] if spaces[1].exists() else None
+    )  # who shares a loopback
     ranks = gather_objects((network, socket.gethostname()))
     if cfg.generator == "vllm" and loopback and any(network != ranks[0][0] for network, _ in ranks):
         other = next(rank for rank, (network, _) in enumerate(ranks) if network != ranks[0][0])
@@ -341,7 +370,8 @@ def check_fresh(trajectories: list, versions: range, generator: str = "vllm") ->
         )
         raise RuntimeError(
             f"{len(stale)} of {len(spans)} completions come from weights {first}{f' to {last}' * (last != first)}, not "
-            f"{wanted}. {servers if generator == 'vllm' else 'Is push_weights called with another version?'}"
+            f"{wanted}. {servers if generator == 'vllm' else 'Is push_weights called with another version?'} "
+            "A rollout of your own copies policy_version and policy_version_last from what `generate` returned."
         )
 
 
@@ -368,6 +398,77 @@ def check_finite(model: torch.nn.Module, model_id: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def whole_shapes(module: nn.Module) -> Iterator[None]:
+    """Parameters show their whole shapes, without values: under FSDP1 they are flat pieces otherwise (FSDP2's tell
+    their whole shape themselves). They stay the same objects, so an optimizer made within holds the right ones."""
+    handles = (unit._handle for unit in FSDP.fsdp_modules(module)) if isinstance(module, FSDP) else ()
+    flat = [handle.flat_param for handle in handles if handle is not None]
+    shapes = {p: shape for f in flat for p, shape in zip(f._params, f._shapes, strict=True)}
+    held = {p: p.data for p in shapes}
+    for p, shape in shapes.items():
+        p.data = p.data.new_empty(()).expand(shape)  # one number, whatever the shape
+    try:
+        yield
+    finally:
+        for p, data in held.items():
+            p.data = data
+
+
+def build_optimizer(make: Callable, module: nn.Module, cfg: TrainConfig, unsharded: Callable, clean: Callable):
+    """make(module, cfg), if it trains the same under every --strategy; ConfigError if not.
+
+    unsharded: () -> the module as no strategy has wrapped it, without values. clean: a parameter's name -> the one that
+    it has whatever wraps it.
+    """
+    with whole_shapes(module):
+        optimizer = make(module, cfg)
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    if empty := [n for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
+        name = optimizer.param_groups[empty[0]].get("name", empty[0])
+        raise ConfigError(
+            f"make_optimizer: the group {name!r} has no parameters under --strategy {cfg.strategy}. Names differ with "
+            f"what wraps the model: compare clean_name(name), here such as "
+            f"{clean(next(iter(module.named_parameters()))[0])!r}; or leave the group out."
+        )
+    trained = {clean(name): p for name, p in module.named_parameters() if p.requires_grad}
+    if lost := [name for name, p in trained.items() if p not in groups]:
+        raise ConfigError(
+            f"make_optimizer: {len(lost)} of {len(trained)} trained parameters are in no group, first {lost[0]!r}: "
+            "they would never change. Put them into one, or freeze them: requires_grad_(False) in load_hf_model."
+        )
+    if len(optimizer.param_groups) > 1 and not (cfg.strategy == "ddp" and world_size() == 1):
+        alone, made = unsharded(), {}
+        for owner in alone.modules():  # parameters of one number each, on a CPU: optimizers refuse the meta device
+            for key, p in owner.named_parameters(recurse=False):
+                data = torch.empty((), dtype=p.dtype).expand(p.shape)
+                owner._parameters[key] = made.setdefault(p, _like(p, data))  # tied weights stay one
+        wanted = {p: n for n, group in enumerate(make(alone, cfg).param_groups) for p in group["params"]}
+        for name, p in alone.named_parameters():
+            if p in wanted and (found := groups.get(trained.get(clean(name)))) != wanted[p]:
+                raise ConfigError(
+                    f"make_optimizer: {clean(name)!r} is in group {found} under --strategy {cfg.strategy} with "
+                    f"{world_size()} ranks, and in group {wanted[p]} without sharding. Names differ with what wraps "
+                    "the model: compare clean_name(name), which does not."
+                )
+    return optimizer
+
+
+def check_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """RuntimeError, on every rank, if FSDP1 could not save what the optimizer keeps: after the first update, and not at
+    the first checkpoint. It stores the state of a unit's weights together, so all need the same. Collective."""
+    error = None
+    for unit in FSDP.fsdp_modules(module) if isinstance(module, FSDP) else ():
+        held = unit._handle.flat_param._params if unit._handle is not None else ()
+        kept = {tuple(sorted(optimizer.state.get(p, {}))) for p in held if p.numel() and p.requires_grad}
+        if len(kept) > 1:
+            error = RuntimeError(
+                f"the optimizer keeps different things for weights of one layer ({' and '.join(map(str, kept))}): "
+                "--strategy fsdp cannot save that. Use --strategy fsdp2 or ddp, or one kind of state for all."
+            )
+    raise_together(error, "Looking at the optimizer's state")
+
+
 def check_agreement(difference: float, cfg: TrainConfig) -> None:
     if difference > cfg.logprob_diff_limit:
         raise RuntimeError(
@@ -385,9 +486,12 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> None:
     if not isinstance(error, ConfigError):  # frames only, the message follows; of a user's function its own alone
         others = type(error).__name__ in ("RewardError", "TrajectoryError")
         shown = error.__cause__ if others and error.__cause__ else error
-        print("".join(traceback.format_exception(shown)[:-1]), file=sys.stderr)
+        said = len(traceback.format_exception_only(shown))
+        print(visible("".join(traceback.format_exception(shown)[:-said])), file=sys.stderr)
     where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    text = text_of(error)
+    causes = [each for each in dict.fromkeys((error, error.__cause__)) if each is not None]
+    notes = [note for each in causes for note in getattr(each, "__notes__", ())]
+    text = visible("\n  ".join([text_of(error), *notes]))  # a completion may stand in it
     print(f"\n{where}{type(error).__name__}: {text}", file=sys.stderr)
     if "EADDRINUSE" in text:
         hint = "Another run holds the port: torchrun --standalone or --master_port takes another."
@@ -433,6 +537,7 @@ def end_process(status: int, clean_up: Callable[[], None] = lambda: None) -> NoR
         traceback.print_exc()
         status = status or 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # a file on a disk that is full
+                stream.flush()
         limits.leave(status)

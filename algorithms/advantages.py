@@ -30,44 +30,51 @@ def normalised_beforehand(cfg: TrainConfig) -> bool:
 
 def lite_ppo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """grpo with the std of the whole batch; meant for token_mean.  2508.08221.  [B, T]"""
-    return spread(normalize(batch.scores, batch.groups, "group", "batch"), batch.loss_mask)
+    return spread(normalize(batch.shaped_scores, batch.groups, "group", "batch"), batch.loss_mask)
 
 
 def opo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """s - length-weighted mean of the group, the variance-optimal baseline.  2505.23585.  [B, T]"""
     length = batch.loss_mask.sum(1)  # [B]
     total = group_mean(length, batch.groups)
-    baseline = group_mean(length * batch.scores, batch.groups) / total.clamp(min=1e-8)
-    centered = (batch.scores - baseline).to(batch.scores.dtype)
+    baseline = group_mean(length * batch.shaped_scores, batch.groups) / total.clamp(min=1e-8)
+    centered = (batch.shaped_scores - baseline).to(batch.shaped_scores.dtype)
     return spread(torch.where(group_index(batch.groups)[1] > 1, centered, 0.0), batch.loss_mask)
 
 
 def gpg(batch: Batch, cfg: TrainConfig) -> Tensor:
     """alpha (s - group mean), alpha = rows / rows of groups with differing scores, over all ranks: silent groups do not
     shrink the step.  2504.02546 (some implementations count non-zero *scores* instead).  [B, T]"""
-    informative = group_std(batch.scores, batch.groups) > 1e-6
-    rows, speaking = utils.all_sum(torch.stack([torch.ones_like(batch.scores).sum(), informative.sum()])).tolist()
-    return spread(center_by_group(batch.scores, batch.groups) * rows / max(speaking, 1), batch.loss_mask)
+    informative = group_std(batch.shaped_scores, batch.groups) > 1e-6
+    rows, speaking = utils.all_sum(torch.stack([torch.ones_like(informative).sum(), informative.sum()])).tolist()
+    return spread(center_by_group(batch.shaped_scores, batch.groups) * rows / max(speaking, 1), batch.loss_mask)
 
 
 def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
     """Best of the group minus the second best, to the best alone: trains pass@k. 0 for ties.  2503.19595.  [B, T]"""
-    advantages = torch.zeros_like(batch.scores)
+    advantages = torch.zeros_like(batch.shaped_scores)
     for group in batch.groups.unique():
         rows = (batch.groups == group).nonzero()[:, 0]
         if len(rows) > 1:
-            best = batch.scores[rows].topk(2)
+            best = batch.shaped_scores[rows].topk(2)
             advantages[rows[best.indices[0]]] = best.values[0] - best.values[1]
     if cfg.scale_rewards != "none":
-        advantages = advantages / (group_std(batch.scores, batch.groups) + 1e-6)
+        advantages = advantages / (group_std(batch.shaped_scores, batch.groups) + 1e-6)
     return spread(advantages, batch.loss_mask)
 
 
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """Every reward function normalised in its group, their weighted sum whitened: no function drowns another.
     2601.05242.  [B, T]"""
-    parts = batch.scores[:, None] if batch.reward_components is None else batch.reward_components  # [B, functions]
-    weights = [1.0] * parts.shape[1] if batch.reward_components is None else cfg.reward_weights or [1.0] * len(parts.T)
+    parts, weights = batch.shaped_scores[:, None], [1.0]  # [B, functions]
+    if batch.reward_components is not None:
+        parts = batch.reward_components
+        if parts.isinf().any():
+            raise ValueError(
+                "--advantage gdpo compares each reward function's values, and a trajectory has none: give those that "
+                'after_rollout adds info["reward_components"], a list with one number for each of --reward_funcs'
+            )
+        weights = cfg.reward_weights or [1.0] * len(parts.T)
     total = sum(w * normalize(s, batch.groups, "group", "group") for w, s in zip(weights, parts.T, strict=True))
     return whiten(spread(total, batch.loss_mask), batch.loss_mask)
 
@@ -97,7 +104,7 @@ remax.needs, remax.compares_group, remax.check = ("baselines",), False, no_shift
 
 def reinforce_plus_plus_baseline(batch: Batch, cfg: TrainConfig) -> Tensor:
     """s - group mean, whitened over the step's tokens.  2501.03262.  [B, T]"""
-    return whiten(spread(center_by_group(batch.scores, batch.groups), batch.loss_mask), batch.loss_mask)
+    return whiten(spread(center_by_group(batch.shaped_scores, batch.groups), batch.loss_mask), batch.loss_mask)
 
 
 def turn(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -131,9 +138,8 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
         states = batch.states[rows, first]
     _, alike = torch.stack([batch.groups[rows], states]).unique(dim=1, return_inverse=True)  # [M]
     steps = by_turn(normalize(table[rows, k], alike, "group", "group"), turns, pairs, batch.loss_mask)
-    return (
-        spread(normalize(batch.scores, batch.groups, "group", "group"), batch.loss_mask) + cfg.gigpo_step_weight * steps
-    )
+    episodes = spread(normalize(batch.shaped_scores, batch.groups, "group", "group"), batch.loss_mask)
+    return episodes + cfg.gigpo_step_weight * steps
 
 
 def otb(batch: Batch, cfg: TrainConfig) -> Tensor:

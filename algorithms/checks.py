@@ -1,26 +1,107 @@
-"""What an advantage or a loss returned, looked at before it is trained on."""
+"""What users' functions say about themselves, and what they returned, looked at before it is trained on."""
 
-from collections.abc import Callable
+import contextlib
+import dis
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from config import TrainConfig
+from config import ConfigError, TrainConfig, known_name
+
+FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines")  # of Batch, if a function asks
+
+
+def names_in(function: Callable) -> set[str]:
+    """Attributes and globals that a function's own code reads; empty where that cannot be seen."""
+    return set(getattr(getattr(function, "__code__", None), "co_names", ()))
+
+
+def reads(function: Callable, name: str, place: int) -> bool:
+    """Whether the argument at `place`, whatever the function calls it, is read in its code. True where that cannot be
+    seen: of a partial, of a function with *args, of one that reads `name` elsewhere."""
+    code = getattr(function, "__code__", None)
+    if code is None or place >= code.co_argcount or name in code.co_names:
+        return True
+    argument = code.co_varnames[place]
+    loads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD")]
+    return any(argument == value or (isinstance(value, tuple) and argument in value) for value in loads)
+
+
+def check_needs(name: str, function: Callable) -> None:
+    """ConfigError if `needs` below a function is no tuple of known fields."""
+    asked = getattr(function, "needs", ())
+    if isinstance(asked, str):
+        raise ConfigError(f'{name}: .needs = "{asked}" is text; write a tuple, .needs = ("{asked}",).')
+    for field in asked:
+        known_name(f"{name}: .needs", field, FIELDS)
+
+
+def check_shaping(advantage: Callable, cfg: TrainConfig) -> None:
+    """ConfigError for shaped rewards under an advantage that reads them only as they were given."""
+    flags = [f"--{flag}" for flag in ("reward_mean", "reward_std") if getattr(cfg, flag) != "none"]
+    flags += ["--kl_in_reward"] if cfg.kl_in_reward else []
+    seen = names_in(advantage)
+    if flags and "scores" in seen and not seen & {"shaped_scores", "rewards", "returns_to_go", "turn_returns"}:
+        raise ConfigError(
+            f"--advantage {cfg.advantage}: it reads batch.scores, which are as the reward functions gave them, so "
+            f"{' and '.join(flags)} would have no effect; have it read batch.shaped_scores, or leave out the flag."
+        )
+
+
+def prepared(functions: dict[str, Callable], batch, cfg: TrainConfig) -> dict:
+    """What the functions compute once a step, before it is cut: {name: number, or tensor [B, ...]}."""
+    found: dict = {}
+    for name, function in functions.items():
+        if prepare := getattr(function, "prepare", None):
+            with told(f"{name}: .prepare", prepare, batch, says=function):
+                extras = prepare(batch, cfg)
+            if not isinstance(extras, dict):
+                raise TypeError(f"{name}: .prepare must return a dict, {{name: tensor or number}}; got {type(extras)}.")
+            allowed = (), tuple(batch.loss_mask.shape[:1]), tuple(batch.loss_mask.shape)
+            for key, value in extras.items():
+                if isinstance(value, Tensor) and tuple(value.shape) in allowed:
+                    found[key] = value.to(batch.loss_mask.device)
+                elif isinstance(value, int | float):
+                    found[key] = value
+                else:
+                    shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+                    raise ValueError(
+                        f"{name}: .prepare returned {key!r} {shape}; give a number, a tensor with a value for each of "
+                        f"the {len(batch)} rows (group_mean and center_by_group make one), or one for each token."
+                    )
+    return found
+
+
+@contextlib.contextmanager
+def told(what: str, function: Callable, batch, says: Callable | None = None) -> Iterator[None]:
+    """An error within that comes of a field that nobody computed says how to ask for it: below `says`."""
+    try:
+        yield
+    except KeyError as error:
+        if "extras" not in names_in(function) or error.args[0] in batch.extras:
+            raise
+        raise RuntimeError(
+            f"{what} reads batch.extras[{error.args[0]!r}], which nothing gave in this step: neither a `prepare` nor "
+            f't.info["extras"] of any trajectory on any rank. Known: {sorted(batch.extras) or "none"}. Where only some '
+            f"steps have it: batch.extras.get({error.args[0]!r})"
+        ) from error
+    except (TypeError, AttributeError) as error:
+        read = [field for field in FIELDS if field in names_in(function) and getattr(batch, field, None) is None]
+        if not read:
+            raise
+        name = getattr(says or function, "__name__", "it")
+        raise TypeError(
+            f"{what} reads batch.{read[0]}, which is not computed unless a function asks for it: "
+            f"write {name}.needs = ({', '.join(map(repr, read))},) below it. Such a field is a constant: "
+            "the entropy with its gradient is own_term's second argument."
+        ) from error
 
 
 def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """(what an advantage computes, its statistics), if it can be trained on."""
-    try:
+    with told(f"advantage {cfg.advantage!r}", advantage, batch):
         result = advantage(batch, cfg)
-    except (TypeError, AttributeError) as error:
-        fields = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines")
-        read = [f for f in fields if f in advantage.__code__.co_names and getattr(batch, f) is None]
-        if not read:
-            raise
-        raise TypeError(
-            f"advantage {cfg.advantage!r} reads batch.{read[0]}, which is not computed unless a function asks for it: "
-            f"write {advantage.__name__}.needs = ({', '.join(map(repr, read))},) below it."
-        ) from error
     advantages, stats = result if isinstance(result, tuple) else (result, {})
     return check_advantages(advantages, batch, cfg), dict(stats)
 
@@ -39,7 +120,21 @@ def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     name = f"policy loss {cfg.policy_loss!r}"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise TypeError(f"{name} must return (loss per token [B, T], dict of statistics [B, T]); got {type(result)}.")
-    return checked(name, result[0], batch, DO_NOT_AVERAGE), result[1]
+    return checked(name, result[0], batch, DO_NOT_AVERAGE), check_statistics(name, result[1], batch)
+
+
+def check_statistics(name: str, statistics: dict, batch) -> dict:
+    """The statistics themselves, if each is a value per token, or can be taken for one ([B, 1], a number)."""
+    rows, length = batch.loss_mask.shape
+    for key, matrix in statistics.items():
+        shape = tuple(matrix.shape) if isinstance(matrix, Tensor) else None
+        if shape not in ((), (1, 1), (rows, 1), (1, length), (rows, length)):
+            got = type(matrix).__name__ if shape is None else shape
+            raise ValueError(
+                f"{name} returned the statistic {key!r} as {got}; it must be a tensor with a value per token, "
+                f"({rows}, {length}), or per completion, ({rows}, 1): values[:, None] makes that from [B]."
+            )
+    return statistics
 
 
 def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
@@ -47,7 +142,8 @@ def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
     if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
         got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
         raise ValueError(f"{name} returned {got}; it must be a value per token, {shape}: {remedy}.")
-    if not torch.isfinite(matrix.detach().where(batch.loss_mask > 0, 0)).all():
+    matrix = matrix.where(batch.loss_mask > 0, 0)  # elsewhere log-probs are 0: log(1 - p) would be inf, times 0 nan
+    if not torch.isfinite(matrix.detach()).all():
         raise ValueError(
             f"{name} returned nan or infinity on a sampled token. Does it divide by a std or a length of 0?"
         )

@@ -1,16 +1,24 @@
-"""Does my edit still learn? Ten seconds on a laptop, no GPU, no server.
+"""Does my edit still learn, and is it the same on several ranks? Half a minute on a laptop, no GPU, no server.
 
     python scripts/check.py                                            # train_grpo.py as it is
     python scripts/check.py my_grpo.py --advantage best_of_group       # your copy; flags go to the script
     python scripts/check.py train_ppo.py
 
-Runs the real script on a toy: a random model of 0.8 M parameters earns reward for tokens whose number ends in 0
-(benchmarks/toy.py). By chance it gets about 0.14, at most 0.95. The exit status is 0 if the reward of the last steps is
-above 0.5: the edit runs and the gradient points the right way. It says nothing about a real task, nor
-where the reward cannot rise (a win rate within the group). To keep the metrics: --output_dir runs --run_name NAME.
+First it runs the real script on a toy: a random model of 0.8 M parameters earns reward for tokens whose number ends in
+0 (benchmarks/toy.py). By chance it gets about 0.14, at most 0.95. The reward of the last steps has to be above 0.5: the
+edit runs and the gradient points the right way. It says nothing about a real task, nor where the reward cannot rise (a
+win rate within the group). To keep the metrics: --output_dir runs --run_name NAME.
+
+Then it trains two steps on the same completions four times (same_samples.py): as a whole, in small micro-batches, on
+two ranks, and on two ranks with shards (--strategy fsdp). The gradient must not change by it. Where it does, a function
+takes a number over the rows that it happens to see.
+
+Rows of your own (--dataset_id) need --reward_funcs, too. Exit status 0: both hold.
 """
 
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,38 +28,122 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from runlog.reading import read_metrics  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
 
 LEARNED = 0.5
+TASK = "--generator hf --compute_dtype float32 --max_prompt_length 64 --seed 0 --print_samples_every 0"
 FLAGS = (
-    "--generator hf --compute_dtype float32 --max_completion_length 4 --max_prompt_length 64 "
-    "--prompts_per_step 4 --num_generations 16 --max_steps 20 --learning_rate 1e-2 --seed 0 "
-    "--print_samples_every 0 --no-log_completions"
+    f"{TASK} --max_completion_length 4 --prompts_per_step 4 --num_generations 16 --max_steps 20 --learning_rate 1e-2 "
+    "--no-log_completions"
 ).split()
 CRITIC = "--critic_learning_rate 1e-3 --critic_iterations 4 --num_minibatches 2".split()
 
+# Completions of uneven length, and micro-batches that cut groups. The second step shows what the optimizer made of the
+# first: an optimizer may magnify rounding, hence the wider tolerance (with AdamW 2e-5 was the largest seen).
+# Several updates a step, at a high rate: with one the ratio is 1, and nothing of a clip would be seen.
+SAMPLED = f"{TASK} --max_completion_length 12 --num_generations 6 --learning_rate 1e-2 --logprob_diff_limit 1e9".split()
+SAMPLED += "--prompts_per_step 4 --max_steps 2 --log_steps 1 --dist_timeout 120 --num_iterations 3".split()
+WAYS = {
+    "in one pass": (1, "--tokens_per_microbatch 100000 --strategy ddp"),
+    "in small micro-batches": (1, "--tokens_per_microbatch 50 --strategy ddp"),
+    "on two ranks": (2, "--tokens_per_microbatch 100000 --strategy ddp"),
+    "on two ranks with shards": (2, "--tokens_per_microbatch 100000 --strategy fsdp"),
+}
+COMPARED = ("grad_norm", "loss", "value/grad_norm", "advantages/abs_mean", "reward")
+TOLERANCES = (1e-4, 1e-3)  # relative, of the first step and of the one after an update
+PARTS = """    A policy loss and own_term see one micro-batch, which may hold part of a group: what is of a group or of
+    the step belongs in NAME.prepare (docs/ideas.md). An advantage, after_rollout and leave_out see one rank's rows,
+    in whole groups: what is of all ranks goes through utils.global_moments, utils.all_sum or utils.gather_objects.
+    An optimizer's step sees flat pieces of the weights under --strategy fsdp."""
 
-def main(script: str, *flags: str) -> int:
-    model = ROOT / "models" / "tiny"
-    if not model.exists():
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "make_models.py"), "tiny", str(model)], check=True)
-    toy = ROOT / "benchmarks" / "toy.py"
-    task = ["--model_id", str(model), "--dataset_id", f"{toy}:rows", "--reward_funcs", f"{toy}:tens"]
-    critic = CRITIC if "critic_learning_rate" in Path(script).read_text() else []
+
+def learns(script: str, task: list[str], flags: tuple[str, ...]) -> tuple[int, bool]:
+    """Exit status of the first part, and whether the script ran to its end."""
+    critic = CRITIC if "critic_learning_rate" in Path(script).read_text(encoding="utf-8") else []
     given = dict(zip(flags, flags[1:], strict=False))
     with tempfile.TemporaryDirectory() as temporary:
         folder, name = given.get("--output_dir", temporary), given.get("--run_name", "check")
         run = ["--output_dir", folder, "--run_name", name]
         # One thread: the model is small, and more threads wait for each other longer than they compute.
         command = [sys.executable, script, *task, *FLAGS, *critic, *run, *flags]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=ends_with_us())
         rewards = [line["reward"] for line in read_metrics(Path(folder) / name) if "reward" in line]
     if done.returncode or not rewards:
         print(f"check: {script} ended with status {done.returncode} after {len(rewards)} steps", file=sys.stderr)
-        return done.returncode or 1
+        return done.returncode or 1, False
     last = sum(rewards[-3:]) / len(rewards[-3:])
     print(f"reward {rewards[0]:.2f} -> {last:.2f} in {len(rewards)} steps: ", end="")
-    print("it learns" if last > LEARNED else f"it does not learn (above {LEARNED} expected)")
-    return 0 if last > LEARNED else 1
+    print("it learns" if last > LEARNED else f"it does not learn (above {LEARNED} expected)", flush=True)
+    return 0 if last > LEARNED else 1, True
+
+
+def same(script: str, task: list[str], flags: tuple[str, ...]) -> int:
+    """Exit status of the second part."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = []
+        for number, (ranks, way) in enumerate(WAYS.values()):
+            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+            way = f"{way} --num_minibatches 1"  # which groups share an update depends on the ranks, and may
+            own = f"{way} --output_dir {folder} --run_name {number}".split()
+            command = [sys.executable, *launch, str(ROOT / "scripts" / "same_samples.py"), script, *task, *SAMPLED]
+            log = open(Path(folder) / f"{number}.log", "w+", encoding="utf-8")  # noqa: SIM115 - closed below
+            how = dict(env=environment, stdout=log, stderr=log, preexec_fn=ends_with_us())
+            runs.append((subprocess.Popen([*command, *flags, *own], **how), log))
+        steps = []
+        for number, (way, (process, log)) in enumerate(zip(WAYS, runs, strict=True)):
+            status = process.wait()
+            log.seek(0)
+            if status:
+                said = re.split(r"(?m)^[EW]\d{4} .*elastic", log.read())[0]  # without what torchrun adds
+                print(f"{said[-3000:]}\ncheck: {script} {way} ended with status {status}", file=sys.stderr)
+            log.close()
+            steps.append([line for line in read_metrics(Path(folder) / str(number)) if "grad_norm" in line])
+            if status:
+                for other, _ in runs:
+                    other.kill()
+                    other.wait()
+                return status
+    return compared(steps)
+
+
+def number_of(line: dict, key: str) -> float:
+    return math.nan if line.get(key) is None else line[key]
+
+
+def compared(steps: list[list[dict]]) -> int:
+    """1 if the steps of a way differ from those of the first way, which is said with the cause; else 0."""
+    (plain, *others), (_, *ways) = steps, WAYS
+    for way, lines in zip(ways, others, strict=True):
+        for number, (mine, theirs, tolerance) in enumerate(zip(plain, lines, TOLERANCES, strict=True)):
+            size = max(mine["grad_norm"], 1e-6)  # a loss may be 0 by construction
+            pairs = {key: (number_of(mine, key), number_of(theirs, key)) for key in COMPARED if key in mine}
+            wrong = {k: (a, b) for k, (a, b) in pairs.items() if not abs(a - b) <= tolerance * max(abs(a), size)}
+            if not wrong:
+                continue
+            found = ", ".join(f"{key} {a:.6g} and {b:.6g}" for key, (a, b) in wrong.items())
+            when = "" if number == 0 else " after an update"
+            if "reward" in wrong:
+                print(f"{way} other rewards{when} than in one pass: {found}. Rows, rollouts or rewards depend on the")
+                print("    rank. If that is meant (a PromptSampler may do so), the gradients cannot be compared.")
+                break
+            print(f"not the same {way} as in one pass{when}: {found}\n{PARTS}")
+            return 1
+    print(f"grad_norm {plain[0]['grad_norm']:.6g}: the same {', '.join(ways)}")
+    return 0
+
+
+def toy_task() -> list[str]:
+    model, toy = ROOT / "models" / "tiny", ROOT / "benchmarks" / "toy.py"
+    if not model.exists():
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "make_models.py"), "tiny", str(model)], check=True)
+    return ["--model_id", str(model), "--dataset_id", f"{toy}:rows", "--reward_funcs", f"{toy}:tens"]
+
+
+def main(script: str, *flags: str) -> int:
+    task = toy_task()
+    status, ran = learns(script, task, flags)
+    return (same(script, task, flags) if ran else 0) or status
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def set_special_tokens(model, tokenizer):
 
 def is_complete(folder, request):
     marker = folder / "made_by.json"
-    return marker.is_file() and json.loads(marker.read_text()) == request
+    return marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == request
 
 
 def make(name, folder, dtype_name, seed):
@@ -131,7 +131,7 @@ def make(name, folder, dtype_name, seed):
         finished = Path(scratch) / "finished"
         model.save_pretrained(finished)
         tokenizer.save_pretrained(finished)
-        (finished / "made_by.json").write_text(json.dumps(describe(name, dtype_name, seed)))
+        (finished / "made_by.json").write_text(json.dumps(describe(name, dtype_name, seed)), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)  # ours, of another dtype or seed: main() refused anything else
         os.replace(finished, folder)

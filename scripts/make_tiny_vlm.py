@@ -259,7 +259,7 @@ def make(folder, request):
         finished = Path(scratch) / "finished"
         model.save_pretrained(finished)
         processor.save_pretrained(finished)
-        (finished / "made_by.json").write_text(json.dumps(request))
+        (finished / "made_by.json").write_text(json.dumps(request), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)  # ours, of another seed or length: main() refused anything else
         os.replace(finished, folder)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from runlog import samples  # noqa: E402
 from runlog.report import write_report  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 1300
@@ -23,7 +24,8 @@ WIDTH = 1300
 def page(folder: Path) -> Iterator[str]:
     """The address of look.py on the folder."""
     command = [sys.executable, str(ROOT / "look.py"), str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    options = dict(stdout=subprocess.PIPE, text=True, encoding="utf-8", preexec_fn=ends_with_us())
+    process = subprocess.Popen(command, **options)
     try:
         yield re.search(r"http://\S+", process.stdout.readline())[0]
     finally:

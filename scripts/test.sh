@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs, lints and tests, on a bare machine: bash scripts/test.sh [pytest options]
 #
-# Ends with pytest's exit code. One test may take TEST_TIMEOUT seconds (default 300), after which every thread's stack
-# is printed and the test fails.
+# Without options a tenth of the fault campaign comes first, another one at each commit. Ends with pytest's exit code, or
+# with 1 if all tests passed and a fault was twice not as wanted. One test may take TEST_TIMEOUT seconds (default 300),
+# after which every thread's stack is printed and the test fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null # nothing here asks anything
@@ -18,6 +19,12 @@ python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct
 ruff check .
 ruff format --check .
 
+faults=0
+if [ $# = 0 ]; then
+  printf '\nA tenth of the fault campaign (python benchmarks/faults.py --turn /10):\n'
+  python benchmarks/faults.py --turn /10 --jobs 2 --patience 2 || faults=1
+fi
+
 # Three files at a time: most tests wait for processes of their own. With four on two cores some processes get no core
 # for seconds, and tests of time limits fail now and then.
 cache=$(mktemp -d)
@@ -25,6 +32,7 @@ trap 'rm -rf "$cache"' EXIT
 pytest=(python -m pytest --timeout="${TEST_TIMEOUT:-300}" -ra -o cache_dir="$cache")
 status=0
 "${pytest[@]}" -n 3 --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=2 "$@" || status=$?
+[ "$status" = 0 ] && exit "$faults"
 [ "$status" = 1 ] || exit "$status" # 1: tests failed; others: interrupted, wrong usage
 
 # Some kill processes in the middle of something, or hold them to a time limit: with all cores taken that can go wrong by
@@ -33,3 +41,4 @@ failed=$(python -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' 
 [ "$failed" -le 5 ] || exit "$status"
 printf '\n%s failed beside others. Once more, alone:\n' "$failed"
 "${pytest[@]}" --last-failed "$@"
+exit "$faults"

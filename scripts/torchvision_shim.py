@@ -29,7 +29,7 @@ def declare_operators(package_dir):
             return  # a proper build: declaring its operators again would be the error
         except OSError:
             continue
-    source = (package_dir / "_meta_registrations.py").read_text()
+    source = (package_dir / "_meta_registrations.py").read_text(encoding="utf-8")
     names = re.findall(r'register_(?:meta|fake)\(\s*"(?:torchvision::)?(\w+)"', source)
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in dict.fromkeys(names):
