@@ -103,7 +103,7 @@ def main(out: str) -> None:
     pipe = pipe_server.start() if rank == 0 else None
     results = {name: one_case(flags, pipe, rank) for name, flags in CASES.items()}
     if rank == 0:
-        Path(out).write_text(json.dumps(results, indent=1))
+        Path(out).write_text(json.dumps(results, indent=1), encoding="utf-8")
     utils.end_process(0)
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 def note(text: str) -> None:
-    with open(os.environ["CPU_SLEEP_LOG"], "a") as file:
+    with open(os.environ["CPU_SLEEP_LOG"], "a", encoding="utf-8") as file:
         file.write(text + "\n")
 
 

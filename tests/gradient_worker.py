@@ -25,16 +25,17 @@ MODES = ("token_mean", "seq_mean", "seq_sum", "constant")
 
 
 def trajectories() -> list[Trajectory]:
-    """5 groups of ragged rows: different prompts, lengths, an observation hole, a row without any loss token."""
+    """5 groups of one to five ragged rows: different prompts, lengths, an observation hole, a row without any loss
+    token."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(n):
         return torch.randint(10, 1000, (n,), generator=generator).tolist()
 
     out = []
-    for group in range(5):
+    for group, size in enumerate((3, 5, 2, 1, 4)):
         prompt = ids(3 + 4 * group)
-        for member in range(3):
+        for member in range(size):
             n = int(torch.randint(1, 12, (1,), generator=generator))
             mask = [0 if group == 1 and 1 <= t < 3 or group == 2 and member == 0 else 1 for t in range(n)]
             rewards = [0.0] * (n - 1) + [float((group + member) % 3)]

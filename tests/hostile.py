@@ -152,3 +152,55 @@ class StuckGame:
 
     def step(self, text):
         return "Again.", 0.0, False, {}
+
+
+# ---- processes that a function starts -------------------------------------------------------------------------------
+
+
+def family(how: str, at: str, then: str = "") -> str:
+    """Starts processes that live for a minute, and writes their numbers to a file.
+
+    Args:
+        how: multiprocessing, session, orphan or fork
+        at: the file
+        then: wait, leave or exec
+    """
+    import multiprocessing
+    import subprocess
+    import sys
+
+    minute = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    if how == "multiprocessing":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        pids = [child.pid]
+    elif how == "session":
+        pids = [subprocess.Popen(minute, start_new_session=True).pid]
+    elif how == "orphan":  # its parent ends at once, and it has a session of its own
+        code = f"import subprocess; print(subprocess.Popen({minute!r}, start_new_session=True, stdout=2).pid)"
+        pids = [int(subprocess.check_output([sys.executable, "-c", code]))]
+    else:
+        pids = [os.fork()]
+        if not pids[0]:
+            return "the child comes back out of the function, too"
+    Path(at).write_text(" ".join(map(str, pids)), encoding="utf-8")
+    if then == "wait":
+        time.sleep(100)
+    if then == "leave":
+        os._exit(3)
+    if then == "exec":
+        os.execv("/bin/true", ["true"])
+    return "done"
+
+
+family.own_process = 1
+
+
+def executes(completions, **_):
+    os.execv("/bin/true", ["true"])
+
+
+def executes_by_posix(completions, **_):
+    import posix
+
+    posix.execv("/bin/true", ["true"])

@@ -16,6 +16,8 @@ from unittest import mock
 import psutil
 from server_fixture import free_port
 
+from safety.orphans import end_with, ends_with_us
+
 ROOT = Path(__file__).parent.parent
 
 # A random model of 6 M parameters, and a reward by which it learns: about half of all token ids are even.
@@ -35,7 +37,8 @@ FORKS.set_forkserver_preload(["preloaded"])
 
 def become(command: list[str], log: Path, env: dict[str, str]) -> None:
     """In a fork: `python SCRIPT FLAGS`, as far as the script can tell."""
-    with open(log, "a") as file:
+    end_with(os.getppid())
+    with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
@@ -81,12 +84,13 @@ class Process:
         """ranks: so many forks of the script command[0], with torchrun's variables; None: any command, as it is."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text("")
+        log.write_text("", encoding="utf-8")
         # One thread: sums in the same order, and the cores are shared anyway.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
         if ranks is None:
-            with open(log, "a") as file:
-                self.members = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)]
+            with open(log, "a", encoding="utf-8") as file:
+                how = dict(cwd=ROOT, env=environment, stdout=file, stderr=file, preexec_fn=ends_with_us())
+                self.members = [subprocess.Popen(command, **how)]
         else:
             shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -97,7 +101,7 @@ class Process:
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace", encoding="utf-8")
 
     def children(self) -> list[psutil.Process]:
         found = []

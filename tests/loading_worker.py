@@ -139,7 +139,7 @@ def main(folder: str, out: str) -> None:
     result["saved"] = saved(folder, Path(out).parent / "run")
     results = utils.gather_objects(result)
     if utils.is_main():
-        Path(out).write_text(json.dumps(results))
+        Path(out).write_text(json.dumps(results), encoding="utf-8")
     utils.end_process(0)
 
 

@@ -46,21 +46,22 @@ class Page:
 def looking(folder: Path, *flags: str) -> Iterator[Page]:
     """`python look.py FOLDER --port 0 FLAGS`."""
     log = Path(folder).resolve().parent / f"look-{time.monotonic_ns()}.log"
-    with open(log, "w") as file:
+    scheme = "https" if "--ssl-certfile" in flags else "http"
+    with open(log, "w", encoding="utf-8") as file:
         command = [sys.executable, "look.py", str(folder), "--port", "0", *flags]
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + 60
-        while not (found := re.search(r"http://[^/]+:(\d+)/\?token=([\w-]+)", log.read_text())):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        while not (found := re.search(scheme + r"://[^/]+:(\d+)/\?token=([\w-]+)", log.read_text(encoding="utf-8"))):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text(encoding="utf-8")
             time.sleep(0.02)
-        page = Page(Path(folder), f"http://127.0.0.1:{found[1]}", found[2], log, process)
+        page = Page(Path(folder), f"{scheme}://127.0.0.1:{found[1]}", found[2], log, process)
         while time.monotonic() < deadline:  # the address is printed before the server answers
             with contextlib.suppress(requests.ConnectionError):
-                requests.get(page.root, timeout=10)
+                requests.get(page.root, timeout=10, verify=False)  # noqa: S501
                 break
         yield page
-        assert "Traceback" not in log.read_text(), log.read_text()
+        assert "Traceback" not in log.read_text(encoding="utf-8"), log.read_text(encoding="utf-8")
     finally:
         process.terminate()
         process.wait(20)

@@ -242,9 +242,9 @@ def make_run(
         "domains": [{"name": name, "weight": 1.0} for name in DOMAINS],
         "push_steps": 1,
     }
-    (folder / "config.json").write_text(json.dumps(settings | config, indent=2))
-    (folder / "command.txt").write_text("python train_grpo.py --config examples/sums.yaml\n")
-    with open(folder / "metrics.jsonl", "w") as file:
+    (folder / "config.json").write_text(json.dumps(settings | config, indent=2), encoding="utf-8")
+    (folder / "command.txt").write_text("python train_grpo.py --config examples/sums.yaml\n", encoding="utf-8")
+    with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
         for step in range(1, steps + 1):
             line = metrics_line(step, steps, fault, rng)
             file.write(json.dumps(line) + "\n")
@@ -262,7 +262,7 @@ def make_run(
             "updated": now,
             "why": "CUDA out of memory <b>" if state == "failed" else None,
         }
-        (folder / "state.json").write_text(json.dumps(told))
+        (folder / "state.json").write_text(json.dumps(told), encoding="utf-8")
     (folder / "lock").touch()
     vocabulary(folder)
     for step in range(steps - files + 1, steps + 1):

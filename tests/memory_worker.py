@@ -115,7 +115,7 @@ def main(out: str, argv: list[str]) -> None:
     cases = CASES + offload * (given.strategy == "fsdp2")
     found = [[more, critic, measured(replace(given, **more), critic, rank, world, device)] for more, critic in cases]
     if rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
     utils.end_process(0)
 
 

@@ -52,7 +52,8 @@ class PipeClient(VLLMClient):
         self.pipe = pipe
 
     def server_info(self) -> list[dict]:
-        return [{"vocab_size": 1, "world_size": 1, "device": "cpu", "devices": ["cpu"], "dtype": "bfloat16"}]
+        where = {"server": "pipe", "device": "cpu", "devices": ["cpu"]}
+        return [where | {"vocab_size": 1, "world_size": 1, "dtype": "bfloat16"}]
 
     def _call(self, url, method, path, body=None, timeout=None) -> dict:
         self.pipe.send((path, body))

@@ -32,12 +32,12 @@ def edit(policy: torch.nn.Module, seed: int) -> None:
 
 def peak_memory() -> float:
     """Highest resident memory in MiB since the last call to `reset_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def snapshot(policy) -> list[torch.Tensor]:
@@ -147,7 +147,7 @@ def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
     for number, (case, megabytes) in enumerate(zip(cases, extra, strict=True)):
         results.append(one_case(model_dir, url, compute_dtype, *case, 100 + number) | {"extra_mb": megabytes})
     if rank == 0:
-        Path(out).write_text(json.dumps(results))
+        Path(out).write_text(json.dumps(results), encoding="utf-8")
     utils.end_process(0)
 
 

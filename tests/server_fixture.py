@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import requests
 
+from safety.orphans import ends_with_us
+
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny"
 
@@ -36,9 +38,13 @@ class Server:
 
     def wait(self, timeout=240):
         deadline = time.monotonic() + timeout
-        while "vllm_server: ready" not in self.log.read_text():
-            assert self.process.poll() is None, f"the server ended while loading:\n{self.log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"not ready after {timeout} s:\n{self.log.read_text()[-4000:]}"
+        while "vllm_server: ready" not in self.log.read_text(encoding="utf-8"):
+            assert self.process.poll() is None, (
+                f"the server ended while loading:\n{self.log.read_text(encoding='utf-8')[-4000:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"not ready after {timeout} s:\n{self.log.read_text(encoding='utf-8')[-4000:]}"
+            )
             time.sleep(0.2)
         return self
 
@@ -63,13 +69,13 @@ def start_server(model_dir, *arguments):
     port, token = free_port(), secrets.token_urlsafe(8)
     log = Path(tempfile.mkdtemp(prefix="test_server_")) / "log"
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", str(model_dir), "--port", str(port)]
+    command += ["--exit-with-parent"]
     # The engine computes in its own process, as on one GPU: a third process would import for 10 s of a core. vLLM's own
     # choice for CPUs is one more; test_server_processes.py runs that.
     command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
-    with open(log, "w") as out:
-        process = subprocess.Popen(
-            [*command, *arguments], stdout=out, stderr=out, env=os.environ | {"VLLM_SERVER_TOKEN": token}
-        )
+    with open(log, "w", encoding="utf-8") as out:
+        how = dict(stdout=out, stderr=out, preexec_fn=ends_with_us())
+        process = subprocess.Popen([*command, *arguments], env=os.environ | {"VLLM_SERVER_TOKEN": token}, **how)
     return Server(f"http://127.0.0.1:{port}", token, Path(model_dir), process, log)
 
 

@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import requests
 import tiny_vlms
 from PIL import Image
-from server_fixture import make_tiny
+from server_fixture import free_port, make_tiny
 from test_turns import Scripted, tokenizer_of
 
 import rewards
@@ -23,7 +25,8 @@ from config import ConfigError, TrainConfig
 from data import load_rows
 from envs.adapters import check_rows, environment_maker, get_environment, plain_text
 from hf_generator import HFGenerator
-from rollouts import check_rollout, play
+from plugins import load_function
+from rollouts import TrajectoryError, check_rollout, multi_turn, play
 from runlog.reading import read_metrics
 from train_grpo import load_hf_model
 
@@ -76,6 +79,7 @@ def test_gymnasium_drawings_have_no_terminal_codes():
 
 BIG = """
 import gymnasium
+import numpy as np
 
 
 class Big(gymnasium.Env):
@@ -94,8 +98,54 @@ class Small(Big):
         return 4 + int(action), float(action), True, False, {}
 
 
-gymnasium.register("Big-v0", Big)
-gymnasium.register("Small-v0", Small)
+class Parts(Small):
+    observation_space = gymnasium.spaces.Dict(
+        map=gymnasium.spaces.Box(0, 9, (25, 30), int), bag=gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(9)])
+    )
+
+    def seen(self):
+        return {"map": np.arange(750).reshape(25, 30) % 10, "bag": (np.int64(4),), "told": "Go on."}
+
+    def reset(self, seed=None, options=None):
+        return self.seen(), {}
+
+    def step(self, action):
+        return self.seen(), 0.0, False, False, {}
+
+
+class ManyParts(Parts):
+    observation_space = gymnasium.spaces.Dict(
+        map=gymnasium.spaces.Box(0, 9, (25, 30)), own=gymnasium.spaces.Tuple([gymnasium.spaces.Box(0, 9, (300,))])
+    )
+
+
+class MoreThanSaid(Small):
+    # Its observations are larger than its space says.
+
+    def step(self, action):
+        return np.arange(1500), 0.0, False, False, {}
+
+    observation_space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(9))
+
+
+class FourValues(Small):
+    def step(self, action):
+        return 4, 0.0, False, {}
+
+
+class OldReset(Small):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(2, np.float32)  # unpacked, it would be an observation and an info
+
+
+class Switches(Small):
+    action_space = gymnasium.spaces.MultiDiscrete([2, 3])
+
+
+for given in (Big, Small, Parts, ManyParts, MoreThanSaid, FourValues, OldReset, Switches):
+    gymnasium.register(f"{given.__name__}-v0", given, disable_env_checker=True)
 """
 
 
@@ -115,7 +165,7 @@ def test_games_refuse_sizes_of_which_no_level_can_be_made(spec, message):
 
 
 def test_gymnasium_refuses_at_start_what_cannot_work(tmp_path, monkeypatch):
-    (tmp_path / "big_envs.py").write_text(BIG)
+    (tmp_path / "big_envs.py").write_text(BIG, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     for spec, message in (
         ("gymnasium?id=FrozenLak-v1", "Did you mean: `FrozenLake`"),
@@ -123,6 +173,11 @@ def test_gymnasium_refuses_at_start_what_cannot_work(tmp_path, monkeypatch):
         ("gymnasium?id=FrozenLake-v1&map_name=9x9", "KeyError: '9x9'"),
         ("gymnasium?id=Pendulum-v1", r"Box\(.*allowed are Discrete \(a number\) and Text"),
         ("gymnasium?id=big_envs:Big-v0", "observations are 27,648 numbers; allowed are 1,000 at most"),
+        ("gymnasium?id=big_envs:ManyParts-v0", "observations are 1,050 numbers; allowed are 1,000 at most"),
+        ("gymnasium?id=big_envs:FourValues-v0", r"form of gym, from before.*step\(action\) that returns"),
+        ("gymnasium?id=big_envs:OldReset-v0", "form of gym, from before gymnasium.*gymnasium.Env of your own"),
+        ("gymnasium?id=big_envs:Switches-v0", r"its actions are MultiDiscrete\(\[2 3\]\); allowed are Discrete"),
+        ("gymnasium?id=MiniGrid-Empty-5x5-v0", "named with their module: id=minigrid:MiniGrid-Empty-5x5-v0"),
         ("gymnasium", "missing a required argument: 'id'"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
@@ -133,9 +188,29 @@ def test_gymnasium_refuses_at_start_what_cannot_work(tmp_path, monkeypatch):
     assert small.actions() == ["<answer>-1</answer>", "<answer>0</answer>", "<answer>1</answer>"]
     assert act(small, "step", "-1")[1:3] == (-1.0, True) and small.state() == 3
     done = subprocess.run(
-        [sys.executable, str(ROOT / "rollouts.py"), "--env", "gymnasium?id=Taxi-v9"], capture_output=True, text=True
+        [sys.executable, str(ROOT / "rollouts.py"), "--env", "gymnasium?id=Taxi-v9"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr and "It provides versioned" in done.stderr
+
+
+def test_gymnasium_shows_observations_whole(tmp_path, monkeypatch, caplog):
+    """Of several parts, too: every number is there, and none is called np.int64(4)."""
+    (tmp_path / "big_envs.py").write_text(BIG, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = get_environment("gymnasium?id=big_envs:Parts-v0")()
+    text = parts.reset({}, 0)[0]["content"].split("\n", 1)[1]
+    assert text.startswith("map: [[0 1 2 3") and text.endswith("bag: (4)\ntold: Go on.")
+    assert len(re.findall(r"\d", text)) == 751 and "..." not in text
+    more = get_environment("gymnasium?id=big_envs:MoreThanSaid-v0")()
+    more.reset({}, 0)
+    (message,), *_ = more.step("0")
+    assert len(re.findall(r"\d+", message["content"])) == 1500 and "..." not in message["content"]
+    seen = played("gymnasium?id=big_envs:MoreThanSaid-v0", ["0", "1"], max_turns=2, max_completion_length=9000)
+    assert " more characters)" in seen.info["turns"][0]["observation"][0]["content"]
+    assert "Gymnasium.step() gave a message over --max_tool_result 4000 characters" in caplog.text
 
 
 # ---- TextArena ------------------------------------------------------------------------------------------------------
@@ -197,6 +272,45 @@ def test_textarena_keeps_its_seed_in_any_thread(game, moves):
     assert random.random() == expected
 
 
+INVALID = ["", "nonsense", "[1]", "[0 0]", "[up]", "[A 5]", "[99 99 99]", "[", "é", "[-1]", "[1 2 3 4]"]
+
+
+def test_textarena_goes_on_where_textarena_does(monkeypatch):
+    """Every game for one player, asked of the package: with the same moves, most of them invalid, it ends after the
+    same one, with the same reward, as when it is played without us, and always has something to say."""
+    import textarena
+    from textarena.envs.registration import ENV_REGISTRY
+
+    monkeypatch.setattr("nltk.download", lambda *args, **kwargs: False)  # no network: games of words are left out
+    played = 0
+    for game in (name for name in ENV_REGISTRY if name.endswith("-v0")):
+        try:
+            ours = get_environment(f"textarena?id={game}")()
+        except ConfigError:  # for several players, or not playable here
+            continue
+        random.seed(3)
+        plain = textarena.make(game)
+        random.seed(3)
+        plain.reset(num_players=1, seed=3)
+        theirs, done, number = random.getstate(), False, 0
+        assert ours.reset({}, 3)[0]["content"]
+        while not done and number < 2 * len(INVALID):
+            move, number = INVALID[number % len(INVALID)], number + 1
+            random.setstate(theirs)
+            plain.get_observation()
+            done, theirs = plain.step(move)[0], random.getstate()
+            answers, reward, ended, info = ours.step(move)
+            assert ended == done, (game, move)
+            assert done or answers[0]["content"].strip(), (game, move)
+            assert done or "nonsense" not in answers[0]["content"], (game, move)  # its own move is not said again
+        if done:
+            (given, notes), played = plain.close(), played + 1
+            # Where a game gives a text as its reward, TextArena's own reward of an invalid move stands.
+            assert reward == (-1.0 if isinstance(given[0], str) else given[0]), game
+            assert info["invalid"] == notes[0]["invalid_move"], game
+    assert played > 10
+
+
 def test_textarena_games_are_used_again():
     make = get_environment("textarena?id=LightsOut-v0")
     first = make()
@@ -231,20 +345,22 @@ def test_wordle_needs_word_lists(tmp_path):
     code = "import rollouts, sys; sys.argv[1:] = ['--env', 'textarena?id=Wordle-v0', '--max_turns', '2'] + sys.argv[1:]"
     command = [sys.executable, "-c", f"{code}; rollouts.main()"]
     environment = os.environ | {"NLTK_DATA": str(nltk), "HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, encoding="utf-8")
     assert done.returncode == 2 and "needs word lists of NLTK" in done.stderr and "Traceback" not in done.stderr
     words = ["crane", "plant", "stone", "house", "table", "river", "cloud", "light"]
     (nltk / "corpora" / "words").mkdir(parents=True)
     for name in ("en", "en-basic"):
-        (nltk / "corpora" / "words" / name).write_text("\n".join(words) + "\n")
+        (nltk / "corpora" / "words" / name).write_text("\n".join(words) + "\n", encoding="utf-8")
     tagger = nltk / "taggers" / "averaged_perceptron_tagger_eng"
     tagger.mkdir(parents=True)
     for part, content in (("weights", {}), ("tagdict", dict.fromkeys(words, "NN")), ("classes", ["NN"])):
-        (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(content))
+        (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(content), encoding="utf-8")
     code = "from envs.adapters import get_environment as g; e = g('textarena?id=Wordle-v0')\n"
     code += "for seed in (1, 1, 2, 3, 4, 5): w = e(); w.reset({}, seed); print('SECRET', w.game.state.game_state"
     code += "['secret_word']); print('SAID', w.step('[crane]')[0])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, encoding="utf-8"
+    )
     secrets = re.findall(r"SECRET (\w+)", done.stdout)
     assert len(secrets) == 6 and secrets[0] == secrets[1] and len(set(secrets)) > 2, done.stdout + done.stderr
     assert "C R A N E" in done.stdout and "You are Playing" not in done.stdout
@@ -341,7 +457,7 @@ DOUBLE = '<tool_call>{"name": "double", "arguments": {}}</tool_call>'
 
 @pytest.fixture
 def trl(tmp_path):
-    (tmp_path / "task.py").write_text(TRL_CLASSES)
+    (tmp_path / "task.py").write_text(TRL_CLASSES, encoding="utf-8")
     return f"{tmp_path}/task.py"
 
 
@@ -401,6 +517,14 @@ def test_mistakes_in_factories(trl):
         started("frozenlake", tools=["calculator"])
 
 
+def test_an_error_names_the_class_that_was_given(tmp_path):
+    (tmp_path / "task.py").write_text(
+        "class Client:\n    def reset(self, **row):\n        raise OSError('refused')\n", encoding="utf-8"
+    )
+    with pytest.raises(TrajectoryError, match=r"Client.reset\(\) raised OSError\('refused'\)"):
+        played(f"{tmp_path}/task.py:Client", ["Done."], reward_funcs=["length"])
+
+
 def test_a_reward_that_does_not_count_is_said(trl, caplog):
     started(f"{trl}:Counter", reward_funcs=["length"])
     assert "get_reward() of Counter does not count; name `environment` among --reward_funcs" in caplog.text
@@ -416,7 +540,7 @@ def test_a_reward_of_none_does_not_apply(trl, word, expected):
 def test_methods_and_tools_together(trl, tmp_path):
     """--tools and --mcp_config stand beside the methods, under their limits; the column `tools` chooses among them."""
     served = {"mcpServers": {"files": {"command": sys.executable, "args": [str(ROOT / "tests" / "mcp_server.py")]}}}
-    (tmp_path / "servers.json").write_text(json.dumps(served))
+    (tmp_path / "servers.json").write_text(json.dumps(served), encoding="utf-8")
     settings = dict(tools=["calculator"], mcp_config=str(tmp_path / "servers.json"))
     cfg = TrainConfig(env=f"{trl}:Counter", **settings)
     environment = environment_maker(cfg)()
@@ -428,14 +552,16 @@ def test_methods_and_tools_together(trl, tmp_path):
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     trajectory = played(f"{trl}:Counter", [INCREMENT + call, "Done."], **settings)
     assert [m["content"] for m in trajectory.info["turns"][0]["observation"]] == ["4", "42"]
-    (tmp_path / "clash.py").write_text('def double() -> int:\n    "Doubles."\n    return 2\n')
+    (tmp_path / "clash.py").write_text('def double() -> int:\n    "Doubles."\n    return 2\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="both have a tool 'double'"):
         started(f"{trl}:Counter", tools=[f"{tmp_path}/clash.py:double"])
 
 
 def test_prompts_that_the_environment_makes(trl, tmp_path):
     """Rows of a column `environment` alone, or of nothing but seeds, as where TRL has no train_dataset."""
-    (tmp_path / "rows.jsonl").write_text('{"environment": "plain", "word": "Rome"}\n{"environment": "counter"}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"environment": "plain", "word": "Rome"}\n{"environment": "counter"}\n', encoding="utf-8"
+    )
     rows = load_rows(f"{tmp_path}/rows.jsonl", own_prompts=False)
     shown = [
         played(f"{trl}:FACTORIES", ["Done."], row, reward_funcs=["length"]).info["shown"][-1]["content"] for row in rows
@@ -470,7 +596,7 @@ class Words(Painter):
 
 
 def test_a_prompt_with_pictures_of_the_environment(tmp_path):
-    (tmp_path / "pictures.py").write_text(PICTURES)
+    (tmp_path / "pictures.py").write_text(PICTURES, encoding="utf-8")
     folder = tiny_vlms.make("qwen2_5_vl", tmp_path / "vlm")
     cfg = TrainConfig(env=f"{tmp_path}/pictures.py:Painter", model_id=str(folder), compute_dtype="float32")
     processor = script.load_processor(cfg.model_id)
@@ -488,7 +614,7 @@ def test_a_prompt_with_pictures_of_the_environment(tmp_path):
 def test_trained_with_a_dict_of_environments(trl, tmp_path):
     """Rewards may ask for `environments` of ours, too; both kinds of rows stand in one step."""
     rows = [{"environment": name} for name in ("counter", "plain", "five", "made")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     settings = dict(
         model_id=str(make_tiny()),
         generator="hf",
@@ -515,8 +641,10 @@ def test_trained_with_a_dict_of_environments(trl, tmp_path):
 
 def bridge(name: str, folder: Path) -> str:
     """A file as docs/environments.md has it."""
-    (code,) = re.findall(rf"```python\n(# {name}\n.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)
-    (folder / name).write_text(code)
+    (code,) = re.findall(
+        rf"```python\n(# {name}\n.*?)```", (ROOT / "docs" / "environments.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    (folder / name).write_text(code, encoding="utf-8")
     return str(folder / name)
 
 
@@ -547,7 +675,7 @@ class MyInteraction:
 
 
 def test_an_interaction_of_verl(tmp_path, monkeypatch):
-    (tmp_path / "my_interaction.py").write_text(INTERACTION)
+    (tmp_path / "my_interaction.py").write_text(INTERACTION, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     spec = f"{bridge('from_verl.py', tmp_path)}:FromVeRL"
     prompt = [{"role": "user", "content": "What is 6 * 7?"}]
@@ -562,6 +690,161 @@ def test_an_interaction_of_verl(tmp_path, monkeypatch):
     assert environment.id in interaction.open
     act(environment, "close")
     assert environment.id not in interaction.open
+
+
+OPENENV = '''
+import sys
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server import Environment, create_app
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import Action, Observation, State
+from openenv.core.tools.local_python_executor import PyExecutor
+
+
+class CodeAction(Action):
+    code: str
+
+
+class CodeObservation(Observation):
+    stdout: str = ""
+    stderr: str = ""
+
+
+class Coding(Environment):
+    """As coding_env: it keeps what the code defines, and its server admits one session."""
+
+    state = State()
+
+    def reset(self, **kwargs):
+        self.executor = PyExecutor()
+        return CodeObservation()
+
+    def step(self, action, **kwargs):
+        result = self.executor.run(action.code)
+        return CodeObservation(stdout=result.stdout, stderr=result.stderr, reward=0.1 - result.exit_code)
+
+
+def echo_message(message: str) -> str:
+    return message
+
+
+class Echo(MCPEnvironment):
+    """As echo_env: its actions are tools of MCP."""
+
+    SUPPORTS_CONCURRENT_SESSIONS, state = True, State()
+
+    def __init__(self):
+        tools = FastMCP("echo")
+        tools.tool(echo_message)
+        super().__init__(tools)
+
+    def reset(self, **kwargs):
+        return Observation()
+
+    def _step_impl(self, action, **kwargs):
+        return Observation()
+
+
+apps = {
+    "coding": lambda: create_app(Coding, CodeAction, CodeObservation, env_name="coding"),
+    "echo": lambda: create_app(Echo, CallToolAction, CallToolObservation, env_name="echo", max_concurrent_envs=16),
+}
+uvicorn.run(apps[sys.argv[1]](), host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
+'''
+
+
+def test_environments_of_openenv(tmp_path, monkeypatch):
+    """Real servers of OpenEnv, the file in the docs, and more trajectories at once than a server admits sessions."""
+    for name in ("openenv", "fastmcp", "smolagents"):
+        pytest.importorskip(name)
+    (tmp_path / "serve.py").write_text(OPENENV, encoding="utf-8")
+    ports = {name: free_port() for name in ("coding", "echo")}
+    servers = [subprocess.Popen([sys.executable, tmp_path / "serve.py", name, str(p)]) for name, p in ports.items()]
+    monkeypatch.setenv("CODING_URLS", f"http://127.0.0.1:{ports['coding']}")
+    monkeypatch.setenv("ECHO_URL", f"http://127.0.0.1:{ports['echo']}")
+    path = bridge("from_openenv.py", tmp_path)
+    settings = dict(env=f"{path}:FACTORIES", reward_funcs=[f"{path}:last_reward"], max_completion_length=2000)
+    cfg = TrainConfig(**settings, max_prompt_length=2000, num_generations=4, tool_timeout=30)
+    try:
+        for name, port in ports.items():
+            deadline = time.monotonic() + 60
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                assert time.monotonic() < deadline, f"the OpenEnv server {name} is not there after 60 s"
+                time.sleep(0.2)
+        for name, tool, arguments, said, reward in (
+            ("coding", "run", {"code": "x = 41\nprint(x + 1)"}, "42\n", 0.1),
+            ("coding", "run", {"code": "import os"}, "Import of os is not allowed", -0.9),
+            ("echo", "echo", {"message": "hello"}, "hello", 1.0),
+        ):
+            call = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+            rows = [{"prompt": f"{said} {number}", "environment": name} for number in range(3)]
+
+            class EachForItself(Scripted):
+                async def generate(self, sent, call=call, **options):
+                    says = [call] if "<tool_response>" not in self.tokenizer.decode(sent) else ["Done."]
+                    return await Scripted(self.tokenizer, says).generate(sent, **options)
+
+            trajectories = asyncio.run(multi_turn(rows, EachForItself(tokenizer_of("qwen2_5"), []), cfg))
+            asyncio.run(rewards.score(trajectories, rewards.get_reward_functions(cfg), cfg))
+            assert len(trajectories) == 12
+            for trajectory in trajectories:
+                (message,) = trajectory.info["turns"][0]["observation"]
+                assert said in message["content"] and trajectory.info["rewards"]["last_reward"] == pytest.approx(reward)
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait(10)
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.ConnectionError:
+        return False
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class Sum(vf.Task[Data]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+    @vf.reward
+    async def short(self, task, trace) -> float:
+        assert "+" in trace.transcript and task is self.data
+        return 0.5 * (len(trace.last_reply) < 20)
+
+
+class MyTasksetConfig(vf.TasksetConfig):
+    id: str = "sums"
+
+
+class MyTaskset(vf.Taskset[Sum, MyTasksetConfig]):
+    def load(self):
+        for n in range(6):
+            yield Sum(Data(prompt=f"{n} + {n}?", system_prompt="Be short.", answer=str(2 * n)))
+"""
+
+
+def test_tasks_of_verifiers_1(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "my_taskset.py").write_text(TASKSET, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = bridge("from_verifiers.py", tmp_path)
+    rows = load_rows(f"{path}:rows")
+    assert len(rows) == 6 and rows[2]["prompt"][1] == {"role": "user", "content": "2 + 2?"}
+    given = [[{"role": "assistant", "content": text}] for text in ("It is 4.", "It may be 4, or 5, or 6.", "Hm.")]
+    values = load_function(f"{path}:reward")([rows[2]["prompt"]] * 3, given, [2] * 3)
+    assert asyncio.run(values) == [2.5, 2.0, 0.5]
 
 
 VERIFIERS = '''
@@ -601,10 +884,10 @@ def load_environment():
 '''
 
 
-def test_an_environment_of_verifiers(tmp_path, monkeypatch):
-    (tmp_path / "my_env.py").write_text(VERIFIERS)
+def test_an_environment_of_verifiers_0(tmp_path, monkeypatch):
+    (tmp_path / "my_env.py").write_text(VERIFIERS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    path = bridge("from_verifiers.py", tmp_path)
+    path = bridge("from_old_verifiers.py", tmp_path)
     (row,) = load_rows(f"{path}:rows")
     trajectory = played(f"{path}:FromVerifiers", ["5?", "7?"], row)
     assert trajectory.turns == 2 and score(trajectory, "environment")["environment"] == pytest.approx(1 / 3)
@@ -614,6 +897,6 @@ def test_an_environment_of_verifiers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["coming-from-trl.md", "environments.md"])
 def test_flags_in_the_docs_are_there(name):
-    known = {field.name for field in dataclasses.fields(TrainConfig)} | {"policy", "max_staleness"}
-    flags = set(re.findall(r"--(\w+)", (ROOT / "docs" / name).read_text()))
+    known = {field.name for field in dataclasses.fields(TrainConfig)} | {"policy", "max_staleness", "write_tables"}
+    flags = set(re.findall(r"--(\w+)(?![\w-])", (ROOT / "docs" / name).read_text(encoding="utf-8")))
     assert flags and not flags - known

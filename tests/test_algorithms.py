@@ -16,8 +16,8 @@ from train_grpo import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, Batch, normaliz
 OWN = sorted(ADVANTAGES.keys() - {"gae"})  # train_ppo.py's, which another test file imports, wants a critic
 
 FOLDER = Path(__file__).parent / "golden"
-GOLDEN = json.loads((FOLDER / "advantages_losses.json").read_text())
-NORMALISED = json.loads((FOLDER / "reward_normalisation.json").read_text())
+GOLDEN = json.loads((FOLDER / "advantages_losses.json").read_text(encoding="utf-8"))
+NORMALISED = json.loads((FOLDER / "reward_normalisation.json").read_text(encoding="utf-8"))
 AGGREGATIONS = {  # ours -> the name in the golden file
     "token_mean": "token-mean",
     "seq_mean": "seq-mean-token-mean",

@@ -19,7 +19,7 @@ from train_async import Ahead, TrainConfig
 
 
 def steps_of(folder, script, flags, run, **how):
-    (folder / "even.py").write_text(EVEN)
+    (folder / "even.py").write_text(EVEN, encoding="utf-8")
     flags = f"{SMALL} --reward_funcs {folder}/even.py:even --max_steps 4 --output_dir {folder} --run_name {run} {flags}"
     with running(trainer(folder / f"{run}.log", *flags.split(), script=script, **how)) as process:
         assert process.end() == 0, process.text[-3000:]
@@ -133,6 +133,19 @@ def test_bounded_in_order_each_once_across_a_resume(latencies, updates, stalenes
         train_async.sample_step, train_async.collect = original
 
 
+def test_prompts_are_drawn_where_after_rollout_runs():
+    """Not on the thread that samples: `next` reads the memory that after_rollout writes to."""
+    drawn = []
+    sampler = SimpleNamespace(share=1, next=lambda step: drawn.append((step, threading.current_thread())) or [])
+    cfg = TrainConfig(max_staleness=2, max_steps=9)
+    run = SimpleNamespace(rows=[], sampler=sampler, generator=None, reward_functions={}, first=0)
+    collector = Ahead(run, cfg)
+    collector.pushed(0, cfg)
+    assert drawn == [(step, threading.current_thread()) for step in range(3)]
+    assert collector.steps[2].result(5)[0] == []
+    collector.close()
+
+
 def test_an_error_in_the_background_is_raised_at_once(monkeypatch):
     """Not when its step's turn comes, which may be minutes later."""
     fake = Fake([0.3, 0.0], fails=1)
@@ -161,16 +174,24 @@ def test_a_run_that_overlaps(server, tmp_path):
         shares = [value for name, value in line.items() if name.startswith("staleness/tokens_")]
         assert sum(shares) == pytest.approx(1)
         assert {"async/trainer_waited", "async/generator_waited", "async/groups_ready", "sampling/ess"} <= line.keys()
-    numbers = [json.loads(text)["step"] for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    numbers = [
+        json.loads(text)["step"]
+        for text in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert numbers == sorted(numbers)
-    assert "staleness 2" in (tmp_path / "run.log").read_text() and (tmp_path / "run" / "train_grpo.py").exists()
+    assert (
+        "staleness 2" in (tmp_path / "run.log").read_text(encoding="utf-8")
+        and (tmp_path / "run/code/train_grpo.py").exists()
+    )
     assert all(1 <= line["ranks/tokens_after"] <= line["ranks/tokens_before"] for line in lines)
 
 
 def test_a_critic_too(server, tmp_path):
     """The file in docs/async.md."""
-    (code,) = re.findall(r"(?s)```python\n(import train_async.*?)```", (ROOT / "docs" / "async.md").read_text())
-    (tmp_path / "my_ppo_async.py").write_text(code)
+    (code,) = re.findall(
+        r"(?s)```python\n(import train_async.*?)```", (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
+    )
+    (tmp_path / "my_ppo_async.py").write_text(code, encoding="utf-8")
     flags = f"--generator vllm --server_urls {server.url} --max_staleness 1 --logprob_diff_limit 1 --max_steps 3 "
     script, env = str(tmp_path / "my_ppo_async.py"), {"VLLM_SERVER_TOKEN": server.token, "PYTHONPATH": str(ROOT)}
     _, lines = steps_of(tmp_path, script, flags, "run", **env)

@@ -190,7 +190,7 @@ def test_no_padding():
     inputs, rows, columns, targets = packing.pack(batch, cfg)
     lengths = batch.attention_mask.sum(1).long().tolist()
     prompts = [packing.shared_prefix(batch, members) for members in packing.sharing(batch)]
-    length = sum(prompts) + sum(n - prompts[row // 3] for row, n in enumerate(lengths))
+    length = sum(prompts) + sum(n - prompts[group] for n, group in zip(lengths, batch.groups.tolist(), strict=True))
     assert inputs["input_ids"].shape == inputs["position_ids"].shape == (1, length)
     following = inputs["input_ids"][rows, (columns + 1).clamp(max=length - 1)] == targets
     assert following.float().mean() > 0.8  # all but the first tokens of completions 2, 3, ...

@@ -28,8 +28,10 @@ def sleeper(tmp_path_factory):
     shutil.copy(ROOT / "tests" / "cpu_sleep.py", folder)
     about = folder / "cpu_sleep-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-sleep\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\ncpu_sleep = cpu_sleep:register\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-sleep\nVersion: 1.0\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ncpu_sleep = cpu_sleep:register\n", encoding="utf-8"
+    )
     paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
     with mock.patch.dict(os.environ, PYTHONPATH=paths, CPU_SLEEP_LOG=str(folder / "log"), CPU_SLEEP_SECONDS="0.5"):
         live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512", "--enable-sleep-mode")
@@ -85,7 +87,7 @@ def test_a_push_wakes_the_server_and_its_weights_are_whole(sleeper, client, mode
             parameter.add_(torch.randn_like(parameter) * 0.1)
     push(client, model, 1)
     assert state(server) == "awake" and difference(client, model) < 1e-4
-    assert log.read_text().split("\n")[:3] == ["sleep 2", "wake weights", "wake kv_cache"]
+    assert log.read_text(encoding="utf-8").split("\n")[:3] == ["sleep 2", "wake weights", "wake kv_cache"]
 
 
 def test_what_woke_without_weights_does_not_sample(sleeper, client, model):
@@ -135,9 +137,9 @@ def test_its_state_is_clear_at_any_moment(sleeper, client, model):
 def test_training_by_turns(sleeper, tmp_path):
     """Three steps: each sleeps once, and each samples from the weights that the last one pushed."""
     server, log = sleeper
-    noted = len(log.read_text())
+    noted = len(log.read_text(encoding="utf-8"))
     flags = SMALL.replace("--generator hf", "--generator vllm").split()
-    (tmp_path / "even.py").write_text(EVEN)  # a reward by which the weights change
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")  # a reward by which the weights change
     flags += [
         "--reward_funcs",
         f"{tmp_path}/even.py:even",
@@ -151,10 +153,10 @@ def test_training_by_turns(sleeper, tmp_path):
     flags += ["--colocate", "--logprob_diff_limit", "1e-3", "--output_dir", str(tmp_path), "--run_name", "run"]
     with running(trainer(tmp_path / "log", *flags, VLLM_SERVER_TOKEN=server.token)) as run:
         assert run.end() == 0, run.text
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["sampling/logprob_diff_mean"] < 1e-3 and line["policy_lag"] == 0 for line in lines)
-    assert log.read_text()[noted:].split("\n")[:-1] == ["sleep 2", "wake weights", "wake kv_cache"] * 3
+    assert log.read_text(encoding="utf-8")[noted:].split("\n")[:-1] == ["sleep 2", "wake weights", "wake kv_cache"] * 3
 
 
 def test_a_server_that_cannot_sleep_is_refused(server, model):

@@ -65,7 +65,8 @@ def test_a_composed_model_trains(kind, tmp_path):
         "        image = None if n == 3 else Image.new('RGB', (70, 90), (60 * n, 0, 0))\n"
         "        yield {'prompt': f'Which shade is picture {n}?', 'image': image}\n"
         "def even(completion_ids, **_):\n"
-        "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
+        "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n",
+        encoding="utf-8",
     )
     cfg = TrainConfig(
         model_id=str(folder),

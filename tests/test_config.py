@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 import config
-from cli import field_help
+from cli import field_help, flags
 from config import PRESETS, ConfigError, TrainConfig, check, convert, load_config
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +120,9 @@ def test_yaml_values_are_as_strict_as_the_command_line():
 
 def test_defaults_then_preset_then_file_then_command_line(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("preset: grpo\nepsilon: 0.3\nlearning_rate: 1e-5\nlora_targets: [q_proj]\nuse_peft: yes\n")
+    file.write_text(
+        "preset: grpo\nepsilon: 0.3\nlearning_rate: 1e-5\nlora_targets: [q_proj]\nuse_peft: yes\n", encoding="utf-8"
+    )
     cfg = parse(f"--config {file} --learning_rate 2e-5")
     assert cfg.beta == PRESETS["grpo"]["beta"] != TrainConfig().beta  # the preset
     assert cfg.epsilon == 0.3 and cfg.use_peft and cfg.lora_targets == ["q_proj"]  # the file, over the preset
@@ -159,7 +161,7 @@ def test_an_unknown_preset_is_answered_with_the_known():
 )
 def test_mistakes_in_a_config_file_name_file_and_flag(tmp_path, content, says):
     file = tmp_path / "run.yaml"
-    file.write_text(content)
+    file.write_text(content, encoding="utf-8")
     message = error(f"--config {file}")
     assert says in message and (str(file) in message or "--epsilon" in message)
 
@@ -167,8 +169,69 @@ def test_mistakes_in_a_config_file_name_file_and_flag(tmp_path, content, says):
 def test_config_files_that_cannot_be_read(tmp_path):
     assert "No such file" in error(f"--config {tmp_path}/none.yaml")
     assert "Is a directory" in error(f"--config {tmp_path}")
-    (tmp_path / "empty.yaml").write_text("")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "it is a named pipe; give a YAML file" in error(f"--config {tmp_path}/pipe.yaml")
+    assert "it is a device" in error("--config /dev/zero")
+    (tmp_path / "large.yaml").write_text("#" * 2**21, encoding="utf-8")
+    assert "is larger than 1 MiB" in error(f"--config {tmp_path}/large.yaml")
+    (tmp_path / "empty.yaml").write_text("", encoding="utf-8")
     assert parse(f"--config {tmp_path}/empty.yaml") == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("seed: 1\nbeta: 0\nseed: 2", "line 3, column 1: `seed` stands there twice, first on line 1"),
+        (
+            "domains:\n  - name: a\n    env: x\n    env: y",
+            "line 4, column 5: `env` stands there twice, first on line 3",
+        ),
+        ("eval_steps: " + "[" * 5000, "line 1, column 112: lists in lists deeper than 100"),
+        ("eval_steps: " + "{a: " * 101 + "}" * 101, "deeper than 100"),
+        (b"run_name: caf\xe9", "line 1: not UTF-8: byte 0xe9"),
+        ("seed: 1".encode("utf-16"), "line 1: not UTF-8: byte 0xff"),
+        ("seed: 12:30", "--seed=12:30: expected a whole number"),
+        ("learning_rate: 0b11", "--learning_rate=0b11: expected a number"),
+        ("seed: " + "9" * 5000, "line 1, column 7: a number of 5000 characters"),
+        ("use_peft: on off", "expected true or false"),
+        ("run_name: [a", "line 1, column 13"),
+        ("run_name: true", "--run_name=true: expected text; write it in quotes"),
+        ("lora_targets: &a [*a]", "holds itself"),
+        ("\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]" for n in range(9)), "100,000"),
+        ("seed: 1\n---\nseed: 2", "single document"),
+    ],
+)
+def test_what_a_config_file_must_not_hold_is_said_with_its_place(tmp_path, content, says):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = error(f"--config {file}")
+    assert says in message and len(message) < 500, message
+
+
+@pytest.mark.parametrize("written", ["010", "12:30", "off", "No", "3.10", "1e3", "1_000", "2024-01-01", "0x1F", "0o17"])
+def test_texts_in_a_config_file_stay_as_they_are_written(tmp_path, written):
+    """YAML 1.1 makes 8, 750, False, 3.1, 1000 and a date of some."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"run_name: {written}\nreward_funcs: [{written}]\ndomains: [{{name: a, env: {written}}}]", encoding="utf-8"
+    )
+    cfg = parse(f"--config {file}")
+    assert (cfg.run_name, cfg.reward_funcs, cfg.by_domain()[0].env) == (written, [written], written)
+
+
+def test_numbers_and_switches_in_a_config_file_are_those_of_yaml_1_2(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "seed: 010\nmax_steps: 1e3\nlora_r: 0x10\nlearning_rate: 1e-5\nbeta: .5\nadam_beta1: 0.90\n", encoding="utf-8"
+    )
+    cfg = parse(f"--config {file}")
+    assert (cfg.seed, cfg.max_steps, cfg.lora_r, cfg.learning_rate, cfg.beta) == (10, 1000, 16, 1e-5, 0.5)
+    assert {type(value) for value in vars(cfg).values()} <= {int, float, str, bool, list, type(None)}
+    for word, wanted in {"true": True, "yes": True, "on": True, "False": False, "off": False, "no": False}.items():
+        file.write_text(f"log_completions: {word}", encoding="utf-8")
+        assert parse(f"--config {file}").log_completions is wanted
+    file.write_text("domains:\n  - &first {name: a, env: x}\n  - {<<: *first, name: b}", encoding="utf-8")
+    assert [own.env for own in parse(f"--config {file}").by_domain()] == ["x", "x"]
 
 
 # ---- checks across fields -------------------------------------------------------------------------------------------
@@ -236,14 +299,14 @@ def test_one_generation_is_fine_where_nothing_is_compared():
 
 def test_every_field_has_a_help_text_and_a_group():
     helps = field_help(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
+    for field in flags(TrainConfig):
         group, text = helps[field.name]
         assert len(text) > 3 and group != "of this script", field.name
 
 
 def test_help_shows_every_flag_with_its_default_and_choices():
     text = config.build_parser(TrainConfig).format_help()
-    for field in dataclasses.fields(TrainConfig):
+    for field in flags(TrainConfig):
         assert f"--{field.name}" in text
     assert "--strategy {ddp,fsdp,fsdp2}" in text and "--no-use_peft" in text
     assert "[1e-06]" in text and "reasoning_gym [None]" in text and "[['" not in text
@@ -284,7 +347,7 @@ def test_a_subclass_adds_fields_and_changes_defaults():
     ],
 )
 def test_config_and_command_line_import_neither_torch_nor_anything_of_ours(file, others):
-    tree = ast.parse((ROOT / file).read_text())
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert imported - set(sys.stdlib_module_names) == others
@@ -296,7 +359,7 @@ def test_config_and_command_line_import_neither_torch_nor_anything_of_ours(file,
 def run(script: Path, *arguments: str, **env) -> subprocess.CompletedProcess:
     command = [sys.executable, str(script), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, encoding="utf-8")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--learnig_rate", "1"], ["--prompts_per_step", "0"]])
@@ -314,7 +377,7 @@ def test_help_and_mistakes_answer_at_once(arguments):
 
 
 def test_help_and_mistakes_import_no_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')", encoding="utf-8")
     path = f"{tmp_path}:{ROOT}"
     for arguments, status in ((["--help"], 0), (["--nonsense"], 2), (["--offload"], 2)):
         done = run(ROOT / "train_grpo.py", *arguments, PYTHONPATH=path)
@@ -332,13 +395,13 @@ def test_only_rank_0_speaks():
 @pytest.mark.parametrize("decorator", ["", "@dataclass\n"])
 def test_a_copied_script_with_its_own_knob(tmp_path, decorator):
     """The line that the script itself suggests, with and without the decorator."""
-    script, source = tmp_path / "my_grpo.py", (ROOT / "train_grpo.py").read_text()
+    script, source = tmp_path / "my_grpo.py", (ROOT / "train_grpo.py").read_text(encoding="utf-8")
     knob = f"from dataclasses import dataclass\n{decorator}class TrainConfig(TrainConfig):\n"
     knob += "    my_coef: float = 0.1  # weight of my idea\n    my_mode: str | None = None\n"
     where = source.index("CONFIG = parse_args(")
     end = source.index("\n\n", where)
     show = "\nif CONFIG is not None:\n    import json\n    print(json.dumps(vars(CONFIG)))\n    raise SystemExit\n"
-    script.write_text(source[:where] + knob + source[where:end] + show + source[end:])
+    script.write_text(source[:where] + knob + source[where:end] + show + source[end:], encoding="utf-8")
     text = run(script, "--help").stdout
     assert re.search(r"--my_coef FLOAT +weight of my idea \[0\.1\]", text) and "my_grpo.py" in text
     assert "distinct prompts per step" in text  # the inherited ones are still there

@@ -228,7 +228,9 @@ LAKE = {"name": "lake", "env": "frozenlake", "max_turns": 3, "max_completion_len
 
 
 def config(tmp_path, *entries, flags: str = "", **beside) -> TrainConfig:
-    (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"generator": "hf", **beside, "domains": list(entries)}))
+    (tmp_path / "mix.yaml").write_text(
+        yaml.safe_dump({"generator": "hf", **beside, "domains": list(entries)}), encoding="utf-8"
+    )
     return load_config(argv=["--config", str(tmp_path / "mix.yaml"), *flags.split()])
 
 
@@ -247,8 +249,8 @@ def test_a_domain_is_the_config_with_settings_of_its_own(tmp_path):
 
 
 def test_the_file_of_the_documentation_is_one(tmp_path):
-    page = (ROOT / "docs" / "data-and-rewards.md").read_text()
-    (tmp_path / "mix.yaml").write_text(re.search(r"```yaml\n(# mix.yaml\n.*?)```", page, re.S)[1])
+    page = (ROOT / "docs" / "data-and-rewards.md").read_text(encoding="utf-8")
+    (tmp_path / "mix.yaml").write_text(re.search(r"```yaml\n(# mix.yaml\n.*?)```", page, re.S)[1], encoding="utf-8")
     cfg = load_config(argv=["--config", str(tmp_path / "mix.yaml"), "--generator", "hf"])
     assert [own.domain for own in cfg.by_domain()] == ["math", "search", "lake"]
     assert [own.rollout for own in cfg.by_domain()] == ["single_turn", "multi_turn", "multi_turn"]
@@ -298,7 +300,7 @@ def test_flags_and_held_out_rows(tmp_path):
     with pytest.raises(ConfigError, match="--max_completion_length changes nothing: every domain of .*mix.yaml has"):
         config(tmp_path, *own, flags="--max_completion_length 30")
     config(tmp_path, SUMS, LAKE, flags="--max_completion_length 30")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n' * 9)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n' * 9, encoding="utf-8")
     file = SUMS | {"name": "file", "dataset_id": str(tmp_path / "rows.jsonl")}
     with pytest.raises(ConfigError, match="file has no splits|rows.jsonl has no splits: .* or give this domain"):
         load(config(tmp_path, file, SUMS, eval_steps=5))
@@ -334,7 +336,8 @@ def test_tools_of_one_name_are_all_looked_at(tmp_path, monkeypatch):
     """That of the second domain is harmless, that of the first runs a model's code."""
     for name, marked in (("first", "run.executes_code = True"), ("second", "")):
         (tmp_path / f"{name}.py").write_text(
-            f'def run(code: str) -> str:\n    """Run it.\n\n    Args:\n        code: python\n    """\n\n{marked}\n'
+            f'def run(code: str) -> str:\n    """Run it.\n\n    Args:\n        code: python\n    """\n\n{marked}\n',
+            encoding="utf-8",
         )
     monkeypatch.setattr(sandbox, "why_not_contained", lambda: "there is no wall")
     entries = [SUMS | {"name": name, "tools": f"{tmp_path}/{name}.py:run"} for name in ("first", "second")]
@@ -347,7 +350,7 @@ def test_a_column_routes_the_rows_of_one_data_set(tmp_path):
     path = tmp_path / "rows.jsonl"
 
     def loaded(cfg):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         read = {}
         parts = [load_data(own, dict, lambda rows, name: [1] * len(rows), cfg, read) for own in cfg.by_domain()]
         assert len(read) == 1, "read once"
@@ -452,7 +455,7 @@ def odd(completion_ids, kind, trajectories, **columns):
 def runs(tmp_path_factory):
     """(name, flags, script) -> folder of a run of two domains on two ranks, one of them with tools."""
     folder = tmp_path_factory.mktemp("domains")
-    (folder / "tasks.py").write_text(TASKS)
+    (folder / "tasks.py").write_text(TASKS, encoding="utf-8")
     tasks = f"{folder}/tasks.py"
     plain = dict(name="plain", weight=[[0, 5], [4, 3]], dataset_id=f"{tasks}:plain", reward_funcs=[f"{tasks}:even"])
     plain |= dict(max_completion_length=8, eval_solved=0.5, system_prompt="Speak plainly.")
@@ -463,10 +466,10 @@ def runs(tmp_path_factory):
     )
     beside |= dict(num_generations=4, max_prompt_length=512, print_samples_every=0, scale_rewards="batch")
     beside |= dict(output_dir=str(folder), save_steps=2, save_total_limit=9, eval_generations=2, env_errors="stop")
-    (folder / "mix.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, tooled]}))
+    (folder / "mix.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, tooled]}), encoding="utf-8")
     single = {key: value for key, value in tooled.items() if key not in ("tools", "max_turns", "max_turn_length")}
     single |= {"eval_split": "none"}
-    (folder / "single.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, single]}))
+    (folder / "single.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, single]}), encoding="utf-8")
 
     def train(name: str, flags: str, script: str = "train_grpo.py", mix: str = "mix", **env):
         command = ["--config", f"{folder}/{mix}.yaml", "--run_name", name, *flags.split()]
@@ -539,9 +542,9 @@ def test_evaluation_and_report_by_domain(whole):
         assert line["eval/plain/reward"] <= 1 < line["eval/tooled/reward"] and "eval/plain/pass@2" in line
     for path in (whole / "completions").glob("*.parquet"):
         assert {row["domain"] for row in samples.first_rows(path, 2)} == set(pandas.read_parquet(path).domain)
-    page = write_report(whole).read_text()
+    page = write_report(whole).read_text(encoding="utf-8")
     assert "Reward by domain" in page and "Held-out rows by domain" in page and "tooled: reward by function" in page
-    assert json.loads((whole / "config.json").read_text())["domains"][1]["tools"] == ["calculator"]
+    assert json.loads((whole / "config.json").read_text(encoding="utf-8"))["domains"][1]["tools"] == ["calculator"]
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(runs):
@@ -555,7 +558,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs):
     evaluations = [line for line in untimed(whole) if "eval/reward" in line]
     assert evaluations and all(line["eval/rows"] == line["eval/plain/rows"] == 3 for line in evaluations)
     assert not [key for line in evaluations for key in line if key.startswith("eval/tooled")], "it holds no rows out"
-    state = json.loads((parts / "checkpoints" / "step_6" / "trainer" / "state.json").read_text())
+    state = json.loads((parts / "checkpoints" / "step_6" / "trainer" / "state.json").read_text(encoding="utf-8"))
     assert set(state["domain_moments"]) == {"plain", "tooled"} == set(state["domains"]["drawn"])
 
 
@@ -592,7 +595,7 @@ if __name__ == "__main__":
 
 def test_an_advantage_sees_rows_of_its_domain_on_every_rank(runs, tmp_path, whole):
     """In the same steps as above, in some of which a rank has none of a domain."""
-    (tmp_path / "own.py").write_text(OWN.format(root=str(ROOT)))
+    (tmp_path / "own.py").write_text(OWN.format(root=str(ROOT)), encoding="utf-8")
     run = runs("own", "--max_steps 6 --eval_steps none --advantage own", script=str(tmp_path / "own.py"))
     rewards = [[line["reward"] for line in untimed(each) if "reward" in line][:1] for each in (run, whole)]
     assert rewards[0] == rewards[1]

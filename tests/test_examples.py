@@ -24,7 +24,9 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "examples")]
 import geometry  # noqa: E402
 from warm_start import WarmConfig  # noqa: E402
 
-EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "examples").glob("*.yaml"))}
+EXAMPLES = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "examples").glob("*.yaml"))
+}
 MORE = {  # what is tried beside the file's settings
     "arithmetic": "--reward_funcs examples/arithmetic.py:right tool_use few_turns",
     "coding": "--allow_uncontained",
@@ -100,18 +102,24 @@ def runner(tmp_path):
     """(words) -> outcome of examples/run.py, and what it started. The servers' calls are left out."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    for folder in ("examples", "runlog", "safety", "scripts", "benchmarks"):
+    for folder in ("examples", "inputs", "runlog", "safety", "scripts", "benchmarks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for script in STARTED.split():
-        (tmp_path / script).write_text(STAND_IN)
+        (tmp_path / script).write_text(STAND_IN, encoding="utf-8")
 
     def run(*words: str, python: tuple = (sys.executable,), **env: str):
-        (tmp_path / "calls").write_text("")
+        (tmp_path / "calls").write_text("", encoding="utf-8")
         command = [*python, "examples/run.py", *words]
         done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | {"SEEDS": "0"} | env, capture_output=True, text=True, timeout=120
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"SEEDS": "0"} | env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            encoding="utf-8",
         )
-        calls = map(json.loads, (tmp_path / "calls").read_text().splitlines())
+        calls = map(json.loads, (tmp_path / "calls").read_text(encoding="utf-8").splitlines())
         return done, [call for call in calls if call[0] != "vllm_server.py"]
 
     run.folder = tmp_path
@@ -148,7 +156,7 @@ def test_geometry_can_be_measured():
 
 
 def test_another_script(runner):
-    (runner.folder / "train_async.py").write_text(STAND_IN)
+    (runner.folder / "train_async.py").write_text(STAND_IN, encoding="utf-8")
     done, calls = runner("counting", "--max_steps", "3", SCRIPT="train_async.py")
     assert done.returncode == 0 and "train_async.py" in [call[0] for call in calls], done.stderr
 
@@ -227,8 +235,8 @@ def test_a_failure_ends_it(runner):
 )
 def test_a_wrong_name_is_an_error(runner, old, new, message):
     path = runner.folder / "examples/arithmetic.yaml"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
+    assert old in path.read_text(encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     done, calls = runner("arithmetic")
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not calls
@@ -244,14 +252,15 @@ def test_unknown_examples_and_flags(runner):
 
 
 def test_the_section_is_a_mapping(tmp_path):
-    (tmp_path / "wrong.yaml").write_text("example: 3")
+    (tmp_path / "wrong.yaml").write_text("example: 3", encoding="utf-8")
     with pytest.raises(ConfigError, match="unknown name 'example'"):
         load_config(argv=["--config", str(tmp_path / "wrong.yaml")])
 
 
 def test_a_bare_machine_is_installed_first(runner):
     (runner.folder / "scripts/install.sh").write_text(
-        "mkdir -p .venv/bin; printf '#!/bin/sh\\necho in .venv: \"$@\"' >.venv/bin/python; chmod +x .venv/bin/python"
+        "mkdir -p .venv/bin; printf '#!/bin/sh\\necho in .venv: \"$@\"' >.venv/bin/python; chmod +x .venv/bin/python",
+        encoding="utf-8",
     )
     done, _ = runner("sums", "--max_steps", "3", python=(sys.executable, "-S", "-I"))  # without site-packages
     assert done.stdout == "in .venv: examples/run.py sums --max_steps 3\n", done.stderr

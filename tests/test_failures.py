@@ -32,7 +32,7 @@ def never(completions, **_):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("failures")
-    (path / "rewards.py").write_text(REWARDS)
+    (path / "rewards.py").write_text(REWARDS, encoding="utf-8")
     return path
 
 
@@ -120,7 +120,7 @@ WITHOUT_SERVER = {
 def endings(folder):
     places = {"rewards": folder / "rewards.py", "closed": f"http://127.0.0.1:{free_port()}"}
     (folder / "taken").mkdir()
-    (folder / "taken" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "taken" / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     common = f"{SMALL} --reward_funcs length --max_steps 2 --output_dir {folder} "
     flags = {name: common + more.format(**places) for name, (more, _) in WITHOUT_SERVER.items()}
     flags["reward never returns"] = common + f"--reward_funcs {places['rewards']}:never length --reward_timeout 1"
@@ -138,7 +138,7 @@ def test_a_reward_that_never_returns_is_counted_and_the_run_goes_on(endings, fol
     assert ending.status == 0 and ending.seconds < LIMIT, ending.text[-3000:]
     assert "'never' took over --reward_timeout=1 s" in ending.text
     (path,) = folder.glob("tiny-grpo-*/checkpoints/step_2/../../metrics.jsonl")
-    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [step["reward_timeouts"] for step in steps] == [16, 16]
     assert all(step["rewards/never/mean"] == 0 and step["rewards/length/mean"] != 0 for step in steps)
 
@@ -244,7 +244,7 @@ def test_a_server_dies_comes_back_and_dies_again(doomed, folder):
         kill_server(doomed)
         ending = ending_of(run, start)
     assert_ended(ending, f"{doomed.url} is gone", "POST /generate failed", "start it again", "resume the run")
-    steps = len(metrics.read_text().splitlines())
+    steps = len(metrics.read_text(encoding="utf-8").splitlines())
 
     again = start_server(TINY, *doomed.again, "--dtype", "float32", "--max-model-len", "512")
     doomed.process, doomed.log = again.process, again.log  # so that the fixture ends this one
@@ -263,6 +263,6 @@ def test_a_server_dies_comes_back_and_dies_again(doomed, folder):
         kill_server(doomed)  # ... when the server dies
         ending = ending_of(run, start)
     assert_ended(ending, f"{doomed.url} is gone", "start it again", "resume the run")
-    lines = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     # The first push brought the restarted server up to date. The last checkpoint may have been under way when it died.
     assert lines in (list(range(1, steps + 2)), list(range(1, steps + 1)))

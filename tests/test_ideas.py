@@ -9,7 +9,7 @@ from live import EVEN, ROOT, SMALL, running, trainer
 
 from runlog.reading import read_metrics
 
-PAGE = (ROOT / "docs" / "ideas.md").read_text()
+PAGE = (ROOT / "docs" / "ideas.md").read_text(encoding="utf-8")
 KNOB = "# A knob of your own:"
 
 
@@ -34,9 +34,11 @@ def copy(tmp_path):
     """Copies of both scripts with the blocks of a section, in a folder of their own: other tests read this one."""
 
     def write(title: str) -> dict[str, str]:
-        (tmp_path / "my_grpo.py").write_text(paste(title, (ROOT / "train_grpo.py").read_text()))
-        ppo = (ROOT / "train_ppo.py").read_text()
-        (tmp_path / "my_ppo.py").write_text(re.sub(r"\btrain_grpo\b(?!\.py)", "my_grpo", ppo))
+        (tmp_path / "my_grpo.py").write_text(
+            paste(title, (ROOT / "train_grpo.py").read_text(encoding="utf-8")), encoding="utf-8"
+        )
+        ppo = (ROOT / "train_ppo.py").read_text(encoding="utf-8")
+        (tmp_path / "my_ppo.py").write_text(re.sub(r"\btrain_grpo\b(?!\.py)", "my_grpo", ppo), encoding="utf-8")
         return {name: str(tmp_path / f"my_{name}.py") for name in ("grpo", "ppo")}
 
     return write
@@ -44,7 +46,7 @@ def copy(tmp_path):
 
 def train(folder: Path, script: str, flags: str, run: str = "run") -> list[dict]:
     """Lines of the steps of a run."""
-    (folder / "even.py").write_text(EVEN)
+    (folder / "even.py").write_text(EVEN, encoding="utf-8")
     base = f"{SMALL} --reward_funcs {folder}/even.py:even --max_steps 3 --output_dir {folder} --run_name {run} "
     command = (base + flags).split()
     with running(trainer(folder / f"{run}.log", *command, script=script, PYTHONPATH=str(ROOT))) as process:
@@ -61,6 +63,7 @@ IDEAS = [
     ("An advantage with a knob: pass@k", "--advantage passk --pass_k 2", "pass_at_k"),
     ("A loss whose bounds", "--policy_loss dynamic_clip --num_iterations 2", "clip_ratio/low_mean"),
     ("A loss with two knobs", "--policy_loss ce_gppo --num_iterations 2 --keep_low 0.75", "ce_gppo/kept_mean"),
+    ("A loss with a number", "--policy_loss by_length --tokens_per_microbatch 60", "by_length/scale_max"),
     ("Advantages weighted by entropy", "--advantage entropy_weighted", "entropy_bonus"),
     ("Another optimizer", "--learning_rate 1e-4", "lr/embeddings"),
     ("A supervised term", "--sft_steps 2", "sft/right_mean"),
@@ -69,7 +72,7 @@ IDEAS = [
 
 @pytest.mark.parametrize("title, flags, metric", IDEAS, ids=[flags.split()[1] for _, flags, _ in IDEAS])
 def test_idea(title, flags, metric, copy, tmp_path):
-    (tmp_path / "right.py").write_text(HARD)
+    (tmp_path / "right.py").write_text(HARD, encoding="utf-8")
     steps = train(tmp_path, copy(title)["grpo"], f"--reward_funcs {tmp_path}/right.py:right {flags}")
     assert len(steps) == 3 and metric in steps[0], sorted(steps[0])
     if metric == "sft/right_mean":
@@ -83,7 +86,7 @@ def test_idea(title, flags, metric, copy, tmp_path):
 def test_knobs_of_a_loss_work_with_a_critic(copy, tmp_path):
     steps = train(tmp_path, copy("A loss with two knobs")["ppo"], "--policy_loss ce_gppo --keep_low 0.75")
     assert "ce_gppo/kept_mean" in steps[0] and "value/loss" in steps[0]
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["keep_low"] == 0.75
+    assert json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["keep_low"] == 0.75
 
 
 def without_times(lines: list[dict]) -> list[dict]:
@@ -94,11 +97,11 @@ def without_times(lines: list[dict]) -> list[dict]:
 def test_what_is_remembered_is_restored(title, copy, tmp_path):
     """A resumed run draws the rows, and replays the completions, that the uninterrupted one does: bit for bit."""
     script = copy(title)["grpo"]
-    (tmp_path / "right.py").write_text(HARD.replace("> len(ids) / 2", "> len(ids) * 0.7"))
+    (tmp_path / "right.py").write_text(HARD.replace("> len(ids) / 2", "> len(ids) * 0.7"), encoding="utf-8")
     flags = f"--reward_funcs {tmp_path}/right.py:right --dataset_id {tmp_path}/rows.jsonl --prompts_per_step 2 "
     flags += "--save_steps 1"
     rows = "".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(4))
-    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
     whole = without_times(train(tmp_path, script, f"{flags} --max_steps 6", "whole"))
     train(tmp_path, script, f"{flags} --max_steps 3", "parts")
     parts = without_times(train(tmp_path, script, f"{flags} --max_steps 6 --resume", "parts"))
@@ -122,7 +125,7 @@ def test_ideas_without_code(tmp_path):
 
 def test_a_reward_that_compares(tmp_path):
     (code,) = re.findall(r"(?s)```python\n(.*?)```", section("A reward that compares"))
-    (tmp_path / "my_rewards.py").write_text(code)
+    (tmp_path / "my_rewards.py").write_text(code, encoding="utf-8")
     steps = train(tmp_path, "train_grpo.py", f"--reward_funcs {tmp_path}/my_rewards.py:win_rate")
     assert steps[0]["reward"] == pytest.approx(0.5)
 
@@ -132,7 +135,7 @@ def test_a_reference_that_follows_at_once_is_the_policy(strategy, tmp_path):
     """--ref_sync_alpha 1 on two ranks: every weight has moved, those of the root module too, so the KL is 0."""
     flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --max_steps 3 --output_dir {tmp_path} --run_name run "
     flags += f"--strategy {strategy} --beta 0.01 --ref_sync_steps 1 --ref_sync_alpha 1"
-    (tmp_path / "even.py").write_text(EVEN)
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     with running(trainer(tmp_path / "log", *flags.split(), ranks=2)) as process:
         assert process.end() == 0, process.text[-3000:]
     kl = [line["kl"] for line in read_metrics(tmp_path / "run") if "reward" in line]

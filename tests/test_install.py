@@ -25,7 +25,7 @@ TINY = ROOT / "models" / "tiny"
 def pins(name):
     """{package: version} of a requirements file, its -r lines followed."""
     found = {}
-    for line in (ROOT / name).read_text().splitlines():
+    for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
         if line.startswith("-r "):
             found |= pins(line.removeprefix("-r "))
         elif line and not line.startswith("#"):
@@ -35,7 +35,9 @@ def pins(name):
 
 
 def run(*command, **env):
-    return subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=60, encoding="utf-8"
+    )
 
 
 def test_gpu_and_cpu_sets_differ_only_in_the_build():
@@ -80,15 +82,17 @@ def installation(tmp_path):
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     (tmp_path / ".venv/bin").mkdir(parents=True)
     for path in (tmp_path / ".venv/bin/python", tmp_path / "bwrap"):
-        path.write_text(PIP)
+        path.write_text(PIP, encoding="utf-8")
         path.chmod(0o755)
 
     def install(*words, missing="nothing"):
-        (tmp_path / "pip_calls").write_text("")
+        (tmp_path / "pip_calls").write_text("", encoding="utf-8")
         env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MISSING": missing}
         command = ["bash", "scripts/install.sh", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-        calls = (tmp_path / "pip_calls").read_text().splitlines()
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, encoding="utf-8"
+        )
+        calls = (tmp_path / "pip_calls").read_text(encoding="utf-8").splitlines()
         return done, [call.partition("--progress-bar off ")[2] for call in calls]
 
     return install
@@ -160,7 +164,7 @@ def test_the_shim_costs_nothing_until_torchvision_is_imported():
 def test_an_unfit_python_is_named(tmp_path, shown_version, message):
     python = tmp_path / "python3.99"
     if shown_version:
-        python.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {shown_version}\nexit 1\n')
+        python.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {shown_version}\nexit 1\n', encoding="utf-8")
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
     done = run("bash", "scripts/install.sh", PYTHON=str(python) if shown_version else "python3.99")
     assert done.returncode == 1 and message in done.stderr
@@ -179,10 +183,10 @@ def test_a_finished_model_is_left_as_it_is():
 
 
 def test_a_foreign_folder_is_not_overwritten(tmp_path):
-    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "precious").write_text("mine", encoding="utf-8")
     done = run(sys.executable, "scripts/make_models.py", "tiny", str(tmp_path))
     assert done.returncode == 1 and re.search("holds something else", done.stderr)
-    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine"
 
 
 def test_without_a_package_index_the_model_maker_says_so_and_leaves_nothing(tmp_path):

@@ -47,18 +47,24 @@ def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False, scrip
     run = "launch-" + secrets.token_hex(4)
     for name in ("nvidia-smi", "python", "torchrun", "srun", "scontrol"):
         text = STAND_IN.format(python=sys.executable, here=folder, gpus=gpus, run=run, dies=dies)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
     environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVER_FLAGS")}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}"} | env
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     command = ["bash", f"scripts/{script}", run, "a-model", "512", "train_grpo.py", *flags]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, encoding="utf-8"
+        )
     finally:
         (ROOT / "runs" / f"{run}-server.log").unlink(missing_ok=True)
     files = [folder / f"{name}.json" for name in ("server", "trainer")]
-    return done.returncode, done.stderr, *(json.loads(f.read_text()) if f.exists() else None for f in files)
+    return (
+        done.returncode,
+        done.stderr,
+        *(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files),
+    )
 
 
 def test_eight_gpus_are_divided(tmp_path):

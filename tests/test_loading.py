@@ -34,7 +34,7 @@ def ranks(model, tmp_path_factory):
         trainer(out.with_suffix(".log"), str(model), str(out), ranks=2, script="tests/loading_worker.py")
     ) as w:
         assert w.end() == 0, w.text
-    return json.loads(out.read_text())
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_written_by_all_ranks_while_training_goes_on(ranks, mode
         )  # half of the weights twice, in float32 and as served, and what is under way
         assert found["unasked"] == [1, 2]  # complete before anybody asked
     assert not list(step.glob("written*"))
-    index = json.loads((step / "model.safetensors.index.json").read_text())
+    index = json.loads((step / "model.safetensors.index.json").read_text(encoding="utf-8"))
     assert len(set(index["weight_map"].values())) == len(list(step.glob("model-*.safetensors"))) > 2
     again, original = (AutoModelForCausalLM.from_pretrained(path) for path in (step, model))
     assert again.dtype == torch.bfloat16

@@ -89,7 +89,9 @@ def test_corrections_weigh_clamp_and_leave_out(policy):
 
 def test_truncated_rows_hopeless_groups_and_sure_tokens_are_left_out(policy):
     cfg = TrainConfig(compute_dtype="float32")
-    trajectories = [Trajectory({}, row // 3, [1], [2], [1], [0.0], [float(row >= 12)]) for row in range(15)]
+    groups = make_batch(policy, cfg).groups.tolist()
+    last = groups.index(max(groups))  # the first row of the last group
+    trajectories = [Trajectory({}, g, [1], [2], [1], [0.0], [float(row >= last)]) for row, g in enumerate(groups)]
     trajectories[4].finish_reason = "length"
 
     def left(**options):
@@ -100,8 +102,8 @@ def test_truncated_rows_hopeless_groups_and_sure_tokens_are_left_out(policy):
 
     whole = left()
     assert (left(mask_truncated=True).loss_mask[4] == 0).all()
-    easy = left(group_mean_max=0.5)  # group 4, rows 12 to 14, is solved by all
-    assert (easy.loss_mask[12:] == 0).all() and torch.equal(easy.loss_mask[:12], whole.loss_mask[:12])
+    easy = left(group_mean_max=0.5)  # the last group is solved by all
+    assert (easy.loss_mask[last:] == 0).all() and torch.equal(easy.loss_mask[:last], whole.loss_mask[:last])
     forks = left(top_entropy_quantile=0.25)
     sampled = whole.loss_mask > 0
     least = whole.entropy[sampled].sort(descending=True).values[math.ceil(0.25 * int(sampled.sum())) - 1]
@@ -123,7 +125,9 @@ def test_kl_goes_into_the_reward_and_scores_are_normalised(policy):
     script.shape_rewards(batch, running, moments)
     expected = (before.sum(1) - before.sum(1).mean()) / before.sum(1).std()
     has_token = batch.loss_mask.any(1)
-    assert torch.allclose(batch.scores[has_token], expected[has_token], atol=1e-4) and moments[0] == 15
+    assert torch.allclose(batch.shaped_scores[has_token], expected[has_token], atol=1e-4) and moments[0] == 15
+    assert torch.equal(batch.scores, before.sum(1)), "scores stay as the reward functions gave them"
+    assert torch.equal(batch.select([1, 4]).scores, before.sum(1)[[1, 4]])
 
 
 def test_adaptive_beta_matches_the_published_numbers_and_entropy_steers_its_coefficient():

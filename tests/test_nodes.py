@@ -21,14 +21,18 @@ class Node:
         self.enter = ["nsenter", "-t", str(holder.pid), "-U", *kinds, "--preserve-credentials", f"--wdns={ROOT}"]
 
     def run(self, command: str) -> None:
-        done = subprocess.run([*self.enter, "sh", "-ec", command], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            [*self.enter, "sh", "-ec", command], capture_output=True, text=True, timeout=20, encoding="utf-8"
+        )
         if done.returncode:
             raise OSError(f"{command}: {done.stderr}")
 
 
 def hold(command: list[str], stack: contextlib.ExitStack) -> subprocess.Popen:
     """A process that keeps namespaces alive until the stack is closed."""
-    holder = subprocess.Popen([*command, "sh", "-c", "echo ready; exec sleep 1000"], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [*command, "sh", "-c", "echo ready; exec sleep 1000"], stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
     stack.callback(holder.wait)
     stack.callback(holder.kill)
     if holder.stdout.readline() != "ready\n":
@@ -40,7 +44,7 @@ def hold(command: list[str], stack: contextlib.ExitStack) -> subprocess.Popen:
 def nodes(tmp_path_factory):
     """{name: Node} of node-a, node-b and node-c at 10.77.0.1, .2 and .3."""
     hosts = tmp_path_factory.mktemp("nodes") / "hosts"  # else names are asked for, and nobody answers, for minutes
-    hosts.write_text("127.0.0.1 localhost\n10.77.0.1 node-a\n10.77.0.2 node-b\n10.77.0.3 node-c\n")
+    hosts.write_text("127.0.0.1 localhost\n10.77.0.1 node-a\n10.77.0.2 node-b\n10.77.0.3 node-c\n", encoding="utf-8")
     with contextlib.ExitStack() as stack:
         try:
             switch = Node(hold(["unshare", "-Urn"], stack), "-n")
@@ -109,6 +113,8 @@ def test_two_nodes_train_with_a_server_on_a_third(nodes, tmp_path):
         flags += ["--output_dir", str(tmp_path / "shared"), "--logprob_diff_limit", "1e-3"]
         both = [stack.enter_context(running(one)) for one in ranks(nodes, tmp_path, *flags, launch=launch)]
         for one in both:
-            assert one.end(300) == 0, one.text + (tmp_path / "server.log").read_text()
-    lines = [json.loads(line) for line in (tmp_path / "shared/run/metrics.jsonl").read_text().splitlines()]
+            assert one.end(300) == 0, one.text + (tmp_path / "server.log").read_text(encoding="utf-8")
+    lines = [
+        json.loads(line) for line in (tmp_path / "shared/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2] and all(line["policy_lag"] == 0 for line in lines)

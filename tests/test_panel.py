@@ -217,7 +217,7 @@ def test_the_terminal_is_whole_again_however_a_run_ends(what, tmp_path):
     terminal = Terminal("-c", ENDS.format(what=what, folder=str(tmp_path)))
     screen = terminal.until()
     assert screen.bottom == 24 and "RUNNING" in screen.text
-    said = json.loads((tmp_path / "run" / "state.json").read_text())
+    said = json.loads((tmp_path / "run" / "state.json").read_text(encoding="utf-8"))
     assert (said["state"], said["why"]) == WAYS[what] and (said["step"], said["num_steps"]) == (1, 30)
     assert said["pid"] == terminal.process.pid and said["started"] <= said["updated"] <= time.time()
 
@@ -249,7 +249,9 @@ log.step(1, {{"reward": 0.5, "time/step": 1.0}})
 log.close()
 """
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, encoding="utf-8"
+    )
     assert done.stdout.startswith("step 1/30  reward 0.5") and not re.search(
         r"\x1b[78]|\x1b\[[\d;]*[rHJK]", done.stdout
     )

@@ -25,13 +25,13 @@ FLAGS += "--tokens_per_microbatch 320 --logprob_chunk 64 --lora_r 8"
 @pytest.mark.parametrize("strategy, ranks", [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_predicted_bytes_are_those_of_a_real_update(strategy, ranks, tmp_path):
     """All weights and LoRA, with and without gradient checkpointing, with a critic, offloaded: within a tenth."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
     words = ["--model_id", str(tmp_path), "--strategy", strategy, *FLAGS.split()]
     out = tmp_path / "measured.json"
     with running(trainer(tmp_path / "log", str(out), *words, ranks=ranks, script="tests/memory_worker.py")) as worker:
         assert worker.end() == 0, worker.text
     wrong = []
-    for more, critic, measured in json.loads(out.read_text()):
+    for more, critic, measured in json.loads(out.read_text(encoding="utf-8")):
         cfg = replace(load_config(TrainConfig, words), **more)
         for what, size in predicted(cfg, ranks, critic).items():
             error = size / measured[what] - 1
@@ -67,7 +67,7 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
 def test_with_domains_the_file_is_to_be_given(capsys, tmp_path):
     """It has the list, which no flag can say; what is planned is beside it."""
     lists = "domains: [{name: a, max_completion_length: 600}, {name: b, env: frozenlake}]\nmax_prompt_length: 99\n"
-    (tmp_path / "MIX.yaml").write_text(lists)
+    (tmp_path / "MIX.yaml").write_text(lists, encoding="utf-8")
     words = f"--config {tmp_path}/MIX.yaml --model_id models/tiny --gpus 2 --gpu_memory 80".split()
     assert plan.main(load_config(plan.PlanConfig, words)) == 0
     _, _, flags = capsys.readouterr().out.splitlines()[-1].partition("train_grpo.py ")

@@ -80,18 +80,18 @@ SHARDINGS = {
 
 @pytest.mark.parametrize("case", SHARDINGS)
 def test_two_ranks_train_policy_and_critic(case, tmp_path):
-    (tmp_path / "even.py").write_text(EVEN)
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     flags = [*FLAGS.split(), *SHARDINGS[case].split(), "--reward_funcs", f"{tmp_path}/even.py:even"]
     run = trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--run_name", "run", ranks=2, script=PPO)
     with running(run):
         assert run.end() == 0, run.text
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 2 and all(line["value/grad_norm"] > 0 and line["grad_norm"] > 0 for line in lines)
     assert "value/explained_variance" in lines[-1]
 
 
 def test_critic_warmup_leaves_the_policy_bit_identical(tmp_path):
-    (tmp_path / "even.py").write_text(EVEN)
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     flags = [*FLAGS.split(), "--reward_funcs", f"{tmp_path}/even.py:even", "--critic_warmup", "2"]
     run = trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--run_name", "run", script=PPO)
     with running(run):
@@ -99,5 +99,5 @@ def test_critic_warmup_leaves_the_policy_bit_identical(tmp_path):
     before = load_file(make_tiny() / "model.safetensors")
     after = load_file(tmp_path / "run" / "checkpoints" / "step_2" / "model.safetensors")
     assert all(torch.equal(after[name].to(weight.dtype), weight) for name, weight in before.items())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert all(line["value/grad_norm"] > 0 and "grad_norm" not in line for line in lines)

@@ -10,7 +10,7 @@ def push_all(server, compute_dtype: str, out: Path) -> list[dict]:
     command = ["tests/push_worker.py", str(server.model_dir), server.url, compute_dtype, str(out)]
     with running(Process(command, out.with_suffix(".log"), 2, VLLM_SERVER_TOKEN=server.token)) as ranks:
         assert ranks.end() == 0, ranks.text[-4000:]
-    return json.loads(out.read_text())
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def check(results: list[dict], limit: float) -> None:

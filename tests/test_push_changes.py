@@ -198,7 +198,7 @@ def test_ranks_compare_their_own_shards(tmp_path):
     out = tmp_path / "out.json"
     with running(Process(["tests/changes_worker.py", str(out)], tmp_path / "log", 2)) as ranks:
         assert ranks.end() == 0, ranks.text[-4000:]
-    results = json.loads(out.read_text())
+    results = json.loads(out.read_text(encoding="utf-8"))
     for case, found in results.items():
         assert found["equal"], case
         sent = {push: found[push]["sent"] for push in found if push != "equal"}

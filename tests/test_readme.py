@@ -1,5 +1,6 @@
 """README.md and docs/ are true: blocks run as they stand, flags, files and links exist, metrics are explained."""
 
+import json
 import os
 import re
 import shlex
@@ -24,12 +25,12 @@ PAGES = [page for page in PAGES if page.name != "reliability.md"]  # written by 
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 def edited_copy(folder: Path) -> Path:
     """train_grpo.py with every block of the README that is no file of its own."""
-    text, knob = (ROOT / "train_grpo.py").read_text(), None
+    text, knob = (ROOT / "train_grpo.py").read_text(encoding="utf-8"), None
     edits = [block for block in blocks(ROOT / "README.md", "python") if not block.startswith("# my_")]
     for block in edits:
         where = "CONFIG = parse_args" if block.startswith("class TrainConfig") else "# ==== main "
@@ -37,7 +38,7 @@ def edited_copy(folder: Path) -> Path:
         text, knob = text.replace(where, f"{block}\n\n{where}"), knob or block.startswith("class TrainConfig")
     assert knob and len(edits) >= 6
     copy = folder / "my_grpo.py"
-    copy.write_text(text)
+    copy.write_text(text, encoding="utf-8")
     return copy
 
 
@@ -46,7 +47,7 @@ def check(*arguments: str) -> str:
     make_tiny()
     command = [sys.executable, "scripts/check.py", *arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT)}  # a copy lies beside the script; here it lies elsewhere
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, encoding="utf-8")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -60,11 +61,114 @@ def test_a_copy_with_all_edits_of_the_readme_learns(tmp_path):
     assert "it learns" in check(str(edited_copy(tmp_path)), *flags.split())
 
 
+# By hand, so that no function of ours can see it: what check.py is for.
+OF_A_PART = """def mine(logprobs, batch, cfg):
+    longest = (batch.loss_mask.sum(1) / batch.loss_mask.sum(1).mean())[:, None]
+    return -batch.advantages * logprobs * longest, {}
+
+POLICY_LOSSES["mine"] = mine
+"""
+OF_A_RANK = """def mine(batch, cfg):
+    length = batch.loss_mask.sum(1)
+    return spread(center_by_group(batch.scores, batch.groups) * (length < length.quantile(0.5)), batch.loss_mask)
+
+ADVANTAGES["mine"] = mine
+"""
+OF_A_SHARD = """class Mine(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_(300 if p.ndim > 1 else 0)
+        super().step()
+
+def make_optimizer(module, cfg):
+    return Mine(module.parameters(), lr=cfg.learning_rate)
+"""
+
+
+@pytest.mark.parametrize(
+    "block, flag, told",
+    [
+        (OF_A_PART, "--policy_loss mine", "not the same in small micro-batches as in one pass: grad_norm"),
+        (OF_A_RANK, "--advantage mine", "not the same on two ranks as in one pass: grad_norm"),
+        (OF_A_SHARD, "", "not the same on two ranks with shards as in one pass after an update: "),
+    ],
+    ids=["part", "rank", "shard"],
+)
+def test_the_check_finds_what_depends_on_the_cut(block, flag, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from check import same, toy_task
+
+    copy = with_optimizer(tmp_path, block)
+    assert same(str(copy), toy_task(), tuple(flag.split())) == 1
+    said = capsys.readouterr().out
+    assert told in said and "NAME.prepare" in said, said
+
+
+def groups_of(script: Path, ranks: int, folder: Path) -> dict:
+    """What make_optimizer of a script makes under each --strategy: [[lr_scale, names]], or why it was refused."""
+    worker = [str(script), str(folder / "groups.json")]
+    run = trainer(folder / "log", *worker, ranks=ranks, script="tests/optimizer_worker.py", PYTHONPATH=str(ROOT))
+    with running(run) as process:
+        assert process.end() == 0, process.text
+    return json.loads((folder / "groups.json").read_text(encoding="utf-8"))
+
+
+def with_optimizer(folder: Path, block: str) -> Path:
+    text = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
+    copy = folder / "my_grpo.py"
+    copy.write_text(text.replace("# ==== 11 ", f"{block}\n\n# ==== 11 "), encoding="utf-8")
+    return copy
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ideas.md"])
+def test_optimizer_groups_of_the_pages_are_the_same_however_the_model_is_sharded(page, tmp_path):
+    """By shapes (README) and by names (ideas): FSDP1's pieces are flat, and whatever wraps the model renames."""
+    (block,) = [block for block in blocks(ROOT / page, "python") if "def make_optimizer" in block]
+    copy = with_optimizer(tmp_path, block)
+    alone = groups_of(copy, 1, tmp_path)["ddp"]
+    assert [scale for scale, _ in alone] == [1, 0.1] and all(names for _, names in alone)
+    if page == "README.md":
+        assert all("norm" in name for name in alone[1][1]) and not any("norm" in name for name in alone[0][1])
+    else:
+        assert alone[1][1] == ["model.embed_tokens.weight"]
+    assert groups_of(copy, 2, tmp_path) == {"ddp": alone, "fsdp": alone, "fsdp2": alone}
+
+
+@pytest.mark.parametrize(
+    "condition, refused, message",
+    [
+        ("name.startswith('model.model.layers.0')", ["ddp", "fsdp"], "is in group . under|has no parameters"),
+        ("name == 'model.lm_head.weight'", ["ddp", "fsdp"], "has no parameters under --strategy .*clean_name"),
+        ("False", ["ddp", "fsdp", "fsdp2"], "the group 'first' has no parameters"),
+    ],
+)
+def test_a_split_that_depends_on_the_sharding_is_refused(condition, refused, message, tmp_path):
+    block = f"""def make_optimizer(module, cfg):
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    groups = [{{"params": [p for name, p in named if {condition}], "name": "first"}}]
+    groups += [{{"params": [p for name, p in named if not ({condition})], "lr_scale": 0.1}}]
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate)
+"""
+    found = groups_of(with_optimizer(tmp_path, block), 2, tmp_path)
+    for strategy in refused:
+        assert isinstance(found[strategy], str) and re.search(message, found[strategy]), found[strategy]
+    assert sorted(s for s, groups in found.items() if isinstance(groups, str)) == refused
+
+
+def test_parameters_that_no_group_trains_are_refused(tmp_path):
+    block = """def make_optimizer(module, cfg):
+    return torch.optim.AdamW([p for p in module.parameters() if p.ndim > 1], lr=cfg.learning_rate)
+"""
+    found = groups_of(with_optimizer(tmp_path, block), 1, tmp_path)
+    assert re.search(r"trained parameters are in no group, first 'model.*norm.*requires_grad_", found["ddp"])
+
+
 def test_the_check_fails_where_nothing_is_learned(tmp_path):
     """With the sign of the loss turned round."""
-    text = (ROOT / "train_grpo.py").read_text()
+    text = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
     assert text.count("return (weights * per_token).sum()") == 1
-    (tmp_path / "wrong.py").write_text(text.replace("return (weights *", "return -(weights *"))
+    (tmp_path / "wrong.py").write_text(text.replace("return (weights *", "return -(weights *"), encoding="utf-8")
     with pytest.raises(AssertionError, match="it does not learn"):
         check(str(tmp_path / "wrong.py"), "--max_steps", "4")
 
@@ -73,20 +177,20 @@ def test_files_of_the_readme_run_and_their_metrics_are_explained(tmp_path):
     for page in (ROOT / "README.md", ROOT / "docs" / "environments.md"):
         for block in blocks(page, "python"):
             if name := re.match(r"# (my_\w+\.py)\n", block):
-                (tmp_path / name[1]).write_text(block)
+                (tmp_path / name[1]).write_text(block, encoding="utf-8")
     flags = f"{SMALL} --dataset_id {tmp_path}/my_rows.py:rows --reward_funcs {tmp_path}/my_rewards.py:concise "
     flags += f"--tools {tmp_path}/my_tools.py:weather --max_completion_length 16 --max_prompt_length 512 --max_steps 1 "
     flags += f"--max_turn_length 8 --max_turns 2 --eval_steps 1 --output_dir {tmp_path} --run_name run --beta 0.01"
     make_tiny()
     with running(trainer(tmp_path / "log", *flags.split())) as run:
         assert run.end() == 0, run.text
-    glossary = re.findall(r"`([\w@/]+)`", (ROOT / "docs" / "metrics.md").read_text())
+    glossary = re.findall(r"`([\w@/]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
     known = {re.sub("NAME|PART|ORIGIN", "[^/]+", name).replace("@k", r"@\d+") for name in glossary}
     seen = {name for line in read_metrics(tmp_path / "run") for name in line} - {"step"}
     assert "rewards/concise/right/mean" in seen and "turns/mean" in seen
     assert not {name for name in seen if not any(re.fullmatch(pattern, name) for pattern in known)}
     play = [sys.executable, "rollouts.py", "--env", f"{tmp_path}/my_env.py:Guess", "--policy", "random"]
-    done = subprocess.run(play, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(play, cwd=ROOT, capture_output=True, text=True, timeout=100, encoding="utf-8")
     assert done.returncode == 0 and "mean reward" in done.stdout, done.stderr
 
 
@@ -107,7 +211,8 @@ def test_flags_of_all_commands_are_known(tmp_path):
     assert len(commands()) >= 2
     for block in (block for page in PAGES for block in blocks(page, "yaml")):
         if named := re.match(r"# (\w+\.yaml)\n", block):
-            (tmp_path / named[1]).write_text(block)
+            (tmp_path / named[1]).write_text(block, encoding="utf-8")
+    (tmp_path / "ca.pem").touch()
     for script, flags in commands():
         flags = [str(tmp_path / flag) if (tmp_path / flag).is_file() else flag for flag in flags]
         try:
@@ -115,33 +220,37 @@ def test_flags_of_all_commands_are_known(tmp_path):
         except ConfigError as error:
             pytest.fail(f"{script} {shlex.join(flags)}: {error}")
     known = {name for module in (train_grpo, train_ppo) for name in module.TrainConfig.__dataclass_fields__}
-    text = "".join(page.read_text() for page in PAGES if page.name in ("algorithms.md", "memory-and-speed.md"))
+    text = "".join(
+        page.read_text(encoding="utf-8") for page in PAGES if page.name in ("algorithms.md", "memory-and-speed.md")
+    )
     flags = {name.removeprefix("no-") for name in re.findall(r"`--([\w-]+)", text)}
     assert flags <= known | {"config"}, flags - known
 
 
 def anchors(page: Path) -> set[str]:
     """GitHub's anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_exist(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not link.startswith("http"):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{page.name} links to {link}"
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
     rooms = "algorithms|benchmarks|docs|envs|examples|inputs|looking|runlog|safety|scoring|scripts|serving|tests"
-    for path in re.findall(rf"(?<![\w/])(?:{rooms})/[\w/.-]+\.(?:py|sh|md|json|svg|png)\b", page.read_text()):
+    for path in re.findall(
+        rf"(?<![\w/])(?:{rooms})/[\w/.-]+\.(?:py|sh|md|json|svg|png)\b", page.read_text(encoding="utf-8")
+    ):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
-    for name in re.findall(r"`([a-z_]+\.py)`", page.read_text()):
+    for name in re.findall(r"`([a-z_]+\.py)`", page.read_text(encoding="utf-8")):
         yours = name.startswith(("my_", "from_", "grpo_")) or name == "file.py"
         assert yours or list(ROOT.rglob(f"[!.]*/{name}")) or (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 def test_the_linter_of_the_hooks_is_the_pinned_one():
-    pinned = re.search(r"^ruff==(\S+)$", (ROOT / "requirements-dev.txt").read_text(), re.M)[1]
-    assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+    pinned = re.search(r"^ruff==(\S+)$", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.M)[1]
+    assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")

@@ -33,20 +33,20 @@ FLAGS += "--num_iterations 2 --num_minibatches 2 --lr_schedule cosine --warmup_r
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("inputs")
-    (folder / "even.py").write_text(EVEN)
-    (folder / "held_out.jsonl").write_text('{"prompt": "1 + 1 ="}\n{"prompt": "Count to three:"}\n')
+    (folder / "even.py").write_text(EVEN, encoding="utf-8")
+    (folder / "held_out.jsonl").write_text('{"prompt": "1 + 1 ="}\n{"prompt": "Count to three:"}\n', encoding="utf-8")
     rewards = ["--reward_funcs", f"{folder}/even.py:even", "length"]
     return [*FLAGS.split(), *rewards, "--eval_dataset_id", str(folder / "held_out.jsonl"), "--eval_split", "train"]
 
 
 def timeless(run: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
 
 
 def steps_done(run: Path) -> int:
     path = run / "metrics.jsonl"
-    return path.read_text().count('"grad_norm"') if path.exists() else 0
+    return path.read_text(encoding="utf-8").count('"grad_norm"') if path.exists() else 0
 
 
 def half_written(run: Path) -> list[Path]:
@@ -125,8 +125,8 @@ def test_a_resumed_run_can_be_resumed(flags, tmp_path):
 def short(flags, tmp_path_factory):
     """A run of four steps with its two checkpoints, its flags, and copies to damage."""
     folder = tmp_path_factory.mktemp("short")
-    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(40)))
-    (folder / "even.py").write_text(EVEN)
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(40)), encoding="utf-8")
+    (folder / "even.py").write_text(EVEN, encoding="utf-8")
     args = f"{SMALL} --dataset_id {folder}/rows.jsonl --reward_funcs {folder}/even.py:even --save_steps 2"
     whole = [*args.split(), "--output_dir", str(folder)]
     with running(trainer(folder / "log", *whole, "--run_name", "whole", "--max_steps", "4")) as run:
@@ -163,7 +163,7 @@ def flip_a_bit(path: Path, place: float = 0.5) -> None:
 DAMAGED = {
     "a moment": lambda step: flip_a_bit(next((step / "trainer" / "state").glob("*.distcp"))),
     "a weight": lambda step: flip_a_bit(step / "model.safetensors"),
-    "the state": lambda step: (step / "trainer" / "state.json").write_text('{"step": 4, "num_tok'),
+    "the state": lambda step: (step / "trainer" / "state.json").write_text('{"step": 4, "num_tok', encoding="utf-8"),
     "the index": lambda step: (step / "trainer" / "state" / ".metadata").write_bytes(b""),
     "a missing file": lambda step: (step / "trainer" / "rng_0.pt").unlink(),
     "the checksums": lambda step: flip_a_bit(step / "SHA256SUMS", 0.001),
@@ -235,7 +235,7 @@ def test_a_checkpoint_runs_no_commands(broken, tmp_path):
 
 def test_what_a_killed_run_left_is_in_nobodys_way(broken):
     folder = broken.run / "checkpoints"
-    (folder / "incomplete_step_6").write_text("a file")
+    (folder / "incomplete_step_6").write_text("a file", encoding="utf-8")
     (folder / "incomplete_step_6_0000" / "trainer" / "state").mkdir(parents=True)
     (folder / "step_6").mkdir()  # emptied by hand
     (folder / "step_8.old").mkdir()
@@ -328,9 +328,9 @@ def test_a_second_trainer_is_refused(broken):
 def test_a_checkpoint_of_an_older_version_goes_on(broken):
     """One from before there were checksums, the setting `compile`, and weights in the dtype of the server."""
     (broken.step / "SHA256SUMS").unlink()
-    state = json.loads((broken.step / "trainer" / "state.json").read_text())
+    state = json.loads((broken.step / "trainer" / "state.json").read_text(encoding="utf-8"))
     del state["made_with"]["settings"]["compile"]
-    (broken.step / "trainer" / "state.json").write_text(json.dumps(state))
+    (broken.step / "trainer" / "state.json").write_text(json.dumps(state), encoding="utf-8")
     weights = {name: tensor.double() for name, tensor in load_file(broken.step / "model.safetensors").items()}
     save_file(weights, broken.step / "model.safetensors")
     end = broken.resume()
@@ -339,7 +339,7 @@ def test_a_checkpoint_of_an_older_version_goes_on(broken):
         end.text
     )
     del state["made_with"]
-    (broken.step / "trainer" / "state.json").write_text(json.dumps(state))
+    (broken.step / "trainer" / "state.json").write_text(json.dumps(state), encoding="utf-8")
     shutil.rmtree(broken.step.with_name("step_6"))
     end = broken.resume("--strict_resume")
     assert end.status == 1 and "does not say what it was made with" in end.text, end.text
@@ -350,12 +350,12 @@ EVEN_ARGS = f"{SMALL} --reward_funcs length".split()
 
 def test_what_differs_is_said_with_what_follows(broken):
     """16 of 40 rows are done. Of them 6 are replaced, so that the order is another one, and a reward is edited."""
-    rows = (broken.folder / "rows.jsonl").read_text().splitlines()
+    rows = (broken.folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     other = broken.folder / "other.jsonl"
-    other.write_text("\n".join([*rows[:38], *(f'{{"prompt": "new {n}"}}' for n in range(6))]))
+    other.write_text("\n".join([*rows[:38], *(f'{{"prompt": "new {n}"}}' for n in range(6))]), encoding="utf-8")
     rewards = broken.folder / "other" / "even.py"
     rewards.parent.mkdir()
-    rewards.write_text(EVEN + "# edited\n")
+    rewards.write_text(EVEN + "# edited\n", encoding="utf-8")
     changed = ["--dataset_id", str(other), "--learning_rate", "2e-3", "--lr_schedule", "linear", "--seed", "7"]
     strict = broken.resume(*changed, "--strict_resume")
     assert strict.status == 1 and strict.unchanged and "--strict_resume:" in strict.text, strict.text
@@ -367,7 +367,7 @@ def test_what_differs_is_said_with_what_follows(broken):
         found = re.search(r"6 rows are new and 2 gone: of this pass over them, (\d+) skipped, (\d+) repeated", text)
         assert found, text
     assert "ranks 1 -> 2" in end.text and "ranks" not in strict.text
-    assert [int(n) for n in found.groups()] == expected_order(rows, other.read_text().splitlines())
+    assert [int(n) for n in found.groups()] == expected_order(rows, other.read_text(encoding="utf-8").splitlines())
 
 
 def expected_order(old: list[str], new: list[str]) -> list[int]:
@@ -380,12 +380,12 @@ def expected_order(old: list[str], new: list[str]) -> list[int]:
 
 def test_an_edited_reward_file_is_said(broken):
     file = broken.folder / "even.py"
-    sound = file.read_text()
+    sound = file.read_text(encoding="utf-8")
     try:
-        file.write_text(sound + "\n# edited\n")
+        file.write_text(sound + "\n# edited\n", encoding="utf-8")
         end = broken.resume("--strict_resume", "--max_steps", "4")
     finally:
-        file.write_text(sound)
+        file.write_text(sound, encoding="utf-8")
     assert end.status == 1 and end.unchanged and f"{file} changed: rewards" in end.text, end.text
     end = broken.resume("--strict_resume")  # two steps more: at a constant learning rate no difference
     assert end.status == 0 and "with differences" not in end.text, end.text

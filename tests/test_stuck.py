@@ -15,7 +15,8 @@ import pytest
 import torch
 from vllm.utils import nccl
 
-from serving import transfer
+import vllm_server
+from serving import gate, transfer
 from serving.receiver import Receiver
 from serving.rendezvous import Joined, Rendezvous
 from vllm_client import broadcast, in_thread, open_group
@@ -89,6 +90,47 @@ def test_an_engine_that_never_stops_does_not_hold_the_lock():
 
     start = time.monotonic()
     assert "start this server anew" in asyncio.run(push_step()) and time.monotonic() - start < 5
+
+
+def test_generating_waits_for_pushes_and_asks_the_engine_only_after_a_pause():
+    async def looked():
+        pushes, asked = transfer.Pushes(), []
+
+        async def is_paused():
+            asked.append(pushes.version)
+            if len(asked) == 1:  # a push begins while the engine answers
+                pushes.settled.clear()
+                asyncio.get_running_loop().call_later(0.05, end_push)
+            return pushes.version == 0
+
+        def end_push():
+            pushes.version = 1
+            pushes.settled.set()
+
+        engine = SimpleNamespace(is_paused=is_paused)
+        assert await vllm_server.not_sampling(engine, pushes) is None and not asked
+        pushes.may_be_paused = True
+        assert await vllm_server.not_sampling(engine, pushes) is None and asked == [0, 1]
+        pushes.version = 0
+        assert (await vllm_server.not_sampling(engine, pushes)).status_code == 503
+        pushes.broken = "a weight push did not complete"
+        return await vllm_server.not_sampling(engine, pushes)
+
+    assert asyncio.run(looked()).status_code == 503
+
+
+def test_the_gate_remembers_pauses():
+    async def app(scope, receive, send):
+        pass
+
+    pushes = transfer.Pushes()
+
+    def post(path):
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"authorization", b"Bearer t")]}
+        asyncio.run(gate.Gate(app, "t", pushes)(scope, None, None))
+        return pushes.may_be_paused
+
+    assert [post(path) for path in ("/abort_requests", "/pause", "/abort_requests", "/resume")] == [0, 1, 1, 0]
 
 
 def join(store, secret, rank, world, timeout):

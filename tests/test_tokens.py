@@ -123,8 +123,10 @@ def test_a_loss_that_asks_twice_has_the_sum_and_the_last_pass_counts(policy):
 def test_two_ranks_write_one_table(tmp_path):
     """Of a real run: every column in its type and length, groups that no two ranks share, weights that the formula
     gives, held-out rows in their order; nothing but the parquet files changes when tokens are not kept."""
-    (tmp_path / "held_out.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(5)))
-    (tmp_path / "even.py").write_text(EVEN)
+    (tmp_path / "held_out.jsonl").write_text(
+        "".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(5)), encoding="utf-8"
+    )
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --max_steps 2 --loss_agg token_mean --eval_steps 2 "
     flags += f"--eval_generations 2 --eval_dataset_id {tmp_path}/held_out.jsonl --eval_split train --strategy fsdp2 "
     flags += f"--output_dir {tmp_path} --max_prompt_length 128"
@@ -159,7 +161,10 @@ def test_two_ranks_write_one_table(tmp_path):
     assert set(table) - set(plain) == {f"tokens/{name}" for name in lists} | {"prompt_ids", "token_ids"}
     assert (table.completion == plain.completion).all() and not (tmp_path / "b" / "vocabulary.parquet").exists()
     lines = [
-        [{k: v for k, v in json.loads(line).items() if "time/" not in k} for line in path.read_text().splitlines()]
+        [
+            {k: v for k, v in json.loads(line).items() if "time/" not in k}
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
         for path in (tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "metrics.jsonl")
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 4

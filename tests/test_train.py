@@ -81,6 +81,8 @@ for settings in (dict(beta=0.0), dict(beta=0.04, use_peft=True), dict(beta=0.04)
 def test_a_reference_is_held_only_if_it_is_read():
     """Resident memory: none with beta 0; with adapters it is the model without them."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, "-c", MEMORY], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], env=env, capture_output=True, text=True, timeout=120, encoding="utf-8"
+    )
     none, adapters, model = map(int, done.stdout.split())
     assert none < 8 and adapters < 8 and abs(model - 164) < 16

@@ -36,7 +36,7 @@ def tokenizer_of(template: str):
     names = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", ENDS[template]
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -289,11 +289,11 @@ def test_a_prompt_that_its_tools_make_too_long(tmp_path):
     with pytest.raises(TrajectoryError, match="(?s)with what its environment adds the prompt has .*'What now\\?'"):
         asyncio.run(play({"prompt": "What now?"}, 0, tool_environment(cfg), Scripted(tokenizer, TURNS), cfg))
     rows = [{"prompt": "What now?", "tools": []}, {"prompt": "What now?", "tools": ["calculator"]}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     cfg = config(dataset_id=f"{tmp_path}/rows.jsonl", tools=["calculator"], max_prompt_length=50)
     kept, _ = load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
     assert [row["tools"] for row in kept] == [[]]
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"tools": ["calculate"]}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"tools": ["calculate"]}), encoding="utf-8")
     with pytest.raises(ConfigError, match="Did you mean 'calculator'"):
         load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
 
@@ -693,9 +693,9 @@ def test_a_model_and_an_agent_as_tools():
     [
         (("No.", 0.0, False), r"Odd.step\(\) must return \(messages, reward, done, info\); it returned"),
         (({"role": "user"}, 0.0, False, {}), r"Odd.step\(\) must give chat messages, such as"),
-        (("No.", None, False, {}), r"Odd.step\(\): reward .*None.* and info .* must be a finite number and a dict"),
-        (("No.", 10**400, False, {}), r"Odd.step\(\): reward 1000"),
-        (("No.", 1.0, torch.ones(2), {}), r"Odd.step\(\): reward 1.0 .* must be a finite number"),
+        (("No.", None, False, {}), r"Odd.step\(\) returned the reward None; it must be a finite number"),
+        (("No.", 10**400, False, {}), r"Odd.step\(\) returned the reward 1000.*int too large"),
+        (("No.", 1.0, torch.ones(2), {}), r"Odd.step\(\) returned done tensor\(\[1., 1.\]\): .*ambiguous"),
         (("No.", 1, True, None), None),
         (("No.", 1, True, {"calls": 2, "tool_calls": 3}), None),
     ],
@@ -772,7 +772,7 @@ def test_flags_that_do_not_go_together(settings, message):
 def test_a_class_of_trls_without_a_reward(tmp_path):
     text = "class Silent:\n    def __init__(self, size):\n        pass\n\n    def reset(self):\n        pass\n\n"
     text += '    def look(self) -> str:\n        "Looks."\n        return ""\n'
-    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     cfg = config(tools=[], env="x")
     with pytest.raises(ConfigError, match="missing a required argument: 'size'; give it as"):
         adapters.get_environment(f"{tmp_path}/mine.py:Silent", cfg)
@@ -806,3 +806,31 @@ def test_rewards_get_whole_groups(whole):
     groups, _ = asyncio.run(script.rollout(rows, sampler, {"compared": compared}, cfg))
     assert calls == ([4, 4] if whole else [1] * 8) and [len(group) for group in groups] == [4, 4]
     assert [{t.row["prompt"] for t in group} for group in groups] == [{"hello"}, {"goodbye"}]
+
+
+@pytest.mark.parametrize("prompt", ["hello", [{"role": "user", "content": "hello"}]])
+def test_spans_count_in_what_the_model_said_in_all_turns(prompt):
+    """Not in what tools answered; a span goes by its end, also where it begins in an earlier turn."""
+    tokenizer, seen = tokenizer_of("qwen2_5"), []
+    turns = ["Let me see 🦜. " + CALL, CALL + CALL, "It is 5, 日本. Done."]
+    t = asyncio.run(play({"prompt": prompt}, 0, tool_environment(config(), add), Scripted(tokenizer, turns), config()))
+    parts = {"🦜": 1.0, "</tool_call>": 2.0, "It is 5": 4.0, "本.": 8.0, "Done.": 16.0}
+
+    def found(completions, **columns):
+        (text,) = map(rewards.completion_text, completions)
+        seen.append(text)
+        ends = {part: text.rindex(part) + len(part) for part in parts}
+        return [{"spans": [(0 if part == "🦜" else ends[part] - 1, ends[part], v) for part, v in parts.items()]}]
+
+    asyncio.run(rewards.score([t], {"found": found}, config(), tokenizer))
+    assert seen == ["\n".join(turns)]
+    mine = [[n for n in range(turn["start"], turn["end"])] for turn in t.info["turns"]]
+
+    def first(number, part):  # by hand: the first token with which the turn's text holds the part
+        ids = [t.token_ids[n] for n in mine[number]]
+        return mine[number][next(n for n in range(len(ids)) if tokenizer.decode(ids[: n + 1]).count(part))]
+
+    wanted = {first(0, "🦜"): 1.0, mine[1][-2]: 2.0, first(2, "It is 5"): 4.0}
+    wanted |= {first(2, "本."): 8.0, first(2, "Done."): 16.0}
+    assert {place: reward for place, reward in enumerate(t.token_rewards) if reward} == wanted
+    assert t.info["reward"] == 31.0

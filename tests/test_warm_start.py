@@ -98,10 +98,10 @@ def test_the_script(tmp_path):
         "--max_prompt_length",
         "400",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines() if "loss " in line]
     assert losses[-1] < 0.8 * 8.3  # ln 4096: where a random model begins
     assert (tmp_path / "warm" / "checkpoints" / "step_20" / "model.safetensors").is_file()
-    wrong = subprocess.run([*command[:2]], capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run([*command[:2]], capture_output=True, text=True, timeout=60, encoding="utf-8")
     assert wrong.returncode == 2 and "--demonstrations: give file.py:function" in wrong.stderr

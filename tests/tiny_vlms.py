@@ -210,6 +210,12 @@ def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
+def damaged(png: bytes) -> bytes:
+    """The file with its pixels garbled: its header, its length and its end are those of a whole one."""
+    start = png.index(b"IDAT") + 8
+    return png[:start] + bytes(byte ^ 0x55 for byte in png[start : start + 200]) + png[start + 200 :]
+
+
 def rows_of(family: str) -> list[dict]:
     """No, one and two images; paligemma's processor wants one in every prompt."""
     one = {"prompt": "What is this?", "image": picture(0)}
