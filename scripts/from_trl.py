@@ -702,13 +702,20 @@ def read_config(script: Script, kind: str, config: ast.Call | None, c: Command, 
 
 
 def fits(value, kind: str) -> bool:
-    """Whether a value is one that an annotation such as `int | None` allows."""
-    words = set(re.findall(r"\w+", kind))
+    """Whether a value is one that an annotation such as `list[float] | None` allows."""
+    inside = re.match(r"typing\.Union\[(.*)\]$", kind)
+    return any(fits_one(value, each) for each in re.split(r"[|,] (?![^\[]*\])", inside[1] if inside else kind))
+
+
+def fits_one(value, kind: str) -> bool:
+    outer, _, inner = kind.strip().removesuffix("]").partition("[")
     if value is None or isinstance(value, bool):
-        return bool(words & ({"None", "Optional"} if value is None else {"bool", "str", "Any"}))
+        return outer in ({"None", "NoneType"} if value is None else {"bool", "str"})
     if isinstance(value, int | float):
-        return bool(words & {"int", "float"}) and math.isfinite(value)
-    return type(value).__name__ in words or "Any" in words
+        return outer in ("int", "float") and math.isfinite(value)
+    if isinstance(value, list | tuple):
+        return outer == "list" and all(fits(each, inner) for each in value)
+    return type(value).__name__ == outer or (isinstance(value, str) and "." in outer)  # an enum's member is its text
 
 
 def convert(

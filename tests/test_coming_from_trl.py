@@ -11,7 +11,7 @@ import sys
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from live import EVEN, ROOT, SMALL, running, trainer
 from test_turns import Scripted, config, tokenizer_of
@@ -322,6 +322,7 @@ ODD = st.sampled_from(
 
 @settings(deadline=None, max_examples=150)
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS["GRPOConfig"])), ODD, max_size=8), st.integers(1, 9))
+@example({"reward_weights": "-1"}, 1)
 def test_whatever_a_script_says_there_is_a_command_or_a_word(tmp_path_factory, given, processes):
     arguments = ", ".join(f"{name}={value}" for name, value in given.items())
     body = f"GRPOTrainer('m', reward, GRPOConfig({arguments}))"

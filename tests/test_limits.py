@@ -701,6 +701,7 @@ def test_calls_given_up_are_counted_named_and_bounded(monkeypatch, caplog):
     monkeypatch.setattr(limits, "MAX_GIVEN_UP", 12)
     monkeypatch.setattr(limits, "GIVEN_UP_SECONDS", 0.2)
     monkeypatch.setattr(limits, "RUNNING", {})  # without what other tests left
+    monkeypatch.setattr(limits, "_warn_at", 4)
     busy = load_function(f"{HOSTILE}:busy")
 
     async def calls(count):

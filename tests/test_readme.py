@@ -90,7 +90,7 @@ def make_optimizer(module, cfg):
     [
         (OF_A_PART, "--policy_loss mine", "not the same in small micro-batches as in one pass: grad_norm"),
         (OF_A_RANK, "--advantage mine", "not the same on two ranks as in one pass: grad_norm"),
-        (OF_A_SHARD, "", "not the same on two ranks with shards as in one pass after an update: "),
+        (OF_A_SHARD, "", "not the same on two ranks with shards as in one pass"),
     ],
     ids=["part", "rank", "shard"],
 )
