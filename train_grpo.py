@@ -113,9 +113,10 @@ from batch import (
 )
 from envs.tools import named_tools
 from inputs import prompts
-from inputs.attention import use_shared_attention
+from inputs.attention import attention_of, chosen, use_shared_attention
+from inputs.backbone import backbone
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
-from inputs.processor import load_config, load_processor, loading, takes_images
+from inputs.processor import load_config, load_processor, loading, model_class, takes_images
 from memory import settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
@@ -399,7 +400,7 @@ class Policy(nn.Module):
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads(own_term, "entropy", 1)
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
-            use_shared_attention(self.hf_model, cfg.attn_implementation)
+            use_shared_attention(self.hf_model, chosen(cfg.attn_implementation, self.hf_model))
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.
@@ -418,7 +419,7 @@ class Policy(nn.Module):
             if self.blank:
                 inputs = with_blank(inputs, self.blank)
             with save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext():
-                hidden = self.hf_model.base_model(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
+                hidden = backbone(self.hf_model)(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
             unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
             hidden = hidden[rows, columns] + unused  # [N, H]
             if len(hidden) <= self.chunk or not torch.is_grad_enabled():
@@ -454,15 +455,17 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config, how = config or load_config(cfg.model_id), dict(dtype=dtype, attn_implementation=cfg.attn_implementation)
+    config = config or load_config(cfg.model_id)
     vision = takes_images(config)
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    if torch.get_default_device().type == "meta":
-        model = auto.from_config(config, **how)
-    else:
-        with loading(cfg.model_id):
-            model = auto.from_pretrained(cfg.model_id, config=config, **how)
-        utils.check_finite(model, cfg.model_id)
+    with attention_of(cfg.attn_implementation, model_class(config)) as attention:
+        how = dict(dtype=dtype, attn_implementation=attention)
+        if torch.get_default_device().type == "meta":
+            model = auto.from_config(config, **how)
+        else:
+            with loading(cfg.model_id):
+                model = auto.from_pretrained(cfg.model_id, config=config, **how)
+            utils.check_finite(model, cfg.model_id)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
@@ -1345,6 +1348,8 @@ def evaluate(
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
+    with torch.device("meta"):  # what cannot be built is refused here
+        backbone(load_hf_model(cfg, torch.float32))
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
         with domains.named(own):

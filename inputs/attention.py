@@ -8,8 +8,13 @@ of segments travels in place of the attention mask, which would have L x L entri
 prompt of p tokens take p^2 / 2 + G c (p + c / 2) pairs, of G (p + c)^2 / 2 in plain rows, and memory linear in L.
 """
 
+import contextlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import groupby
 
 import torch
@@ -19,10 +24,77 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from config import ConfigError
+from inputs.backbone import text_model
+
 NAME = "shared_prefix"  # of this attention among transformers' implementations
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+# ---- which attention a model has -------------------------------------------------------------------------------------
+
+
+@cache
+def source_of(kind: type) -> str:
+    """Of the module that a model's class stands in. transformers, too, reads there whether a model's attention can be
+    chosen at all (`_can_set_attn_implementation`): no class says so."""
+    try:
+        return inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
+def makes_own_mask(kind: type) -> bool:
+    """Whether attention masks are made of the values. sdpa is then given one where it would have had none and been
+    causal by itself, and sees what comes later."""
+    call = r"attention_interface\(\s*self,\s*\w+,\s*\w+,\s*\w+,\s*(?:attention_mask=)?(\w+)"
+    source = source_of(kind)
+    return any(re.search(rf"\b{name} = self\.\w+\(", source) for name in set(re.findall(call, source)))
+
+
+def takes_any(kind: type) -> bool:
+    """Whether a model of this class hands its mask on to whatever attention it is set to, and asks for no name."""
+    named = re.search(r"_attn_implementation (==|!=|in|not in)\b", source_of(kind))
+    return kind._can_set_attn_implementation() and not makes_own_mask(kind) and not named
+
+
+def supported(kind: type) -> list[str]:
+    """What --attn_implementation can be for a model of this class, the best first."""
+    names = ["sdpa"] if kind._supports_sdpa and not makes_own_mask(kind) else []
+    names += ["eager", *(f"flash_attention_{number}" for number in (2, 3, 4) if kind._supports_flash_attn)]
+    return names + (["flex_attention"] if kind._supports_flex_attn else [])
+
+
+@contextlib.contextmanager
+def attention_of(wanted: str, kind: type) -> Iterator[str | None]:
+    """What a model of this class is to be loaded with: what is wanted, or for "auto" None, with which transformers
+    chooses sdpa for each part that has it, and else eager. ConfigError where the class has no such attention, or it
+    is not installed."""
+    known = supported(kind)
+    refused = f"--attn_implementation={wanted}: {kind.__name__} has {', '.join(known)}; auto takes {known[0]}"
+    if wanted not in ("auto", *known) and "/" not in wanted:  # owner/name: a kernel of the hub
+        raise ConfigError(f"{refused}.")
+    try:
+        yield ("eager" if makes_own_mask(kind) else None) if wanted == "auto" else wanted
+    except ImportError as error:
+        reason = re.split(r"(?<=[a-z)])[.;:]? (?:Please|You)|\n", str(error))[0].rstrip(".")
+        raise ConfigError(f"{refused} ({reason}).") from error
+
+
+def chosen(wanted: str, hf_model: nn.Module) -> str:
+    """--attn_implementation, or for "auto" what the model's text part was loaded with."""
+    if wanted != "auto":
+        return wanted
+    name = text_model(hf_model).config._attn_implementation or "eager"
+    if not name.startswith(NAME):
+        return name
+    number = name.removeprefix(NAME).removeprefix("_")  # see use_shared_attention
+    return f"flash_attention_{number}" if number else "sdpa"
+
+
+# ---- packed rows -----------------------------------------------------------------------------------------------------
 
 
 def use_shared_attention(model: nn.Module, implementation: str) -> None:

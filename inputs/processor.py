@@ -44,6 +44,23 @@ def takes_images(config) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
+def model_class(config) -> type:
+    """The class that AutoModelForImageTextToText or AutoModelForCausalLM makes of a model's config.
+
+    ConfigError if there is none.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise ConfigError(
+            f"--model_id={config.name_or_path}: transformers has no causal language model for {config.model_type}; "
+            "give a model that generates text."
+        )
+    return _get_model_class(config, mapping)
+
+
 @contextlib.contextmanager
 def loading(model_id: str) -> Iterator[None]:
     """ConfigError with folder, file and remedy where transformers' loaders say one of them at best."""
