@@ -2,19 +2,33 @@
 
 It keeps its own copy of the model in the compute dtype, LoRA folded in: decoding needs neither autocast nor gathering,
 and sharded policies need no care. The copy gets its weights through the same push as a server does.
-Prompts are run once and their cache is repeated for the n samples.
+Prompts are run once and their cache is repeated for the n samples, if the model's cache lets itself be repeated: see
+`Way`.
 """
 
 import asyncio
+import inspect
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import utils
+from inputs.attention import takes_any
+from inputs.backbone import backbone, text_model
 from inputs.packing import join_inputs
 from inputs.prompts import Prompt, placeholder_tokens
 from vllm_client import Completion
@@ -36,22 +50,57 @@ def decode_attention(module, query, key, value, attention_mask, scaling, **optio
     SDPA's CPU kernel is built for long queries: with one it takes 10 - 20 times as long, and has to be given keys and
     values once per query head.  query [S, heads, 1, D], key and value [S, kv heads, T, D], mask [S, 1, 1, T] of bool.
     """
-    if query.shape[2] > 1:
+    if query.shape[2] > 1 or (attention_mask is not None and attention_mask.dtype != torch.bool):
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)
-    grouped = query.view(*key.shape[:2], -1, query.shape[-1])  # [S, kv heads, heads of one, D]
+    grouped = query.reshape(*key.shape[:2], -1, query.shape[-1])  # [S, kv heads, heads of one, D]
     scores = (grouped @ key.transpose(2, 3)).float() * scaling  # [S, kv heads, heads of one, T]
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, -torch.inf)
-    out = scores.softmax(-1).to(value.dtype) @ value  # [S, kv heads, heads of one, D]
-    return out.reshape(len(query), 1, -1, query.shape[-1]), None
+    out = scores.softmax(-1).to(value.dtype) @ value  # [S, kv heads, heads of one, width of a value]
+    return out.reshape(len(query), 1, -1, value.shape[-1]), None
 
 
 def use_decode_attention(model: torch.nn.Module) -> None:
-    """For models of plain full attention under SDPA."""
+    """For models whose attention is SDPA's."""
     AttentionInterface.register("decode", decode_attention)
     AttentionMaskInterface.register("decode", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation("decode")
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a model's cache can do, so how sequences are decoded together.
+
+    select: the cache's method that picks sequences, "" for a list of tensors. None: it has none that is right. Then it
+    is kept whole: a prompt is run once per sample, and sequences that have ended are carried on to the end.
+    pads: whether prompts of different lengths can stand in one batch, the shorter ones behind padding. Recurrent layers
+    must leave padding out of their state, and not all do.
+    masked: whether a step is given the mask of all tokens. Layers that are recurrent alone may take it for the step's.
+    cached: else all tokens are run again for each new one.
+    """
+
+    select: str | None = "batch_select_indices"
+    pads: bool = True
+    masked: bool = True
+    cached: bool = True
+
+
+SELECTS = ("batch_select_indices", "reorder_cache", "", None)
+WAYS = [Way(select, pads, masked) for pads in (True, False) for masked in (True, False) for select in SELECTS]
+NO_CACHE = Way(pads=False, cached=False)
+PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}  # keys and values alone: the first way is right
+RECURRENT = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer}
+
+
+def select_sequences(cache, select: str, rows: Tensor):
+    """The cache of these sequences alone, each as often as it is named."""
+    if isinstance(cache, Tensor):
+        return cache[rows]
+    if isinstance(cache, list):
+        return [part[rows] for part in cache]
+    getattr(cache, select)(rows)
+    return cache
 
 
 class HFGenerator:
@@ -69,13 +118,18 @@ class HFGenerator:
         self.model, self.tokenizer, self.max_sequences = model.eval().requires_grad_(False), tokenizer, max_sequences
         text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.device, self.weight_dtype = model.device, model.dtype
-        if self.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        kind = type(text_model(model))
+        if self.device.type == "cpu" and model.config._attn_implementation == "sdpa" and takes_any(kind):
             use_decode_attention(model)
         self.version, self.vocab_size = 0, model.get_input_embeddings().num_embeddings
         self.random = torch.Generator(self.device)
         ids = model.generation_config.eos_token_id
         self.eos_ids = {*(ids if isinstance(ids, list) else [ids]), text_tokenizer.eos_token_id} - {None}
         self.never = placeholder_tokens(model.config)
+        self.backbone = backbone(model)
+        self.known = set(inspect.signature(self.backbone.forward).parameters)  # names of its inputs
+        whole = inspect.signature(model.forward).parameters
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in whole else {}
         self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._queue: list[_Request] = []
         self._missing: set[str] = set()
@@ -140,24 +194,30 @@ class HFGenerator:
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
         while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
-            batch, sequences = [], 0
-            for request in queue:
-                fits = sequences + request.n <= self.max_sequences or not batch
-                if request.options == queue[0].options and fits:
-                    batch.append(request)
-                    sequences += request.n
-            queue = [request for request in queue if request not in batch]
-            self._since = time.monotonic()
+            self._since, batch = time.monotonic(), queue[:1]
             try:
+                batch = self._together(queue)
                 results, error = self._sample(batch, **dict(batch[0].options)), None
             except Exception as raised:  # whatever the model's own code raises: it belongs to whoever awaits it
                 results, error = [None] * len(batch), raised
             finally:
+                queue = [request for request in queue if request not in batch]
                 self._sampled += time.monotonic() - self._since
                 self._since = None
             for request, result in zip(batch, results, strict=True):
                 if not request.future.done():
                     request.future.set_result(result) if error is None else request.future.set_exception(error)
+
+    def _together(self, queue: list[_Request]) -> list[_Request]:
+        """Those that make a batch with the first."""
+        batch, sequences = [], 0
+        for request in queue:
+            fits = sequences + request.n <= self.max_sequences or not batch
+            fits = fits and (self.way.pads or len(request.prompt_ids) == len(queue[0].prompt_ids))
+            if request.options == queue[0].options and fits:
+                batch.append(request)
+                sequences += request.n
+        return batch
 
     def seconds_sampling(self) -> float:
         """For how long it has sampled so far. The event loop stood still meanwhile, through no rollout's fault."""
@@ -167,6 +227,52 @@ class HFGenerator:
     @torch.inference_mode()
     def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):
         """Decode all requests of a batch together; sequences that ended leave it."""
+        way, rows = self.way, batch
+        if not way.cached and any(request.model_inputs for request in batch):
+            raise ValueError(f"{type(self.model).__name__} samples no prompts with images here; use --generator vllm")
+        if way.select is None:
+            rows = [replace(request, n=1) for request in batch for _ in range(request.n)]
+        inputs, positions = self._inputs(rows)
+        mask, longest = inputs["attention_mask"], inputs["input_ids"].shape[1]  # [P, T]
+        out = self.backbone(**self._taken(inputs), use_cache=way.cached)
+        repeat = torch.tensor([row for row, request in enumerate(rows) for _ in range(request.n)], device=self.device)
+        cache = self._cache(out) if way.cached else inputs["input_ids"]
+        if way.select is not None:
+            cache = select_sequences(cache, way.select, repeat)
+        logits = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])[repeat]  # [S, V]
+        mask = mask[repeat]  # [S, T]
+        position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
+        most = torch.tensor([request.max_tokens for request in rows])[repeat.cpu()].tolist()
+        budget = min(max(most), self.window - longest) if self.window else max(most)
+        tokens: list[list[int]] = [[] for _ in repeat]
+        logprobs: list[list[float]] = [[] for _ in repeat]
+        alive, ended = list(range(len(repeat))), set()
+        for count in range(budget):
+            scores = self._scores(logits, temperature, top_p, top_k, min_p, blocked=count < min_tokens)  # [S, V]
+            token = self._draw(scores)  # [S, 1]
+            logprob = scores.gather(1, token)
+            for index, t, lp in zip(alive, token[:, 0].tolist(), logprob[:, 0].tolist(), strict=True):
+                if index not in ended:
+                    tokens[index].append(t)
+                    logprobs[index].append(lp)
+            ended |= {k for k in alive if tokens[k][-1] in self.eos_ids or len(tokens[k]) == most[k]}
+            keep = [i for i, k in enumerate(alive) if k not in ended]
+            if not keep or count + 1 == budget:
+                break
+            if len(keep) < len(alive) and way.select is not None:
+                chosen = torch.tensor(keep, device=self.device)
+                cache = select_sequences(cache, way.select, chosen)
+                token, mask, position = token[chosen], mask[chosen], position[:, chosen]
+                alive = [alive[i] for i in keep]
+            position = position + 1
+            mask = torch.cat([mask, torch.ones_like(token)], dim=1)
+            out, cache = self._next(self.model, way, token, mask, position, cache)
+            logits = out.logits[:, -1]
+        samples = iter(zip(tokens, logprobs, strict=True))
+        return [[self._completion(request, *next(samples)) for _ in range(request.n)] for request in batch]
+
+    def _inputs(self, batch: list[_Request]) -> tuple[dict, Tensor]:
+        """The prompts, left-padded [P, T], and their positions [axes, P, T]."""
         lengths = [len(request.prompt_ids) for request in batch]
         longest = max(lengths)
         ids = torch.zeros(len(batch), longest, dtype=torch.long)  # [P, T] left-padded
@@ -185,41 +291,99 @@ class HFGenerator:
         inputs = join_inputs([request.model_inputs for request in batch], self.device)
         if any("token_type_ids" in request.model_inputs for request in batch):
             inputs["token_type_ids"] = types.to(self.device)
-        inputs |= dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions))
-        out = self.model.base_model(**inputs, use_cache=True)
-        repeat = torch.tensor([row for row, request in enumerate(batch) for _ in range(request.n)], device=self.device)
-        cache = out.past_key_values
-        cache.batch_select_indices(repeat)
-        logits = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])[repeat]  # [S, V]
-        mask = mask[repeat]  # [S, T]
-        position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
-        most = torch.tensor([request.max_tokens for request in batch])[repeat.cpu()].tolist()
-        budget = min(max(most), self.window - longest) if self.window else max(most)
-        tokens: list[list[int]] = [[] for _ in repeat]
-        logprobs: list[list[float]] = [[] for _ in repeat]
-        alive = list(range(len(repeat)))
-        for count in range(budget):
-            scores = self._scores(logits, temperature, top_p, top_k, min_p, blocked=count < min_tokens)  # [S, V]
-            token = self._draw(scores)  # [S, 1]
-            logprob = scores.gather(1, token)
-            for index, t, lp in zip(alive, token[:, 0].tolist(), logprob[:, 0].tolist(), strict=True):
-                tokens[index].append(t)
-                logprobs[index].append(lp)
-            keep = [i for i, k in enumerate(alive) if tokens[k][-1] not in self.eos_ids and len(tokens[k]) < most[k]]
-            if not keep or count + 1 == budget:
-                break
-            if len(keep) < len(alive):
-                rows = torch.tensor(keep, device=self.device)
-                cache.batch_select_indices(rows)
-                token, mask, position = token[rows], mask[rows], position[:, rows]
-                alive = [alive[i] for i in keep]
-            position = position + 1
-            mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-            step = dict(input_ids=token, attention_mask=mask, position_ids=self._axes(position))
-            out = self.model(**step, past_key_values=cache, use_cache=True)
-            logits = out.logits[:, -1]
-        samples = iter(zip(tokens, logprobs, strict=True))
-        return [[self._completion(request, *next(samples)) for _ in range(request.n)] for request in batch]
+        return inputs | dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions)), positions
+
+    def _next(self, module, way: Way, token: Tensor, mask: Tensor, position: Tensor, cache) -> tuple:
+        """`module`'s output for one more token of each sequence, and the cache with it.  token [S, 1], mask [S, T]"""
+        if not way.cached:  # nor padding: the prompts of a batch are equally long then
+            ids = torch.cat([cache, token], dim=1)
+            return module(input_ids=ids, use_cache=False, **self.last_only), ids
+        step = dict(input_ids=token, position_ids=self._axes(position))
+        step |= dict(attention_mask=mask) if way.masked else {}
+        out = module(**self._taken(step), **{self.cache_name: cache}, use_cache=True)
+        return out, self._cache(out)
+
+    def _taken(self, inputs: dict) -> dict:
+        """Those that the model knows. Some take no positions: they count, or need none."""
+        return {name: x for name, x in inputs.items() if name in self.known or "kwargs" in self.known}
+
+    def _cache(self, out):
+        """What the next pass is given back of an output: past_key_values, cache_params, state; models differ."""
+        return getattr(out, self.cache_name or "", None)
+
+    # ---- what the model's cache can do ----
+
+    @cached_property
+    def way(self) -> Way:
+        """The first of WAYS whose hidden states are those of plain passes, tried once, at the first batch."""
+        with torch.inference_mode():
+            way = self._find_way()
+        said = []
+        if not way.cached:
+            said.append("runs all tokens again for each new one, as its cache gives other results than a plain pass")
+        elif way.select is None:
+            said.append("runs a prompt once per sample and a batch to the end of its longest one")
+        said += ["takes prompts of different lengths one length after another"] if not way.pads else []
+        if said and utils.is_main():
+            print(f"--generator hf: {type(self.model).__name__} {' and '.join(said)}.")
+        return way
+
+    def _find_way(self) -> Way:
+        inputs, _ = self._inputs([self._trial(3)])
+        out = self.backbone(**self._taken(inputs), use_cache=True)
+        self.cache_name = next((name for name in out.keys() if name in self.known), None)
+        if (cache := self._cache(out)) is None:
+            return NO_CACHE
+        layers = {type(layer) for layer in getattr(cache, "layers", ())}
+        if type(cache) is DynamicCache and layers <= PLAIN and "position_ids" in self.known:
+            return Way()
+        pads = layers <= {*PLAIN, *RECURRENT}  # others may count tokens, or choose among more than a trial has
+        selects = {None, *(name for name in SELECTS if (hasattr(cache, name) if name else type(cache) is list))}
+        close, errors = 1e-4 if self.weight_dtype == torch.float32 else 0.05, {}
+        for way in (way for way in WAYS if way.select in selects and pads >= way.pads):
+            errors[way] = self._error(way)
+            if errors[way] < close:
+                return way
+        if self.weight_dtype == torch.float32:
+            return NO_CACHE
+        best = min(0.15, *errors.values())  # many layers, or experts chosen by a hair, round to more than is close
+        return next((way for way, error in errors.items() if error < 2 * best), NO_CACHE)
+
+    def _trial(self, length: int) -> _Request:
+        allowed = sorted(set(range(min(self.vocab_size, 1000))) - self.eos_ids - set(self.never or ()))
+        ids = [allowed[(37 * place * place + length) % len(allowed)] for place in range(length)]
+        return _Request(ids, {}, 1, 1, (), None)
+
+    def _error(self, way: Way) -> float:
+        """How far, relative to their length, hidden states of two prompts' samples are from those of plain passes, when
+        a third sample has ended before them. inf: it cannot be done."""
+        long = min(200, (self.window or 400) // 2)  # more than any window into which a cache cuts its tokens
+        prompts = [self._trial(long // 2), self._trial(long if way.pads else long // 2)]
+        a, b, c, d = self._trial(4).prompt_ids
+        more = [[a, b], [a, c], [c, d]]  # two tokens of each sample
+        samples, rows = [0, 0, 1], prompts
+        try:
+            if way.select is None:
+                rows, samples = [prompts[row] for row in samples], [0, 1, 2]
+            inputs, positions = self._inputs(rows)
+            out = self.backbone(**self._taken(inputs), use_cache=True)
+            cache, mask, position = self._cache(out), inputs["attention_mask"], positions.amax((0, 2), keepdim=True)
+            token = torch.tensor(more, device=self.device)
+            for column, chosen in enumerate((samples, [1, 2])):
+                chosen = torch.tensor(chosen, device=self.device)
+                if way.select is not None:
+                    cache = select_sequences(cache, way.select, chosen)
+                    mask, position, token = mask[chosen], position[:, chosen], token[-len(chosen) :]
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+                position = position + 1
+                out, cache = self._next(self.backbone, way, token[:, column : column + 1], mask, position, cache)
+            found = out.last_hidden_state[-2:, -1].float()  # [2, H]
+        except Exception:  # whatever the model's own code raises where its cache cannot do this
+            return torch.inf
+        plain = [prompt.prompt_ids + tokens for prompt, tokens in zip(prompts, more[1:], strict=True)]
+        plain = [self.backbone(input_ids=torch.tensor([ids], device=self.device), use_cache=False) for ids in plain]
+        plain = torch.stack([out.last_hidden_state[0, -1] for out in plain]).float()
+        return float(((found - plain).norm(dim=1) / plain.norm(dim=1)).max().nan_to_num(torch.inf))
 
     def _axes(self, positions: Tensor) -> Tensor:
         """[axes, S, T] as the model wants it: without the first dimension if there is one axis."""

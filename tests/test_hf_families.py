@@ -1,0 +1,180 @@
+"""Sampling in this process, for every family of language models that transformers has: the log-probs are those of a
+plain forward pass of a row alone. And which attention a family is loaded with."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import DENSE, EXPERTS, FAMILIES, model_of, saved
+from server_fixture import ROOT
+
+import train_grpo as script
+from config import ConfigError, TrainConfig
+from hf_generator import HFGenerator, Way
+from inputs import attention
+from inputs.backbone import backbone, text_model
+from inputs.processor import model_class
+from runlog.reading import read_metrics
+
+CPU = torch.device("cpu")
+PROMPTS = [list(range(20, 20 + 7 * n, 7)) for n in (3, 11, 6, 19, 6)]
+ENDS = {2, *range(10, 200)}  # a token in five ends a sample
+
+# How they are decoded, where it is not as a dense model is: batches of one length; prompts run once per sample and
+# batches kept to the end; all tokens run again at each step.
+ONE_LENGTH = {"deepseek_v32", "glm_moe_dsa"}  # which tokens an indexer chooses depends on how many there are
+KEPT_WHOLE = {"deepseek_v4", "xlstm"}
+# openai-gpt and recurrent_gemma return no cache. minimax' and rwkv's (of more than one row) give other results.
+AGAIN = {"openai-gpt", "recurrent_gemma", "minimax", "rwkv"}
+# Their state is computed by one formula for a prompt and by another for a single token (with the step bounded below).
+ROUNDED = {"nemotron_h": 1e-4, "zamba2": 1e-4}
+
+
+def generator_of(model) -> HFGenerator:
+    model.generation_config.eos_token_id = sorted(ENDS)
+    generator = HFGenerator(model, SimpleNamespace(eos_token_id=2))
+    generator.seed(0)
+    return generator
+
+
+def sampled(generator) -> list:
+    """[(prompt, completion)], three of each prompt: they end at different times, by a token or their own limit."""
+
+    async def run():
+        calls = (generator.generate(ids, max_tokens=5 + 2 * i, n=3) for i, ids in enumerate(PROMPTS))
+        return await asyncio.gather(*calls)
+
+    groups = asyncio.run(run())
+    return [(ids, completion) for ids, group in zip(PROMPTS, groups, strict=True) for completion in group]
+
+
+@torch.no_grad()
+def logprobs_alone(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def adds_to_logits(model) -> bool:
+    """Whether the model does something between its output layer and its logits, such as scaling them."""
+    ids = torch.tensor([PROMPTS[1]])
+    hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+    return not torch.allclose(model.get_output_embeddings()(hidden), model(input_ids=ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_are_those_of_a_row_alone(family, capsys):
+    generator, model = generator_of(model_of(family)), model_of(family)
+    rows = sampled(generator)
+    lengths = [len(completion.token_ids) for _, completion in rows]
+    assert len(set(lengths)) > 3
+    first = int(adds_to_logits(model))
+    for prompt, completion in rows:
+        expected = logprobs_alone(model, prompt, completion.token_ids)[first:]
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs)[first:], expected, atol=ROUNDED.get(family, 1e-5), rtol=0
+        )
+        ended = completion.token_ids[-1] in ENDS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert not ENDS & set(completion.token_ids[:-1])
+    way, said = generator.way, capsys.readouterr().out
+    assert way.cached == (family not in AGAIN)
+    assert (way.select is None) == (family in KEPT_WHOLE)
+    assert way.pads == (family not in ONE_LENGTH | KEPT_WHOLE | AGAIN)
+    assert said.count("--generator hf:") == (family in ONE_LENGTH | KEPT_WHOLE | AGAIN)  # once, not at every batch
+    if family in DENSE | EXPERTS and "position_ids" in generator.known and way.cached:
+        assert way == Way()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "lfm2"])
+def test_rounding_does_not_hide_what_a_cache_can_do(family):
+    """In bf16 the same way is found: prompts of different lengths in one batch, sequences picked from the cache."""
+    way = generator_of(model_of(family, torch.bfloat16)).way
+    assert way.cached and way.pads and way.select
+
+
+def test_a_cache_that_answers_wrongly_is_not_used(monkeypatch):
+    """Picking sequences is tried on values: a method that leaves the recurrent state as it was would raise nothing."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    monkeypatch.setattr(LinearAttentionLayer, "reorder_cache", lambda self, rows: None)
+    generator, model = generator_of(model_of("qwen3_5_text")), model_of("qwen3_5_text")
+    for prompt, completion in sampled(generator):
+        expected = logprobs_alone(model, prompt, completion.token_ids)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-5)
+    assert generator.way.select is None
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+WITHOUT_SDPA = ["gpt_oss", "mimo_v2_flash", "granite_swa", "granitemoe_swa", "deepseek_v4", "mamba", "doge"]
+
+
+@pytest.mark.parametrize("family", [*WITHOUT_SDPA, "llama", "llama4_text", "kimi_linear", "modernbert-decoder"])
+def test_attention_that_a_model_has(family, tmp_path):
+    cfg = TrainConfig(model_id=str(saved(family, tmp_path)), compute_dtype="float32")
+    _, inner = script.load_policy(cfg, CPU)
+    expected = "eager" if family in WITHOUT_SDPA else "sdpa"
+    assert attention.chosen("auto", inner.hf_model) == expected
+    reason = script.why_not_shared(inner.hf_model, cfg)
+    assert (reason is None) == (family == "llama"), reason
+    if expected == "eager":
+        cfg.attn_implementation = "sdpa"
+        with pytest.raises(ConfigError, match=r"=sdpa: \w+ForCausalLM has eager.*; auto takes eager\."):
+            script.setup(cfg)
+
+
+def test_an_attention_that_is_not_there_is_refused_at_start(tmp_path):
+    folder = str(saved("llama", tmp_path))
+    has = "LlamaForCausalLM has sdpa, eager, flash_attention_2"
+    for wanted, why in (("sdap", "."), ("flash_attention_2", " (FlashAttention2 has been toggled on, but")):
+        with pytest.raises(ConfigError) as error:
+            script.setup(TrainConfig(model_id=folder, attn_implementation=wanted))
+        assert str(error.value).startswith(f"--attn_implementation={wanted}: {has}")
+        assert f"auto takes sdpa{why}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_without_language_is_refused_at_start(tmp_path):
+    from transformers import ViTConfig
+
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no causal language model for vit"):
+        script.setup(TrainConfig(model_id=str(tmp_path)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_sees_what_comes_later(family, tmp_path):
+    """With the attention that `auto` takes. A mask of a model's own makes sdpa see all of a row without padding."""
+    kind = model_class(model_of(family).config)
+    with attention.attention_of("auto", kind) as name:
+        model = model_of(family, attn_implementation=name)
+    ids = torch.tensor([list(range(20, 60))])
+    other = ids.clone()
+    other[0, -1] = 500
+    with torch.no_grad():
+        one, two = (backbone(model)(input_ids=x, use_cache=False).last_hidden_state[0, :-1] for x in (ids, other))
+    assert torch.allclose(one, two, atol=1e-5)
+
+
+def test_the_part_that_gives_hidden_states():
+    llama4, decoder = model_of("llama4_text"), model_of("modernbert-decoder")
+    assert llama4.base_model is llama4 and backbone(llama4) is llama4.model
+    assert text_model(decoder) is decoder.model  # get_decoder() is its output layer
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "deepseek_v3", "llama4_text", "mamba"])
+def test_two_steps(family, tmp_path):
+    toy = ROOT / "benchmarks" / "toy.py"
+    cfg = TrainConfig(
+        model_id=str(saved(family, tmp_path / "model")), generator="hf", compute_dtype="float32", max_steps=2,
+        dataset_id=f"{toy}:rows", reward_funcs=[f"{toy}:tens"], prompts_per_step=2, num_generations=8,
+        max_completion_length=6, learning_rate=1e-3, output_dir=str(tmp_path), run_name="run",
+    )  # fmt: skip
+    script.train(cfg)
+    steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
+    assert len(steps) == 2 and all(line["grad_norm"] > 0 for line in steps)
+    assert max(line["sampling/logprob_diff_mean"] for line in steps) < 1e-5
