@@ -28,13 +28,13 @@ def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
         return "sliding windows cannot begin behind a shared prompt"
     if hf_model.config.model_type in FOLLOWED_BY:
         return f"{hf_model.config.model_type} makes its own mask, in which images see themselves in both directions"
-    kind = attention.chosen(cfg.attn_implementation, hf_model)
-    if kind != "sdpa" and not kind.startswith("flash_attention_"):
-        return f"{kind} attention takes no packed rows; --attn_implementation sdpa and flash_attention_2 do"
-    if torch.cuda.is_available() and (cfg.compute_dtype == "float32" or torch.cuda.get_device_capability() < (8, 0)):
-        return "torch's flash attention wants --compute_dtype bfloat16 and a GPU of compute capability 8.0 or newer"
     if not attention.takes_any(type(text_model(hf_model))):
         return f"{hf_model.config.model_type} has an attention of its own"
+    kind = attention.chosen(cfg.attn_implementation, hf_model)
+    if kind != "sdpa" and not kind.startswith("flash_attention_"):
+        return f"{kind} attention takes no packed rows, sdpa and flash_attention_2 do"
+    if torch.cuda.is_available() and (cfg.compute_dtype == "float32" or torch.cuda.get_device_capability() < (8, 0)):
+        return "torch's flash attention wants --compute_dtype bfloat16 and a GPU of compute capability 8.0 or newer"
     return None
 
 

@@ -49,7 +49,7 @@ def random_model(cfg, dtype):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(cfg.model_id)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=cfg.attn_implementation)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def batch_of(cfg: TrainConfig, rank: int, world: int) -> script.Batch:

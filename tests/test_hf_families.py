@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import DENSE, EXPERTS, FAMILIES, model_of, saved
+from families import DENSE, EXPERTS, FAMILIES, config_of, model_of, saved
 from server_fixture import ROOT
 
 import train_grpo as script
@@ -133,6 +133,16 @@ def test_an_attention_that_is_not_there_is_refused_at_start(tmp_path):
             script.setup(TrainConfig(model_id=folder, attn_implementation=wanted))
         assert str(error.value).startswith(f"--attn_implementation={wanted}: {has}")
         assert f"auto takes sdpa{why}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_within_which_no_backbone_is_found_is_refused_at_start(tmp_path):
+    """Llama 4 with images holds a whole causal model; nothing in it gives hidden states of text and images."""
+    from transformers import Llama4Config
+
+    text = config_of("llama4_text").to_dict()
+    Llama4Config(text_config=text, vision_config=dict(hidden_size=64, num_hidden_layers=1)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="^Llama4ForConditionalGeneration has no part of its own below the output"):
+        script.setup(TrainConfig(model_id=str(tmp_path)))
 
 
 def test_a_model_without_language_is_refused_at_start(tmp_path):

@@ -22,9 +22,11 @@ MARK = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "internvl": "<IMG_CONTEXT>",
     "paligemma": "<image>",
+    "lfm2_vl": "<image>",
 }
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
@@ -40,6 +42,7 @@ SPECIAL = {  # tokens with a role in the processor
         start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
     ),
     "paligemma": [],
+    "lfm2_vl": ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"],
 }
 TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 TEXT |= dict(head_dim=32, max_position_embeddings=2048)
@@ -74,10 +77,10 @@ def processor_of(family: str):
         videos = t.SmolVLMVideoProcessor(size=edge, max_image_size=edge)
         return t.SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, chat_template=template)
     if family.startswith("qwen"):
-        patch = 16 if family == "qwen3_vl" else 14
+        patch = 16 if family in ("qwen3_vl", "qwen3_5") else 14
         size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (6 * patch) ** 2}
         images = t.Qwen2VLImageProcessor(patch_size=patch, size=size)
-        if family == "qwen3_vl":
+        if family in ("qwen3_vl", "qwen3_5"):
             return t.Qwen3VLProcessor(images, tokenizer, t.Qwen3VLVideoProcessor(), chat_template=template)
         kind = t.Qwen2VLProcessor if family == "qwen2_vl" else t.Qwen2_5_VLProcessor
         return kind(images, tokenizer, t.Qwen2VLVideoProcessor(), chat_template=template)
@@ -99,6 +102,9 @@ def processor_of(family: str):
         return t.InternVLProcessor(
             images, tokenizer, t.InternVLVideoProcessor(size=square), image_seq_length=4, chat_template=template
         )
+    if family == "lfm2_vl":
+        limits = dict(min_image_tokens=1, max_image_tokens=4, tile_size=64, do_image_splitting=False)
+        return t.Lfm2VlProcessor(t.Lfm2VlImageProcessor(**limits), tokenizer, chat_template=template)
     images = t.SiglipImageProcessor(size=square)
     images.image_seq_length = 16
     return t.PaliGemmaProcessor(images, tokenizer, chat_template=template)
@@ -126,7 +132,7 @@ def config_of(family: str, processor) -> dict:
         )
     if family.startswith("qwen"):
         rope = dict(rope_type="default", mrope_section=[4, 6, 6], rope_theta=10000.0)
-        patch = 16 if family == "qwen3_vl" else 14
+        patch = 16 if family in ("qwen3_vl", "qwen3_5") else 14
         vision = dict(depth=2, hidden_size=64, num_heads=4, patch_size=patch, spatial_merge_size=2)
         if family == "qwen2_vl":
             vision = dict(
@@ -135,11 +141,15 @@ def config_of(family: str, processor) -> dict:
         elif family == "qwen2_5_vl":
             vision |= dict(out_hidden_size=128, intermediate_size=128, window_size=56, fullatt_block_indexes=[1])
         else:
-            vision |= dict(
-                out_hidden_size=128, intermediate_size=128, num_position_embeddings=144, deepstack_visual_indexes=[0]
-            )
+            vision |= dict(out_hidden_size=128, intermediate_size=128, num_position_embeddings=144)
+            vision |= dict(deepstack_visual_indexes=[0]) if family == "qwen3_vl" else {}
         ids = dict(image_token_id=number("<|image_pad|>"), video_token_id=number("<|video_pad|>"))
         ids |= dict(vision_start_token_id=number("<|vision_start|>"), vision_end_token_id=number("<|vision_end|>"))
+        if family == "qwen3_5":
+            text |= dict(layer_types=["linear_attention", "full_attention"])
+            text |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
+            text |= dict(linear_key_head_dim=32, linear_value_head_dim=32)
+            rope |= dict(partial_rotary_factor=1.0)
         return dict(text_config=text | dict(rope_parameters=rope), vision_config=vision, tie_word_embeddings=True) | ids
     if family.startswith("llava"):
         vision = VISION | dict(model_type="clip_vision_model", image_size=SIDE, patch_size=14, projection_dim=64)
@@ -170,6 +180,11 @@ def config_of(family: str, processor) -> dict:
             image_seq_length=4,
             downsample_ratio=0.5,
         )
+    if family == "lfm2_vl":
+        vision = VISION | dict(model_type="siglip2_vision_model", num_patches=64, patch_size=16)
+        text = text | dict(model_type="lfm2", layer_types=["conv", "full_attention"])
+        more = dict(image_token_id=number("<image>"), projector_hidden_size=128)
+        return dict(text_config=text, vision_config=vision, tie_word_embeddings=True) | more
     text = text | dict(model_type="gemma")
     return dict(
         text_config=text,
