@@ -330,7 +330,10 @@ class HFGenerator:
 
     def _find_way(self) -> Way:
         inputs, _ = self._inputs([self._trial(3)])
-        out = self.backbone(**self._taken(inputs), use_cache=True)
+        try:
+            out = self.backbone(**self._taken(inputs), use_cache=True)
+        except (AttributeError, LookupError, TypeError, ValueError):  # such as Kimi-Linear without full attention
+            return NO_CACHE  # if the model itself is broken, a plain pass says so
         self.cache_name = next((name for name in out.keys() if name in self.known), None)
         if (cache := self._cache(out)) is None:
             return NO_CACHE
@@ -339,7 +342,7 @@ class HFGenerator:
             return Way()
         pads = layers <= {*PLAIN, *RECURRENT}  # others may count tokens, or choose among more than a trial has
         selects = {None, *(name for name in SELECTS if (hasattr(cache, name) if name else type(cache) is list))}
-        close, errors = 1e-4 if self.weight_dtype == torch.float32 else 0.05, {}
+        close, errors = 1e-3 if self.weight_dtype == torch.float32 else 0.05, {}
         for way in (way for way in WAYS if way.select in selects and pads >= way.pads):
             errors[way] = self._error(way)
             if errors[way] < close:

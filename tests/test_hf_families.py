@@ -87,6 +87,16 @@ def test_sampled_logprobs_are_those_of_a_row_alone(family, capsys):
         assert way == Way()
 
 
+def test_a_model_that_runs_without_a_cache_only():
+    """transformers' Kimi-Linear asks its first layer of full attention how long the cache is; here is none."""
+    only = dict(layer_types=["linear_attention"] * 2)
+    generator, model = generator_of(model_of("kimi_linear", **only)), model_of("kimi_linear", **only)
+    for prompt, completion in sampled(generator):
+        expected = logprobs_alone(model, prompt, completion.token_ids)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-5)
+    assert not generator.way.cached
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "lfm2"])
 def test_rounding_does_not_hide_what_a_cache_can_do(family):
     """In bf16 the same way is found: prompts of different lengths in one batch, sequences picked from the cache."""
