@@ -53,11 +53,11 @@ WINDOWS = {
     "cwm": dict(layer_types=WINDOW), "exaone4": dict(layer_types=WINDOW), "exaone_moe": dict(layer_types=WINDOW),
     "gemma2": {}, "gemma3_text": dict(layer_types=WINDOW),
     "gemma3n_text": dict(
-        layer_types=WINDOW, num_kv_shared_layers=0, hidden_size_per_layer_input=16, vocab_size_per_layer_input=1000,
+        layer_types=WINDOW, num_kv_shared_layers=0, hidden_size_per_layer_input=16,
         laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0, 0.0],
     ),
     "gemma4_text": dict(
-        layer_types=WINDOW, hidden_size_per_layer_input=16, vocab_size_per_layer_input=1000, global_head_dim=16,
+        layer_types=WINDOW, hidden_size_per_layer_input=16, global_head_dim=16,
         num_kv_shared_layers=0, num_global_key_value_heads=2,
     ),
     "gpt_oss": dict(layer_types=WINDOW), "granite_swa": dict(layer_types=WINDOW),
@@ -116,7 +116,10 @@ def config_of(family: str, **more) -> PreTrainedConfig:
     """more: further values, such as the vocab_size of a tokenizer."""
     kind = CONFIG_MAPPING[family]
     known = set(getattr(kind, "__dataclass_fields__", {})) | set(kind.attribute_map)
-    return kind(**{name: value for name, value in TINY.items() if name in known} | FAMILIES[family] | more)
+    values = {name: value for name, value in TINY.items() if name in known} | FAMILIES[family] | more
+    if "vocab_size_per_layer_input" in known:
+        values["vocab_size_per_layer_input"] = values["vocab_size"]
+    return kind(**values)
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **more) -> PreTrainedModel:
