@@ -40,10 +40,11 @@ MAMBA = ["mamba", "attention"]
 # model_type: what it needs besides TINY.
 DENSE = {
     "apertus": {}, "arcee": {}, "biogpt": {}, "bitnet": {}, "bloom": {}, "codegen": dict(rotary_dim=8), "cohere": {},
-    "diffllama": {}, "ernie4_5": {}, "falcon": {}, "gemma": {}, "glm": {}, "glm4": {}, "gpt2": {}, "gpt_bigcode": {},
+    "diffllama": {}, "doge": {}, "ernie4_5": {}, "falcon": {}, "gemma": {}, "glm": {}, "glm4": {}, "gpt2": {},
+    "gpt_bigcode": {},
     "gpt_neo": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]), "gpt_neox": {},
     "gpt_neox_japanese": {}, "gptj": dict(rotary_dim=8), "granite": dict(logits_scaling=8.0), "helium": {},
-    "hunyuan_v1_dense": {}, "hyperclovax": dict(logits_scaling=4.0), "jais2": {}, "llama": {},
+    "hunyuan_v1_dense": {}, "hrm_text": {}, "hyperclovax": dict(logits_scaling=4.0), "jais2": {}, "llama": {},
     "ministral3": {}, "mpt": {}, "nanochat": {}, "nemotron": {}, "olmo": {}, "olmo2": {}, "openai-gpt": {},
     "opt": dict(ffn_dim=96, word_embed_proj_dim=64), "persimmon": {}, "phi": {}, "phi3": {}, "qwen2": {}, "qwen3": {},
     "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "xglm": dict(ffn_dim=96, num_layers=2),
@@ -68,7 +69,8 @@ WINDOWS = {
     "olmo3": dict(layer_types=WINDOW), "vaultgemma": dict(layer_types=WINDOW),
 }  # fmt: skip
 EXPERTS = {
-    "aria_text": {}, "dbrx": dict(
+    "aria_text": {},
+    "dbrx": dict(
         attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0),
         ffn_config=dict(hidden_size=64, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2),
     ),
@@ -76,27 +78,36 @@ EXPERTS = {
     "hunyuan_v1_moe": {}, "hy_v3": {}, "jetmoe": dict(kv_channels=16), "minimax_m2": dict(rotary_dim=8), "mixtral": {},
     "olmoe": {}, "phimoe": {}, "qwen2_moe": {}, "qwen3_moe": {}, "solar_open": {},
 }  # fmt: skip
-LATENTS = {
-    "axk1": LATENT, "deepseek_v2": LATENT, "deepseek_v3": LATENT, "deepseek_v32": LATENT,
-    
+LATENTS = {  # latent attention, or one that chooses among tokens
+    "axk1": LATENT, "axk2": LATENT, "deepseek_v2": LATENT, "deepseek_v3": LATENT, "deepseek_v32": LATENT,
     "deepseek_v4": dict(
         layer_types=["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
         num_hidden_layers=3, num_key_value_heads=1, o_groups=2, o_lora_rank=16, hc_mult=2,
         compress_rates=dict(compressed_sparse_attention=2, heavily_compressed_attention=4),
     ),
-    "glm4_moe_lite": LATENT, "glm_moe_dsa": LATENT, 
-    "kimi_linear": LATENT | dict(layer_types=LINEAR, linear_head_dim=16, linear_num_heads=4),
+    "glm4_moe_lite": LATENT, "glm_moe_dsa": LATENT,
+    "hy_v4": LATENT, "kimi_linear": LATENT | dict(layer_types=LINEAR, linear_head_dim=16, linear_num_heads=4),
     "longcat_flash": LATENT | dict(num_layers=1, ffn_hidden_size=96, head_dim=8, zero_expert_num=1),
-    "minicpm3": LATENT, "youtu": LATENT,
+    "minicpm3": LATENT,
+    "minimax_m3_vl_text": dict(
+        layer_types=["minimax_m3_sparse", "full_attention"], rotary_dim=8, index_block_size=2, index_topk_blocks=4,
+        index_n_heads=2,
+    ),
+    "youtu": LATENT,
 }  # fmt: skip
 RECURRENT = {
-    "bamba": dict(attn_layer_indices=[1]), "doge": {}, "falcon_h1": {}, "falcon_mamba": {},
+    "bamba": dict(attn_layer_indices=[1]), "falcon_h1": {}, "falcon_mamba": {},
     "granitemoehybrid": dict(layer_types=MAMBA), "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"]), "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "mamba": {}, "mamba2": dict(num_heads=8, head_dim=16), "minimax": dict(layer_types=LINEAR, block_size=8),
     "nemotron_h": dict(layers_block_type=["mamba", "attention", "moe", "mlp"], num_hidden_layers=4),
     "olmo_hybrid": dict(layer_types=LINEAR), "qwen3_5_moe_text": dict(layer_types=LINEAR),
     "qwen3_5_text": dict(layer_types=LINEAR), "qwen3_next": dict(layer_types=LINEAR),
+    "qwen4_exp_text": dict(
+        layer_types=LINEAR, hc_count=2, hc_lowrank=8, ngram_vocab_size_base=500, split_ngram_parts=2, heads_per_ngram=2,
+        make_ngram_vocab_size_divisible_by=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16,
+        indexer_budget=8, indexer_compress_ratio=2,
+    ),
     "recurrent_gemma": dict(
         num_hidden_layers=3, lru_width=64, attention_window_size=8, block_types=["recurrent", "recurrent", "attention"]
     ),

@@ -23,8 +23,14 @@ ENDS = {2, *range(10, 200)}  # a token in five ends a sample
 
 # How they are decoded, where it is not as a dense model is: batches of one length; prompts run once per sample and
 # batches kept to the end; all tokens run again at each step.
-ONE_LENGTH = {"deepseek_v32", "glm_moe_dsa"}  # which tokens an indexer chooses depends on how many there are
-KEPT_WHOLE = {"deepseek_v4", "xlstm"}
+ONE_LENGTH = {
+    "axk2",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "hy_v4",
+    "minimax_m3_vl_text",
+}  # which tokens an indexer chooses depends on how many there are
+KEPT_WHOLE = {"deepseek_v4", "qwen4_exp_text", "xlstm"}
 # openai-gpt and recurrent_gemma return no cache. minimax' and rwkv's (of more than one row) give other results.
 AGAIN = {"openai-gpt", "recurrent_gemma", "minimax", "rwkv"}
 # Their state is computed by one formula for a prompt and by another for a single token (with the step bounded below).
