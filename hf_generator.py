@@ -9,12 +9,14 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from inputs import routing
 from inputs.packing import join_inputs
 from inputs.prompts import Prompt, placeholder_tokens
 from vllm_client import Completion
@@ -63,6 +65,7 @@ class HFGenerator:
 
     receives_weights, changes = True, None  # on every rank; all of them
     image_bytes = 0  # sent to servers
+    tells_experts = False  # whether completions are to come with the experts of their tokens
     rope_index = None  # of models whose positions have three axes; see inputs/prompts.py
 
     def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
@@ -77,6 +80,7 @@ class HFGenerator:
         self.eos_ids = {*(ids if isinstance(ids, list) else [ids]), text_tokenizer.eos_token_id} - {None}
         self.never = placeholder_tokens(model.config)
         self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.routing = routing.Routing(model) if routing.experts_of(model.config)[0] else None
         self._queue: list[_Request] = []
         self._missing: set[str] = set()
         self._sampled, self._since = 0.0, None  # seconds in all calls of _sample; when the one under way began
@@ -113,6 +117,17 @@ class HFGenerator:
         """A failed push ends the run; there is no server to put back in order."""
 
     # ---- sampling ----
+
+    def can_tell_experts(self) -> bool:
+        return self.routing is not None
+
+    def _run(self, model, **inputs):
+        """A forward pass, and the experts of its tokens, [tokens, layers, k], if they are to be told."""
+        if not self.tells_experts:
+            return model(**inputs), None
+        with self.routing.noting() as noted:
+            out = model(**inputs)
+        return out, self.routing.stacked(noted).cpu().numpy()
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, n=1, images=(), expanded: Prompt | None = None, **options
@@ -186,7 +201,7 @@ class HFGenerator:
         if any("token_type_ids" in request.model_inputs for request in batch):
             inputs["token_type_ids"] = types.to(self.device)
         inputs |= dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions))
-        out = self.model.base_model(**inputs, use_cache=True)
+        out, experts = self._run(self.model.base_model, **inputs, use_cache=True)
         repeat = torch.tensor([row for row, request in enumerate(batch) for _ in range(request.n)], device=self.device)
         cache = out.past_key_values
         cache.batch_select_indices(repeat)
@@ -195,6 +210,10 @@ class HFGenerator:
         position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
         most = torch.tensor([request.max_tokens for request in batch])[repeat.cpu()].tolist()
         budget = min(max(most), self.window - longest) if self.window else max(most)
+        paths: list[list] = [[] for _ in repeat]  # experts of each token that was run
+        if experts is not None:
+            experts = experts.reshape(len(batch), longest, *experts.shape[1:])
+            paths = [[experts[row, longest - lengths[row] :]] for row in repeat.tolist()]
         tokens: list[list[int]] = [[] for _ in repeat]
         logprobs: list[list[float]] = [[] for _ in repeat]
         alive = list(range(len(repeat)))
@@ -216,18 +235,21 @@ class HFGenerator:
             position = position + 1
             mask = torch.cat([mask, torch.ones_like(token)], dim=1)
             step = dict(input_ids=token, attention_mask=mask, position_ids=self._axes(position))
-            out = self.model(**step, past_key_values=cache, use_cache=True)
+            out, experts = self._run(self.model, **step, past_key_values=cache, use_cache=True)
+            for place, index in enumerate(alive if experts is not None else ()):
+                paths[index].append(experts[place : place + 1])
             logits = out.logits[:, -1]
-        samples = iter(zip(tokens, logprobs, strict=True))
+        samples = iter(zip(tokens, logprobs, paths, strict=True))
         return [[self._completion(request, *next(samples)) for _ in range(request.n)] for request in batch]
 
     def _axes(self, positions: Tensor) -> Tensor:
         """[axes, S, T] as the model wants it: without the first dimension if there is one axis."""
         return positions if len(positions) > 1 else positions[0]
 
-    def _completion(self, request: _Request, tokens: list[int], logprobs: list[float]) -> Completion:
+    def _completion(self, request: _Request, tokens: list[int], logprobs: list[float], path: list) -> Completion:
         reason = "stop" if tokens[-1] in self.eos_ids else "length"
-        return Completion(tokens, logprobs, reason, self.version, request.prompt_ids)
+        experts = np.concatenate(path) if path else None
+        return Completion(tokens, logprobs, reason, self.version, request.prompt_ids, routed_experts=experts)
 
     def _draw(self, scores: Tensor) -> Tensor:
         """One sample a row by inverting the distribution function: a random number a row.  [S, V] -> [S, 1]
