@@ -127,7 +127,8 @@ class HFGenerator:
             return model(**inputs), None
         with self.routing.noting() as noted:
             out = model(**inputs)
-        return out, self.routing.stacked(noted).cpu().numpy()
+        experts = self.routing.stacked(noted)
+        return out, None if experts is None else experts.cpu().numpy()
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, n=1, images=(), expanded: Prompt | None = None, **options

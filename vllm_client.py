@@ -148,7 +148,9 @@ class Completion:
     policy_version: int  # oldest weights that sampled any of its tokens
     prompt_ids: list[int]  # as the server expanded them (images)
     policy_version_last: int | None = None  # newest weights that sampled any of them; None: the same
-    routed_experts: np.ndarray | None = None  # [tokens, layers, k] that prompt and completion went through, but the last
+    routed_experts: np.ndarray | None = (
+        None  # [tokens, layers, k] that prompt and completion went through, but the last
+    )
 
 
 @dataclass

@@ -21,7 +21,10 @@ import utils
 from config import ConfigError, TrainConfig
 from safety.limits import warn_once
 
-NAMES = {"experts": ("num_experts", "num_local_experts", "n_routed_experts"), "chosen": ("num_experts_per_tok", "top_k")}
+NAMES = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok", "top_k"),
+}
 
 
 def experts_of(config) -> tuple[int, int]:
@@ -85,8 +88,11 @@ class Routing(TorchFunctionMode):
         finally:
             self.noted = None
 
-    def stacked(self, noted: dict[int, Tensor]) -> Tensor:
-        """[tokens, layers, k] int16; -1 for layers without experts."""
+    def stacked(self, noted: dict[int, Tensor]) -> Tensor | None:
+        """[tokens, layers, k] int16; -1 for layers without experts. None if no layer chooses by topk."""
+        if not noted:
+            warn_once("No layer of this mixture of experts chooses by topk, so its experts cannot be replayed.")
+            return None
         some = next(iter(noted.values()))
         none = torch.full_like(some, -1)
         return torch.stack([noted.get(n, none) for n in range(len(self.layers))], 1).short()

@@ -154,6 +154,15 @@ def test_generator_tells_what_its_tokens_went_through(monkeypatch):
         assert (completion.routed_experts[:, 1] == -1).all() and (completion.routed_experts[:, 2] >= 0).all()
 
 
+def test_a_router_without_topk_is_named(caplog):
+    config = AutoConfig.for_model("phimoe", vocab_size=100, num_local_experts=4, num_experts_per_tok=2, **SHAPE)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = hf_generator.HFGenerator(model, SimpleNamespace(eos_token_id=2))
+    routing.ask(generator, model, TrainConfig(generator="hf"))
+    (completion,) = asyncio.run(generator.generate([5, 6], max_tokens=2))
+    assert completion.routed_experts is None and "cannot be replayed" in caplog.text
+
+
 # ---- on the way ------------------------------------------------------------------------------------------------------
 
 
