@@ -14,6 +14,7 @@ from torch import Tensor
 
 import utils
 from config import TrainConfig
+from inputs.routing import collated
 
 GROUPS = 2**32  # more than a rank has
 
@@ -51,6 +52,7 @@ class Batch:
     chosen: Tensor | None = None  # [B, T] of bool: tokens that a policy loss with `choose` treats apart
     unshaped: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
     extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...] that are cut as the rest is
+    routed_experts: Tensor | None = None  # [B, T, layers, k] that the generator took, -1 unknown; see inputs/routing.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
     step: int = 0  # of the run, from 0
@@ -77,7 +79,9 @@ class Batch:
             if isinstance(value, dict):
                 return {name: take(entry) for name, entry in value.items()}
             if isinstance(value, Tensor) and value.ndim:
-                return value[places, :longest] if value.shape == self.input_ids.shape else value[places]
+                by_token = value.shape == self.input_ids.shape or value is self.routed_experts
+                at = places if value.device == places.device else torch.tensor(rows)
+                return value[at, :longest] if by_token else value[at]
             return [value[row] for row in rows] if isinstance(value, list) and value else value
 
         return Batch(**{f.name: take(getattr(self, f.name)) for f in dataclasses.fields(self)})
@@ -114,6 +118,7 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
             values = torch.tensor([unknown if value is None else value for value in values], device=device)
             setattr(batch, name, values.nan_to_num(posinf=math.inf))
     batch.extras = {name: extra.to(device) for name, extra in collated_extras(trajectories, length).items()}
+    batch.routed_experts = collated([t.info.get("routed_experts") for t in trajectories], rows, length)
     if any("states" in t.info for t in trajectories):
         batch.states = number_states(trajectories, length).to(device)
     return batch

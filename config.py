@@ -171,6 +171,8 @@ class TrainConfig:
     entropy_target: float | None = None  # adapt entropy_coef: up while the entropy is below this, down while above
     entropy_coef_step: float = 0.0005  # change of entropy_coef per step
     top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
+    router_replay: Literal["auto", "on", "off"] = "auto"  # experts as the generator chose; auto: where it tells them
+    router_replay_reference: bool = False  # the reference model, too, takes the generator's experts
     mask_truncated: bool = False  # leave completions cut at a length limit out of the loss
     old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer's, generator's, always pi
     correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / generator on the loss

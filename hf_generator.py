@@ -10,8 +10,9 @@ import asyncio
 import inspect
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import utils
+from inputs import routing
 from inputs.attention import takes_any
 from inputs.backbone import backbone, text_model
 from inputs.packing import join_inputs
@@ -112,6 +114,7 @@ class HFGenerator:
 
     receives_weights, changes = True, None  # on every rank; all of them
     image_bytes = 0  # sent to servers
+    tells_experts = False  # whether completions are to come with the experts of their tokens
     rope_index = None  # of models whose positions have three axes; see inputs/prompts.py
 
     def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
@@ -131,6 +134,7 @@ class HFGenerator:
         whole = inspect.signature(model.forward).parameters
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in whole else {}
         self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.routing = routing.Routing(model) if routing.experts_of(model.config)[0] else None
         self._queue: list[_Request] = []
         self._missing: set[str] = set()
         self._sampled, self._since = 0.0, None  # seconds in all calls of _sample; when the one under way began
@@ -219,6 +223,9 @@ class HFGenerator:
                 sequences += request.n
         return batch
 
+    def can_tell_experts(self) -> bool:
+        return self.routing is not None
+
     def seconds_sampling(self) -> float:
         """For how long it has sampled so far. The event loop stood still meanwhile, through no rollout's fault."""
         since = self._since
@@ -234,7 +241,7 @@ class HFGenerator:
             rows = [replace(request, n=1) for request in batch for _ in range(request.n)]
         inputs, positions = self._inputs(rows)
         mask, longest = inputs["attention_mask"], inputs["input_ids"].shape[1]  # [P, T]
-        out = self.backbone(**self._taken(inputs), use_cache=way.cached)
+        out, experts = self._noted(partial(self.backbone, **self._taken(inputs), use_cache=way.cached), len(rows))
         repeat = torch.tensor([row for row, request in enumerate(rows) for _ in range(request.n)], device=self.device)
         cache = self._cache(out) if way.cached else inputs["input_ids"]
         if way.select is not None:
@@ -247,6 +254,9 @@ class HFGenerator:
         tokens: list[list[int]] = [[] for _ in repeat]
         logprobs: list[list[float]] = [[] for _ in repeat]
         alive, ended = list(range(len(repeat))), set()
+        paths: list[list] = [[] for _ in repeat]  # experts of each token that was run
+        if experts is not None:
+            paths = [[experts[row, longest - len(rows[row].prompt_ids) :]] for row in repeat.tolist()]
         for count in range(budget):
             scores = self._scores(logits, temperature, top_p, top_k, min_p, blocked=count < min_tokens)  # [S, V]
             token = self._draw(scores)  # [S, 1]
@@ -266,10 +276,22 @@ class HFGenerator:
                 alive = [alive[i] for i in keep]
             position = position + 1
             mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-            out, cache = self._next(self.model, way, token, mask, position, cache)
+            step = partial(self._next, self.model, way, token, mask, position, cache)
+            (out, cache), experts = self._noted(step, len(alive))
+            for place, index in enumerate(alive if experts is not None else ()):
+                paths[index].append(experts[place, -1:])
             logits = out.logits[:, -1]
-        samples = iter(zip(tokens, logprobs, strict=True))
+        samples = iter(zip(tokens, logprobs, paths, strict=True))
         return [[self._completion(request, *next(samples)) for _ in range(request.n)] for request in batch]
+
+    def _noted(self, run, sequences: int) -> tuple:
+        """What `run` returns, and the experts of its tokens, [sequences, tokens, layers, k], if they are to be told."""
+        if not self.tells_experts:
+            return run(), None
+        with self.routing.noting() as noted:
+            out = run()
+        experts = self.routing.stacked(noted)
+        return out, None if experts is None else experts.unflatten(0, (sequences, -1)).cpu().numpy()
 
     def _inputs(self, batch: list[_Request]) -> tuple[dict, Tensor]:
         """The prompts, left-padded [P, T], and their positions [axes, P, T]."""
@@ -392,9 +414,10 @@ class HFGenerator:
         """[axes, S, T] as the model wants it: without the first dimension if there is one axis."""
         return positions if len(positions) > 1 else positions[0]
 
-    def _completion(self, request: _Request, tokens: list[int], logprobs: list[float]) -> Completion:
+    def _completion(self, request: _Request, tokens: list[int], logprobs: list[float], path: list) -> Completion:
         reason = "stop" if tokens[-1] in self.eos_ids else "length"
-        return Completion(tokens, logprobs, reason, self.version, request.prompt_ids)
+        experts = np.concatenate(path)[: len(request.prompt_ids) + len(tokens) - 1] if path else None
+        return Completion(tokens, logprobs, reason, self.version, request.prompt_ids, routed_experts=experts)
 
     def _draw(self, scores: Tensor) -> Tensor:
         """One sample a row by inverting the distribution function: a random number a row.  [S, V] -> [S, 1]

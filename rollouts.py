@@ -52,6 +52,7 @@ from safety.limits import MARGIN, Running, leave, noted, run_limited, warn_once
 from safety.sandbox import check_contained
 from safety.storable import calls_in, text_of
 from serving.answers import ABOVE_ZERO
+from serving.experts import joined
 
 logger = logging.getLogger(__name__)
 
@@ -333,6 +334,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
                 info={
                     "completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
                     "model_inputs": prompt.model_inputs,
+                    "routed_experts": joined(None, sample),
                     **told,
                 },
             )
@@ -921,7 +923,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
     prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
     check_length(prompt, row, cfg)
-    turns, mask, logprobs, states, versions = [], [], [], [], []
+    turns, mask, logprobs, states, versions, experts = [], [], [], [], [], None
     conversation, finish = list(shown["prompt"]), "stop"
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
@@ -935,6 +937,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         last = sample.policy_version if sample.policy_version_last is None else sample.policy_version_last
         versions.append((sample.policy_version, last))
         start = len(mask)
+        experts = joined(experts, sample)
         so_far = continued(so_far, sample.token_ids)
         mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
         states += [state] * len(sample.token_ids)
@@ -972,6 +975,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
     seen = so_far if len(so_far.images) > len(prompt.images) else prompt
     info |= {"messages": sum(map(messages_of, turns), []), "model_inputs": seen.model_inputs}
+    info |= {"routed_experts": experts}
     if any(state is not None for state in states):
         info["states"] = states
     if cfg.env:  # rewards may ask for it, as TRL's do for `environments`

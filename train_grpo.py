@@ -112,7 +112,7 @@ from batch import (
     whiten,
 )
 from envs.tools import named_tools
-from inputs import prompts
+from inputs import prompts, routing
 from inputs.attention import attention_of, chosen, use_shared_attention
 from inputs.backbone import backbone
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
@@ -394,6 +394,8 @@ class Policy(nn.Module):
     The wrapper exists because DDP and FSDP want everything that uses parameters inside one `forward`.
     """
 
+    replays = True  # experts that the generator chose; a critic has others
+
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
@@ -401,6 +403,7 @@ class Policy(nn.Module):
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
             use_shared_attention(self.hf_model, chosen(cfg.attn_implementation, self.hf_model))
+        self.routing = routing.of(self.hf_model, cfg) if self.replays else None
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.
@@ -418,6 +421,7 @@ class Policy(nn.Module):
         with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
             if self.blank:
                 inputs = with_blank(inputs, self.blank)
+            inputs = routing.replay(self.routing, inputs)
             with save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext():
                 hidden = backbone(self.hf_model)(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
             unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
@@ -580,7 +584,9 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
         return None
     with utils.on_rank_0("Loading the reference model"):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
-    inner = Policy(model.eval().requires_grad_(False), cfg, bool(cfg.ref_sync_steps) and autocasts(cfg))
+    replays = cfg.router_replay if cfg.router_replay_reference else "off"
+    autocast = bool(cfg.ref_sync_steps) and autocasts(cfg)
+    inner = Policy(model.eval().requires_grad_(False), replace(cfg, router_replay=replays), autocast)
     return shard(inner, cfg, device, trained=False)
 
 
@@ -858,8 +864,9 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
     elif cfg.beta > 0 or "ref_logprobs" in asked:
+        seen = batch if cfg.router_replay_reference else replace(batch, routed_experts=None)
         with inner.model.disable_adapter():
-            batch.ref_logprobs = all_logprobs(policy, batch, cfg)[0]
+            batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
 
 
 # ==== 8 update =======================================================================================================
@@ -1146,6 +1153,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
 
         generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
     generator.tokenizer, generator.rope_index = processor, prompts.rope_index_of(hf_model)
+    routing.ask(generator, hf_model, cfg)
     return generator
 
 
@@ -1495,6 +1503,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                 start_record(batch)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
+                metrics |= routing.metrics(run.inner.routing, batch)
                 if step == run.first and learns:
                     utils.check_states(policy, run.optimizer)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:

@@ -94,6 +94,8 @@ class ValueHead(nn.Linear):
 class Critic(Policy):
     """The backbone of a causal LM with one number per position in place of a vocabulary. It starts at 0 everywhere."""
 
+    replays = False
+
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__(model, cfg, autocast)
         self.value = ValueHead(model.config.get_text_config().hidden_size, 1)

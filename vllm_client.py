@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import numpy as np
 import requests
 import torch
 
@@ -44,6 +45,7 @@ from safety import addresses, asking, credentials
 from safety.limits import warn_once
 from serving import answers, shared, wire
 from serving.changes import Changes
+from serving.experts import decoded
 from serving.rendezvous import Rendezvous
 from serving.wire import (
     broadcast,
@@ -146,6 +148,9 @@ class Completion:
     policy_version: int  # oldest weights that sampled any of its tokens
     prompt_ids: list[int]  # as the server expanded them (images)
     policy_version_last: int | None = None  # newest weights that sampled any of them; None: the same
+    routed_experts: np.ndarray | None = (
+        None  # [tokens, layers, k] that prompt and completion went through, but the last
+    )
 
 
 @dataclass
@@ -247,6 +252,7 @@ class VLLMClient:
         # Per server, the name it took when this run's trainer connected. Where it answers with another one it was
         # started anew or belongs to another trainer, whatever number its weights have. None: not looked at.
         self.instances: dict[str, str] | None = None
+        self.tells_experts = False  # whether completions are to come with the experts of their tokens
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -409,6 +415,8 @@ class VLLMClient:
         body = dict(prompt_ids=list(prompt_ids), n=n, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
         body["request_id"] = uuid.uuid4().hex
         body |= dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_token_ids=stop_token_ids)
+        if self.tells_experts:
+            body["routed_experts"] = True
         if images:
             body["images"] = [encode_image(image) for image in images]
             self.image_bytes += sum(map(len, body["images"]))
@@ -449,6 +457,9 @@ class VLLMClient:
             for one in waited_for:
                 one.cancel()
 
+    def can_tell_experts(self) -> bool:
+        return all(info["tells_experts"] for info in self.server_info())
+
     def _completions(self, url: str, asked: dict, answer: dict) -> list[Completion]:
         instance = None if self.instances is None else self.instances[url]
         try:
@@ -460,7 +471,14 @@ class VLLMClient:
             ) from None
         versions = dict(policy_version=found.policy_version, policy_version_last=found.policy_version_last)
         return [
-            Completion(one.token_ids, one.logprobs, one.finish_reason, prompt_ids=found.prompt_ids, **versions)
+            Completion(
+                one.token_ids,
+                one.logprobs,
+                one.finish_reason,
+                prompt_ids=found.prompt_ids,
+                routed_experts=one.routed_experts and decoded(one.routed_experts.model_dump()),
+                **versions,
+            )
             for one in found.samples
         ]
 

@@ -62,6 +62,7 @@ from cli import ConfigError
 from inputs.pictures import MAX_PIXELS, PICTURE_FORMATS, PictureError, read_image
 from inputs.prompts import placeholder_tokens
 from safety import credentials
+from serving.experts import encoded
 from serving.gate import HEADER_SECONDS, Gate, LimitedProtocol, failure
 
 # vLLM and torch are imported inside functions: a taken port or a missing token must not wait for them.
@@ -333,10 +334,11 @@ class GenerateRequest(BaseModel):
     min_tokens: int = Field(0, ge=0)
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=0, lt=2**63)
+    routed_experts: bool = False  # with the experts that every token went through
     request_id: str | None = Field(None, pattern="^[0-9a-f]{32}$")  # by which POST /abort_requests ends it
 
 
-def check_request(body: GenerateRequest, model_config, placeholders: list[int]):
+def check_request(body: GenerateRequest, model_config, placeholders: list[int], tells_experts: bool = False):
     """400 for what the model cannot take."""
     vocab, window = model_config.get_vocab_size(), model_config.max_model_len
     length, images = len(body.prompt_ids), len(body.images or [])
@@ -355,6 +357,8 @@ def check_request(body: GenerateRequest, model_config, placeholders: list[int]):
         problem = f"token id {bad[0]} is outside the vocabulary of {vocab} tokens"
     elif images and not model_config.is_multimodal_model:
         problem = f"{model_config.model} takes no images"
+    elif body.routed_experts and not tells_experts:
+        problem = "the experts of its tokens are not noted: start it with --enable-return-routed-experts"
     elif marks > images:
         problem = f"{marks} placeholder tokens for {images} images: send one an image, the server expands it"
     if problem:
@@ -372,7 +376,7 @@ def decode_image(text: str) -> Image.Image:
 def sampling_parameters(body: GenerateRequest, placeholders: list[int]):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    chosen = body.model_dump(exclude={"prompt_ids", "images", "request_id"})
+    chosen = body.model_dump(exclude={"prompt_ids", "images", "request_id", "routed_experts"})
     return SamplingParams(
         **chosen,
         logprobs=0,  # of the sampled token alone
@@ -384,11 +388,12 @@ def sampling_parameters(body: GenerateRequest, placeholders: list[int]):
     )
 
 
-def describe_sample(output) -> dict:
+def describe_sample(output, with_experts: bool = False) -> dict:
     logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
     if not all(map(math.isfinite, logprobs)):
         raise HTTPException(500, "log-probs are not finite: the weights or the logits hold nan or inf")
-    return {"token_ids": list(output.token_ids), "logprobs": logprobs, "finish_reason": output.finish_reason}
+    sample = {"token_ids": list(output.token_ids), "logprobs": logprobs, "finish_reason": output.finish_reason}
+    return sample | ({"routed_experts": encoded(output.routed_experts)} if with_experts else {})
 
 
 async def run_generation(engine, body: GenerateRequest, images: list[Image.Image], placeholders: list[int]):
@@ -425,9 +430,11 @@ def generate_route(engine, pushes, placeholders: list[int]):
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+    tells_experts = engine.vllm_config.aux_output_config.enable_return_routed_experts
+
     @with_cancellation  # a client that goes away frees the engine
     async def generate(body: GenerateRequest, raw_request: Request):
-        check_request(body, engine.model_config, placeholders)
+        check_request(body, engine.model_config, placeholders, tells_experts)
         images = [await asyncio.to_thread(decode_image, text) for text in body.images or []]
         if refused := await not_sampling(engine, pushes):
             return refused
@@ -445,8 +452,11 @@ def generate_route(engine, pushes, placeholders: list[int]):
         if pushes.broken:
             return failure(503, pushes.broken)
         if any(output.finish_reason == "abort" for output in final.outputs):
-            return failure(409, "ended by POST /abort_requests")
-        samples = [describe_sample(output) for output in sorted(final.outputs, key=lambda output: output.index)]
+            # Whoever reads this did not ask for it: our client does not wait for what it ends.
+            ended = "ended by POST /abort_requests, or because this server is shut down"
+            return failure(409, f"{ended}: look at its terminal, start it again if it is gone, and resume the run")
+        ordered = sorted(final.outputs, key=lambda output: output.index)
+        samples = [describe_sample(output, body.routed_experts) for output in ordered]
         versions = {"policy_version": version, "policy_version_last": pushes.version, "instance": pushes.instance}
         return JSONResponse({"samples": samples, "prompt_ids": list(final.prompt_token_ids), **versions})
 
@@ -489,6 +499,7 @@ async def describe_server(engine, placeholders: list[int]) -> dict:
         "never_sampled": placeholders,
         "max_n": MAX_N,
         "can_sleep": config.enable_sleep_mode,
+        "tells_experts": engine.vllm_config.aux_output_config.enable_return_routed_experts,
     }
 
 

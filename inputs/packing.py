@@ -124,6 +124,10 @@ def with_blank(inputs: dict, blank: dict) -> dict:
     if "token_type_ids" in inputs or "token_type_ids" in blank:
         types = inputs.get("token_type_ids", torch.zeros_like(ids))
         blank["token_type_ids"] = add(types, blank["token_type_ids"][:, :n])
+    if "routed_experts" in inputs:  # [R, L, layers, k]; of the blank nothing is known
+        given = inputs["routed_experts"].movedim(1, -1)
+        padding = (0, n) if mask.ndim == 4 else (0, max(n - length, 0), *[0] * 2 * (given.ndim - 2), 0, 1)
+        blank["routed_experts"] = nn.functional.pad(given, padding, value=-1).movedim(-1, 1)
     if mask.ndim == 4:
         mask = torch.cat([mask, mask.new_tensor([[[[length, length + n, 0, 0]]]])], 2)
     else:
@@ -153,6 +157,8 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
             inputs["position_ids"] = axes
         if any("token_type_ids" in row for row in batch.model_inputs):
             inputs["token_type_ids"] = token_types(batch)
+        if batch.routed_experts is not None:
+            inputs["routed_experts"] = batch.routed_experts
         return {name: x.to(device) for name, x in inputs.items()}, rows.to(device), before.to(device), targets
     lengths = batch.attention_mask.sum(1).long().tolist()
     spans, segments, places, images, end = [], [], [], [], 0
@@ -173,6 +179,8 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     inputs["position_ids"] = positions if len(axes) > 1 else positions[0]
     inputs["attention_mask"] = torch.tensor([[[s for s in segments if s[1] > s[0]]]])
     inputs |= join_inputs(images)
+    if batch.routed_experts is not None:
+        inputs["routed_experts"] = torch.cat([batch.routed_experts[row, span] for row, span in spans])[None]
     prefix, prompt, shift = torch.tensor(places)[rows].unbind(1)  # [N] each
     columns = before + torch.where(before < prefix, prompt, shift)
     inputs = {name: x.to(device) for name, x in inputs.items()}

@@ -20,10 +20,19 @@ class Answer(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
+class Experts(Answer):
+    """Of inputs/routing.py."""
+
+    dtype: Literal["uint8", "uint16"]
+    shape: tuple[Positive, Positive, Positive] = Field(strict=False)  # tokens, layers, experts of a token
+    data: str
+
+
 class Sample(Answer):
     token_ids: list[Natural] = Field(min_length=1)
     logprobs: list[Annotated[float, Field(le=ABOVE_ZERO)]]
     finish_reason: Literal["stop", "length"]
+    routed_experts: Experts | None = None
 
 
 class Generated(Answer):
@@ -50,6 +59,7 @@ class Described(Answer):
     device: Literal["cpu", "cuda"]
     devices: list[str]
     can_sleep: bool
+    tells_experts: bool = False
     never_sampled: list[Natural]
     policy_version: Natural
     weights_error: str | None
@@ -111,6 +121,11 @@ def generated(answer: dict, asked: dict, vocab_size: int | None, instance: str |
             raise ValueError(
                 f"{where}: {count} token_ids, where at least min_tokens={asked['min_tokens']} were asked for"
             )
+        if asked.get("routed_experts"):
+            tokens = len(answer.prompt_ids) + count - 1
+            if sample.routed_experts is None or sample.routed_experts.shape[0] != tokens:
+                got = sample.routed_experts and sample.routed_experts.shape[0]
+                raise ValueError(f"{where}.routed_experts: of {got} tokens, not of the {tokens} that were run")
         if vocab_size is not None and max(sample.token_ids) >= vocab_size:
             raise ValueError(f"{where}: token id {max(sample.token_ids)} is outside the vocabulary of {vocab_size}")
     sent, expanded = asked["prompt_ids"], answer.prompt_ids

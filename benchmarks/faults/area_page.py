@@ -118,9 +118,12 @@ def no_inodes(at, limit=90):
     """no new file can be made (tmpfs with few inodes), old ones can grow -> survived or named: no line is lost"""
 
     def used_up(at):
-        used = os.statvfs(at.runs)
-        options = f"remount,nr_inodes={used.f_files - used.f_ffree}"
-        subprocess.run(["mount", "-o", options, str(at.runs)], check=True)
+        for _ in range(20):  # the run makes files meanwhile, and fewer than are in use are refused
+            used = os.statvfs(at.runs)
+            options = f"remount,nr_inodes={used.f_files - used.f_ffree}"
+            if subprocess.run(["mount", "-o", options, str(at.runs)]).returncode == 0:
+                return
+        raise RuntimeError("the disk's inodes could not be limited")
 
     run = _on_full_disk(at, filled=used_up)
     if run is None:

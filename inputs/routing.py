@@ -1,0 +1,170 @@
+"""Which experts a token goes to: noted while sampling, replayed while training (R3, 2510.11370).
+
+Generator and trainer round differently, and where two experts score nearly alike they choose differently: for about a
+tenth of the tokens, and then the log-probs are those of another network. With replay the trainer's layers take the
+experts that the generator took, and weigh them by their own scores, with the gradient that they have.
+
+Routers score experts in many ways (softmax, sigmoid, a bias, groups) and choose in one: `topk` over all experts. So
+`topk` is what is told the choice. It answers with the given experts, and their scores from the layer's own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import utils
+from config import ConfigError, TrainConfig
+from inputs.backbone import text_model
+from safety.limits import warn_once
+
+NAMES = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok", "top_k"),
+}
+
+
+def experts_of(config) -> tuple[int, int]:
+    """(experts of a layer, experts of a token), from a transformers config; (0, 0) for a dense model."""
+    text = config.get_text_config()
+    experts, chosen = (
+        next((found for name in names if isinstance(found := getattr(text, name, None), int)), 0)
+        for names in NAMES.values()
+    )
+    return (experts, chosen) if experts > 1 and chosen else (0, 0)
+
+
+class Routing(TorchFunctionMode):
+    """Stands in all layers of one model. `choice`, [tokens, layers, k], is what the next forward passes replay, with
+    their recomputation; -1 leaves it to the layer, and None all of it. Tokens are numbered as they stand in
+    [rows, columns]."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.experts, self.chosen = experts_of(model.config)
+        self.layers = text_model(model).layers
+        self.choice: Tensor | None = None
+        self.noted: dict[int, Tensor] | None = None  # layer -> [tokens, k], while `noting`
+        self.layer = 0
+        self.moved: list[Tensor] = []  # [2] per layer and pass: choices replayed, and those that the layer had not made
+        for number, layer in enumerate(self.layers):
+            layer.forward = partial(self._within, number, layer.forward)
+
+    def _within(self, number: int, forward, *inputs, **options):
+        if self.choice is None and self.noted is None:
+            return forward(*inputs, **options)
+        self.layer = number
+        with self:
+            return forward(*inputs, **options)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return out
+        scores, own = args[0], out.indices  # [..., E], [..., k]
+        if scores.shape[-1] != self.experts or own.shape[-1] != self.chosen:
+            return out  # of groups of experts, or of something else
+        if self.noted is not None:
+            self.noted[self.layer] = own.detach().flatten(0, -2)
+        if self.choice is None:
+            return out
+        given = self.choice[:, self.layer].to(own.device, own.dtype).view(own.shape)
+        replayed = given >= 0
+        with torch.no_grad():
+            other = (given.sort(-1).values != own.sort(-1).values).any(-1) & replayed[..., 0]
+            self.moved.append(torch.stack([replayed[..., 0].sum(), other.sum()]))
+        chosen = torch.where(replayed, given, own)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[dict[int, Tensor]]:
+        """What the layers choose in this forward pass."""
+        self.noted = {}
+        try:
+            yield self.noted
+        finally:
+            self.noted = None
+
+    def stacked(self, noted: dict[int, Tensor]) -> Tensor | None:
+        """[tokens, layers, k] int16; -1 for layers without experts. None if no layer chooses by topk."""
+        if not noted:
+            warn_once("No layer of this mixture of experts chooses by topk, so its experts cannot be replayed.")
+            return None
+        some = next(iter(noted.values()))
+        none = torch.full_like(some, -1)
+        return torch.stack([noted.get(n, none) for n in range(len(self.layers))], 1).short()
+
+    def differing(self) -> Tensor:
+        """[2]: how many choices were replayed since the last call, and in how many the layer would have taken other
+        experts."""
+        moved, self.moved = self.moved, []
+        return torch.stack(moved).sum(0).double() if moved else torch.zeros(2, dtype=torch.float64)
+
+
+def of(model: nn.Module, cfg: TrainConfig) -> Routing | None:
+    """What replays in a transformers model; None for a dense one, and with --router_replay off."""
+    return Routing(model) if cfg.router_replay != "off" and experts_of(model.config)[0] else None
+
+
+def replay(routing: Routing | None, inputs: dict) -> dict:
+    """A pass's inputs as a model takes them; the experts among them are for its layers, in this pass and in its
+    recomputation.  routed_experts [R, L, layers, k]"""
+    choice = inputs.get("routed_experts")
+    if routing is not None:
+        routing.choice = None if choice is None else choice.flatten(0, 1)
+    return {name: x for name, x in inputs.items() if name != "routed_experts"}
+
+
+def ask(generator, model: nn.Module, cfg: TrainConfig) -> None:
+    """Have the generator tell the experts of its tokens, if it can. ConfigError if it cannot and is to."""
+    experts, _ = experts_of(model.config)
+    able = experts and generator.can_tell_experts()
+    generator.tells_experts = bool(able) and cfg.router_replay != "off"
+    if cfg.router_replay == "on" and not able:
+        why = "start the server with --enable-return-routed-experts" if experts else "the model has no experts"
+        raise ConfigError(f"--router_replay on: {why}.")
+    if cfg.router_replay == "auto" and experts and not able:
+        warn_once(
+            "This mixture of experts trains without router replay: trainer and server will choose other experts for "
+            "some tokens. Start the server with --enable-return-routed-experts (needs a GPU), or give --router_replay "
+            "off."
+        )
+
+
+def metrics(routing: Routing | None, batch) -> dict:
+    """Of a step's passes, over all ranks, which all call it: the share of replayed choices (a token in a layer) that
+    the trainer would have made otherwise, and how evenly the sampled tokens went to the experts."""
+    if routing is None or utils.all_max(int(batch.routed_experts is not None)) == 0:
+        return {}
+    replayed, moved = utils.all_sum(routing.differing().to(batch.input_ids.device)).tolist()
+    load = torch.zeros(len(routing.layers), routing.experts, dtype=torch.float64)
+    if batch.routed_experts is not None:
+        rows, columns = batch.loss_mask.cpu().nonzero(as_tuple=True)
+        before = batch.routed_experts[rows, columns - 1].long()  # [N, layers, k] of the tokens that predict them
+        layers = torch.arange(len(routing.layers))[None, :, None].expand_as(before)
+        known = before >= 0
+        load.index_put_((layers[known], before[known]), torch.ones(1, dtype=torch.float64), accumulate=True)
+    load = utils.all_sum(load.to(batch.input_ids.device)).cpu()
+    load = load[load.sum(1) > 0]  # [layers with experts, E]
+    share = load / load.sum(1, keepdim=True)
+    out = {"routing/differs": moved / replayed} if replayed else {}
+    if len(load):
+        out |= {"routing/load_max": float(share.max() * routing.experts)}
+        out |= {"routing/unused": float((load == 0).double().mean())}
+    return out
+
+
+def collated(choices: list[np.ndarray | None], rows: int, length: int) -> Tensor | None:
+    """[B, T, layers, k] int16, -1 where nothing is known, of `rows` trajectories; None if of none of them."""
+    known = next((choice for choice in choices if choice is not None), None)
+    if known is None:
+        return None
+    out = torch.full((rows, length, *known.shape[1:]), -1, dtype=torch.int16)
+    for row, choice in enumerate(choices):
+        if choice is not None:
+            out[row, : len(choice)] = torch.from_numpy(choice)
+    return out
