@@ -75,12 +75,11 @@ import utils
 from algorithms import optimizers
 from algorithms.advantages import MORE_ADVANTAGES
 from algorithms.checks import (
-    DO_NOT_AVERAGE,
     check_loss,
     check_needs,
     check_shaping,
     check_statistics,
-    checked,
+    check_term,
     computed,
     prepared,
     reads,
@@ -994,7 +993,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     with told("own_term", own_term, part):
         own, own_stats = own_term(logprobs, entropy, part, cfg)
     if own is not None:
-        per_token = per_token + checked("own_term", own, part, DO_NOT_AVERAGE)
+        per_token = per_token + check_term("own_term", own, part)
     stats = stats | check_statistics("own_term", own_stats, part)
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
     return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}

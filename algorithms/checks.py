@@ -112,15 +112,23 @@ def check_advantages(advantages: Tensor, batch, cfg: TrainConfig) -> Tensor:
     return checked(f"advantage {cfg.advantage!r}", advantages, batch, remedy)
 
 
-DO_NOT_AVERAGE = "do not average: --loss_agg does"
-
-
 def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """What a policy loss returned, if it is (loss per token, statistics)."""
     name = f"policy loss {cfg.policy_loss!r}"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise TypeError(f"{name} must return (loss per token [B, T], dict of statistics [B, T]); got {type(result)}.")
-    return checked(name, result[0], batch, DO_NOT_AVERAGE), check_statistics(name, result[1], batch)
+    return check_term(name, result[0], batch), check_statistics(name, result[1], batch)
+
+
+def check_term(name: str, term: Tensor, batch) -> Tensor:
+    """A part of the loss, if it can be added up and trains something."""
+    term = checked(name, term, batch, "do not average: --loss_agg does")
+    if torch.is_grad_enabled() and not term.requires_grad and bool(term.any()):
+        raise ValueError(
+            f"{name} returned a term without a gradient: it would move the loss and train nothing. Take logprobs or "
+            "entropy into it without .detach(); a number to log goes into the statistics."
+        )
+    return term
 
 
 def check_statistics(name: str, statistics: dict, batch) -> dict:

@@ -28,7 +28,7 @@ def backbone(hf_model: nn.Module) -> nn.Module:
 def text_model(hf_model: nn.Module) -> PreTrainedModel:
     """The part with the layers that text goes through: of a model that takes images a part of the backbone.
 
-    transformers' get_decoder looks for a part called "decoder", which may be an output layer, or gives the model itself.
+    transformers' get_decoder looks for a part called "decoder", which may be an output layer, or the model itself.
     """
     found = hf_model.get_decoder()
     return found if isinstance(found, PreTrainedModel) and found is not hf_model else backbone(hf_model)

@@ -133,6 +133,20 @@ def test_a_term_of_ones_own(small, monkeypatch):
         script.accumulate_gradients(policy, batch, cfg)
 
 
+@pytest.mark.parametrize("of", ["own_term", "policy loss 'mine'"])
+def test_a_term_that_trains_nothing_is_refused(of, small, monkeypatch):
+    """Detached by mistake it would move the loss, and no weight."""
+    cfg, policy, _, batch = small
+    mine = lambda logprobs, *_: (-logprobs.detach(), {})  # noqa: E731
+    if of == "own_term":
+        monkeypatch.setattr(script, "own_term", mine)
+    else:
+        monkeypatch.setitem(script.POLICY_LOSSES, "mine", mine)
+        cfg = replace(cfg, policy_loss="mine")
+    with pytest.raises(ValueError, match=f"{of} returned a term without a gradient"):
+        script.accumulate_gradients(policy, batch, cfg)
+
+
 def test_a_term_of_entropy_is_the_entropy_bonus(small, monkeypatch):
     """The entropy has its gradient where own_term reads it, and costs none where it does not."""
     cfg, _, _, batch = small
