@@ -897,6 +897,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float] | dict[st
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
+    batch.extras |= prepared({f"--advantage {cfg.advantage}": ADVANTAGES[cfg.advantage]}, batch, cfg)
     whole, stats, ranks = torch.zeros_like(batch.rewards), {}, []
     for own, rows, part, count in by_domain(batch, cfg):  # what is taken over the batch is over a domain's part of it
         advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
@@ -1496,7 +1497,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= shape_rewards(batch, cfg, state["domain_moments" if cfg.domains else "score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            batch.extras |= prepared(in_use(cfg), batch, cfg)
+            later = {flag: function for flag, function in in_use(cfg).items() if not flag.startswith("--advantage")}
+            batch.extras |= prepared(later, batch, cfg)
             metrics |= leave_out(batch, trajectories, cfg) or {}
             if with_tokens and learns:
                 start_record(batch)

@@ -34,6 +34,7 @@ import asyncio
 import atexit
 import contextlib
 import fcntl
+import importlib.util
 import inspect
 import ipaddress
 import json
@@ -234,6 +235,8 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watche
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # the trainer waits while the server samples
         rest = ["--enforce-eager", *rest]
+        if " " in str(importlib.util.find_spec("torch").origin):  # torch's compiler cuts its include paths there
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     ours = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
     ours += ["--logprobs-mode", "processed_logprobs"]  # of the distribution the tokens are drawn from
     ours += ["--worker-extension-cls", "serving.transfer.TransferWorker"]

@@ -264,6 +264,18 @@ def test_a_statistic_of_groups_is_taken_once_and_not_in_a_part(small, monkeypatc
     script.group_mean(batch.scores, batch.groups)  # outside of one it is as ever
 
 
+def test_an_advantage_finds_what_it_prepares(small, monkeypatch):
+    cfg, _, _, batch = small
+
+    def mine(batch, cfg):
+        return script.spread(batch.extras["twice"], batch.loss_mask)
+
+    mine.prepare = lambda batch, cfg: {"twice": 2 * batch.scores}
+    monkeypatch.setitem(script.ADVANTAGES, "mine", mine)
+    script.add_advantages(batch, replace(cfg, advantage="mine"))
+    assert torch.equal(batch.advantages, (2 * batch.scores)[:, None] * batch.loss_mask)
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
