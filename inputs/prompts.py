@@ -25,7 +25,6 @@ from PIL import Image
 from cli import shorten
 from config import ConfigError, TrainConfig
 from data import with_progress
-from inputs.backbone import backbone
 from inputs.parts import PartError, in_usual_form, parts_of, text_of_parts, text_part
 from inputs.pictures import PictureError, load_image, open_image, read_image, scaled, undecoded, upright_size
 from inputs.special_tokens import END, found_in, guard, process, tokenize
@@ -459,6 +458,8 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas: list[dict
 
 def rope_index_of(hf_model) -> Callable | None:
     """The function that gives a prompt's positions on three axes, of models that have it."""
+    from inputs.backbone import backbone  # here, so that an environment can be tried without torch
+
     return getattr(backbone(hf_model), "get_rope_index", None)
 
 
