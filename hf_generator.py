@@ -31,6 +31,7 @@ import utils
 from inputs import routing
 from inputs.attention import takes_any
 from inputs.backbone import backbone, text_model
+from inputs.logits import logits_of
 from inputs.packing import join_inputs
 from inputs.prompts import Prompt, placeholder_tokens
 from vllm_client import Completion
@@ -246,7 +247,7 @@ class HFGenerator:
         cache = self._cache(out) if way.cached else inputs["input_ids"]
         if way.select is not None:
             cache = select_sequences(cache, way.select, repeat)
-        logits = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])[repeat]  # [S, V]
+        logits = logits_of(self.model, out.last_hidden_state[:, -1])[repeat]  # [S, V]
         mask = mask[repeat]  # [S, T]
         position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
         most = torch.tensor([request.max_tokens for request in rows])[repeat.cpu()].tolist()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from batch import Batch
 from config import TrainConfig
+from inputs.backbone import backbone
 from inputs.packing import micro_batches, pack
 
 GIB = 2**30
@@ -153,11 +154,8 @@ def parameters(policy: nn.Module) -> list[tuple]:
     """(shape, whether trained, number of its decoder layer or -1, whether a critic has no use for it) of each
     parameter. A critic has no output layer; tied to the embeddings, it is needed all the same."""
     layer_of = {id(p): number for number, layer in enumerate(decoder_layers(policy)) for p in layer.parameters()}
-    output, inputs = policy.hf_model.get_output_embeddings().weight, policy.hf_model.get_input_embeddings().weight
-    return [
-        (tuple(p.shape), p.requires_grad, layer_of.get(id(p), -1), p is output and p is not inputs)
-        for p in policy.parameters()
-    ]
+    used = {id(p) for p in backbone(policy.hf_model).parameters()}
+    return [(tuple(p.shape), p.requires_grad, layer_of.get(id(p), -1), id(p) not in used) for p in policy.parameters()]
 
 
 def rank_bytes(

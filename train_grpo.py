@@ -111,9 +111,10 @@ from batch import (
     whiten,
 )
 from envs.tools import named_tools
-from inputs import prompts, routing
+from inputs import agreement, prompts, routing
 from inputs.attention import attention_of, chosen, use_shared_attention
 from inputs.backbone import backbone
+from inputs.logits import logits_of
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import load_config, load_processor, loading, model_class, takes_images
 from memory import settled
@@ -436,9 +437,7 @@ class Policy(nn.Module):
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]"""
-        logits = self.hf_model.get_output_embeddings()(hidden).float()  # [n, V]
-        if cap := getattr(self.hf_model.config.get_text_config(), "final_logit_softcapping", None):  # Gemma
-            logits = cap * torch.tanh(logits / cap)
+        logits = logits_of(self.hf_model, hidden).float()  # [n, V]
         if self.never:
             logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
         if self.temperature != 1:  # the generator did the same
@@ -1429,12 +1428,23 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         if cfg.log_completions and cfg.log_tokens_every:
             write_vocabulary(run_dir, processor)
     push_weights(policy, generator, first, cfg.push_bucket_mb)
+    sampled = agreement.ask(generator, inner.hf_model, cfg)
+
+    def check() -> None:
+        def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
+            return compute_logprobs(policy, batch, cfg)[0]
+
+        agreement.check_policy(inner, logprobs, processor, cfg, device)
+        agreement.check_generator(sampled, logprobs, generator.weight_dtype, cfg, device)
+
+    if home == device:
+        check()
     TRAINER_STATE.max_steps = cfg.max_steps
     return cfg, SimpleNamespace(
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
         rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
         policy=policy, inner=inner, reference=reference, optimizer=optimizer, critic=critic, modules=modules,
-        generator=generator,
+        generator=generator, check=None if home == device else check,
     )  # fmt: skip
 
 
@@ -1482,6 +1492,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             if cfg.colocate:  # the GPU is the trainer's until the push, which wakes the server
                 generator.sleep()
                 utils.move(run, run.device)
+                if run.check and step == run.first:
+                    run.check()
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)

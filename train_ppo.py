@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import train_grpo
 import utils
 from config import parse_args
+from inputs.backbone import backbone
 from runlog.log import clock
 from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, token_weights, whiten
 
@@ -99,9 +100,9 @@ class Critic(Policy):
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__(model, cfg, autocast)
         self.value = ValueHead(model.config.get_text_config().hidden_size, 1)
-        output, inputs = self.hf_model.get_output_embeddings(), self.hf_model.get_input_embeddings()
-        if output.weight is not inputs.weight:  # never used: DDP would wait for its gradient
-            output.requires_grad_(False)
+        used = set(backbone(self.hf_model).parameters())
+        for parameter in set(self.hf_model.parameters()) - used:  # an output layer's: DDP would wait for its gradient
+            parameter.requires_grad_(False)
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
         """[n, H], [n] -> [n]"""

@@ -469,11 +469,12 @@ def check_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     raise_together(error, "Looking at the optimizer's state")
 
 
-def check_agreement(difference: float, cfg: TrainConfig) -> None:
-    if difference > cfg.logprob_diff_limit:
+def check_agreement(difference: float, cfg: TrainConfig, share: float = 1) -> None:
+    """share: of the limit, which allows for bfloat16."""
+    if not difference <= (limit := share * cfg.logprob_diff_limit):
         raise RuntimeError(
             f"Trainer and generator disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
-            f"{cfg.logprob_diff_limit}. Usual causes: another model on the server, a quantised server, top-k / top-p "
+            f"{limit:g}. Usual causes: another model on the server, a quantised server, top-k / top-p "
             "sampling, a modified model class. --logprob_diff_limit raises the limit."
         )
 

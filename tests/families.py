@@ -88,7 +88,7 @@ LATENTS = {  # latent attention, or one that chooses among tokens
     "glm4_moe_lite": LATENT, "glm_moe_dsa": LATENT,
     "hy_v4": LATENT, "kimi_linear": LATENT | dict(layer_types=LINEAR, linear_head_dim=16, linear_num_heads=4),
     "longcat_flash": LATENT | dict(num_layers=1, ffn_hidden_size=96, head_dim=8, zero_expert_num=1),
-    "minicpm3": LATENT,
+    "minicpm3": LATENT | dict(dim_model_base=32),
     "minimax_m3_vl_text": dict(
         layer_types=["minimax_m3_sparse", "full_attention"], rotary_dim=8, index_block_size=2, index_topk_blocks=4,
         index_n_heads=2,

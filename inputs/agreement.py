@@ -1,0 +1,194 @@
+"""Before the first step: the policy gives a fixed text the log-probs that the model itself gives it, draws no random
+numbers, and gives what the generator samples the generator's log-probs."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+import utils
+from batch import Batch
+from config import TrainConfig
+from inputs.logits import replaced
+
+TEXT = (
+    "A farmer has 17 sheep and buys 8 more. Each of them gives 3 kg of wool a year, which sells for 4 dollars a "
+    "kilogram. How much does she earn? She has 25 sheep, so she gets 25 * 3 = 75 kg, and 75 * 4 = 300 dollars."
+)
+SAMPLES, TOKENS = 4, 16  # of each generator or server
+
+
+def text_ids(tokenizer, hf_model: nn.Module) -> list[int]:
+    """Up to 64 tokens, which any window holds. tokenizer: or a processor that has one."""
+    tokenizer, known = getattr(tokenizer, "tokenizer", tokenizer), hf_model.config.get_text_config().vocab_size
+    return [token for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"] if token < known][:64] or [0]
+
+
+def group_of(prompt: list[int], completions: list[list[int]], device: torch.device) -> Batch:
+    """As a step would have it."""
+    rows = [torch.tensor(prompt + completion) for completion in completions]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [B, T]
+    mask = nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
+    sampled = mask * (torch.arange(ids.shape[1]) >= len(prompt))
+    groups = torch.zeros(len(rows), dtype=torch.long)
+    return Batch(*(x.to(device) for x in (ids, mask, sampled, torch.zeros_like(mask), groups)))
+
+
+# ---- nothing random ------------------------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> bytes:
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.numpy().tobytes()
+
+
+@contextlib.contextmanager
+def drawing(module: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
+    """The innermost modules in whose forward a random number was drawn since."""
+    found, open_calls, hooks = [], [], []
+
+    def enter(part, args) -> None:
+        open_calls.append([random_state(device), False])
+
+    def leave(part, args, output) -> None:
+        before, within = open_calls.pop()
+        if changed := random_state(device) != before:
+            found.extend([] if within else [part])
+        if open_calls:
+            open_calls[-1][1] |= changed
+
+    for part in module.modules():
+        hooks += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def silence(module: nn.Module, run: Callable[[], object], device: torch.device) -> None:
+    """Puts parts of `module` that draw random numbers in train mode into eval mode, such as a router that shakes what
+    it chooses by. Ratios between two passes must be those of the weights. RuntimeError if that does not help.
+    Collective.
+
+    run: a forward pass of it. Random numbers, not results, tell: on GPUs sums may differ from pass to pass.
+    """
+    quiet: Counter = Counter()
+    while True:
+        before = random_state(device)
+        run()
+        if random_state(device) == before:
+            break
+        with drawing(module, device) as parts:
+            run()
+        names = Counter(type(part).__name__ for part in parts)
+        if not any(part.training for part in parts):
+            where = " and ".join(names) or type(module).__name__
+            raise RuntimeError(
+                f"The policy draws random numbers in {where}, in eval mode, too: "
+                "two passes over the same tokens differ. Switch that off, in the model's config.json for example."
+            )
+        for part in parts:
+            part.training = False  # not .eval(), which is its parts' as well
+        quiet |= names
+    if quiet and utils.is_main():
+        print(f"Noise in train mode is off: {', '.join(f'{n} {name}' for name, n in quiet.items())}.")
+
+
+# ---- the same log-probs --------------------------------------------------------------------------------------------
+
+
+def own_forward(hf_model: nn.Module) -> Callable:
+    """In place of Policy.forward: what transformers gives the tokens, without a line of ours."""
+
+    def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor]:
+        logits = hf_model(**inputs, use_cache=False).logits[rows, columns].float()  # [N, V]
+        return (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0],)
+
+    return forward
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was in training.items():
+            part.training = was
+
+
+@torch.no_grad()
+def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConfig, device: torch.device) -> None:
+    """RuntimeError if a row alone, or two behind a shared prompt, have other log-probs than the transformers model
+    gives each of them by itself in eval mode. Collective.
+
+    logprobs: (batch, cfg) -> [B, T] of `inner`, through whatever shards it.
+    """
+    ids = text_ids(tokenizer, inner.hf_model)
+    third = max(1, len(ids) // 3)
+    prompt, one, other = ids[:third], ids[third:] or ids, ids[-third:]
+    plain, pair = replace(cfg, shared_prefix=False), group_of(prompt, [one, other], device)
+    silence(inner, lambda: logprobs(pair, cfg), device)
+    with replaced(inner, temperature=1.0, never=[]):
+        with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model)):
+            expected = [logprobs(group_of(prompt, [row], device), plain)[0, third:] for row in (one, other)]
+        alone = logprobs(group_of(prompt, [one], device), plain)[0, third:]
+        both = logprobs(pair, cfg)[:, third:]
+    exact = cfg.compute_dtype == "float32"
+    name, how = type(inner.hf_model).__name__, "behind the shared prompt " if cfg.shared_prefix else ""
+    for what, found, own, limit in (
+        ("", alone, expected[0], 1e-3 if exact else 0.02),
+        (how, both[0], expected[0], 1e-3 if exact else 0.2),
+        (how, both[1, : len(other)], expected[1], 1e-3 if exact else 0.2),
+    ):
+        difference = (found - own).abs().mean()
+        if not difference <= limit:
+            raise RuntimeError(
+                f"The policy gives {len(own)} tokens of a fixed text {what}other log-probs than {name} itself: mean "
+                f"|difference| {difference:.4f}, limit {limit} in {cfg.compute_dtype}. "
+                + ("--no-shared_prefix computes it in plain rows." if what and cfg.shared_prefix else "")
+                + ("" if what else "Its forward pass does something that Policy.forward (train_grpo.py) does not.")
+            )
+
+
+def ask(generator, hf_model: nn.Module, cfg: TrainConfig) -> tuple[list[int], list, list]:
+    """(a prompt, tokens that the generator samples after it, their log-probs): each rank's own generator, or rank 0's
+    for all. Of several servers each has a request. Collective."""
+    prompt = text_ids(generator.tokenizer, hf_model)
+
+    async def sample() -> list:
+        how = dict(n=SAMPLES, max_tokens=TOKENS, temperature=cfg.temperature)
+        calls = (generator.generate(prompt, **how) for _ in getattr(generator, "urls", [""]))
+        return sum(await asyncio.gather(*calls), [])
+
+    own, found, error = generator.receives_weights, [], None
+    try:
+        found = asyncio.run(sample()) if own else []
+    except Exception as raised:  # raised on every rank
+        error = raised
+    utils.raise_together(error, "Sampling from the weights that were pushed")
+    answers = utils.gather_objects((prompt, [c.token_ids for c in found], [c.logprobs for c in found]))
+    return answers[torch.distributed.get_rank()] if own else answers[0]
+
+
+@torch.no_grad()
+def check_generator(sampled: tuple, logprobs: Callable, dtype: torch.dtype, cfg: TrainConfig, device) -> None:
+    """RuntimeError if the policy gives `ask`'s tokens other log-probs than the generator, which has its weights.
+    Collective. dtype: the generator's."""
+    prompt, tokens, given = sampled
+    batch = group_of(prompt, tokens, device)
+    found = logprobs(batch, cfg)[batch.loss_mask.bool()].cpu()
+    exact = cfg.compute_dtype == "float32" and dtype == torch.float32
+    error = None
+    try:
+        utils.check_agreement((found - torch.tensor(sum(given, []))).abs().mean().item(), cfg, 0.05 if exact else 1)
+    except RuntimeError as raised:
+        error = raised
+    utils.raise_together(error, "Comparing the generator with the policy")

@@ -1,0 +1,52 @@
+"""Logits as a model makes them of its last hidden states: scaled, capped, behind a layer of their own, as its own
+forward says, whatever that is."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from inputs.backbone import backbone, text_model
+
+
+class Given(tuple):
+    """What a backbone returns, of which only the hidden states are known. Models read more, each of its own kind."""
+
+    last_hidden_state = property(lambda self: self[0])
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, **methods) -> Iterator[None]:
+    """For so long these of its attributes are others, for this module alone."""
+    before = {name: module.__dict__.get(name) for name in methods}
+    module.__dict__.update(methods)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = old
+
+
+def logits_of(hf_model: nn.Module, hidden: Tensor) -> Tensor:
+    """What `hf_model` answers for tokens with these last hidden states.  [n, H] -> [n, V]
+
+    Its own forward runs, in which the backbone gives them. So nothing that it does to logits is written here again:
+    Gemma caps them, Granite divides them, Cohere multiplies them, ModernBERT has one more layer before.
+    """
+
+    def give(*_, **__) -> Given:
+        return Given([hidden[None]])
+
+    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    with (
+        replaced(backbone(hf_model), forward=give),
+        replaced(text_model(hf_model), forward=give),
+    ):  # OPT calls the latter
+        return hf_model(input_ids=ids, use_cache=False).logits[0]

@@ -1,0 +1,127 @@
+"""Logits are what the model's own forward makes of hidden states, and a run whose policy, model and generator do not
+agree on a fixed text ends before its first step."""
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, model_of, saved
+from server_fixture import ROOT, make_tiny
+from torch import nn
+
+import train_grpo as script
+from config import TrainConfig
+from hf_generator import HFGenerator
+from inputs import agreement
+from inputs.backbone import backbone
+from inputs.logits import logits_of
+from inputs.processor import load_processor
+
+CPU = torch.device("cpu")
+IDS = torch.arange(20, 140, 10)[None]
+TOY = ROOT / "benchmarks" / "toy.py"
+
+
+def config(model, **more) -> TrainConfig:
+    return TrainConfig(model_id=str(model), compute_dtype="float32", **more)
+
+
+def check(policy, inner, cfg) -> None:
+    def logprobs(batch, cfg):
+        return script.compute_logprobs(policy, batch, cfg)[0]
+
+    if script.why_not_shared(inner.hf_model, cfg):
+        cfg.shared_prefix = False
+    agreement.check_policy(inner, logprobs, load_processor(cfg.model_id), cfg, CPU)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_model_itself(family):
+    model = model_of(family)
+    with torch.no_grad():
+        hidden = backbone(model)(input_ids=IDS, use_cache=False).last_hidden_state[0]
+        own = model(input_ids=IDS, use_cache=False).logits[0]
+        assert torch.allclose(logits_of(model, hidden), own, atol=1e-5)
+        assert torch.equal(model(input_ids=IDS, use_cache=False).logits[0], own)  # nothing was left behind
+
+
+# Scaled, divided, capped, behind a layer of their own; what a bare output layer gives is far from that.
+OWN_LOGITS = ["cohere2", "granite", "minicpm3", "recurrent_gemma", "modernbert-decoder", "gemma2"]
+
+
+@pytest.mark.parametrize("family", OWN_LOGITS)
+def test_gradients_through_them(family, tmp_path):
+    policy, inner = script.load_policy(cfg := config(saved(family, tmp_path), logprob_chunk=4), CPU)
+    check(policy, inner, cfg)
+    model, tokens = copy.deepcopy(inner.hf_model), torch.tensor([5, 7, 9, 11, 3, 8])
+    ids = torch.cat([IDS[:, :6], tokens[None]], 1)
+    policy(dict(input_ids=ids), torch.zeros(6, dtype=torch.long), torch.arange(5, 11), tokens)[0].sum().backward()
+    own = model(input_ids=ids, use_cache=False).logits[0, 5:-1].log_softmax(-1)
+    own.gather(1, tokens[:, None]).sum().backward()
+    for (name, ours), other in zip(inner.hf_model.named_parameters(), model.parameters(), strict=True):
+        assert (ours.grad is None) == (other.grad is None), name
+        if ours.grad is not None:
+            assert torch.allclose(ours.grad, other.grad, atol=1e-5 * other.grad.abs().max().item() + 1e-7), name
+
+
+def test_logits_that_the_policy_makes_by_itself_end_the_run(monkeypatch):
+    monkeypatch.setattr(script, "logits_of", lambda model, hidden: 2 * model.get_output_embeddings()(hidden))
+    cfg = config(make_tiny())
+    with pytest.raises(RuntimeError, match=r"other log-probs than LlamaForCausalLM itself: mean \|difference\| \d"):
+        check(*script.load_policy(cfg, CPU), cfg)
+
+
+def test_a_shared_prompt_that_is_not_seen_ends_the_run(monkeypatch):
+    from inputs import attention
+
+    cfg, layout_of = config(make_tiny()), attention.layout_of
+    monkeypatch.setattr(attention, "layout_of", lambda table, *rest: layout_of(table[:, :, :1], *rest))
+    with pytest.raises(RuntimeError, match="behind the shared prompt other log-probs.*--no-shared_prefix"):
+        check(*script.load_policy(cfg, CPU), cfg)
+
+
+# ---- noise ----------------------------------------------------------------------------------------------------------
+
+
+def passes(policy) -> list:
+    where = torch.zeros(4, dtype=torch.long), torch.arange(4), torch.arange(4)
+    with torch.no_grad():
+        return [policy(dict(input_ids=IDS), *where)[0] for _ in range(2)]
+
+
+def test_a_router_that_shakes_its_scores_is_kept_still(tmp_path, capsys):
+    policy, inner = script.load_policy(cfg := config(saved("phimoe", tmp_path, router_jitter_noise=0.3)), CPU)
+    before, again = passes(policy)
+    assert not torch.equal(before, again)
+    check(policy, inner, cfg)
+    assert "Noise in train mode is off: 2 PhimoeTopKRouter." in capsys.readouterr().out
+    assert torch.equal(*passes(policy))
+    assert inner.training and inner.hf_model.model.layers[0].training  # checkpointing wants that
+
+
+class Dithered(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 0.01 * torch.rand(1)
+
+
+def test_noise_that_stays_is_named():
+    policy, inner = script.load_policy(cfg := config(make_tiny()), CPU)
+    layer = inner.hf_model.model.layers[0]
+    layer.mlp.up_proj.__class__ = Dithered
+    with pytest.raises(RuntimeError, match="draws random numbers in Dithered, in eval mode, too"):
+        check(policy, inner, cfg)
+
+
+# ---- the generator --------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_did_not_arrive_end_the_run_before_its_first_step(tmp_path, monkeypatch):
+    send = HFGenerator.send_bucket
+    monkeypatch.setattr(HFGenerator, "send_bucket", lambda self, named: send(self, [(n, x * 1.1) for n, x in named]))
+    cfg = config(
+        make_tiny(), generator="hf", dataset_id=f"{TOY}:rows", reward_funcs=[f"{TOY}:tens"], max_steps=1,
+        prompts_per_step=2, num_generations=2, max_completion_length=4, output_dir=str(tmp_path), run_name="run",
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"Trainer and generator disagree.*limit 0\.01"):
+        script.train(cfg)
+    assert not list(tmp_path.rglob("completions*"))
