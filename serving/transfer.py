@@ -107,6 +107,32 @@ def address(info, name: str) -> int:
     return 0 if kernel is None else kernel.data_ptr()
 
 
+def pack_experts_again(model: torch.nn.Module) -> None:
+    """Some kernels of experts, those of CPUs among them, want their weights in another order. vLLM puts them into it
+    when it loads a model, but not when it loads it again: what came would be read as if it were packed."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None and "process_weights_after_loading" not in vars(method):
+            method.process_weights_after_loading = functools.partial(
+                pack_once, method.process_weights_after_loading, experts
+            )
+
+
+def pack_once(process, experts, layer: torch.nn.Module) -> None:
+    """`process(layer)`, and the experts' part of it if that has left it out."""
+    packed = []
+    experts.process_weights_after_loading = lambda layer: packed.append(
+        type(experts).process_weights_after_loading(experts, layer)
+    )
+    try:
+        process(layer)
+        if not packed:
+            experts.process_weights_after_loading(layer)
+    finally:
+        del experts.process_weights_after_loading
+
+
 class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -136,6 +162,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.push = Push()
         self.receiver.start()
         initialize_layerwise_reload(self.model)
+        pack_experts_again(self.model)
         for module_name, layer in self.model.named_modules():
             for name, parameter in layer.named_parameters(recurse=False):
                 loader = getattr(parameter, "weight_loader", None)  # some parameters never come from a checkpoint
