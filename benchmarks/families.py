@@ -1,0 +1,266 @@
+"""What works with which family of models: docs/models.md.
+
+    python benchmarks/families.py                     # all that is not in results/families.json yet; takes hours
+    python benchmarks/families.py --only lfm2 gemma3  # these anew
+    python benchmarks/families.py --write             # docs/models.md of what stands there
+
+Tiny random models of every family that transformers builds from a config (tests/families.py, tests/tiny_vlms.py), each
+in a process of its own: how a batch's log-probs and gradient compare with each row alone in transformers; two steps
+with --generator hf, the same with LoRA; the trained checkpoint in a vLLM server; two steps beside that server. What is
+random has no tool calls: docs/tools-mcp.md has those, by template.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+import torch  # noqa: E402
+from families import FAMILIES, config_of, saved  # noqa: E402
+from server_fixture import start_server  # noqa: E402
+from tiny_vlms import MARK, make, picture  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
+
+import train_grpo as script  # noqa: E402
+from batch import Batch  # noqa: E402
+from config import ConfigError, TrainConfig  # noqa: E402
+from inputs import agreement, attention  # noqa: E402
+from inputs.processor import load_processor  # noqa: E402
+from runlog.reading import read_metrics  # noqa: E402
+from vllm_client import VLLMClient  # noqa: E402
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "models.md"
+TOY = ROOT / "benchmarks" / "toy.py"
+COLUMNS = ["rows", "train", "lora", "serve"]
+# Sizes that vLLM's kernels of CPUs take; the tests' are smaller.
+SIZES = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=64, head_dim=32, linear_key_head_dim=32)
+SIZES |= dict(linear_value_head_dim=32)
+SECONDS = 400  # for a column
+
+
+def sizes(family: str) -> dict:
+    kind = CONFIG_MAPPING[family]
+    known = set(getattr(kind, "__dataclass_fields__", {})) | set(kind.attribute_map)
+    return {name: value for name, value in SIZES.items() if name in known and name not in FAMILIES[family]}
+
+
+def folder_of(family: str, folder: Path) -> Path:
+    return make(family, folder) if family in MARK else saved(family, folder, **sizes(family))
+
+
+def pictures(split: str, seed: int) -> list[dict]:
+    """A data set for models with images."""
+    return [{"prompt": f"What is this? {n}", "image": picture(n), "bonus": 0.0} for n in range(16)]
+
+
+def config(family: str, model: Path, output: Path, **more) -> TrainConfig:
+    rows = f"{__file__}:pictures" if family in MARK else f"{TOY}:rows"
+    how = dict(prompts_per_step=2, num_generations=4, max_completion_length=8, max_steps=2, learning_rate=1e-3)
+    how |= dict(dataset_id=rows, reward_funcs=[f"{TOY}:tens"], output_dir=str(output), compute_dtype="float32")
+    how |= dict(eval_steps=0, save_steps=0, max_prompt_length=200, print_samples_every=0)
+    return TrainConfig(model_id=str(model), **how | more)
+
+
+# ---- columns: each returns what its cell says ------------------------------------------------------------------------
+
+
+def rows(family: str, folder: Path) -> dict:
+    """A batch of two groups, as the trainer runs it, against its rows one by one in transformers' own forward pass."""
+    cfg = config(family, folder / "model", folder)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    reason = script.why_not_shared(inner.hf_model, cfg)
+    cfg = replace(cfg, shared_prefix=reason is None)
+    ids = agreement.text_ids(load_processor(cfg.model_id), inner.hf_model)
+    groups = [agreement.group_of(ids[:9], [ids[9:30], ids[20:27], ids[3:9]], torch.device("cpu"))]
+    groups.append(agreement.group_of(ids[10:50], [ids[5:22], ids[:12]], torch.device("cpu")))
+    batch = joined(groups)
+    agreement.silence(inner, lambda: script.compute_logprobs(policy, batch, cfg), torch.device("cpu"))
+
+    def gradients(parts: list[Batch], cfg: TrainConfig) -> tuple[torch.Tensor, list]:
+        inner.zero_grad()
+        found = [script.compute_logprobs(policy, part, cfg)[0] for part in parts]
+        found = torch.cat([part[sampled.loss_mask.bool()] for part, sampled in zip(found, parts, strict=True)])
+        (found * torch.linspace(-1, 1, len(found))).sum().backward()
+        return found.detach(), [p.grad.clone() for p in inner.parameters() if p.grad is not None]
+
+    found, ours = gradients([batch], cfg)
+    with agreement.evaluating(inner), agreement.replaced(inner, forward=agreement.own_forward(inner.hf_model)):
+        alone = [batch.select([row]) for row in range(len(batch))]
+        expected, own = gradients(alone, replace(cfg, shared_prefix=False))
+    length = max(float(torch.cat([g.flatten() for g in own]).norm()), 1e-9)
+    apart = float(torch.cat([(a - b).flatten() for a, b in zip(ours, own, strict=True)]).norm()) / length
+    return dict(
+        kind=type(inner.hf_model).__name__,
+        attention=attention.chosen("auto", inner.hf_model),
+        shared=reason or "yes",
+        logprobs=float((found - expected).abs().max()),
+        gradient=apart,
+    )
+
+
+def joined(groups: list[Batch]) -> Batch:
+    longest = max(group.input_ids.shape[1] for group in groups)
+
+    def fields(name: str) -> torch.Tensor:
+        parts = [getattr(group, name) for group in groups]
+        return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
+
+    numbers = torch.cat([torch.full((len(group),), n) for n, group in enumerate(groups)])
+    return Batch(*(fields(name) for name in ("input_ids", "attention_mask", "loss_mask", "rewards")), numbers)
+
+
+def steps(family: str, cfg: TrainConfig) -> dict:
+    script.train(cfg)
+    lines = [line for line in read_metrics(Path(cfg.output_dir) / cfg.run_name) if "reward" in line]
+    return dict(difference=max(line["sampling/logprob_diff_mean"] for line in lines))
+
+
+def train(family: str, folder: Path) -> dict:
+    return steps(family, config(family, folder / "model", folder, generator="hf", run_name="train"))
+
+
+def lora(family: str, folder: Path) -> dict:
+    more = dict(generator="hf", run_name="lora", use_peft=True, lora_r=4)
+    return steps(family, config(family, folder / "model", folder, **more))
+
+
+def serve(family: str, folder: Path, dtype: str = "float32") -> dict:
+    """The checkpoint of `train` in a server, compared with transformers; then two steps beside the server."""
+    model = next((folder / "train").glob("checkpoint-*"), folder / "model")
+    live = start_server(model, "--dtype", dtype, "--max-model-len", "256", "--enforce-eager")
+    try:
+        live.wait(SECONDS // 2)
+        loaded = {} if family in MARK else dict(loaded=loaded_as_saved(model, live, dtype))
+        os.environ["VLLM_SERVER_TOKEN"] = live.token
+        more = dict(generator="vllm", server_urls=[live.url], run_name=f"beside-{dtype}", dtype="float32")
+        return loaded | steps(family, config(family, model, folder, compute_dtype=dtype, **more)) | dict(dtype=dtype)
+    except ConfigError:
+        raise
+    except BaseException:
+        log = live.log.read_text(encoding="utf-8")
+        lines = [line for line in log.splitlines() if re.search(r"\w+Error: |EngineDead", line)]
+        if any("EngineDead" in line for line in lines) or live.process.poll() is not None:
+            causes = [line for line in lines if "EngineDead" not in line] or lines or [log[-300:]]
+            return dict(failed="vLLM: " + re.sub(r"^.*?(?=\w+Error: )", "", causes[0])[:300])
+        raise
+    finally:
+        live.stop()
+
+
+def loaded_as_saved(model: Path, live, dtype: str) -> float:
+    """Mean |log-prob difference| of what the server samples with the weights it was started with."""
+    client = VLLMClient([live.url], live.token, timeout=60)
+    prompt = list(range(100, 140))
+    samples = asyncio.run(client.generate(prompt, n=4, max_tokens=16))
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        differences = [
+            own(input_ids=torch.tensor([prompt + one.token_ids]), use_cache=False)
+            .logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            .gather(1, torch.tensor(one.token_ids)[:, None])[:, 0] - torch.tensor(one.logprobs)
+            for one in samples
+        ]  # fmt: skip
+    client.close()
+    return float(torch.cat(differences).abs().mean())
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def one(family: str, column: str, folder: str, answer: str) -> None:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            name, *more = column.split("-")
+            found = globals()[name](family, Path(folder), *more)
+    except ConfigError as error:
+        found = dict(refused=" ".join(str(error).split()))
+    except BaseException as error:
+        found = dict(failed=f"{type(error).__name__}: " + " ".join(str(error).split())[-400:])
+    Path(answer).write_text(json.dumps(found), encoding="utf-8")
+    os._exit(0)
+
+
+def cell(family: str, column: str, folder: Path) -> dict:
+    answer = folder / f"{column}.json"
+    process = multiprocessing.get_context("fork").Process(target=one, args=(family, column, str(folder), str(answer)))
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=False)
+        process.kill()
+        return dict(failed=f"not done in {SECONDS} s")
+    return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else dict(failed="the process died")
+
+
+def family_row(family: str, served: bool, columns: list[str]) -> dict:
+    with tempfile.TemporaryDirectory() as place:
+        folder, found = Path(place), {}
+        made = multiprocessing.get_context("fork").Process(target=folder_of, args=(family, folder / "model"))
+        made.start()
+        made.join()
+        for column in columns:
+            if column == "serve" and not served:
+                found[column] = dict(none="vLLM has no such model")
+            elif column != "rows" or family not in MARK:
+                found[column] = cell(family, column, folder)
+            if column == "serve" and found[column].get("failed", "").startswith("vLLM"):  # some kernels want bfloat16
+                other = cell(family, "serve-bfloat16", folder)
+                found[column] = other
+    return found
+
+
+def in_vllm() -> set[str]:
+    code = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+
+
+def architecture(family: str) -> str:
+    from inputs.processor import model_class
+
+    return model_class(config_of(family)).__name__ if family in FAMILIES else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="these families, also where they are known")
+    parser.add_argument("--columns", nargs="*", default=COLUMNS, choices=COLUMNS)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if not given.write:
+        wanted = given.only or [family for family in (*FAMILIES, *MARK) if family not in known]
+        supported = in_vllm()
+
+        def run(family: str) -> None:
+            began = time.perf_counter()
+            served = family in MARK or architecture(family) in supported
+            known[family] = known.get(family, {}) | family_row(family, served, given.columns)
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+            known[family] |= dict(commit=commit.stdout.strip(), date=time.strftime("%Y-%m-%d"))
+            RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
+            print(f"{family} ({time.perf_counter() - began:.0f} s): {json.dumps(known[family])}", flush=True)
+
+        with ThreadPoolExecutor(given.jobs) as pool:
+            list(pool.map(run, wanted))
+
+
+if __name__ == "__main__":
+    main()
