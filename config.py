@@ -55,6 +55,7 @@ class TrainConfig:
     eval_split: str | None = "test"  # split to evaluate on; none: a domain without held-out rows
     system_prompt: str | None = None  # put before prompts that bring no system message
     no_apply_chat_template: bool = False  # string prompts go to the model as they are
+    chat_template_kwargs: dict | None = None  # what the chat template is given, as '{"enable_thinking": false}'
     allow_special_tokens: bool = False  # text in prompts that reads like a special token becomes one; else plain text
     max_prompt_length: int = 1024  # prompts with more tokens (of images, too) are left out, and counted
     max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
@@ -91,7 +92,7 @@ class TrainConfig:
     )
     tools: list[str] = field(default_factory=list)  # names in TOOLS (envs/tools.py) or file.py:function
     mcp_config: str | None = None  # JSON file with `mcpServers`, whose tools are added
-    tool_parser: Literal["hermes", "xml", "tags"] = "hermes"  # how the model writes calls; see PARSERS in envs/tools.py
+    tool_parser: str = "auto"  # how calls are written: as the chat template does, or a name (PARSERS in envs/tools.py)
     max_turns: int = 8  # most turns of the model in one trajectory
     max_turn_length: int | None = None  # most tokens sampled per turn; unset: what max_completion_length leaves
     max_tool_result: int = 4000  # characters of a tool's result, or an environment's message, shown to the model

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from config import ConfigError, TrainConfig, known_name
 from data import load_rows, shorten
 from envs import Environment, ToolEnvironment, adapters
-from envs.tools import PARSERS, chat, cut, named_tools
+from envs.tools import HOW_TO_CALL, chat, cut, named_tools
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
 from inputs.pictures import PictureError
 from inputs.prompts import (
@@ -43,6 +43,7 @@ from inputs.prompts import (
     prompt_lengths,
     prompt_messages,
     render,
+    shown_by,
     special_text_in,
     with_tools,
 )
@@ -204,6 +205,7 @@ def turn_metrics(trajectories: list[Trajectory]) -> dict:
         out["tools/call_frequency"] = total["calls"] / total["trajectories"]
     if total["calls"]:
         out["tools/failure_frequency"] = total["failed"] / total["calls"]
+        out["tools/unreadable_frequency"] = total.get("unreadable/calls", 0.0) / total["calls"]
     for name in (name.removesuffix("/calls") for name in names if name.endswith("/calls")):
         for key in ("seconds", "cached"):  # a call, on average
             out[f"tools/{name or 'unreadable'}/{key}"] = total[f"{name}/{key}"] / total[f"{name}/calls"]
@@ -1028,6 +1030,8 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
     """
     if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) <= len(shown["prompt"]) + 1:
         return
+    if shown_by(processor, processor.chat_template).results == "with their calls":
+        return  # the conversation has answers as they were sampled, calls in their text
     from jinja2 import TemplateError
 
     # The last answer is not the last message: templates treat that one otherwise.
@@ -1123,7 +1127,7 @@ def main() -> None:
     parser.add_argument("--env", help="name in ENVIRONMENTS or file.py:Class; NAME?key=value sets arguments")
     parser.add_argument("--tools", nargs="*", default=[], help="instead: names in TOOLS or file.py:function")
     parser.add_argument("--mcp_config", help="and, or instead: JSON file with `mcpServers`")
-    parser.add_argument("--tool_parser", choices=list(PARSERS), default="hermes", help="how calls are written")
+    parser.add_argument("--tool_parser", choices=list(HOW_TO_CALL), default="hermes", help="how calls are written")
     parser.add_argument("--tool_timeout", type=float, default=30.0, help="seconds a call, reset or step may take")
     parser.add_argument("--dataset_id", help="play its rows, as the train scripts take them")
     parser.add_argument("--policy", choices=["random", "hand", "openai", "server"], default="random")

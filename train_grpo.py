@@ -110,13 +110,22 @@ from batch import (
     turn_returns,  # noqa: F401
     whiten,
 )
+from envs import formats
 from envs.tools import named_tools
 from inputs import agreement, prompts, routing
 from inputs.attention import attention_of, chosen, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import logits_of
+from inputs.lora import check_adapted, linear_layers, names_as_they_are
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
-from inputs.processor import load_config, load_processor, loading, model_class, takes_images
+from inputs.processor import (
+    load_config,
+    load_processor,
+    loading,
+    model_class,
+    takes_images,
+    with_template_kwargs,
+)
 from memory import settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
@@ -480,16 +489,19 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
 def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    targets = cfg.lora_targets[0] if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
+    targets = linear_layers(model) if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
     try:
         lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
         if cfg.freeze_vision and takes_images(model.config):
             tower = set(model.get_encoder(modality="image").modules())
             lora.exclude_modules = [name for name, module in model.named_modules() if module in tower]
-        return get_peft_model(model, lora)  # adapters in float32, whatever --dtype the frozen weights have
+        with names_as_they_are():
+            adapted = get_peft_model(model, lora)  # adapters in float32, whatever --dtype the frozen weights have
     except ValueError as error:
-        names = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        names = sorted({n.split(".")[-1] for n in linear_layers(model)})
         raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
+    check_adapted(adapted, cfg.lora_targets)
+    return adapted
 
 
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
@@ -1361,7 +1373,8 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     for own in cfg.by_domain():
         with domains.named(own):
             check_rollout(own)
-    processor = load_processor(cfg.model_id)  # a model without images: its tokenizer
+    processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
+    cfg = formats.settled(cfg, processor)
     rows, held_out, reward_functions, tools, read = [], [], {}, {}, {}
     for own in cfg.by_domain():
         with domains.named(own):

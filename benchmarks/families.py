@@ -228,7 +228,7 @@ def family_row(family: str, served: bool, columns: list[str]) -> dict:
 
 def in_vllm() -> set[str]:
     code = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8").stdout.split())
 
 
 def architecture(family: str) -> str:
@@ -253,7 +253,7 @@ def main() -> None:
             began = time.perf_counter()
             served = family in MARK or architecture(family) in supported
             known[family] = known.get(family, {}) | family_row(family, served, given.columns)
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", cwd=ROOT)
             known[family] |= dict(commit=commit.stdout.strip(), date=time.strftime("%Y-%m-%d"))
             RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
             print(f"{family} ({time.perf_counter() - began:.0f} s): {json.dumps(known[family])}", flush=True)

@@ -39,7 +39,7 @@ import asyncio
 import math
 
 from envs.mcp_tools import TrajectoryServers
-from envs.tools import PARSERS, Call, Tool, Toolbox, tools_of
+from envs.tools import Call, Tool, Toolbox, parser_of, read_calls, tools_of
 
 
 class Environment:
@@ -90,7 +90,7 @@ class ToolEnvironment(Environment):
     step_timeout = math.inf  # calls have limits of their own, and may wait for their turn
 
     def __init__(self, toolbox: Toolbox, cfg):
-        self.toolbox, self.parser = toolbox, cfg.tool_parser
+        self.toolbox, self.parser = toolbox, parser_of(cfg)
         self.servers = None  # mcp_tools.TrajectoryServers, where a tool is stateful
 
     def reset(self, row, seed):
@@ -105,7 +105,7 @@ class ToolEnvironment(Environment):
         return super().reset(row, seed)
 
     async def step(self, text):
-        calls = PARSERS[self.parser](text, self.tools)
+        calls = read_calls(text, self.tools, self.parser)
         within = sum(str(call.arguments).count("</answer>") for call in calls)
         if not calls or text.count("</answer>") > within:
             return [], 0.0, True, {"calls": []}

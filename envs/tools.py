@@ -111,6 +111,8 @@ def typed(value: str, schema: dict):
     kinds = [part.get("type") for part in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ()))]
     if "string" in kinds or not any(kinds):
         return value
+    if value in (of_python := {"True": True, "False": False, "None": None}):  # some templates show them so
+        return of_python[value]
     try:
         return each_text(json.loads(value), clean)
     except (ValueError, RecursionError):  # of a number with thousands of digits, or of a thousand open brackets, too
@@ -129,17 +131,47 @@ def parse_tags(text: str, tools: dict[str, Tool]) -> list[Call]:
     return calls
 
 
+def parse_harmony(text: str, tools: dict[str, Tool]) -> list[Call]:
+    """to=functions.add ... <|message|>{"a": 1}<|call|>, as gpt-oss writes it: its channel stands in between."""
+    between, end, calls = r"(?:(?!<\|message\|>|<\|end\|>).)*<\|message\|>", r"(?:<\|call\|>|<\|end\|>|$)", []
+    for name, body in re.findall(rf"to=functions\.([^\s<]+){between}(.*?){end}", text, re.DOTALL):
+        whole = read_json(json.dumps({"name": clean(name), "arguments": clean(body)}))
+        error = "a call's message must be a JSON object, not " + shorten(body, 200) if whole.error else None
+        calls.append(replace(whole, name=name, error=error))
+    return calls
+
+
+# Those of vLLM are entered when one is chosen: see formats.py.
 PARSERS: dict[str, Callable[[str, dict[str, Tool]], list[Call]]] = {
     "hermes": parse_hermes,
     "xml": parse_xml,
+    "harmony": parse_harmony,
     "tags": parse_tags,
 }
+
+OPENERS: dict[str, str] = {}  # what calls begin with, by parser, where a chat template has shown it (formats.py)
+
+
+def read_calls(text: str, tools: dict[str, Tool], parser: str) -> list[Call]:
+    """The calls of a turn. One that begins as calls do, and that the parser does not read, is a call with an error: the
+    model is told, and it is counted."""
+    calls, opener = PARSERS[parser](text, tools), OPENERS.get(parser)
+    if not calls and opener and opener in text:
+        start = text.index(opener)
+        return [Call("", error=f"this begins as a call, and cannot be read as one: {shorten(text[start:], 200)}")]
+    return calls
+
+
+def parser_of(cfg) -> str:
+    """--tool_parser, or for an `auto` that no chat template has settled hermes."""
+    return "hermes" if cfg.tool_parser == "auto" else cfg.tool_parser
+
 
 HOW_TO_CALL = {
     "hermes": 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.',
     "xml": "To call one, write <function=NAME><parameter=ARGUMENT>value</parameter></function>.",
     "tags": "To call one, write its tags with the argument between them.",
-}
+}  # the others are for templates that say so themselves
 
 
 def instructions(schemas: list[dict], parser: str) -> str:
@@ -153,7 +185,7 @@ def instructions(schemas: list[dict], parser: str) -> str:
         ]
     else:
         lines = [json.dumps(function, ensure_ascii=False) for function in functions]
-    return "\n".join(["You can call these tools:", *lines, HOW_TO_CALL[parser]])
+    return "\n".join(["You can call these tools:", *lines, HOW_TO_CALL.get(parser, "")])
 
 
 # ---- where tools come from ------------------------------------------------------------------------------------------
@@ -399,13 +431,15 @@ def agent_tool(
     cfg: the limits of its calls, how it writes them (tool_parser), and max_turns, after which its last words count.
     """
     toolbox = Toolbox({tool.name: tool for tool in tools}, cfg)
-    told = instructions([tool.schema() for tool in tools], cfg.tool_parser)
+    # Told in our words: what the chat template of the model that is trained writes does not matter to this one.
+    parser = cfg.tool_parser if cfg.tool_parser in HOW_TO_CALL else "hermes"
+    told = instructions([tool.schema() for tool in tools], parser)
 
     async def answer(question: str) -> str:
         messages, said = [{"role": "system", "content": told}, {"role": "user", "content": question}], ""
         for _ in range(cfg.max_turns):
             said = await asyncio.to_thread(chat, url, model, messages, token, **options)
-            if not (calls := PARSERS[cfg.tool_parser](said, toolbox.tools)):
+            if not (calls := PARSERS[parser](said, toolbox.tools)):
                 break
             answers, _ = await toolbox.run(calls, toolbox.tools)
             # As a user's message: the role `tool` wants ids of calls that the server has read, and we read them.

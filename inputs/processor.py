@@ -118,6 +118,30 @@ def without_dropout(config) -> None:
             without_dropout(value)
 
 
+# What a chat template is given in any case, and a tag of transformers' own.
+OURS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+OURS |= {"bos_token", "eos_token", "pad_token", "unk_token", "image_token", "namespace"}
+GENERATION = r"\{%-?\s*(end)?generation\s*-?%\}"
+
+
+def with_template_kwargs(processor, given: dict | None):
+    """The processor, whose chat template is given these from now on. ConfigError for names that it never reads."""
+    import jinja2
+    import jinja2.meta
+
+    processor.__dict__.pop("apply_chat_template", None)  # of an earlier run
+    if not given:
+        return processor
+    template = processor.chat_template
+    parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(GENERATION, "", template or ""))
+    known = jinja2.meta.find_undeclared_variables(parsed) - OURS
+    if unknown := sorted(given.keys() - known):
+        read = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing of the kind"
+        raise ConfigError(f"--chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}.")
+    processor.apply_chat_template = functools.partial(processor.apply_chat_template, **given)
+    return processor
+
+
 @functools.cache
 def load_processor(model_id: str):
     """The processor of text and images of a model that takes images, of others the tokenizer."""

@@ -8,6 +8,7 @@ several rows by their shapes. What a family wants beyond that stands in FOLLOWED
 """
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -206,8 +207,7 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
     if not cfg.allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
     continued = messages[-1]["role"] == "assistant"
-    options = dict(add_generation_prompt=not continued, continue_final_message=continued)
-    return processor.apply_chat_template(messages, tools=schemas, tokenize=False, **options)
+    return render(messages, processor, schemas, add_generation_prompt=not continued, continue_final_message=continued)
 
 
 def with_tools(row: dict, schemas: list[dict], instructions: str, processor, system_prompt: str | None = None) -> dict:
@@ -216,7 +216,7 @@ def with_tools(row: dict, schemas: list[dict], instructions: str, processor, sys
     messages = prompt_messages(row, system_prompt)
     messages = messages if is_vision(processor) else as_template_takes(messages, processor)
     if schemas:
-        plain, told = (processor.apply_chat_template(messages, tools=t, tokenize=False) for t in (None, schemas))
+        plain, told = (render(messages, processor, t) for t in (None, schemas))
         if plain != told:
             return row | {"prompt": messages, "tool_schemas": schemas}
     if not instructions:
@@ -229,15 +229,13 @@ def with_tools(row: dict, schemas: list[dict], instructions: str, processor, sys
 
 
 def render(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
-    """What the chat template writes. Of a template without a role `tool`, as if a user had said what tools did: in one
-    message, as such templates often want roles to alternate."""
-    from jinja2 import TemplateError
-
-    try:
-        return processor.apply_chat_template(messages, tools=schemas, tokenize=False, **options)
-    except TemplateError:
-        if all(message["role"] != "tool" for message in messages):
-            raise
+    """What the chat template writes. Of a template that does not show the role `tool`, as if a user had said what tools
+    did: in one message, as such templates often want roles to alternate. A system message that it does not show stands
+    at the beginning of the first user message."""
+    shows = shown_by(processor, processor.chat_template)
+    if not shows.system:
+        messages = within_user(messages)
+    if shows.results == "as a user":
         said: list[dict] = []
         for before, message in zip([{}, *messages], messages, strict=False):
             if message["role"] == "tool" == before.get("role"):
@@ -245,7 +243,56 @@ def render(messages: list[dict], processor, schemas: list[dict] | None = None, *
                 said[-1] = said[-1] | {"content": said[-1]["content"] + gap + message["content"]}
             else:
                 said.append(message | {"role": "user"} if message["role"] == "tool" else message)
-        return processor.apply_chat_template(said, tools=schemas, tokenize=False, **options)
+        messages = said
+    return processor.apply_chat_template(messages, tools=schemas, tokenize=False, **options)
+
+
+def within_user(messages: list[dict]) -> list[dict]:
+    """A system message and the user's first one as one."""
+    if messages[0]["role"] != "system" or len(messages) < 2 or messages[1]["role"] != "user":
+        return messages
+    said, asked = (message["content"] for message in messages[:2])
+    both = f"{said}\n\n{asked}" if isinstance(said, str) else [*said, text_part("\n\n"), *asked]
+    return [messages[1] | {"content": both}, *messages[2:]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a chat template shows of the messages that not every one knows."""
+
+    system: bool
+    results: Literal["alone", "with their calls", "as a user"]  # of tools: how they have to be given to be seen
+
+
+@functools.lru_cache(maxsize=64)
+def shown_by(processor, template: str) -> Shown:
+    """Found by rendering. Some templates raise at what they do not know, others leave it out without a word.
+    template: the processor's, which may be changed."""
+
+    def sees(messages: list[dict]) -> bool:
+        messages = with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages
+        try:
+            text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception:  # whatever a template raises at what it does not know
+            return False
+        return "seen7" in text
+
+    asked, (made_up, result) = {"role": "user", "content": "-"}, with_calls([{"role": "tool", "content": "seen7"}])
+    system = sees([{"role": "system", "content": "seen7"}, asked]) or not sees([asked | {"content": "seen7"}])
+    if sees([asked, {"role": "assistant", "content": "-"}, {"role": "tool", "name": "f", "content": "seen7"}]):
+        return Shown(system, "alone")
+    return Shown(system, "with their calls" if sees([asked, made_up, result]) else "as a user")
+
+
+def with_calls(messages: list[dict]) -> list[dict]:
+    """An answer with the calls that these messages of tools answer, and the messages."""
+    ids = {place: f"call{place:05d}" for place, message in enumerate(messages) if message["role"] == "tool"}
+    calls = [
+        {"id": ids[place], "type": "function", "function": {"name": messages[place].get("name", "f"), "arguments": {}}}
+        for place in ids
+    ]
+    answers = [m | ({"tool_call_id": ids[place]} if place in ids else {}) for place, m in enumerate(messages)]
+    return [{"role": "assistant", "content": "", "tool_calls": calls}, *answers]
 
 
 def observation_text(messages: list[dict], processor, schemas: list[dict] | None = None) -> str:
@@ -254,12 +301,21 @@ def observation_text(messages: list[dict], processor, schemas: list[dict] | None
     Rendered behind a made-up conversation, so that nothing before it matters: templates add a default system prompt,
     or take the thinking out of earlier answers.
     """
-    made_up = [{"role": "user", "content": "-"}, {"role": "assistant", "content": END}]
+    asked, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": END}
+    called = shown_by(processor, processor.chat_template).results == "with their calls"
+    if called := called and any(message["role"] == "tool" for message in messages):
+        answer, *messages = with_calls(messages)
+    made_up = [asked, answer]
     if is_vision(processor):
         made_up, messages = (with_parts({"prompt": m}, 0)["prompt"] for m in (made_up, messages))
     messages, schemas = guard(messages, processor), guard(schemas, processor)  # from here on END is in no message
     text = render(made_up + messages, processor, schemas, add_generation_prompt=True)
-    return text[text.rindex(END) + len(END) :]
+    if not called:
+        return text[text.rindex(END) + len(END) :]
+    same = len(os.path.commonprefix([text, render(made_up, processor, schemas)]))  # up to the end of the calls
+    added = getattr(processor, "tokenizer", processor).added_tokens_decoder.values()  # which no cut goes through
+    tokens = re.finditer("|".join(re.escape(str(token)) for token in added) or "(?!)", text)
+    return text[next((t.start() for t in tokens if t.start() < same < t.end()), same) :]
 
 
 def expand(text: str, images: list, processor, rope_index: Callable | None, special: bool) -> tuple[list[int], dict]:
@@ -327,7 +383,7 @@ def tokenize_prompt(
         messages, schemas = guard(messages, tokenizer), guard(schemas, tokenizer)
     continued = messages[-1]["role"] == "assistant"
     options = dict(add_generation_prompt=not continued, continue_final_message=continued)
-    return tokenize(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False, **options), tokenizer)
+    return tokenize(render(messages, tokenizer, schemas, **options), tokenizer)
 
 
 def cut_texts(row: dict, size: int) -> dict:

@@ -257,6 +257,7 @@ def failures(curves: Curves, config: dict) -> list[dict]:
     found = []
     kinds = [
         ("tools/failure_frequency", 0.2, "Failed calls", "of the calls of tools fail"),
+        ("tools/unreadable_frequency", 0.2, "Unreadable calls", "of the calls cannot be read (--tool_parser)"),
         ("sampling/left_out", 0.2, "Left out", "of the tokens are left out of the loss"),
         ("clip_ratio/region_mean", 0.3, "Clipped", "of the tokens are clipped"),
     ]

@@ -315,6 +315,16 @@ def length(c: Command, updates: int) -> None:
         c.flags["log_steps"] = steps(v["logging_steps"], updates)
 
 
+def from_json(c: Command, name: str) -> dict | None:
+    """A setting that may be a dict or JSON of one."""
+    found = c.known.get(name)
+    try:
+        return json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        c.say(f"{name} = {found!r} is no JSON, and not read")
+        return None
+
+
 def optimisation(c: Command, updates: int) -> None:
     v = c.known
     for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
@@ -325,13 +335,7 @@ def optimisation(c: Command, updates: int) -> None:
     if name in ("reduce_lr_on_plateau", "greedy"):
         c.flags["lr_schedule"] = "constant"
         c.say(f"lr_scheduler_type {name} follows a metric, which none does here: constant")
-    kwargs = v.get("lr_scheduler_kwargs")
-    if isinstance(kwargs, str):
-        try:
-            kwargs = json.loads(kwargs)
-        except ValueError:
-            c.say(f"lr_scheduler_kwargs = {kwargs!r} is no JSON, and not read")
-            kwargs = None
+    kwargs = from_json(c, "lr_scheduler_kwargs")
     if kwargs and c.flags["lr_schedule"] == name:
         c.flags["lr_scheduler_kwargs"] = kwargs
     warmup, ratio = v["warmup_steps"], c.given.get("warmup_ratio", 0)
@@ -344,7 +348,7 @@ def optimisation(c: Command, updates: int) -> None:
         c.flags["warmup_ratio"] = float(ratio)
     if c.flags.keys() & {"warmup_steps", "warmup_ratio"} and name in ("linear", "cosine"):
         c.say(f"{name}: the first update of the warm-up has a learning rate of 0 there, here it is above 0")
-    optim = v["optim"]
+    optim = str(v["optim"])
     if "adafactor" in optim:
         c.say("optim adafactor is transformers' own, without scaling by the weights' size; torch's Adafactor scales. "
               "AdamW here")  # fmt: skip
@@ -494,6 +498,8 @@ def run(c: Command) -> None:
         c.flags |= {"push_to_hub": True, "hub_repo_id": given.get("hub_model_id") or name or "NAME/REPO"}
         if v["hub_private_repo"] is not True:
             c.flags["hub_private"] = False
+    if kwargs := from_json(c, "chat_template_kwargs"):
+        c.flags["chat_template_kwargs"] = kwargs
     if (most := v.get("max_tool_calling_iterations")) is not None:
         c.flags["max_turns"] = most + 1
     for ours in ("request_timeout", "token_budget"):

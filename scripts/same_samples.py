@@ -19,7 +19,7 @@ from vllm_client import Completion  # noqa: E402
 class SameSamples(hf_generator.HFGenerator):
     """Tokens at random, of every length; that the policy would hardly choose them does not matter here."""
 
-    moment = 0  # steps and evaluations so far
+    moment, asked = 0, Counter()  # steps and evaluations so far, samples of each prompt in this one
 
     def seed(self, seed: int) -> None:  # which is another one on each rank
         self.moment, self.asked = self.moment + 1, Counter()

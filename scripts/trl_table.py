@@ -84,6 +84,7 @@ HERE: dict[str, tuple[str, str]] = {
         "here and at 0 there (`constant` has none there)",
     ),
     "lr_scheduler_kwargs": ("lr_scheduler_kwargs", "JSON"),
+    "chat_template_kwargs": ("chat_template_kwargs", "JSON"),
     "warmup_steps": ("warmup_steps", "updates there, steps here; below 1 it is a share: `--warmup_ratio`"),
     "optim": ("optim", "a class of torch.optim or bitsandbytes.optim, or transformers' name of one"),
     "weight_decay": ("weight_decay", "there biases and norms have none"),
@@ -140,7 +141,6 @@ NOT_HERE: list[tuple[str, str]] = [
     ("entropy_coef_min entropy_coef_max", "from 0, without an upper bound"),
     ("generation_kwargs repetition_penalty vllm_structured_outputs_regex", "the trainer must score with the "
      "distribution that was sampled from"),
-    ("chat_template_kwargs", "change the chat template of the model's tokenizer"),
     ("cache_implementation", "`--generator hf` has a cache of its own"),
     ("use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged",
      "`--generator hf` samples in the process, a server is faster"),

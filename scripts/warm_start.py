@@ -24,8 +24,8 @@ import data  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import ConfigError, TrainConfig, parse_args  # noqa: E402
-from envs import adapters  # noqa: E402
-from inputs.processor import load_processor  # noqa: E402
+from envs import adapters, formats  # noqa: E402
+from inputs.processor import load_processor, with_template_kwargs  # noqa: E402
 from inputs.prompts import rope_index_of  # noqa: E402
 from plugins import function_path, load_function  # noqa: E402
 from rollouts import measure, play, put_away  # noqa: E402
@@ -94,7 +94,8 @@ def main(cfg: WarmConfig) -> None:
     if cfg.domains:
         raise ConfigError("domains: warm_start.py demonstrates one task; give the settings of one domain as flags.")
     function = load_function(cfg.demonstrations)
-    processor = load_processor(cfg.model_id)
+    processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)
+    cfg = formats.settled(cfg, processor)
     rows, _ = data.load_data(cfg, script.format_row, lambda rows, name: measure(rows, name, processor, cfg))
     _, _, device = utils.init_distributed(cfg.dist_timeout)
     policy, inner = script.load_policy(cfg, device)

@@ -168,6 +168,10 @@ def test_a_step_has_as_many_prompts_and_updates_as_there(tmp_path, given, proces
         ("warmup_ratio=0.1", dict(warmup_ratio=0.1)),
         ("warmup_steps=0.1", dict(warmup_ratio=0.1, warmup_steps=None)),
         (
+            "chat_template_kwargs={'enable_thinking': False}",
+            dict(chat_template_kwargs={"enable_thinking": False}),
+        ),
+        (
             "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': 0.1}",
             dict(lr_schedule="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}),
         ),
@@ -202,7 +206,7 @@ def test_a_setting_of_trl_becomes_ours(tmp_path, given, wanted):
     "given, says",
     [
         ("learning_rate=args.lr", "learning_rate = args.lr does not stand in the script: give --learning_rate"),
-        ("chat_template_kwargs={'a': 1}", "chat_template_kwargs = {'a': 1}: not here; change the chat template"),
+        ("cache_implementation='static'", "cache_implementation = 'static': not here"),
         ("reward_weigths=[1]", "has no such field; reward_weights?"),
         ("optim='adafactor'", "torch's Adafactor scales"),
         ("weight_decay=0.1", "TRL leaves out biases and norms"),

@@ -176,7 +176,7 @@ def test_whatever_is_said_at_the_desk(turns):
     at.reset(row, 0)
     for turn in [*turns, "<find>1e9</find>", "<change>" + "9" * 10_000 + "</change>", "<say></say>"]:
         asyncio.run(at.step(turn))
-    assert at.score() == 0 and set(PARSERS) == {"hermes", "xml", "tags"}
+    assert at.score() == 0 and set(PARSERS) >= {"hermes", "xml", "tags"}
 
 
 # ---- sums -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""Which layers of a model take adapters."""
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from config import ConfigError
+
+LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's
+
+
+@functools.cache
+def read_by(kind: type) -> set[str]:
+    """Names of layers whose weights a module of this class computes with itself, as fused kernels of state-space layers
+    do: an adapter there would never be asked."""
+    try:
+        return set(re.findall(r"self\.(\w+)\.weight", inspect.getsource(kind)))
+    except (OSError, TypeError):
+        return set()
+
+
+def linear_layers(hf_model: nn.Module) -> list[str]:
+    """Names of all that are called as plain linear layers, but the output layer, for --lora_targets all-linear. Experts
+    are parameters of one module, and routers are of classes of their own: neither is among them."""
+    output, names = hf_model.get_output_embeddings(), []
+    for parent_name, parent in hf_model.named_modules():
+        for name, child in parent.named_children():
+            if type(child) in LINEAR and child is not output and name not in read_by(type(parent)):
+                names.append(f"{parent_name}.{name}" if parent_name else name)
+    return names
+
+
+@contextlib.contextmanager
+def names_as_they_are() -> Iterator[None]:
+    """In mixtures of experts PEFT takes names such as gate_proj, of dense layers too, for the experts' parameters: once
+    such a layer was an expert. Here a name is that of a layer."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    known = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = known
+
+
+def check_adapted(model: nn.Module, wanted: list[str]) -> None:
+    """ConfigError if adapters lie on what is no linear layer, such as a router: they would not be folded into what is
+    pushed and saved."""
+    others = {
+        name.removeprefix("base_model.model.").replace(".base_layer", "")
+        for name, module in model.named_modules()
+        if getattr(module, "lora_A", None) and type(getattr(module, "base_layer", None)) not in LINEAR
+    }
+    if others:
+        raise ConfigError(
+            f"--lora_targets {' '.join(wanted)}: {len(others)} of these are no linear layers, such as {min(others)}. "
+            "Experts and routers take no adapters here: give all-linear, which leaves them as they are, or names of "
+            "linear layers alone."
+        )
