@@ -47,15 +47,29 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs"
 TOY = ROOT / "benchmarks" / "toy.py"
 COLUMNS = ["rows", "train", "lora", "serve"]
 # Sizes that vLLM's kernels of CPUs take; the tests' are smaller.
-SIZES = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=64, head_dim=32, linear_key_head_dim=32)
-SIZES |= dict(linear_value_head_dim=32)
+SIZES = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=64, head_dim=32, attention_chunk_size=128)
+SIZES |= dict(linear_key_head_dim=128, linear_value_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=64)
+OWN_SIZES = {"bamba", "granitemoehybrid", "mamba2", "dbrx", "jamba"}  # which have to fit each other
+# What vLLM reads, published configs have, and transformers' config class does not set.
+PUBLISHED = {
+    "afmoe": dict(score_func="sigmoid"),
+    "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    "glm4_moe": dict(head_dim=32),
+    "glm4_moe_lite": dict(first_k_dense_replace=1),
+    "hy_v3": dict(first_k_dense_replace=1),
+    "lfm2": dict(conv_dim=128, conv_dim_out=128),
+    "lfm2_moe": dict(conv_dim=128, conv_dim_out=128),
+    "mimo_v2_flash": dict(hybrid_layer_pattern=[1, 0]),
+    "minimax_m2": dict(scoring_func="sigmoid"),
+}
 SECONDS = 400  # for a column
 
 
 def sizes(family: str) -> dict:
     kind = CONFIG_MAPPING[family]
     known = set(getattr(kind, "__dataclass_fields__", {})) | set(kind.attribute_map)
-    return {name: value for name, value in SIZES.items() if name in known and name not in FAMILIES[family]}
+    given = {} if family in OWN_SIZES else SIZES
+    return {name: value for name, value in given.items() if name in known and name not in FAMILIES[family]}
 
 
 def folder_of(family: str, folder: Path) -> Path:
@@ -141,22 +155,22 @@ def lora(family: str, folder: Path) -> dict:
 def serve(family: str, folder: Path, dtype: str = "float32") -> dict:
     """The checkpoint of `train` in a server, compared with transformers; then two steps beside the server."""
     model = next((folder / "train").glob("checkpoint-*"), folder / "model")
-    live = start_server(model, "--dtype", dtype, "--max-model-len", "256", "--enforce-eager")
+    stored = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(stored | PUBLISHED.get(family, {})), encoding="utf-8")
+    live, loaded = start_server(model, "--dtype", dtype, "--max-model-len", "256", "--enforce-eager"), {}
     try:
         live.wait(SECONDS // 2)
         loaded = {} if family in MARK else dict(loaded=loaded_as_saved(model, live, dtype))
         os.environ["VLLM_SERVER_TOKEN"] = live.token
         more = dict(generator="vllm", server_urls=[live.url], run_name=f"beside-{dtype}", dtype="float32")
         return loaded | steps(family, config(family, model, folder, compute_dtype=dtype, **more)) | dict(dtype=dtype)
-    except ConfigError:
-        raise
-    except BaseException:
+    except BaseException as error:
         log = live.log.read_text(encoding="utf-8")
         lines = [line for line in log.splitlines() if re.search(r"\w+Error: |EngineDead", line)]
         if any("EngineDead" in line for line in lines) or live.process.poll() is not None:
             causes = [line for line in lines if "EngineDead" not in line] or lines or [log[-300:]]
-            return dict(failed="vLLM: " + re.sub(r"^.*?(?=\w+Error: )", "", causes[0])[:300])
-        raise
+            return loaded | dict(failed="vLLM: " + re.sub(r"^.*?(?=\w+Error: )", "", causes[0])[:300])
+        return loaded | said_of(error)
     finally:
         live.stop()
 
@@ -189,12 +203,17 @@ def one(family: str, column: str, folder: str, answer: str) -> None:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             name, *more = column.split("-")
             found = globals()[name](family, Path(folder), *more)
-    except ConfigError as error:
-        found = dict(refused=" ".join(str(error).split()))
     except BaseException as error:
-        found = dict(failed=f"{type(error).__name__}: " + " ".join(str(error).split())[-400:])
+        found = said_of(error)
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
     os._exit(0)
+
+
+def said_of(error: BaseException) -> dict:
+    text = " ".join(str(error).split())
+    return (
+        dict(refused=text) if isinstance(error, ConfigError) else dict(failed=f"{type(error).__name__}: {text[:400]}")
+    )
 
 
 def cell(family: str, column: str, folder: Path) -> dict:
@@ -253,7 +272,9 @@ def main() -> None:
             began = time.perf_counter()
             served = family in MARK or architecture(family) in supported
             known[family] = known.get(family, {}) | family_row(family, served, given.columns)
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", cwd=ROOT)
+            commit = subprocess.run(
+                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", cwd=ROOT
+            )
             known[family] |= dict(commit=commit.stdout.strip(), date=time.strftime("%Y-%m-%d"))
             RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
             print(f"{family} ({time.perf_counter() - began:.0f} s): {json.dumps(known[family])}", flush=True)
