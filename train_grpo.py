@@ -112,7 +112,7 @@ from batch import (
 )
 from envs.tools import named_tools
 from inputs import prompts, routing
-from inputs.attention import attention_of, chosen, use_shared_attention
+from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import load_config, load_processor, loading, model_class, takes_images
@@ -469,6 +469,7 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
             with loading(cfg.model_id):
                 model = auto.from_pretrained(cfg.model_id, config=config, **how)
             utils.check_finite(model, cfg.model_id)
+    settle(model, cfg.attn_implementation)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
