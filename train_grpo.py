@@ -113,7 +113,7 @@ from batch import (
 from envs import formats
 from envs.tools import named_tools
 from inputs import agreement, prompts, routing
-from inputs.attention import attention_of, chosen, use_shared_attention
+from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import logits_of
 from inputs.lora import check_adapted, linear_layers, names_as_they_are
@@ -477,6 +477,7 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
             with loading(cfg.model_id):
                 model = auto.from_pretrained(cfg.model_id, config=config, **how)
             utils.check_finite(model, cfg.model_id)
+    settle(model, cfg.attn_implementation)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)

@@ -18,24 +18,23 @@ from inputs.prompts import FOLLOWED_BY, join_inputs
 
 def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
     """Why prompts cannot be computed once per group for this model, or None if they can."""
-    config = hf_model.config.get_text_config()
+    config, name = hf_model.config.get_text_config(), hf_model.config.model_type
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        return f"layers of type {', '.join(sorted(kinds - {'full_attention'}))} cannot begin behind a shared prompt"
+    if others := kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+        return f"layers of type {', '.join(sorted(others))} cannot begin behind a shared prompt"
     if getattr(hf_model, "_is_stateful", False):
         return "recurrent layers cannot begin behind a shared prompt"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return "sliding windows cannot begin behind a shared prompt"
-    if hf_model.config.model_type in FOLLOWED_BY:
-        return f"{hf_model.config.model_type} makes its own mask, in which images see themselves in both directions"
+    if name in FOLLOWED_BY or (config is not hf_model.config and attention.masks_by_block(type(hf_model))):
+        return f"{name} makes its own mask, in which images see themselves in both directions"
     if not attention.takes_any(type(text_model(hf_model))):
-        return f"{hf_model.config.model_type} has an attention of its own"
+        return f"{name} has an attention of its own"
     kind = attention.chosen(cfg.attn_implementation, hf_model)
-    if kind != "sdpa" and not kind.startswith("flash_attention_"):
+    known = ["sdpa", *(["eager"] if cfg.attn_implementation == "auto" else [])]  # asked for, it is for comparison
+    if kind not in known and not kind.startswith("flash_attention_"):
         return f"{kind} attention takes no packed rows, sdpa and flash_attention_2 do"
     if torch.cuda.is_available() and (cfg.compute_dtype == "float32" or torch.cuda.get_device_capability() < (8, 0)):
         return "torch's flash attention wants --compute_dtype bfloat16 and a GPU of compute capability 8.0 or newer"
-    return None
+    return attention.why_not_segments(hf_model, kind, torch.cuda.is_available())
 
 
 def on_host(batch: Batch) -> Batch:
