@@ -4,6 +4,7 @@
     python benchmarks/attention.py --cells 400,50,4       # one cell: prompt, completion, completions per prompt
     python benchmarks/attention.py --cpu_time             # one core, and the seconds that it worked for this process
     python benchmarks/attention.py --memory               # bytes kept for the backward pass at 4k, 8k and 16k tokens
+    python benchmarks/attention.py --family mistral --window 128      # layers that see the last 128 tokens
 
 Time: log-probs and gradient of one group, `--shared_prefix` against plain rows, in turn after one to warm up; the
 shortest of three each (`--rounds`) and their ratio. All completions are of one length, so that plain rows are not
@@ -19,25 +20,34 @@ import argparse
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import train_grpo as script  # noqa: E402
 from config import TrainConfig  # noqa: E402
-from inputs.attention import attend  # noqa: E402
+from inputs.attention import attend, attention_of, settle  # noqa: E402
+from inputs.processor import model_class  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 
 SHAPE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 
 
-def small_llama(cfg: TrainConfig, dtype: torch.dtype) -> torch.nn.Module:
+def small_model(family: str, window: int | None, cfg: TrainConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """Loaded as a run would: with the attention that `auto` takes."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=1000, num_hidden_layers=2, **SHAPE)).to(dtype)
+    own = {"sliding_window": window} if window else {}
+    ids = dict(vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(family, num_hidden_layers=2, **SHAPE, **ids, **own)
+    with attention_of("auto", model_class(config)) as attention:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
+    settle(model, "auto")
+    return model
 
 
 def group_of(prompt: int, completion: int, count: int) -> script.Batch:
@@ -83,6 +93,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of both forms, after one to warm up")
     parser.add_argument("--cpu_time", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--family", default="llama", help="a model_type of transformers'")
+    parser.add_argument("--window", type=int, help="its sliding_window")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
     if args.memory:
@@ -93,9 +105,11 @@ def main() -> None:
         return
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(1 if args.cpu_time else torch.get_num_threads())
-    script.load_hf_model = small_llama
+    script.load_hf_model = partial(small_model, args.family, args.window)
     cfg = TrainConfig(compute_dtype=args.dtype, beta=0.0)
-    policy, _ = script.load_policy(cfg, torch.device("cpu"))
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    if reason := script.why_not_shared(inner.hf_model, cfg):
+        raise SystemExit(f"{args.family}: not shared, {reason}")
     print("prompt completion   G   plain s  shared s  ratio  ratio of pairs, of tokens")
     for p, c, count in ([int(n) for n in cell.split(",")] for cell in args.cells):
         plain_pairs, shared_pairs = count * (p + c) ** 2 / 2, p**2 / 2 + count * c * (p + c / 2)

@@ -49,7 +49,8 @@ COLUMNS = ["rows", "train", "lora", "serve"]
 # Sizes that vLLM's kernels of CPUs take; the tests' are smaller.
 SIZES = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=64, head_dim=32, attention_chunk_size=128)
 SIZES |= dict(linear_key_head_dim=128, linear_value_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=64)
-OWN_SIZES = {"bamba", "granitemoehybrid", "mamba2", "dbrx", "jamba"}  # which have to fit each other
+OWN_SIZES = {"bamba", "granitemoehybrid", "mamba2", "dbrx", "jamba", "axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"}
+OWN_SIZES |= {"longcat_flash", "zamba", "qwen4_exp_text"}  # whose sizes have to fit each other
 # What vLLM reads, published configs have, and transformers' config class does not set.
 PUBLISHED = {
     "afmoe": dict(score_func="sigmoid"),

@@ -6,6 +6,7 @@ from functools import partial
 import gradient_worker
 import pytest
 import torch
+from families import saved
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,7 +14,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 
 import train_grpo as script
 from config import TrainConfig
-from inputs import attention, packing
+from inputs import attention, packing, reach
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
@@ -26,8 +27,9 @@ FAMILIES = {
     "gpt2": dict(n_inner=96),  # positions are learned
     "phi": {},
     "falcon": {},  # calls sdpa itself
-    "gemma2": dict(head_dim=16),  # sliding windows
 }
+# Layers that see the last tokens alone; capped scores; sinks. A window has 8 tokens, prompts and completions more.
+WINDOWED = ["gemma2", "gemma3_text", "olmo3", "mistral", "cohere2", "exaone4", "gpt_oss", "afmoe", "modernbert-decoder"]
 
 
 def family(name: str):
@@ -69,9 +71,18 @@ def test_families(name, monkeypatch):
     cfg = TrainConfig(compute_dtype="float32", beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     reason = packing.why_not_shared(inner.hf_model, cfg)
-    assert (reason is not None) == (name in ("falcon", "gemma2")), reason
+    assert (reason is not None) == (name == "falcon"), reason
     if reason is None:
         assert_equal_to_plain_rows(policy, cfg, 1e-6)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows(name, tmp_path):
+    cfg = TrainConfig(model_id=str(saved(name, tmp_path)), compute_dtype="float32", beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    assert packing.why_not_shared(inner.hf_model, cfg) is None
+    assert 0 < max(layer.window for layer in reach.layers_of(inner.hf_model)) < 10
+    assert_equal_to_plain_rows(policy, cfg, 2e-6)
 
 
 SETTINGS = {
@@ -98,12 +109,14 @@ TABLE = torch.tensor(
 )
 
 
-def dense_mask() -> torch.Tensor:
+def dense_mask(window: int = 0) -> torch.Tensor:
     """[28, 28]"""
     mask = torch.zeros(28, 28, dtype=torch.bool)
     for start, stop, first, end in TABLE[0, 0].tolist():
-        mask[start:stop, first:end] = True
-        mask[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril() > 0
+        seen = [*range(first, end), *range(start, stop)]  # as a plain row has them
+        for place in range(start, stop):
+            until = seen.index(place) + 1
+            mask[place, seen[max(0, until - window) if window else 0 : until]] = True
     return mask
 
 
@@ -115,11 +128,13 @@ def drawn() -> list[torch.Tensor]:
 
 def plain_varlen(query, key, value, query_ends, key_ends, *longest, scale, window_size, enable_gqa):
     """What torch's documentation says of varlen_attn, as a loop: the GPU's kernel does not run on a CPU."""
-    assert window_size == (-1, 0) and longest == tuple(int(ends.diff().max()) for ends in (query_ends, key_ends))
+    assert longest == tuple(int(ends.diff().max()) for ends in (query_ends, key_ends))
     out = []
     for a, b, c, d in zip(query_ends, query_ends[1:], key_ends, key_ends[1:], strict=False):
         q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
-        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        last = d - c - (b - a)  # the last query sees the last key
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(last)
+        mask &= mask.triu(last - window_size[0]) if window_size[0] >= 0 else mask
         out.append(scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
     return torch.cat(out)
 
@@ -130,29 +145,31 @@ def flash_attn(monkeypatch):
     calls = []
 
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
-    ):
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0,
+    ):  # fmt: skip
         assert causal and dropout_p == 0
         calls.append(cu_seqlens_q.diff().tolist())
         ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return plain_varlen(q, k, v, *ends, *longest, scale=softmax_scale, window_size=(-1, 0), enable_gqa=True)
+        return plain_varlen(q, k, v, *ends, *longest, scale=softmax_scale, window_size=window_size, enable_gqa=True)
 
     monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: (None, flash_attn_varlen_func, None, None, None))
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     return calls
 
 
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 9])
 @pytest.mark.parametrize("kernel", ["cpu", "gpu", "flash_attention_2"])
-def test_equal_to_a_mask(kernel, flash_attn, monkeypatch):
+def test_equal_to_a_mask(kernel, window, flash_attn, monkeypatch):
     """Output and gradients are those of a dense mask, and no pair more is computed than it has entries."""
     monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
-    layout = attention.layout_of(TABLE)
+    layout = attention.layout_of(TABLE, window)
     in_one_call = partial(attention.attend_in_one_call, implementation="sdpa" if kernel == "gpu" else kernel)
     run = attention.Pieces.apply if kernel == "cpu" else in_one_call
     results = []
     for attend in (
-        lambda q, k, v: run(q, k, v, layout, 0.3),
-        lambda q, k, v: scaled_dot_product_attention(q, k, v, dense_mask(), scale=0.3, enable_gqa=True),
+        lambda q, k, v: run(q, k, v, None, layout, 0.3, None) if kernel == "cpu" else run(q, k, v, layout, 0.3),
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, dense_mask(window), scale=0.3, enable_gqa=True),
     ):
         tensors = drawn()
         out = attend(*tensors)
@@ -160,8 +177,33 @@ def test_equal_to_a_mask(kernel, flash_attn, monkeypatch):
         results.append([out, *(x.grad for x in tensors)])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-    sizes = [(q.stop - q.start, k.stop - k.start, q == k) for q, k in layout.pieces]
-    assert sum(n * (n + 1) // 2 if causal else n * m for n, m, causal in sizes) == dense_mask().sum()
+    sizes = [(q.count, q.size, k.size, in_order) for q, k, in_order in layout.pieces]
+    pairs = sum(count * (n * (n + 1) // 2 if in_order else n * m) for count, n, m, in_order in sizes)
+    assert pairs == dense_mask(window).sum()
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_sinks_and_capped_scores(window, cap):
+    """Written out: a score is capped by tanh, and a sink is one more score of its head, whose value is 0."""
+    results, ours, sinks = [], attention.attend_segments, torch.randn(4, generator=torch.Generator().manual_seed(1))
+
+    def written_out(q, k, v, sinks):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        scores = 0.3 * q @ k.transpose(-1, -2)
+        scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~dense_mask(window), -torch.inf)
+        return torch.cat([scores, sinks.view(1, 4, 1, 1).expand(1, 4, 28, 1)], -1).softmax(-1)[..., :-1] @ v
+
+    for attend in (
+        lambda q, k, v, sinks: ours(q, k, v, TABLE, window, 0.3, "eager", sinks, cap).transpose(1, 2),
+        written_out,
+    ):
+        tensors = [*drawn(), sinks.clone().requires_grad_()]
+        out = attend(*tensors)
+        out.backward(torch.cos(torch.arange(out.numel()).view(out.shape)))
+        results.append([out, *(x.grad for x in tensors)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_memory_is_linear():
