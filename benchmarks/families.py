@@ -267,18 +267,18 @@ def main() -> None:
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not given.write:
         wanted = given.only or [family for family in (*FAMILIES, *MARK) if family not in known]
-        supported = in_vllm()
+        supported, of_head = in_vllm(), ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(of_head, capture_output=True, encoding="utf-8", cwd=ROOT).stdout.strip()
 
         def run(family: str) -> None:
             began = time.perf_counter()
             served = family in MARK or architecture(family) in supported
-            known[family] = known.get(family, {}) | family_row(family, served, given.columns)
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", cwd=ROOT
-            )
-            known[family] |= dict(commit=commit.stdout.strip(), date=time.strftime("%Y-%m-%d"))
+            found = family_row(family, served, given.columns)
+            for column in found.values():
+                column |= dict(commit=commit, date=time.strftime("%Y-%m-%d"))
+            known[family] = known.get(family, {}) | found
             RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
-            print(f"{family} ({time.perf_counter() - began:.0f} s): {json.dumps(known[family])}", flush=True)
+            print(f"{family} ({time.perf_counter() - began:.0f} s): {json.dumps(found)}", flush=True)
 
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(run, wanted))

@@ -102,10 +102,16 @@ def load_config(model_id: str):
     check_model_id(model_id)
     if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
         logging.disable_progress_bar()
+    # Some configs, and some defaults of theirs, name padding tokens beyond the vocabulary. Here tokenizers are asked.
+    logging.get_logger("transformers.configuration_utils").addFilter(not_of_token_ids)
     with loading(model_id):
         config = AutoConfig.from_pretrained(model_id)
     without_dropout(config)
     return config
+
+
+def not_of_token_ids(record) -> bool:
+    return "_token_id must be `None` or an integer within the vocabulary" not in record.getMessage()
 
 
 def without_dropout(config) -> None:
