@@ -526,7 +526,7 @@ def capped_scores(q, k, in_order: bool, scale: float, cap: float) -> Iterator[tu
     """Some rows of queries after the other, so that memory stays linear: rows, the keys they see, scores and their tanh
     [n, kv heads, heads of one, rows, keys]"""
     count, size = q.shape[2], k.shape[2]
-    step = max(16, 2**22 // (len(q) * q.shape[1] * size))
+    step = max(16, min(2**22 // (len(q) * q.shape[1] * size), max(64, count // 4)))  # in order half is left out
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
         keys = slice(0, rows.stop if in_order else size)

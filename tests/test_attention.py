@@ -85,6 +85,25 @@ def test_windows(name, tmp_path):
     assert_equal_to_plain_rows(policy, cfg, 2e-6)
 
 
+RECURRENT = ["qwen3_5_text", "qwen3_next", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "lfm2", "mamba2"]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_rows_do_not_leak_into_each_other(name, tmp_path):
+    """States and convolutions run along a row: of rows of several lengths in one pass each is as it is alone."""
+    cfg = TrainConfig(model_id=str(saved(name, tmp_path)), compute_dtype="float32", beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    assert packing.why_not_shared(inner.hf_model, cfg)
+    cfg.shared_prefix, batch = False, gradient_worker.local_batch(0, 1)
+    logprobs, gradient = logprobs_and_gradient(policy, batch, cfg)
+    alone = [logprobs_and_gradient(policy, batch.select([row]), cfg) for row in range(len(batch))]
+    assert len({row.shape[1] for row, _ in alone}) > 2
+    for row, (expected, _) in enumerate(alone):
+        assert torch.allclose(logprobs[row, : expected.shape[1]], expected[0], atol=1e-5)
+    expected = sum(part for _, part in alone)
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
 SETTINGS = {
     "checkpointing": dict(gradient_checkpointing=True),
     "checkpointing, adapters": dict(gradient_checkpointing=True, use_peft=True),
