@@ -5,6 +5,7 @@
     python benchmarks/attention.py --cpu_time             # one core, and the seconds that it worked for this process
     python benchmarks/attention.py --memory               # bytes kept for the backward pass at 4k, 8k and 16k tokens
     python benchmarks/attention.py --family mistral --window 128      # layers that see the last 128 tokens
+    python benchmarks/attention.py --family qwen3_5_text --layers 4   # three layers of linear attention, one of full
 
 Time: log-probs and gradient of one group, `--shared_prefix` against plain rows, in turn after one to warm up; the
 shortest of three each (`--rounds`) and their ratio. All completions are of one length, so that plain rows are not
@@ -36,14 +37,16 @@ from inputs.processor import model_class  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 
 SHAPE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+# Where a family has them, as wide against the rest as in its published models: linear attention, state-space layers.
+SHAPE |= dict(linear_num_value_heads=4, linear_num_key_heads=2, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=128)
 
 
-def small_model(family: str, window: int | None, cfg: TrainConfig, dtype: torch.dtype) -> torch.nn.Module:
+def small_model(family: str, layers: int, window: int | None, cfg: TrainConfig, dtype: torch.dtype) -> torch.nn.Module:
     """Loaded as a run would: with the attention that `auto` takes."""
     torch.manual_seed(0)
     own = {"sliding_window": window} if window else {}
     ids = dict(vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    config = AutoConfig.for_model(family, num_hidden_layers=2, **SHAPE, **ids, **own)
+    config = AutoConfig.for_model(family, num_hidden_layers=layers, **SHAPE, **ids, **own)
     with attention_of("auto", model_class(config)) as attention:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
     settle(model, "auto")
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--cpu_time", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--family", default="llama", help="a model_type of transformers'")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--window", type=int, help="its sliding_window")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
@@ -105,7 +109,7 @@ def main() -> None:
         return
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(1 if args.cpu_time else torch.get_num_threads())
-    script.load_hf_model = partial(small_model, args.family, args.window)
+    script.load_hf_model = partial(small_model, args.family, args.layers, args.window)
     cfg = TrainConfig(compute_dtype=args.dtype, beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     if reason := script.why_not_shared(inner.hf_model, cfg):

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from config import ConfigError
 from inputs.backbone import text_model
 from inputs.reach import Layer, layers_of, window_of
+from inputs.recurrence import mixers_of, use_shared_states
 
 NAME = "shared_prefix"  # of this attention among transformers' implementations
 
@@ -126,8 +127,8 @@ def why_not_segments(hf_model: nn.Module, implementation: str, on_gpu: bool) -> 
         config = hf_model.config.get_text_config()
         windows = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         return f"how far the layers of {name} see cannot be found without values" if windows else None
-    if not layers:
-        return f"{name} has an attention of its own"
+    if not layers:  # recurrent layers alone, or
+        return None if mixers_of(hf_model) else f"{name} has an attention of its own"
     if any(layer.window is None for layer in layers):
         return f"{name} has masks that are neither causal nor windows"
     if any("torch.arange(" in inspect.getsource(type(layer.module).forward) for layer in layers):
@@ -209,6 +210,7 @@ def use_shared_attention(model: nn.Module, implementation: str) -> None:
     mask = "eager" if implementation == "eager" else "sdpa"
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[mask])  # which hands on what is 4-D
     model.set_attn_implementation(name)
+    use_shared_states(model)
 
 
 Piece = tuple["Places", "Places", bool]  # queries, the keys they see, whether in order: the nth sees the first n

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import utils
 from batch import Batch
 from config import TrainConfig
-from inputs import attention
+from inputs import attention, recurrence
 from inputs.backbone import text_model
 from inputs.prompts import FOLLOWED_BY, join_inputs
 
@@ -19,11 +19,8 @@ from inputs.prompts import FOLLOWED_BY, join_inputs
 def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
     """Why prompts cannot be computed once per group for this model, or None if they can."""
     config, name = hf_model.config.get_text_config(), hf_model.config.model_type
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if others := kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
-        return f"layers of type {', '.join(sorted(others))} cannot begin behind a shared prompt"
-    if getattr(hf_model, "_is_stateful", False):
-        return "recurrent layers cannot begin behind a shared prompt"
+    if reason := recurrence.why_not_states(hf_model):
+        return reason
     if name in FOLLOWED_BY or (config is not hf_model.config and attention.masks_by_block(type(hf_model))):
         return f"{name} makes its own mask, in which images see themselves in both directions"
     if not attention.takes_any(type(text_model(hf_model))):

@@ -53,7 +53,7 @@ def trace(model: PreTrainedModel) -> list[Layer] | None:
     marks: list[tuple[Tensor, int | None]] = []
     layers: list[Layer] = []
 
-    def mask(*_, mask_function: Callable, local_size: int | None = None, **__) -> Tensor:
+    def marked(*_, mask_function: Callable, local_size: int | None = None, **__) -> Tensor:
         marks.append(
             (torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta"), window_behind(mask_function, local_size))
         )
@@ -67,7 +67,7 @@ def trace(model: PreTrainedModel) -> list[Layer] | None:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, marked)
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
@@ -80,8 +80,8 @@ def trace(model: PreTrainedModel) -> list[Layer] | None:
         for config in configs.values():
             config._attn_implementation_internal = NAME
         with torch.no_grad():
-            inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-            functional_call(model, values, (), inputs)
+            mask = torch.ones(1, 3, dtype=torch.long)  # with values: some models ask whether all of them are ones
+            functional_call(model, values, (), dict(input_ids=ids, attention_mask=mask, use_cache=False))
     except (RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError: it looks at values
         return None
     finally:
