@@ -215,12 +215,13 @@ def in_segments(module: nn.Module, own, hidden: Tensor, layout: Layout) -> Tenso
         if name in ("cache_params", "past_key_values")
     )
     found, states, before = [], [], None
+    goes_on = layout.bundles[-1].parents is not None
     for bundle in layout.bundles:
         if bundle.parents is not None and before is None:
             before = State.joined(states)
         states.append(State() if bundle.parents is None else before.of(bundle.parents))
         given = hidden[bundle.places] * bundle.there.to(hidden.dtype)  # [n, longest, H]
-        cache = Cache(layers=[states[-1]] * (module.layer_idx + 1))
+        cache = Cache(layers=[states[-1]] * (module.layer_idx + 1)) if goes_on else None
         found.append(own(given, attention_mask=bundle.mask, **{name: cache}).flatten(0, 1))
     return torch.cat(found)[layout.order]
 
