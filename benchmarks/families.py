@@ -49,7 +49,7 @@ import train_grpo as script  # noqa: E402
 from batch import Batch  # noqa: E402
 from cli import shorten  # noqa: E402
 from config import ConfigError, TrainConfig  # noqa: E402
-from inputs import agreement, attention  # noqa: E402
+from inputs import agreement, attention, recurrence  # noqa: E402
 from inputs.processor import load_processor  # noqa: E402
 from runlog.reading import read_metrics  # noqa: E402
 from vllm_client import VLLMClient  # noqa: E402
@@ -107,6 +107,7 @@ def config(family: str, model: Path, output: Path, **more) -> TrainConfig:
 def rows(family: str, folder: Path) -> dict:
     """A batch of two groups, as the trainer runs it, against its rows one by one in transformers' own forward pass."""
     cfg = config(family, folder / "model", folder)
+    recurrence.chunk_of = lambda module: 1  # rows as short as these would stay whole
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     reason = script.why_not_shared(inner.hf_model, cfg)
     cfg = replace(cfg, shared_prefix=reason is None)
