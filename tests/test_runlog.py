@@ -416,10 +416,10 @@ RunLog(TrainConfig(run_name="run", output_dir={str(tmp_path)!r}, report_to=["wan
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 256 KiB; fill(whether) takes what is left of it, or gives it back."""
+    """A file system of 512 KiB; fill(whether) takes what is left of it, or gives it back."""
     place = tmp_path / "small"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True).returncode:
         pytest.skip("no mounts allowed here")
 
     def fill(full: bool) -> None:
