@@ -15,6 +15,7 @@ import asyncio
 import bisect
 import collections
 import functools
+import inspect
 import logging
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
@@ -41,7 +43,8 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.utils.nccl import unpinned_nccl_env
 
@@ -91,6 +94,8 @@ class Push:
     bucket: torch.Tensor | None = None
     names: list[str] = field(default_factory=list)  # of the bucket, with the first byte of each
     starts: list[int] = field(default_factory=list)
+    parameters: dict[int, tuple] = field(default_factory=dict)  # id -> (parameter, layer, its key)
+    loading: int = 0  # loaders that are at work
     current: str = ""
     target: str = ""  # the server's parameter that was written last, for messages
 
@@ -133,6 +138,43 @@ def pack_once(process, experts, layer: torch.nn.Module) -> None:
         del experts.process_weights_after_loading
 
 
+class Copies(TorchFunctionMode):
+    """Some models copy into a parameter themselves, without its loader. While they are loaded again their parameters
+    have no memory, and such a copy would be lost: it goes through a loader here, which the reload knows of."""
+
+    def __init__(self, engine: "TorchTransferEngine"):
+        super().__init__()
+        self.engine, self.data = engine, {}  # of a `parameter.data`, by its id: itself, lest it goes, and the parameter
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        push = self.engine.push
+        if function == torch.Tensor.data.__get__ and id(args[0]) in push.parameters:
+            out = function(*args)
+            self.data[id(out)] = (out, args[0])
+            return out
+        parameter = None
+        if function is torch.Tensor.copy_ and not push.loading:
+            _, parameter = self.data.get(id(args[0]), (None, args[0]))
+        if id(parameter) not in push.parameters:
+            return function(*args, **(kwargs or {}))
+        _, layer, key = push.parameters[id(parameter)]
+        if parameter.is_meta:
+            parameter.weight_loader = copied
+            parameter.weight_loader = self.engine._counting(make_online_process_loader(layer, key[1]), layer, key)
+            parameter.weight_loader(parameter, args[1])
+            return args[0]
+        source = push.source_of(args[1])  # one that the reload lets be what it was
+        push.taken[source] = push.taken.get(source, 0) + args[1].numel()
+        return function(*args, **(kwargs or {}))
+
+
+def copied(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    """A loader; the reload wants the names of its arguments to be vLLM's."""
+    if param.shape != loaded_weight.shape:
+        raise ValueError(f"{list(loaded_weight.shape)} into {list(param.shape)}")
+    param.data.copy_(loaded_weight)
+
+
 class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -165,8 +207,11 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pack_experts_again(self.model)
         for module_name, layer in self.model.named_modules():
             for name, parameter in layer.named_parameters(recurse=False):
+                self.push.parameters[id(parameter)] = (parameter, layer, (module_name, name))
                 loader = getattr(parameter, "weight_loader", None)  # some parameters never come from a checkpoint
-                if loader is not None and "counts_pushes" not in vars(loader):  # the reload keeps wrappers it made
+                if loader is None or name in SKIP_LOAD_TENSORS:  # these keep their memory, and `Copies` counts them
+                    continue
+                if "counts_pushes" not in vars(loader):  # the reload keeps wrappers it made
                     parameter.weight_loader = self._counting(loader, layer, (module_name, name))
 
     def _counting(self, loader, layer, key):
@@ -185,7 +230,11 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 first = ", ".join(push.sources[push.storages[place]])
                 raise ValueError(f"{source} and {first} are one (tied) parameter of the server's; send it once")
             before, total = info.load_numel, info.load_numel_total
-            result = loader(*args, **kwargs)
+            push.loading += 1
+            try:
+                result = loader(*args, **kwargs)
+            finally:
+                push.loading -= 1
             count = (info.load_numel if info.can_load() else total) - before  # a complete layer is reset
             push.taken[source] = push.taken.get(source, 0) + count
             push.filled[key] = push.filled.get(key, 0) + count
@@ -231,7 +280,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 yield name, tensor
 
         try:
-            with disable_mtp_completeness_check():
+            with disable_mtp_completeness_check(), Copies(self):
                 self.model.load_weights(one_by_one())
         except Exception as error:
             shape = update_info.shapes[names.index(push.current)] if push.current in names else []
@@ -278,8 +327,8 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for name, parameter in layer.named_parameters(recurse=False):
             filled, size = push.filled.get((module_name, name), 0), get_tensor_load_numel(parameter)
             place = address(info, name)
-            if filled >= size or self._tied(info, name) or place in seen:
-                continue
+            if filled >= size or self._tied(info, name) or place in seen or name in SKIP_LOAD_TENSORS:
+                continue  # of the last the reload lets be what it was
             seen.update({place} - {0})
             if filled and isinstance(layer, VocabParallelEmbedding):
                 continue  # padded to a round number of rows; its loader checks the true number
@@ -303,11 +352,25 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for layer in self.model.modules()
             if isinstance(layer, VocabParallelEmbedding) and self._tied(get_layerwise_info(layer), "weight")
         ]
+        self._keep_buffers()
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in tied:  # on CPUs it computes with a packed copy of the shared weight, which the reload leaves as is
             layer.quant_method.process_weights_after_loading(layer)
         self.push = None
         self.receiver.finish()
+
+    def _keep_buffers(self) -> None:
+        """No trainer sends buffers, as of an activation's constants, and the reload would leave them to chance."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or not info.loaded_weights or is_deferred_attention_layer(layer):
+                continue
+            loaded = {name for name, _ in info.loaded_weights}
+            for name, buffer in layer.named_buffers(recurse=False):
+                kept = info.kernel_tensors[1].get(name)
+                if name not in loaded and buffer.is_meta and kept is not None and kept.shape == buffer.shape:
+                    buffer.weight_loader = copied
+                    info.loaded_weights.append((name, inspect.signature(copied).bind(buffer, kept.clone())))
 
     def abort(self) -> None:
         """Forget a push that will not be completed. Layers that were complete keep the new weights, the others get

@@ -68,7 +68,7 @@ def move(model) -> None:
 
 
 @torch.no_grad()
-def check_logprobs(client: VLLMClient, model, version: int) -> None:
+def check_logprobs(client: VLLMClient, model, version: int, tolerance: float = 1e-4) -> None:
     async def several():  # of two engines each has some
         return await asyncio.gather(*(client.generate(PROMPT, max_tokens=8) for _ in range(8)))
 
@@ -76,13 +76,22 @@ def check_logprobs(client: VLLMClient, model, version: int) -> None:
         ids = torch.tensor([PROMPT + one.token_ids])
         logprobs = model(ids).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
         expected = logprobs.gather(-1, ids[0, len(PROMPT) :, None])[:, 0]
-        assert torch.allclose(expected, torch.tensor(one.logprobs), atol=1e-4) and one.policy_version == version
+        assert torch.allclose(expected, torch.tensor(one.logprobs), atol=tolerance) and one.policy_version == version
 
 
-def test_experts_arrive_as_they_were_sent(tmp_path):
-    """CPUs' kernel reads experts in an order of its own, and vLLM's reload left them in a checkpoint's: pushing the
-    weights that were there moved log-probs by .57 to 1.04."""
-    folder = saved("qwen3_moe", tmp_path, hidden_size=128, head_dim=32, moe_intermediate_size=64)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", dict(hidden_size=128, head_dim=32, moe_intermediate_size=64)),
+        ("gpt_oss", dict(hidden_size=128, head_dim=32, intermediate_size=128)),
+        ("apertus", dict(hidden_size=128, intermediate_size=128)),
+    ],
+)
+def test_weights_arrive_as_they_were_sent(family, sizes, tmp_path):
+    """What vLLM's reload loses: the order in which CPUs' kernel reads experts (pushing the weights that were there
+    moved log-probs by .57 to 1.04); experts and sinks that gpt-oss copies without a loader; the constants of Apertus'
+    activation, which are buffers that no trainer sends (.27)."""
+    folder = saved(family, tmp_path, **sizes)
     live = start_server(folder, "--dtype", "float32", "--max-model-len", "256")
     try:
         live.wait(400)
@@ -91,7 +100,7 @@ def test_experts_arrive_as_they_were_sent(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for version in (1, 2):
             push(client, as_in_a_checkpoint(model, list(model.named_parameters())), version)
-            check_logprobs(client, model, version)
+            check_logprobs(client, model, version, 1e-4 if family != "apertus" else 5e-3)  # whose activation is in bf16
             move(model)
         client.close()
     finally:
