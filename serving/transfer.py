@@ -40,7 +40,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
@@ -48,7 +48,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.utils.nccl import unpinned_nccl_env
 
-from serving import shared
+from serving import kernels, shared  # noqa: F401 - kernels mends vLLM's where it is imported
 from serving.receiver import Receiver
 from serving.rendezvous import Joined
 from serving.sleep import Sleep
@@ -203,6 +203,9 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         self.push = Push()
         self.receiver.start()
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and layer.bias is not None:
+                layer._register_bias = lambda: None  # it has one; another would have no loader that counts
         initialize_layerwise_reload(self.model)
         pack_experts_again(self.model)
         for module_name, layer in self.model.named_modules():

@@ -54,11 +54,11 @@ WINDOWS = {
     "cwm": dict(layer_types=WINDOW), "exaone4": dict(layer_types=WINDOW), "exaone_moe": dict(layer_types=WINDOW),
     "gemma2": {}, "gemma3_text": dict(layer_types=WINDOW),
     "gemma3n_text": dict(
-        layer_types=WINDOW, num_kv_shared_layers=0, hidden_size_per_layer_input=16,
-        laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0, 0.0],
+        layer_types=WINDOW * 2, num_hidden_layers=4, num_kv_shared_layers=2, hidden_size_per_layer_input=16,
+        laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.9, 0.0, 0.0, 0.0],
     ),
     "gemma4_text": dict(
-        layer_types=WINDOW, hidden_size_per_layer_input=16, global_head_dim=16,
+        layer_types=WINDOW, hidden_size_per_layer_input=16, global_head_dim=16, num_experts=None,
         num_kv_shared_layers=0, num_global_key_value_heads=2,
     ),
     "gpt_oss": dict(layer_types=WINDOW), "granite_swa": dict(layer_types=WINDOW),
@@ -111,7 +111,7 @@ RECURRENT = {
     "recurrent_gemma": dict(
         num_hidden_layers=3, lru_width=64, attention_window_size=8, block_types=["recurrent", "recurrent", "attention"]
     ),
-    "rwkv": dict(context_length=512, attention_hidden_size=64),
+    "rwkv": dict(context_length=512),
     "xlstm": dict(num_heads=4, chunk_size=8, qk_dim_factor=1.0),
     "zamba": dict(
         layers_block_type=["mamba", "hybrid", "hybrid"], num_hidden_layers=3, attention_hidden_size=128,

@@ -182,7 +182,13 @@ def test_the_part_that_gives_hidden_states():
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "deepseek_v3", "llama4_text", "mamba"])
+# Of all kinds: recurrent, sinks, latent attention, chunks, Mamba alone, experts in the attention, layers that read the
+# keys of others, Mamba-2 with experts, convolutions, scaled logits.
+TRAINED = ["qwen3_5_text", "gpt_oss", "deepseek_v3", "llama4_text", "mamba", "jetmoe", "gemma3n_text"]
+TRAINED += ["granitemoehybrid", "lfm2_moe", "cohere2"]
+
+
+@pytest.mark.parametrize("family", TRAINED)
 def test_two_steps(family, tmp_path):
     toy = ROOT / "benchmarks" / "toy.py"
     cfg = TrainConfig(
@@ -194,3 +200,19 @@ def test_two_steps(family, tmp_path):
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
     assert len(steps) == 2 and all(line["grad_norm"] > 0 for line in steps)
     assert max(line["sampling/logprob_diff_mean"] for line in steps) < 1e-5
+
+
+def test_layers_that_share_a_weight_take_no_adapters(tmp_path):
+    """Zamba's hybrid layers have the same attention: each of them would get an adapter of its own, and one weight was
+    pushed for all (the generator's log-probs were .04 off after a step)."""
+    toy = ROOT / "benchmarks" / "toy.py"
+    how = dict(
+        model_id=str(saved("zamba", tmp_path / "model")), generator="hf", compute_dtype="float32", max_steps=2,
+        dataset_id=f"{toy}:rows", reward_funcs=[f"{toy}:tens"], prompts_per_step=2, num_generations=8, use_peft=True,
+        max_completion_length=6, learning_rate=1e-2, output_dir=str(tmp_path), run_name="run",
+    )  # fmt: skip
+    script.train(TrainConfig(**how))
+    steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
+    assert len(steps) == 2 and max(line["sampling/logprob_diff_mean"] for line in steps) < 1e-4
+    with pytest.raises(ConfigError, match="shared_transf.*shared weights take no adapters"):
+        script.load_policy(TrainConfig(**how, lora_targets=["q_proj"]), CPU)

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+from families import saved
 from server_fixture import ROOT, make_tiny
+from tiny_vlms import MARK, make
 
 import train_ppo
 from config import PRESETS, TrainConfig
@@ -62,6 +64,29 @@ def test_the_loop_learns(preset, tmp_path):
         assert explained[0] < 0.1 and statistics.median(explained[-5:]) > 0.3
     # The sampler's log-probs are the trainer's: both are this model in fp32.
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1e-3
+
+
+@pytest.mark.parametrize("family", [None, "qwen3_moe", "qwen2_5_vl"])
+def test_a_healthy_run_warns_of_nothing(family, tmp_path):
+    """Of libraries, too: nothing in the error output, with adapters as without."""
+    model = make_tiny()
+    if family is not None:
+        model = (make if family in MARK else saved)(family, tmp_path / "model")
+    (tmp_path / "seen.py").write_text(
+        "from tiny_vlms import picture\n"
+        "def rows(split, seed):\n"
+        "    return [{'prompt': f'What is this? {n}', 'image': picture(n), 'bonus': 0.0} for n in range(8)]\n",
+        encoding="utf-8",
+    )
+    rows = f"{tmp_path}/seen.py:rows" if family in MARK else f"{TOY}:rows"
+    command = [sys.executable, "train_grpo.py", "--model_id", str(model), "--generator", "hf", "--dataset_id", rows]
+    command += ["--reward_funcs", f"{TOY}:tens", "--max_steps", "2", "--prompts_per_step", "2"]
+    command += ["--num_generations", "4", "--max_completion_length", "6", "--output_dir", str(tmp_path)]
+    command += [] if family is None else ["--use_peft"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=600)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "[transformers]" not in done.stdout
 
 
 MEMORY = """

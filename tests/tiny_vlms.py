@@ -150,6 +150,7 @@ def config_of(family: str, processor) -> dict:
             text |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
             text |= dict(linear_key_head_dim=32, linear_value_head_dim=32)
             rope |= dict(partial_rotary_factor=1.0)
+            text |= dict(tie_word_embeddings=True)
         return dict(text_config=text | dict(rope_parameters=rope), vision_config=vision, tie_word_embeddings=True) | ids
     if family.startswith("llava"):
         vision = VISION | dict(model_type="clip_vision_model", image_size=SIDE, patch_size=14, projection_dim=64)
@@ -182,7 +183,7 @@ def config_of(family: str, processor) -> dict:
         )
     if family == "lfm2_vl":
         vision = VISION | dict(model_type="siglip2_vision_model", num_patches=64, patch_size=16)
-        text = text | dict(model_type="lfm2", layer_types=["conv", "full_attention"])
+        text = text | dict(model_type="lfm2", layer_types=["conv", "full_attention"], conv_dim=128, block_dim=128)
         more = dict(image_token_id=number("<image>"), projector_hidden_size=128)
         return dict(text_config=text, vision_config=vision, tie_word_embeddings=True) | more
     text = text | dict(model_type="gemma")
