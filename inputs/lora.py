@@ -10,6 +10,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError
+from inputs.routing import experts_of
+from safety.limits import warn_once
 
 LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's
 
@@ -51,7 +53,9 @@ def names_as_they_are() -> Iterator[None]:
 
 def check_adapted(model: nn.Module, wanted: list[str]) -> None:
     """ConfigError if adapters lie on what is no linear layer, such as a router: they would not be folded into what is
-    pushed and saved."""
+    pushed and saved. Of a mixture of experts it says what is left as it is."""
+    if experts_of(model.config)[0]:
+        warn_once("LoRA on a mixture of experts: linear layers get adapters, experts and routers stay as they are.")
     others = {
         name.removeprefix("base_model.model.").replace(".base_layer", "")
         for name, module in model.named_modules()
