@@ -278,6 +278,20 @@ def test_balancing_is_refused_where_there_is_nothing_to_balance():
     balance.check(dense, replace(cfg, router_aux_coef=0.0))
 
 
+def test_adapters_leave_experts_and_routers_and_it_is_said(caplog, monkeypatch):
+    """The balancing loss then reaches the adapters below a router."""
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made("mixtral", dtype))
+    cfg = TrainConfig(compute_dtype="float32", use_peft=True, router_aux_coef=0.3, beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    assert "experts and routers stay as they are" in caplog.text
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    assert all(".self_attn." in name and ".lora_" in name for name in trained)
+    batch = local_batch(0, 1)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    script.accumulate_gradients(policy, batch, cfg)
+    assert any(p.grad.abs().max() > 0 for name, p in trained.items() if ".layers.0." in name)
+
+
 # ---- on the way ------------------------------------------------------------------------------------------------------
 
 
