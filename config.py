@@ -174,6 +174,7 @@ class TrainConfig:
     top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
     router_replay: Literal["auto", "on", "off"] = "auto"  # experts as the generator chose; auto: where it tells them
     router_replay_reference: bool = False  # the reference model, too, takes the generator's experts
+    router_aux_coef: float = 0.0  # on the loss that keeps experts evenly used, over the tokens that are learned from
     mask_truncated: bool = False  # leave completions cut at a length limit out of the loss
     old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer's, generator's, always pi
     correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / generator on the loss
@@ -322,7 +323,7 @@ def check_ranges(cfg: TrainConfig) -> None:
     for name in (
         "min_completion_length beta weight_decay eval_temperature print_samples_every log_tokens_every epsilon_high "
         "resample_rounds spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step "
-        "kl_cov_coef kimi_tau dro_beta adam_epsilon"
+        "router_aux_coef kl_cov_coef kimi_tau dro_beta adam_epsilon"
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")

@@ -112,7 +112,7 @@ from batch import (
 )
 from envs import formats
 from envs.tools import named_tools
-from inputs import agreement, prompts, routing
+from inputs import agreement, balance, prompts, routing
 from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import logits_of
@@ -430,7 +430,7 @@ class Policy(nn.Module):
         with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
             if self.blank:
                 inputs = with_blank(inputs, self.blank)
-            inputs = routing.replay(self.routing, inputs)
+            inputs = routing.replay(self.routing, inputs, rows, columns)
             with save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext():
                 hidden = backbone(self.hf_model)(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
             unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
@@ -597,7 +597,8 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     replays = cfg.router_replay if cfg.router_replay_reference else "off"
     autocast = bool(cfg.ref_sync_steps) and autocasts(cfg)
-    inner = Policy(model.eval().requires_grad_(False), replace(cfg, router_replay=replays), autocast)
+    frozen = replace(cfg, router_replay=replays, router_aux_coef=0.0)
+    inner = Policy(model.eval().requires_grad_(False), frozen, autocast)
     return shard(inner, cfg, device, trained=False)
 
 
@@ -1045,6 +1046,9 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     expected = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, expected)
     with_graph = max(utils.all_max(sum(any(expected[row] for row in rows) for rows in passes)), 1)
+    if cfg.router_aux_coef and batch.advantages is not None:
+        balance.begin(policy, batch, cfg)  # each layer adds the gradient itself; the loss is in routing/aux_loss
+        with_graph = len(passes)
     ddp = isinstance(policy, DistributedDataParallel)
     for remaining, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # remaining: this one and all after it
         part = batch.select(rows or [0])
@@ -1369,7 +1373,7 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
     with torch.device("meta"):  # what cannot be built is refused here
-        backbone(load_hf_model(cfg, torch.float32))
+        balance.check(backbone(load_hf_model(cfg, torch.float32)), cfg)
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
         with domains.named(own):
@@ -1530,7 +1534,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                 start_record(batch)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
-                metrics |= routing.metrics(run.inner.routing, batch)
+                metrics |= routing.metrics(run.inner.routing, batch, cfg)
                 if step == run.first and learns:
                     utils.check_states(policy, run.optimizer)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:

@@ -244,6 +244,7 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watche
     ours += ["--uvicorn-log-level", "error", "--disable-uvicorn-access-log", "--disable-log-stats"]
     ours += ["--no-use-tqdm-on-load", "--no-log-error-stack"]
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm_server.py"))
+    parser.set_defaults(enable_return_routed_experts=None)  # left open: serving/engine.py
     parsed, plain = parser.parse_args(ours + rest), parser.parse_args(ours)
     for flag, remedy in REFUSED.items() | {(flag, "it is given already") for flag in ("--model", "--host", "--port")}:
         name = flag.removeprefix("--").replace("-", "_")
@@ -535,11 +536,13 @@ async def build_app(engine, args: argparse.Namespace, token: str):
 async def serve(args: Watched, tls: dict, sock: socket.socket, token: str) -> bool:
     """Serve until a signal comes or the engine dies; True in the first case."""
     from vllm import envs
-    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
     from vllm.entrypoints.launchers.launcher import serve_http
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
-    async with build_async_engine_client(args) as engine:
+    from serving.engine import Arguments
+
+    async with build_async_engine_client_from_engine_args(Arguments.from_cli_args(args)) as engine:
         app = await build_app(engine, args, token)
         logging = {"log_config": config} if (config := get_uvicorn_log_config(args)) is not None else {}
         logging |= {"log_level": args.uvicorn_log_level, "access_log": not args.disable_uvicorn_access_log}

@@ -11,6 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError
+from inputs.routing import experts_of
+from safety.limits import warn_once
 
 LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's
 
@@ -59,7 +61,10 @@ def names_as_they_are() -> Iterator[None]:
 
 def check_adapted(model: nn.Module, wanted: list[str]) -> None:
     """ConfigError if adapters lie on what is no linear layer, such as a router, or on a weight that several layers
-    share: they could not be folded into what is pushed and saved."""
+    share: they could not be folded into what is pushed and saved. Of a mixture of experts it says what is left as it
+    is."""
+    if experts_of(model.config)[0]:
+        warn_once("LoRA on a mixture of experts: linear layers get adapters, experts and routers stay as they are.")
     users = users_of_weights(model)
 
     def folds(layer: nn.Module | None) -> bool:

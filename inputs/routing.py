@@ -6,6 +6,8 @@ experts that the generator took, and weigh them by their own scores, with the gr
 
 Routers score experts in many ways (softmax, sigmoid, a bias, groups) and choose in one: `topk` over all experts. So
 `topk` is what is told the choice. It answers with the given experts, and their scores from the layer's own.
+
+What is here of the loss that keeps experts evenly used is its gradient within a layer; see inputs/balance.py.
 """
 
 import contextlib
@@ -16,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
 
 import utils
 from config import ConfigError, TrainConfig
@@ -38,28 +42,81 @@ def experts_of(config) -> tuple[int, int]:
     return (experts, chosen) if experts > 1 and chosen else (0, 0)
 
 
+def routers_of(model: nn.Module) -> dict[nn.Module, int]:
+    """The modules that score experts, as transformers knows them where it is to return router logits; and which of
+    their outputs the logits are."""
+    found = {}
+    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        told = (part._can_record_outputs or {}).get("router_logits", [])
+        for recorder in told if isinstance(told, list) else [told]:
+            recorder = recorder if isinstance(recorder, OutputRecorder) else OutputRecorder(recorder, index=1)
+            for name, module in part.named_modules():
+                if isinstance(module, recorder.target_class) and f".{recorder.layer_name or ''}" in f".{name}":
+                    found[module] = recorder.index
+    return found
+
+
+class Pulled(torch.autograd.Function):
+    """Hidden states as they are; backwards, `term` gets the gradient 1. So a loss of a layer's insides goes back with
+    the layer, as FSDP and checkpointing want it: they make its weights ready when its output is asked for gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, term: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_ones((), dtype=torch.float32)
+
+
 class Routing(TorchFunctionMode):
     """Stands in all layers of one model. `choice`, [tokens, layers, k], is what the next forward passes replay, with
     their recomputation; -1 leaves it to the layer, and None all of it. Tokens are numbered as they stand in
     [rows, columns]."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, balances: bool = False):
         super().__init__()
         self.experts, self.chosen = experts_of(model.config)
         self.layers = text_model(model).layers
         self.choice: Tensor | None = None
         self.noted: dict[int, Tensor] | None = None  # layer -> [tokens, k], while `noting`
-        self.layer = 0
-        self.moved: list[Tensor] = []  # [2] per layer and pass: choices replayed, and those that the layer had not made
+        self.layer = self.passes = 0
+        self.choosing: set[int] = set()  # layers that were seen to choose
+        # By pass and layer, since checkpointing computes layers twice: how many choices were replayed, and how many of
+        # them the layer had not made. [2] each
+        self.moved: dict[tuple[int, int], Tensor] = {}
+        self.routers = routers_of(model) if balances else {}
+        self.routed = [n for n, layer in enumerate(self.layers) if not self.routers.keys().isdisjoint(layer.modules())]
+        self.weights: Tensor | None = None  # [tokens] of a pass: how many tokens that are learned from each predicts
+        self.taken: Tensor | None = None  # [E] how often experts were chosen for those, while it is counted
+        self.pull: Tensor | None = None  # [E] what a token's probability of an expert costs: inputs/balance.py
+        self.terms: list[Tensor] = []  # of the layer that is being computed
+        self.cost: dict[tuple[int, nn.Module], Tensor] = {}  # by pass and router, of the step's updates
+        self.updates = 0
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._within, number, layer.forward)
+        for router, index in self.routers.items():
+            router.register_forward_hook(partial(self._scored, index))
 
     def _within(self, number: int, forward, *inputs, **options):
-        if self.choice is None and self.noted is None:
+        if self.choice is None and self.noted is None and self.taken is None and self.pull is None:
             return forward(*inputs, **options)
-        self.layer = number
+        self.layer, self.terms = number, []  # a recomputation may have ended within a layer
         with self:
-            return forward(*inputs, **options)
+            out = forward(*inputs, **options)
+        if not self.terms:
+            return out
+        term = torch.stack(self.terms).sum()
+        return Pulled.apply(out, term) if isinstance(out, Tensor) else (Pulled.apply(out[0], term), *out[1:])
+
+    def _scored(self, index: int, router: nn.Module, _, output) -> None:
+        if self.pull is None or not torch.is_grad_enabled():
+            return
+        logits = output if isinstance(output, Tensor) else output[index]
+        probabilities = logits.float().softmax(-1).flatten(0, -2)  # [tokens, E]
+        term = ((probabilities * self.weights[:, None]).sum(0) * self.pull).sum()
+        self.terms.append(term)
+        self.cost[self.passes, router] = term.detach()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -68,17 +125,21 @@ class Routing(TorchFunctionMode):
         scores, own = args[0], out.indices  # [..., E], [..., k]
         if scores.shape[-1] != self.experts or own.shape[-1] != self.chosen:
             return out  # of groups of experts, or of something else
+        self.choosing.add(self.layer)
         if self.noted is not None:
             self.noted[self.layer] = self._agreed(own.detach().flatten(0, -2), self.noted.get(self.layer))
-        if self.choice is None:
-            return out
-        given = self.choice[:, self.layer].to(own.device, own.dtype).view(own.shape)
-        replayed = given >= 0
-        with torch.no_grad():
-            other = (given.sort(-1).values != own.sort(-1).values).any(-1) & replayed[..., 0]
-            self.moved.append(torch.stack([replayed[..., 0].sum(), other.sum()]))
-        chosen = torch.where(replayed, given, own)
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        chosen = own
+        if self.choice is not None:
+            given = self.choice[:, self.layer].to(own.device, own.dtype).view(own.shape)
+            replayed = given >= 0
+            with torch.no_grad():
+                other = (given.sort(-1).values != own.sort(-1).values).any(-1) & replayed[..., 0]
+                self.moved[self.passes, self.layer] = torch.stack([replayed[..., 0].sum(), other.sum()])
+            chosen = torch.where(replayed, given, own)
+            out = torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        if self.taken is not None:
+            self.taken.index_add_(0, chosen.flatten(), self.weights.double().repeat_interleave(self.chosen))
+        return out
 
     @staticmethod
     def _agreed(chosen: Tensor, before: Tensor | None) -> Tensor:
@@ -110,21 +171,32 @@ class Routing(TorchFunctionMode):
     def differing(self) -> Tensor:
         """[2]: how many choices were replayed since the last call, and in how many the layer would have taken other
         experts."""
-        moved, self.moved = self.moved, []
+        moved, self.moved = [*self.moved.values()], {}
         return torch.stack(moved).sum(0).double() if moved else torch.zeros(2, dtype=torch.float64)
+
+    def mean_cost(self, cfg: TrainConfig) -> float:
+        """The balancing loss, without its coefficient, of the updates since the last call, on average. Collective."""
+        cost, updates = torch.stack([*self.cost.values()]).sum(), self.updates
+        self.cost, self.updates = {}, 0
+        return utils.all_sum(cost).item() / (updates * cfg.router_aux_coef * utils.world_size())
 
 
 def of(model: nn.Module, cfg: TrainConfig) -> Routing | None:
-    """What replays in a transformers model; None for a dense one, and with --router_replay off."""
-    return Routing(model) if cfg.router_replay != "off" and experts_of(model.config)[0] else None
+    """What replays and balances in a transformers model; None for a dense one, and where neither is asked for."""
+    wanted = cfg.router_replay != "off" or cfg.router_aux_coef
+    return Routing(model, cfg.router_aux_coef > 0) if wanted and experts_of(model.config)[0] else None
 
 
-def replay(routing: Routing | None, inputs: dict) -> dict:
+def replay(routing: Routing | None, inputs: dict, rows: Tensor, columns: Tensor) -> dict:
     """A pass's inputs as a model takes them; the experts among them are for its layers, in this pass and in its
-    recomputation.  routed_experts [R, L, layers, k]"""
-    choice = inputs.get("routed_experts")
+    recomputation.  routed_experts [R, L, layers, k]; rows, columns [N]: the places that predict what is learned from"""
+    choice, ids = inputs.get("routed_experts"), inputs["input_ids"]
     if routing is not None:
         routing.choice = None if choice is None else choice.flatten(0, 1)
+        routing.passes += 1
+        if routing.routers:
+            once = torch.ones(len(rows), device=ids.device)
+            routing.weights = once.new_zeros(ids.numel()).index_add_(0, rows * ids.shape[1] + columns, once)
     return {name: x for name, x in inputs.items() if name != "routed_experts"}
 
 
@@ -134,21 +206,21 @@ def ask(generator, model: nn.Module, cfg: TrainConfig) -> None:
     able = experts and generator.can_tell_experts()
     generator.tells_experts = bool(able) and cfg.router_replay != "off"
     if cfg.router_replay == "on" and not able:
-        why = "start the server with --enable-return-routed-experts" if experts else "the model has no experts"
+        why = "the server does not tell its experts, why it says at start" if experts else "the model has no experts"
         raise ConfigError(f"--router_replay on: {why}.")
     if cfg.router_replay == "auto" and experts and not able:
         warn_once(
             "This mixture of experts trains without router replay: trainer and server will choose other experts for "
-            "some tokens. Start the server with --enable-return-routed-experts (needs a GPU), or give --router_replay "
-            "off."
+            "some tokens. The server says at its start why it does not tell its own."
         )
 
 
-def metrics(routing: Routing | None, batch) -> dict:
+def metrics(routing: Routing | None, batch, cfg: TrainConfig) -> dict:
     """Of a step's passes, over all ranks, which all call it: the share of replayed choices (a token in a layer) that
     the trainer would have made otherwise, and how evenly the sampled tokens went to the experts."""
+    out = {"routing/aux_loss": routing.mean_cost(cfg)} if routing is not None and routing.updates else {}
     if routing is None or utils.all_max(int(batch.routed_experts is not None)) == 0:
-        return {}
+        return out
     replayed, moved = utils.all_sum(routing.differing().to(batch.input_ids.device)).tolist()
     load = torch.zeros(len(routing.layers), routing.experts, dtype=torch.float64)
     if batch.routed_experts is not None:
@@ -158,9 +230,10 @@ def metrics(routing: Routing | None, batch) -> dict:
         known = before >= 0
         load.index_put_((layers[known], before[known]), torch.ones(1, dtype=torch.float64), accumulate=True)
     load = utils.all_sum(load.to(batch.input_ids.device)).cpu()
+    load = load[sorted(routing.choosing)]  # what the server tells of layers without experts is all 0
     load = load[load.sum(1) > 0]  # [layers with experts, E]
     share = load / load.sum(1, keepdim=True)
-    out = {"routing/differs": moved / replayed} if replayed else {}
+    out |= {"routing/differs": moved / replayed} if replayed else {}
     if len(load):
         out |= {"routing/load_max": float(share.max() * routing.experts)}
         out |= {"routing/unused": float((load == 0).double().mean())}

@@ -408,6 +408,8 @@ def loss(c: Command) -> None:
     c.flags["top_entropy_quantile"] = float(v["top_entropy_quantile"])
     if v["off_policy_mask_threshold"] is not None:
         c.flags["off_policy_threshold"] = float(v["off_policy_mask_threshold"])
+    if v["router_aux_loss_coef"] is not None:
+        c.flags["router_aux_coef"] = float(v["router_aux_loss_coef"])
     c.flags["entropy_coef"] = float(v["entropy_coef"])
     if v["use_adaptive_entropy"]:
         c.flags |= {"entropy_target": float(v["entropy_target"]), "entropy_coef_step": float(v["entropy_coef_delta"])}

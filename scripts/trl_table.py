@@ -68,6 +68,11 @@ HERE: dict[str, tuple[str, str]] = {
     "mask_truncated_completions": ("mask_truncated", ""),
     "top_entropy_quantile": ("top_entropy_quantile", "of the step's tokens here, of a micro-batch's there"),
     "off_policy_mask_threshold": ("off_policy_threshold", ""),
+    "router_aux_loss_coef": (
+        "router_aux_coef",
+        "unset there: that of the model's config; over all tokens of a micro-batch there, over those that an update "
+        "learns from here",
+    ),
     "entropy_coef": ("entropy_coef", ""),
     "use_adaptive_entropy": ("entropy_target", "setting the target adapts"),
     "entropy_target": ("entropy_target", "counts with `use_adaptive_entropy` alone there"),
@@ -133,7 +138,6 @@ NOT_HERE: list[tuple[str, str]] = [
     ("trust_remote_code", "code that comes with a model is not run, here or in the server: the model needs a class in "
      "transformers and in vLLM"),
     ("disable_dropout", "dropout is always off: with it, what was sampled would be scored by other weights"),
-    ("router_aux_loss_coef", "the loss is the policy's alone"),
     ("cast_lm_head_to_fp32", "logits become float32 behind the product with the output layer"),
     ("use_bias_correction_kl", "the KL term is a plain estimate (`--kl`); on by default there, with `beta` above 0"),
     ("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "the paper's values, 2, 3, 3, 2; edit `vespo` in "

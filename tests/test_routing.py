@@ -1,6 +1,7 @@
 """Router replay: experts as the generator chose them, with the layer's own scores and their gradient."""
 
 import asyncio
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from gradient_worker import local_batch
+from live import running, trainer
 from test_attention import logprobs_and_gradient
+from test_gradient import relative_difference
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
-from inputs import packing, routing
+from inputs import balance, packing, routing
 from serving import experts
 from vllm_client import Completion
 
@@ -53,6 +57,15 @@ def made(name: str, dtype=torch.float32):
 
 def random_choice(tokens: int, layers: int = 3) -> torch.Tensor:
     return torch.rand(tokens, layers, 8).argsort(-1)[..., :2].short()
+
+
+def shared_choice(batch) -> torch.Tensor:
+    rows, length = batch.input_ids.shape
+    choice = random_choice(rows * length).view(rows, length, 3, 2)
+    for members in packing.sharing(batch):  # a shared prompt went through its experts once
+        prefix = packing.shared_prefix(batch, members)
+        choice[members, :prefix] = choice[members[0], :prefix]
+    return choice
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -114,12 +127,7 @@ def test_every_cut_replays_the_same(checkpointing, monkeypatch):
     policy, _ = script.load_policy(cfg, torch.device("cpu"))
     batch = local_batch(0, 1)
     own = logprobs_and_gradient(policy, batch, cfg)
-    rows, length = batch.input_ids.shape
-    choice = random_choice(rows * length).view(rows, length, 3, 2)
-    for members in packing.sharing(batch):  # a shared prompt went through its experts once
-        prefix = packing.shared_prefix(batch, members)
-        choice[members, :prefix] = choice[members[0], :prefix]
-    batch.routed_experts = choice
+    batch.routed_experts = shared_choice(batch)
     logprobs, gradient = logprobs_and_gradient(policy, batch, replace(cfg, shared_prefix=False))
     assert (logprobs - own[0]).abs().max() > 1e-2
     shared = logprobs_and_gradient(policy, batch, cfg)
@@ -127,7 +135,7 @@ def test_every_cut_replays_the_same(checkpointing, monkeypatch):
     assert (shared[1] - gradient).norm() < 1e-4 * gradient.norm()
     policy.zero_grad()
     parts = []
-    for row in range(rows):  # each by itself
+    for row in range(len(batch)):  # each by itself
         part = batch.select([row])
         found = script.compute_logprobs(policy, part, cfg)[0]
         (found * torch.sin(part.input_ids.float())).sum().backward()
@@ -163,6 +171,127 @@ def test_a_router_without_topk_is_named(caplog):
     assert completion.routed_experts is None and "cannot be replayed" in caplog.text
 
 
+# ---- experts evenly used ---------------------------------------------------------------------------------------------
+
+
+def gradient_of(policy) -> torch.Tensor:
+    grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters())
+    return torch.cat([grad.flatten() for grad in grads]).double()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "minimax_m2", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_balancing_is_transformers_loss_over_the_tokens_learned_from(name, checkpointing, monkeypatch):
+    """Value and gradient, against load_balancing_loss_func of the family with the tokens that predict as its mask."""
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made(name, dtype))
+    cfg = TrainConfig(compute_dtype="float32", gradient_checkpointing=checkpointing, router_aux_coef=0.3, beta=0.0)
+    cfg = replace(cfg, shared_prefix=False, tokens_per_microbatch=40)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    batch = local_batch(0, 1)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    script.accumulate_gradients(policy, batch, cfg)
+    found, value = gradient_of(policy), inner.routing.mean_cost(cfg)
+    policy.zero_grad()
+    model = inner.hf_model
+    inner.routing.pull = None
+    out = model(batch.input_ids, attention_mask=batch.attention_mask.long(), output_router_logits=True, use_cache=False)
+    function = inspect.getmodule(type(model)).load_balancing_loss_func
+    mask = nn.functional.pad(batch.loss_mask[:, 1:], (0, 1))
+    loss = function(out.router_logits, 8, 2, mask)
+    (0.3 * loss).backward()
+    expected = gradient_of(policy)
+    assert value == pytest.approx(loss.item(), rel=1e-5)
+    assert expected.norm() > 0 and (found - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_no_cut_changes_how_experts_are_balanced(replay, monkeypatch):
+    """Micro-batches, shared prompts, rows without advantage: one gradient; also with experts of the generator, which
+    are known without a forward pass."""
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made("qwen3_moe", dtype))
+    cfg = TrainConfig(compute_dtype="float32", router_aux_coef=0.3, beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    batch = local_batch(0, 1)
+    batch.advantages = batch.advantages * (batch.groups % 2)[:, None]
+    if replay:
+        batch.routed_experts = shared_choice(batch)
+    passes = []
+    policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    seen = {}
+    for cut, settings in {
+        "one": {},
+        "many": dict(tokens_per_microbatch=40, gradient_checkpointing=True),
+        "plain": dict(shared_prefix=False),
+        "plain, many": dict(shared_prefix=False, tokens_per_microbatch=40),
+        "without": dict(router_aux_coef=0.0),
+    }.items():
+        policy.zero_grad()
+        passes.clear()
+        own = replace(cfg, **settings)
+        script.accumulate_gradients(policy, replace(batch), own)
+        seen[cut] = gradient_of(policy), inner.routing.mean_cost(own) if own.router_aux_coef else 0
+        if own.router_aux_coef:
+            assert all(passes) == replay
+        inner.routing.pull = None
+    gradient, value = seen["one"]
+    for cut in ("many", "plain", "plain, many"):
+        assert (seen[cut][0] - gradient).norm() < 1e-4 * gradient.norm(), cut
+        assert seen[cut][1] == pytest.approx(value, rel=1e-5)
+    assert (seen["without"][0] - gradient).norm() > 0.01 * gradient.norm()
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory) -> dict:
+    return balanced("ddp", tmp_path_factory.mktemp("balance") / "one.pt", 1)
+
+
+def balanced(strategy: str, out, ranks: int) -> dict:
+    worker = trainer(out.with_suffix(".log"), strategy, str(out), ranks=ranks, script="tests/balance_worker.py")
+    with running(worker):
+        assert worker.end() == 0, worker.text
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_two_ranks_balance_as_one(on_one_rank, strategy, tmp_path):
+    """Three groups on one rank and two on the other, under checkpointing; with experts of the generator and without."""
+    for replay, (gradient, value) in balanced(strategy, tmp_path / "two.pt", 2).items():
+        expected, cost = on_one_rank[replay]
+        assert relative_difference(gradient, expected) < 1e-5 and value == pytest.approx(cost, rel=1e-5)
+    plain, replayed = (on_one_rank[replay][1] for replay in (False, True))
+    assert abs(plain - replayed) > 0.01
+
+
+def test_balancing_is_refused_where_there_is_nothing_to_balance():
+    cfg = TrainConfig(router_aux_coef=0.001)
+    dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=1000, **SHAPE))
+    with pytest.raises(ConfigError, match="router_aux_coef=0.001: the model has no experts"):
+        balance.check(dense, cfg)
+    for name in FAMILIES:  # every layer that chooses is found
+        model = made(name)
+        balance.check(model, cfg)
+        routes = routing.Routing(model, balances=True)
+        routes.pull, routes.weights, routes.taken = torch.ones(8), torch.ones(7), torch.zeros(8, dtype=torch.float64)
+        model(torch.randint(3, 1000, (1, 7)), use_cache=False)
+        assert sorted(routes.choosing) == routes.routed and len(routes.cost) == len(routes.routed)
+        assert routes.taken.sum() == 7 * 2 * len(routes.routed)
+    balance.check(dense, replace(cfg, router_aux_coef=0.0))
+
+
+def test_adapters_leave_experts_and_routers_and_it_is_said(caplog, monkeypatch):
+    """The balancing loss then reaches the adapters below a router."""
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made("mixtral", dtype))
+    cfg = TrainConfig(compute_dtype="float32", use_peft=True, router_aux_coef=0.3, beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    assert "experts and routers stay as they are" in caplog.text
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    assert all(".self_attn." in name and ".lora_" in name for name in trained)
+    batch = local_batch(0, 1)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    script.accumulate_gradients(policy, batch, cfg)
+    assert any(p.grad.abs().max() > 0 for name, p in trained.items() if ".layers.0." in name)
+
+
 # ---- on the way ------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +325,7 @@ class Server:
 
 def test_asked_for_what_nobody_can_tell():
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=1000, **SHAPE))
-    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+    with pytest.raises(ConfigError, match="does not tell its experts"):
         routing.ask(Server(), made("mixtral"), TrainConfig(router_replay="on"))
     with pytest.raises(ConfigError, match="the model has no experts"):
         routing.ask(Server(), dense, TrainConfig(router_replay="on"))
