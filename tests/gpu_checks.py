@@ -714,7 +714,7 @@ CHECKS: dict[str, Check] = {
     "training beside a server": Check(partial(trained, "train_grpo.py", ""), "three steps, a push after each", 180,
                                       shares="server"),
     "training while sampling": Check(partial(trained, "train_async.py", "--logprob_diff_limit 1"),
-                                     "three steps of train_async.py", 180, shares="server"),
+                                     "train_async.py, on tokens of weights up to a push older", 180, shares="server"),
     "server and trainer by turns": Check(by_turns, "three steps with --colocate: the server sleeps, a push wakes it",
                                          420),
     "server on two GPUs": Check(tensor_parallel, "three steps beside a server with --tensor-parallel-size 2", 420, 2),
