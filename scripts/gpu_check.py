@@ -245,9 +245,11 @@ def main() -> int:
     if args.work:
         answers = Path(args.work[0])
         work(args.work[1:], Machine(folder=answers.parent, **vars(how)), answers)
-    names = [name for name in CHECKS if any(name.startswith(begin) for begin in args.only or [""])]
-    if not names:
-        parser.error(f"--only {' '.join(args.only)}: no check begins so. There are: {', '.join(CHECKS)}")
+    for begin in args.only or ():
+        if not any(name.startswith(begin) for name in CHECKS):
+            parser.error(f"--only {begin}: no check begins so. There are: {', '.join(CHECKS)}")
+    wanted = ("machine", *(args.only or [""]))
+    names = [name for name in CHECKS if name.startswith(wanted)]
     if not TINY.is_dir():
         subprocess.run([sys.executable, "scripts/make_models.py", "tiny", str(TINY)], cwd=ROOT, check=True)
     begin, results = time.monotonic(), []

@@ -182,15 +182,23 @@ def corrections(machine: Machine) -> str:
 # ---- attention and whole models --------------------------------------------------------------------------------------
 
 
-def attention_in_full(q, k, v, table, window: int, scale: float, sinks) -> torch.Tensor:
-    """With a mask of every pair, in float32.  [1, heads, L, D] -> [1, L, heads, D]"""
+def attention_in_full(q, k, v, *, table, window: int, scaling: float, sinks=None) -> torch.Tensor:
+    """With a mask of every pair.  [1, heads, L, D] -> [1, L, heads, D]"""
     from inputs.attention import dense_mask
 
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~dense_mask(table, window), -torch.inf)
+    scores = (q @ k.transpose(-1, -2) * scaling).masked_fill(~dense_mask(table, window), -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
+
+
+def forward_and_backward(attend: Callable, drawn: list[torch.Tensor], wave: torch.Tensor) -> list[torch.Tensor]:
+    """Output, and gradients of query, key, value and sinks."""
+    q, k, v, *sinks = leaves = [x.clone().requires_grad_() for x in drawn]
+    out = attend(q, k, v, sinks=sinks[0] if sinks else None)
+    (out.float() * wave).sum().backward()
+    return [out, *(leaf.grad for leaf in leaves)]
 
 
 def attention(machine: Machine) -> str:
@@ -199,30 +207,26 @@ def attention(machine: Machine) -> str:
     prompt, other = (0, 70), (200, 233)  # two groups, as in a packed row
     ends = [(*prompt, 0, 0), *((a, b, *prompt) for a, b in ((70, 120), (120, 123), (123, 200)))]
     table = torch.tensor([[[*ends, (*other, 0, 0), (233, 300, *other)]]])
-    draw, largest = torch.Generator().manual_seed(0), {}
-    kernels = ["sdpa"]
+    draw, kernels, limits = torch.Generator().manual_seed(0), ["sdpa"], {torch.bfloat16: 0.03}
     if machine.gpu and importlib.util.find_spec("flash_attn"):
         kernels.append("flash_attention_2")
-    dtypes = [torch.bfloat16] if machine.gpu else [torch.float32, torch.bfloat16]
-    for kernel, dtype, width, window, sink in product(kernels, dtypes, (64, 128), (0, 16, 100), (False, True)):
+    if not machine.gpu:  # whose kernel takes no float32
+        limits[torch.float32] = machine.near
+    largest = {dtype: {} for dtype in limits}
+    for kernel, dtype, width, window, sink in product(kernels, limits, (64, 128), (0, 16, 100), (False, True)):
         if sink and kernel != "sdpa":
             continue  # which those packages have not
-        exact = [torch.randn(1, heads, 300, width, generator=draw).to(dtype) for heads in (8, 2, 2)]
-        exact += [torch.randn(8, generator=draw).to(dtype)] * sink
-        wave = torch.randn(1, 300, 8, width, generator=draw)
-        results = []
-        for device, kind in ((machine.device, dtype), (CPU, torch.float32)):
-            q, k, v, *sinks = leaves = [x.detach().to(device, kind, copy=True).requires_grad_() for x in exact]
-            given = (q, k, v, table.to(device), window, 0.1)
-            sinks = sinks[0] if sinks else None
-            ours = kind is dtype and not (results and device == CPU)
-            out = attend_segments(*given, kernel, sinks) if ours else attention_in_full(*given, sinks)
-            (out.float() * wave.to(device)).sum().backward()
-            results.append([out, *(leaf.grad for leaf in leaves)])
-        name = f"{kernel} {str(dtype).removeprefix('torch.')}, width {width}, window {window}{', sinks' * sink}"
-        difference = apart(*results)
-        largest[name] = difference if dtype == torch.bfloat16 else difference * 1e3  # one limit for both
-    return within(largest, 0.03, f"cases of {' and '.join(kernels)}, forward and backward")
+        drawn = [torch.randn(1, heads, 300, width, generator=draw).to(dtype) for heads in (8, 2, 2)]
+        drawn += [torch.randn(8, generator=draw).to(dtype)] * sink
+        wave, how = torch.randn(1, 300, 8, width, generator=draw), dict(window=window, scaling=0.1)
+        ours = partial(attend_segments, table=table.to(machine.device), implementation=kernel, **how)
+        found = forward_and_backward(ours, [x.to(machine.device) for x in drawn], wave.to(machine.device))
+        whole = partial(attention_in_full, table=table, **how)
+        expected = forward_and_backward(whole, [x.float() for x in drawn], wave)
+        largest[dtype][f"{kernel}, width {width}, window {window}{', sinks' * sink}"] = apart(found, expected)
+    kernels[0] = "torch's varlen_attn" if machine.gpu else "torch's kernel for CPUs"
+    of = f"cases of {' and '.join(kernels)}, forward and backward, in"
+    return "; ".join(within(largest[kind], limits[kind], f"{of} {str(kind).removeprefix('torch.')}") for kind in limits)
 
 
 @functools.cache
@@ -512,13 +516,10 @@ RATES: dict[str, float] = {}  # that the checks of this process have measured, b
 
 def shaped(machine: Machine) -> Path:
     """A folder with the config of a model: as wide as Qwen2.5-1.5B, with 4 of its 28 layers; on CPUs a small one."""
-    from memory_worker import random_model
-    from test_device import script
     from test_plan import SHAPE
 
     import plan
 
-    script.load_hf_model = random_model
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
     kind, *sizes, tied = plan.SHAPES["Qwen/Qwen2.5-1.5B"]
     shape = dict(zip(names.split(), sizes, strict=True)) | dict(model_type=kind, tie_word_embeddings=tied)
@@ -592,6 +593,7 @@ def speed(machine: Machine) -> str:
         tokens_per_microbatch=16384, max_steps=9, max_prompt_length=lengths["prompt"], learning_rate=1e-5,
         max_completion_length=lengths["completion"], compute_dtype=str(dtype).removeprefix("torch."), **lengths,
     )  # fmt: skip
+    script.load_hf_model = memory_worker.random_model
     policy, inner = script.load_policy(cfg, machine.device)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, machine.device)
     seconds = {"update": fastest(lambda: script.update(policy, optimizer, batch, cfg, 0), machine, 3)}
