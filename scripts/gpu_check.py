@@ -1,11 +1,12 @@
-"""Does all of this work on a machine with GPUs, and how fast? One page, gpu_check.md, in about ten minutes.
+"""Does all of this work on a machine with GPUs, and how fast? One page, gpu_check.md, in ten minutes by estimate.
 
     bash scripts/gpu_check.sh                            # installs what is missing, then everything below
     python scripts/gpu_check.py --only gradient "push"   # checks whose names begin so
     python scripts/gpu_check.py --device cpu             # the checks themselves, where there is no GPU
 
-Each check runs in a process of its own and has a time limit, so that none ends the others by a crash, a hang or want of
-memory. Those beside one server share a process and that server; one that fails ends it, and the next starts both anew.
+Checks run in processes of their own, alike ones in the same, and have time limits, so that none ends the others by a
+crash, a hang or want of memory. One that fails ends its process, and the next begins a new one. Those beside a server
+share it. What trains on several GPUs is started by torchrun.
 What this machine lacks (a second GPU, vLLM) is skipped and named. Without errors the exit status is 0.
 
 The last checks measure how fast the GPUs are. plan.py reads that from a file (--rates), and speaks of this machine.

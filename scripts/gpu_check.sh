@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # For whoever has a machine with GPUs: does all of this work there, and how fast? Leaves one page, gpu_check.md.
 #
-#   bash scripts/gpu_check.sh                  about ten minutes with one GPU or eight, after installation
+#   bash scripts/gpu_check.sh                  ten minutes by estimate, after installation
 #   bash scripts/gpu_check.sh --only push      flags go to scripts/gpu_check.py, whose --help lists them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

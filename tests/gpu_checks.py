@@ -585,7 +585,7 @@ def speed(machine: Machine) -> str:
     rates = {"memory_bandwidth": 8 * a.nbytes / fastest(lambda: [a @ token for _ in range(8)], machine) / 1e9}
     if machine.gpu:
         host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty_like(host, device=machine.device)
+        there = torch.empty(2**28, dtype=torch.uint8, device=machine.device)
         rates["cpu_bandwidth"] = 2 * host.nbytes / fastest(lambda: host.copy_(there.copy_(host)), machine) / 1e9
     lengths = dict(prompt=256, completion=512) if machine.gpu else dict(prompt=32, completion=32)
     cfg = plan.PlanConfig(
@@ -695,13 +695,16 @@ CHECKS: dict[str, Check] = {
     "advantages": Check(advantages, f"every --advantage: {SAME}", shares="numbers"),
     "losses": Check(losses, f"every --policy_loss, --kl and --loss_agg, with gradients: {SAME}", shares="numbers"),
     "corrections": Check(corrections, f"importance weights, shaped rewards, rows left out: {SAME}", shares="numbers"),
-    "attention": Check(attention, "attention behind shared prompts (windows, sinks) against a full mask in float32"),
-    **{f"rows {family}": Check(partial(rows, family), f"a tiny {family} ({kind}): a batch against each row by itself")
+    "attention": Check(attention, "attention behind shared prompts (windows, sinks) against a full mask in float32",
+                       shares="numbers"),
+    **{f"rows {family}": Check(partial(rows, family), f"a tiny {family} ({kind}): a batch against each row by itself",
+                              shares="rows")
        for family, kind in KINDS.items()},
-    "gradient of one process": Check(one_process, "gradient of an update on the device against the CPU's"),
+    "gradient of one process": Check(one_process, "gradient of an update on the device against the CPU's",
+                                     shares="gradient"),
     "gradient of every loss": Check(every_loss, "every loss in one pass, in small ones, with plain rows", 240),
     **{f"gradient {name}": Check(partial(sharded, flags), f"gradient with {flags} on all GPUs against one process's",
-                                 300, gpus) for name, (flags, gpus) in SHARDINGS.items()},
+                                 300, gpus, "gradient") for name, (flags, gpus) in SHARDINGS.items()},
     "learning": Check(learns, "20 steps of a random model on a toy, sampled in the process: the reward rises"),
     "resume": Check(resumed, "a run resumed from a checkpoint goes on as the one that was not stopped", 240),
     "server starts": Check(server_starts, "a server starts; its log-probs are transformers'", 300, shares="server"),

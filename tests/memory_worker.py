@@ -56,6 +56,8 @@ class Allocated:
         self.place, self.most = "start", {}
 
     def __enter__(self):
+        gc.collect()
+        self.before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return self
 
@@ -64,11 +66,12 @@ class Allocated:
 
     @property
     def now(self) -> Counter:
-        return Counter(bytes=torch.cuda.memory_allocated())
+        return Counter(bytes=torch.cuda.memory_allocated() - self.before)
 
     def next_phase(self, name: str) -> None:
         gc.collect()
-        self.most[self.place], self.place = Counter(bytes=torch.cuda.max_memory_allocated()), name
+        self.most[self.place] = Counter(bytes=torch.cuda.max_memory_allocated() - self.before)
+        self.place = name
         torch.cuda.reset_peak_memory_stats()
 
 
