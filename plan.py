@@ -7,7 +7,10 @@ arithmetic on the rates given below, which are assumptions about your GPUs: meas
 """
 # ruff: noqa: E402 - as in train_grpo.py, mistakes on the command line answer before torch is imported
 
+import json
+import os
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Literal
 
 from config import ConfigError, TrainConfig, parse_args
@@ -24,11 +27,12 @@ class PlanConfig(TrainConfig):
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
     overlap: bool = False  # train_async.py: sampling and update at the same time
     critic: bool = False  # train_ppo.py: a critic as large as the model
-    tflops: float = 350.0  # 10^12 operations a second that a GPU achieves in bfloat16 (H100: about 40 % of 989)
-    memory_bandwidth: float = 2000.0  # GB/s that a GPU achieves reading its memory (H100: about 60 % of 3350)
-    link_bandwidth: float = 150.0  # GB/s at which a GPU gathers or reduces shards
-    cpu_bandwidth: float = 25.0  # GB/s of each GPU to CPU memory, and of AdamW there
-    push_bandwidth: float = 2.0  # GB/s of a weight push
+    rates: str | None = None  # file of the next five, from scripts/gpu_check.sh; unset: what it has left in ~/.cache
+    tflops: float | None = None  # 10^12 operations a second of a GPU in bfloat16; unset: 350 (H100: 40 % of 989)
+    memory_bandwidth: float | None = None  # GB/s of a GPU reading its memory; unset: 2000 (H100: 60 % of 3350)
+    link_bandwidth: float | None = None  # GB/s at which a GPU gathers or reduces shards; unset: 150
+    cpu_bandwidth: float | None = None  # GB/s of each GPU to CPU memory, and of AdamW there; unset: 25
+    push_bandwidth: float | None = None  # GB/s of a weight push; unset: 2
     tokens_per_second: float | None = None  # sampled by one server GPU; unset: by memory bandwidth
 
     def __post_init__(self):
@@ -39,6 +43,24 @@ class PlanConfig(TrainConfig):
         self.max_completion_length = max(self.max_completion_length, self.completion)
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = True
+        for name, rate in (RATES | measured_rates(self.rates)).items():
+            if getattr(self, name, 0) is None:
+                setattr(self, name, rate)
+
+
+MEASURED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_rates.json"
+RATES = dict(tflops=350.0, memory_bandwidth=2000.0, link_bandwidth=150.0, cpu_bandwidth=25.0, push_bandwidth=2.0)
+
+
+def measured_rates(path: str | None) -> dict:
+    """What scripts/gpu_check.sh has measured: rates by flag, and "measured on". {} if no file is given, and none lies
+    in its usual place."""
+    if path is None and not MEASURED.is_file():
+        return {}
+    try:
+        return dict(json.loads(Path(path or MEASURED).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--rates={path or MEASURED}: no file of rates ({error}); gpu_check.sh writes one.") from None
 
 
 CONFIG = parse_args(PlanConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -300,6 +322,9 @@ def main(cfg: PlanConfig) -> int:
     plans = [split(cfg, config, make_policy, parameters, share) for share in shares]
     best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
     print(f"{cfg.model_id}: {parameters / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
+    rates = measured_rates(cfg.rates)
+    if used := [f"--{name} {getattr(cfg, name):g}" for name in RATES if rates.get(name) == getattr(cfg, name)]:
+        print(f"Measured on {rates.get('measured on')} ({cfg.rates or MEASURED}): {' '.join(used)}\n")
     print(table(best, cfg))
     if len(plans) > 1:
         print("\nserver GPUs   trainer GPUs   strategy          peak GiB   s a step   completions/s")

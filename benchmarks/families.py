@@ -90,6 +90,7 @@ PUBLISHED = {
     "minimax_m2": dict(scoring_func="sigmoid", use_routing_bias=True),
 }  # fmt: skip
 SECONDS = 900  # for a column; a busy machine has other things to do
+CPU = torch.device("cpu")
 
 
 def sizes(family: str) -> dict:
@@ -120,56 +121,64 @@ def config(family: str, model: Path, output: Path, **more) -> TrainConfig:
 # ---- columns: each returns what its cell says ------------------------------------------------------------------------
 
 
-def rows(family: str, folder: Path) -> dict:
-    """A batch of two groups, as the trainer runs it, against its rows one by one in transformers' own forward pass."""
-    cfg = config(family, folder / "model", folder, generator="hf")
+def rows(family: str, folder: Path, device=CPU, exact: bool = True) -> dict:
+    """A batch of two groups, as the trainer runs it, against its rows one by one in transformers' own forward pass.
+
+    exact: in float32. Else, as on GPUs, in bfloat16, and then what plain rows have in it is told as well.
+    """
+    dtype = "float32" if exact else "bfloat16"
+    cfg = config(family, folder / "model", folder, generator="hf", compute_dtype=dtype)
     recurrence.chunk_of = lambda module: 1  # rows as short as these would stay whole
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy, inner = script.load_policy(cfg, device)
     reason = script.why_not_shared(inner.hf_model, cfg)
     cfg = replace(cfg, shared_prefix=reason is None)
-    batch = (with_images if family in MARK else without)(family, inner.hf_model, cfg)
+    batch = (with_images if family in MARK else without)(family, inner.hf_model, cfg, device)
     inner.never = []
-    agreement.silence(inner, lambda: script.compute_logprobs(policy, batch, cfg), torch.device("cpu"))
+    agreement.silence(inner, lambda: script.compute_logprobs(policy, batch, cfg), device)
 
     def gradients(parts: list[Batch], cfg: TrainConfig) -> tuple[torch.Tensor, list]:
         inner.zero_grad()
         found = [script.compute_logprobs(policy, part, cfg)[0] for part in parts]
         found = torch.cat([part[sampled.loss_mask.bool()] for part, sampled in zip(found, parts, strict=True)])
-        (found * torch.linspace(-1, 1, len(found))).sum().backward()
+        (found * torch.linspace(-1, 1, len(found), device=device)).sum().backward()
         return found.detach(), [p.grad.clone() for p in inner.parameters() if p.grad is not None]
 
-    found, ours = gradients([batch], cfg)
+    ours, whole = gradients([batch], cfg), replace(cfg, shared_prefix=False)
     with agreement.evaluating(inner), agreement.replaced(inner, forward=agreement.own_forward(inner.hf_model)):
         alone = [batch.select([row]) for row in range(len(batch))]
-        expected, own = gradients(alone, replace(cfg, shared_prefix=False))
+        expected, own = gradients(alone, whole)
     length = max(float(torch.cat([g.flatten() for g in own]).norm()), 1e-9)
-    apart = float(torch.cat([(a - b).flatten() for a, b in zip(ours, own, strict=True)]).norm()) / length
-    return dict(
+
+    def apart(found: torch.Tensor, gradient: list) -> dict:
+        distance = torch.cat([(a - b).flatten() for a, b in zip(gradient, own, strict=True)]).norm()
+        return dict(logprobs=float((found - expected).abs().max()), gradient=float(distance) / length)
+
+    told = dict(
         kind=type(inner.hf_model).__name__,
         attention=attention.chosen("auto", inner.hf_model),
         shared=reason or "yes",
-        logprobs=float((found - expected).abs().max()),
-        gradient=apart,
+        **apart(*ours),
     )
+    return told if exact else told | dict(plain=apart(*gradients([batch], whole)))
 
 
-def with_images(family: str, hf_model, cfg: TrainConfig) -> Batch:
+def with_images(family: str, hf_model, cfg: TrainConfig, device) -> Batch:
     """Three completions for each of up to three prompts: with one, two and no images."""
-    generator = script.make_generator(cfg, hf_model, load_processor(cfg.model_id), torch.device("cpu"))
+    generator = script.make_generator(cfg, hf_model, load_processor(cfg.model_id), device)
     return batch_of(rows_of(family), generator, cfg)
 
 
-def without(family: str, hf_model, cfg: TrainConfig) -> Batch:
+def without(family: str, hf_model, cfg: TrainConfig, device) -> Batch:
     ids = agreement.text_ids(load_processor(cfg.model_id), hf_model)
-    groups = [agreement.group_of(ids[:9], [ids[9:30], ids[20:27], ids[3:9]], torch.device("cpu"))]
-    groups.append(agreement.group_of(ids[10:50], [ids[5:22], ids[:12]], torch.device("cpu")))
+    groups = [agreement.group_of(ids[:9], [ids[9:30], ids[20:27], ids[3:9]], device)]
+    groups.append(agreement.group_of(ids[10:50], [ids[5:22], ids[:12]], device))
     longest = max(group.input_ids.shape[1] for group in groups)
 
     def fields(name: str) -> torch.Tensor:
         parts = [getattr(group, name) for group in groups]
         return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
 
-    numbers = torch.cat([torch.full((len(group),), n) for n, group in enumerate(groups)])
+    numbers = torch.cat([torch.full_like(group.groups, n) for n, group in enumerate(groups)])
     return Batch(*(fields(name) for name in ("input_ids", "attention_mask", "loss_mask", "rewards")), numbers)
 
 

@@ -3,6 +3,7 @@
     python scripts/check.py                                            # train_grpo.py as it is
     python scripts/check.py my_grpo.py --advantage best_of_group       # your copy; flags go to the script
     python scripts/check.py train_ppo.py
+    python scripts/check.py --gpu                                      # another one, for GPUs: see gpu_check.py
 
 First it runs the real script on a toy: a random model of 0.8 M parameters earns reward for tokens whose number ends in
 0 (benchmarks/toy.py). By chance it gets about 0.14, at most 0.95. The reward of the last steps has to be above 0.5: the
@@ -148,5 +149,8 @@ def main(script: str, *flags: str) -> int:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
+    if "--gpu" in arguments:
+        arguments.remove("--gpu")
+        os.execv(sys.executable, [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), *arguments])
     has_script = bool(arguments) and not arguments[0].startswith("--")
     sys.exit(main(*arguments) if has_script else main(str(ROOT / "train_grpo.py"), *arguments))

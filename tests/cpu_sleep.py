@@ -3,13 +3,29 @@
 vLLM's CPU worker answers `sleep` and `wake_up` with a warning, and its platform says that there is no sleep mode. These
 three are replaced; all else is the real code. Asleep, weights and KV cache have no memory at all. What wakes after
 level 2 is nan: whatever computes with it could not go unnoticed.
+
+    start_server(model, "--enable-sleep-mode", **cpu_sleep.installed(folder))     # what it does: folder / "log"
 """
 
 import multiprocessing
 import os
+import shutil
 import time
+from pathlib import Path
 
 import torch
+
+
+def installed(folder: Path, seconds: float = 0.5) -> dict[str, str]:
+    """The environment of a server that has this plugin, put into `folder`. seconds: that falling asleep takes."""
+    shutil.copy(__file__, folder)
+    about = folder / "cpu_sleep-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-sleep\nVersion: 1.0\n", encoding="utf-8")
+    plugin = "[vllm.general_plugins]\ncpu_sleep = cpu_sleep:register\n"
+    (about / "entry_points.txt").write_text(plugin, encoding="utf-8")
+    paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    return dict(PYTHONPATH=paths, CPU_SLEEP_LOG=str(folder / "log"), CPU_SLEEP_SECONDS=str(seconds))
 
 
 def note(text: str) -> None:

@@ -22,6 +22,7 @@ SETTINGS = {  # so that tokens are chosen in a batch as small as this
     "kl_cov": dict(kl_cov_ratio=0.2),
 }
 MODES = ("token_mean", "seq_mean", "seq_sum", "constant")
+CPU = torch.device("cpu")
 
 
 def trajectories() -> list[Trajectory]:
@@ -43,26 +44,31 @@ def trajectories() -> list[Trajectory]:
     return out
 
 
-def local_batch(rank: int, world: int) -> script.Batch:
+def local_batch(rank: int, world: int, device: torch.device = CPU) -> script.Batch:
     """Whole groups per rank, unevenly: of two ranks the first has groups 0, 1, 2, the second 3, 4."""
     mine = [t for t in trajectories() if world == 1 or (t.group >= 3) == (rank == 1)]
     for trajectory in mine:
         trajectory.group -= 3 * rank  # each rank counts its own, and `collate` tells them apart
-    batch = script.collate(mine, 0, torch.device("cpu"), rank)
+    batch = script.collate(mine, 0, device, rank)
     batch.advantages = script.dr_grpo(batch, TrainConfig())
     return batch
 
 
 def full_gradients(policy) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> whole gradient of each trained parameter, on every rank."""
+    """Checkpoint name -> whole gradient of each trained parameter, on every rank and there on the CPU."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     if isinstance(policy, FSDP):
         with FSDP.summon_full_params(policy, with_grads=True):
             named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
-            return {script.clean_name(n): g.clone() for n, g in named}
+            return {script.clean_name(n): g.cpu().clone() for n, g in named}
     named = [(n, p.grad) for n, p in policy.named_parameters() if p.requires_grad and p.grad is not None]
-    return {script.clean_name(n): script.full(g).clone() for n, g in named}
+    return {script.clean_name(n): script.full(g).cpu().clone() for n, g in named}
+
+
+def settled(cfg: TrainConfig, inner) -> TrainConfig:
+    """As train_grpo.start leaves it: in float32 GPUs have no kernel for shared prompts."""
+    return cfg if script.why_not_shared(inner.hf_model, cfg) is None else replace(cfg, shared_prefix=False)
 
 
 def gradients(policy, inner, batch, cfg, loss_of=script.micro_loss) -> dict[str, torch.Tensor]:
@@ -92,7 +98,7 @@ def wake_adapters(inner) -> None:
 def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tuple, dict]:
     """{(use_peft, loss, aggregation, cut): gradients by parameter}"""
     policy, inner = script.load_policy(base, device)
-    batch = local_batch(rank, world)
+    base, batch = settled(base, inner), local_batch(rank, world, device)
     logprobs = script.all_logprobs(policy, batch, base)[0]
     wave = torch.sin(batch.input_ids.float())
     batch.old_logprobs = (logprobs + 0.2 * wave) * batch.loss_mask

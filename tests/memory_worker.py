@@ -1,4 +1,5 @@
-"""What an update and a push really take: bytes of the tensors that are alive, on rank 0. Run by test_plan.py.
+"""What an update and a push really take: bytes of the tensors that are alive, on rank 0. Run by test_plan.py, and by
+scripts/gpu_check.py: on GPUs CUDA's allocator counts.
 
 usage: memory_worker.py OUT.json [flags of TrainConfig]      the model's weights are random, its config.json is enough
 
@@ -8,12 +9,15 @@ A list of [settings on top of the flags, whether there is a critic, bytes by pha
 import gc
 import json
 import sys
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import gradient_worker  # noqa: E402
+
 import memory  # noqa: E402
 import train_grpo as script  # noqa: E402
 import train_ppo  # noqa: E402
@@ -45,6 +49,32 @@ class Recorder(memory.LiveBytes):
         self.enter(name)
 
 
+class Allocated:
+    """What `Recorder` is, by the counts of CUDA's allocator."""
+
+    def __init__(self):
+        self.place, self.most = "start", {}
+
+    def __enter__(self):
+        gc.collect()
+        self.before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_):
+        self.next_phase("end")
+
+    @property
+    def now(self) -> Counter:
+        return Counter(bytes=torch.cuda.memory_allocated() - self.before)
+
+    def next_phase(self, name: str) -> None:
+        gc.collect()
+        self.most[self.place] = Counter(bytes=torch.cuda.max_memory_allocated() - self.before)
+        self.place = name
+        torch.cuda.reset_peak_memory_stats()
+
+
 def random_model(cfg, dtype):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,7 +82,7 @@ def random_model(cfg, dtype):
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def batch_of(cfg: TrainConfig, rank: int, world: int) -> script.Batch:
+def batch_of(cfg: TrainConfig, world: int, device: torch.device) -> script.Batch:
     """This rank's prompts and completions, all of them as long as they may be."""
     ids, rows = torch.arange(cfg.max_prompt_length), range(cfg.prompts_per_step // world)
     answer, known = (torch.arange(cfg.max_completion_length) % 50 + 5).tolist(), [1] * cfg.max_completion_length
@@ -61,17 +91,19 @@ def batch_of(cfg: TrainConfig, rank: int, world: int) -> script.Batch:
         for row in rows
         for _ in range(cfg.num_generations)
     ]
-    batch = script.collate(rows, 0, torch.device("cpu"))
-    batch.advantages = torch.where(torch.arange(len(rows)) % 2 == 0, 1.0, -1.0)[:, None] * batch.loss_mask
+    batch = script.collate(rows, 0, device)
+    signs = torch.where(torch.arange(len(rows), device=device) % 2 == 0, 1.0, -1.0)
+    batch.advantages = signs[:, None] * batch.loss_mask
     return batch
 
 
 def measured(cfg: TrainConfig, critic: bool, rank: int, world: int, device) -> dict[str, int]:
     """Bytes on this rank: kept between steps, and the peaks of a second update and of a push."""
-    batch, seen = batch_of(cfg, rank, world), Recorder()
+    batch, seen = batch_of(cfg, world, device), Allocated() if device.type == "cuda" else Recorder()
     own = train_ppo.TrainConfig(**{field.name: getattr(cfg, field.name) for field in fields(TrainConfig) if field.init})
     with seen:
-        policy, _ = script.load_policy(cfg, device)
+        policy, inner = script.load_policy(cfg, device)
+        cfg = gradient_worker.settled(cfg, inner)
         optimizer = script.make_optimizer(policy, cfg)
         trained = train_ppo.CriticTrainer(own, device) if critic else None
 

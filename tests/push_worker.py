@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from gradient_worker import settled  # noqa: E402
+
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig  # noqa: E402
@@ -47,13 +49,14 @@ def snapshot(policy) -> list[torch.Tensor]:
 def difference(policy, cfg, generator) -> tuple[float, set[int]]:
     """Mean |trainer - server| log-prob over sampled tokens, and the versions the server says it sampled from."""
     trajectories = asyncio.run(single_turn(ROWS, generator, cfg))
-    batch = script.collate(trajectories, 0, torch.device("cpu"))
+    batch = script.collate(trajectories, 0, next(policy.parameters()).device)
     logprobs = script.all_logprobs(policy, batch, cfg)[0]
     total = ((logprobs - batch.sampling_logprobs).abs() * batch.loss_mask).sum() / batch.loss_mask.sum()
     return float(total), {t.policy_version for t in trajectories}
 
 
-def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_peft: bool, version: int) -> dict:
+def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_peft: bool, device, over="auto"):
+    """(policy, its config, the client of the server)"""
     cfg = TrainConfig(
         model_id=model_dir,
         strategy=strategy,
@@ -65,10 +68,16 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
         max_prompt_length=64,
         push_bucket_mb=4,
         push_changes=True,
+        push_over=over,
     )
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    tokenizer = script_tokenizer(model_dir)
-    generator = script.make_generator(cfg, inner.hf_model, tokenizer, torch.device("cpu"))
+    policy, inner = script.load_policy(cfg, device)
+    cfg, tokenizer = settled(cfg, inner), script_tokenizer(model_dir)
+    return policy, cfg, script.make_generator(cfg, inner.hf_model, tokenizer, device)
+
+
+def one_case(version: int, *kind) -> dict:
+    """Before and after a push of `version`, and one of changes. kind: as `connected` takes it."""
+    policy, cfg, generator = connected(*kind)
     edit(policy, version)
     before, _ = difference(policy, cfg, generator)  # the server still has other weights
     original = snapshot(policy)
@@ -83,7 +92,7 @@ def one_case(model_dir: str, url: str, compute_dtype: str, strategy: str, use_pe
     later, _ = difference(policy, cfg, generator)
     generator.close()
     return {
-        "case": f"{strategy}{' lora' if use_peft else ''}",
+        "case": f"{cfg.strategy}{' lora' if cfg.use_peft else ''}",
         "before": before,
         "after": after,
         "later": later,
@@ -138,14 +147,14 @@ def script_tokenizer(model_dir: str):
 
 
 def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
-    rank, _, _ = utils.init_distributed(60)
+    rank, _, device = utils.init_distributed(60)
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD, bytes: what is freed goes back at once, so a peak is one
     cases = list(product(("ddp", "fsdp", "fsdp2"), (False, True)))
     # First: what others freed would be taken before the peak rises. Once is enough.
     extra = [extra_memory(*case) if compute_dtype == "float32" else 0.0 for case in cases]
     results = []
     for number, (case, megabytes) in enumerate(zip(cases, extra, strict=True)):
-        results.append(one_case(model_dir, url, compute_dtype, *case, 100 + number) | {"extra_mb": megabytes})
+        results.append(one_case(100 + number, model_dir, url, compute_dtype, *case, device) | {"extra_mb": megabytes})
     if rank == 0:
         Path(out).write_text(json.dumps(results), encoding="utf-8")
     utils.end_process(0)

@@ -64,8 +64,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_server(model_dir, *arguments):
-    """Start a server without waiting for it (`.wait()` does)."""
+def start_server(model_dir, *arguments, **env: str):
+    """Start a server without waiting for it (`.wait()` does). env: on top of this process's environment."""
     port, token = free_port(), secrets.token_urlsafe(8)
     log = Path(tempfile.mkdtemp(prefix="test_server_")) / "log"
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", str(model_dir), "--port", str(port)]
@@ -75,7 +75,7 @@ def start_server(model_dir, *arguments):
     command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     with open(log, "w", encoding="utf-8") as out:
         how = dict(stdout=out, stderr=out, preexec_fn=ends_with_us())
-        process = subprocess.Popen([*command, *arguments], env=os.environ | {"VLLM_SERVER_TOKEN": token}, **how)
+        process = subprocess.Popen([*command, *arguments], env=os.environ | {"VLLM_SERVER_TOKEN": token} | env, **how)
     return Server(f"http://127.0.0.1:{port}", token, Path(model_dir), process, log)
 
 

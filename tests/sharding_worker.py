@@ -17,30 +17,38 @@ import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
 
 
-def batch_of(rank: int, world: int) -> script.Batch:
-    """The five groups of gradient_worker.py, dealt out: of four ranks the first has two."""
-    batch = script.collate(
-        [t for t in gradient_worker.trajectories() if t.group % world == rank], 0, torch.device("cpu")
-    )
+def batch_of(rank: int, world: int, device: torch.device) -> script.Batch:
+    """The five groups of gradient_worker.py, dealt out: of four ranks the first has two, of eight three have none."""
+    rows = gradient_worker.trajectories()
+    batch = script.collate([t for t in rows if t.group % world == rank] or rows[:1], 0, device)
+    if rank >= 5:
+        batch.loss_mask = torch.zeros_like(batch.loss_mask)
     batch.advantages = script.dr_grpo(batch, TrainConfig())
     return batch
 
 
-def main(out: str, flags: list[str]) -> None:
+def found(flags: list[str], rank: int, world: int, device: torch.device) -> dict:
+    """Whole gradient by name, its norm, names of what a push sends, and how many graphs were compiled."""
     cfg = load_config(TrainConfig, ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", *flags])
-    rank, world, device = utils.init_distributed(60)
     original, script.load_hf_model = script.shard, gradient_worker.small_llama
     script.shard = lambda policy, *rest, **more: (
         gradient_worker.wake_adapters(policy),
         original(policy, *rest, **more),
     )[1]
     policy, inner = script.load_policy(cfg, device)
-    gradient = gradient_worker.gradients(policy, inner, batch_of(rank, world), cfg)
+    script.shard, cfg = original, gradient_worker.settled(cfg, inner)
+    gradient = gradient_worker.gradients(policy, inner, batch_of(rank, world, device), cfg)
     norm = script.clip_gradients(policy, 1e9)
     sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled
+    return {"gradient": gradient, "norm": norm, "sent": sorted(sent), "graphs": graphs}
+
+
+def main(out: str, flags: list[str]) -> None:
+    rank, world, device = utils.init_distributed(60)
+    result = found(flags, rank, world, device)
     if rank == 0:
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled
-        torch.save({"gradient": gradient, "norm": norm, "sent": sorted(sent), "graphs": graphs}, out)
+        torch.save(result, out)
     utils.end_process(0)
 
 

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import os
-import shutil
 from types import SimpleNamespace
-from unittest import mock
 
+import cpu_sleep
 import pytest
 import torch
-from live import EVEN, ROOT, SMALL, running, trainer
+from live import EVEN, SMALL, running, trainer
 from server_fixture import make_tiny, start_server
 from transformers import AutoModelForCausalLM
 
@@ -25,16 +23,8 @@ PROMPT = list(range(100, 140))
 def sleeper(tmp_path_factory):
     """(server, file in which its worker notes when it slept and woke)"""
     folder = tmp_path_factory.mktemp("plugin")
-    shutil.copy(ROOT / "tests" / "cpu_sleep.py", folder)
-    about = folder / "cpu_sleep-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-sleep\nVersion: 1.0\n", encoding="utf-8")
-    (about / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ncpu_sleep = cpu_sleep:register\n", encoding="utf-8"
-    )
-    paths = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
-    with mock.patch.dict(os.environ, PYTHONPATH=paths, CPU_SLEEP_LOG=str(folder / "log"), CPU_SLEEP_SECONDS="0.5"):
-        live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512", "--enable-sleep-mode")
+    words = ["--dtype", "float32", "--max-model-len", "512", "--enable-sleep-mode"]
+    live = start_server(make_tiny(), *words, **cpu_sleep.installed(folder))
     try:
         yield live.wait(), folder / "log"
     finally:

@@ -146,9 +146,8 @@ def on_the_gpu(batch) -> bool:
     return all(x.device == GPU for x in vars(batch).values() if isinstance(x, torch.Tensor))
 
 
-@pytest.fixture(scope="module")
-def complete() -> script.Batch:
-    """A batch in which every field is filled; on the CPU."""
+def complete_batch() -> script.Batch:
+    """Every field of it is filled; on the CPU."""
     batch = script.collate(trajectories(), 0, torch.device("cpu"))
     wave = batch.input_ids.float().sin()
     batch.old_logprobs, batch.ref_logprobs = (batch.loss_mask * (wave * a - 7) for a in (0.2, 0.3))
@@ -157,11 +156,14 @@ def complete() -> script.Batch:
     return batch
 
 
-def sent(complete) -> script.Batch:
+complete = pytest.fixture(scope="module")(complete_batch)
+
+
+def sent(complete, device=GPU) -> script.Batch:
     """The batch on the GPU: laid out there, and filled in."""
-    batch = script.collate(trajectories(), 0, GPU)
+    batch = script.collate(trajectories(), 0, device)
     missing = {name for name, x in vars(complete).items() if getattr(batch, name) is None and x is not None}
-    return replace(batch, **{name: getattr(complete, name).to(GPU) for name in missing})
+    return replace(batch, **{name: getattr(complete, name).to(device) for name in missing})
 
 
 def test_a_batch_on_the_gpu(gpu):

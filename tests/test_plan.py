@@ -40,6 +40,23 @@ def test_predicted_bytes_are_those_of_a_real_update(strategy, ranks, tmp_path):
     assert not wrong
 
 
+def test_measured_rates_are_taken_and_named(tmp_path, capsys, monkeypatch):
+    """From the file that is given, or from the usual place; what the command line says wins over it."""
+    measured, words = tmp_path / "rates.json", "--model_id models/tiny --gpus 2 --gpu_memory 8".split()
+    measured.write_text('{"measured on": "X1", "tflops": 123.5, "link_bandwidth": 9}', encoding="utf-8")
+    monkeypatch.setattr(plan, "MEASURED", tmp_path / "none")
+    assert load_config(plan.PlanConfig, words).tflops == 350
+    cfg = load_config(plan.PlanConfig, [*words, "--rates", str(measured), "--link_bandwidth", "7"])
+    assert (cfg.tflops, cfg.link_bandwidth, cfg.memory_bandwidth) == (123.5, 7, 2000)
+    plan.main(cfg)
+    assert f"Measured on X1 ({measured}): --tflops 123.5\n" in capsys.readouterr().out
+    monkeypatch.setattr(plan, "MEASURED", measured)
+    assert load_config(plan.PlanConfig, words).link_bandwidth == 9
+    measured.write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="--rates=.*gpu_check.sh"):
+        load_config(plan.PlanConfig, words)
+
+
 MORE = ["", "--use_peft --strategy fsdp2 --num_generations 4", "--overlap --server_gpus 2", "--critic"]
 
 
