@@ -116,7 +116,7 @@ from inputs import agreement, prompts, routing
 from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import logits_of
-from inputs.lora import check_adapted, folded, is_lora, linear_layers, names_as_they_are
+from inputs.lora import adapter_buckets, check_adapted, folded, is_lora, linear_layers, names_as_they_are
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import (
     load_config,
@@ -1170,7 +1170,8 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
 
 
 def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
-    """Send the policy's weights to the generator: begin -> one call per bucket -> finish. All ranks call it.
+    """Send the policy's weights to the generator, or its adapters alone (--push_lora): begin -> one call per bucket ->
+    finish. All ranks call it.
 
     `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
     rank 0 for servers. After each bucket the ranks agree that it arrived; an error on one is raised on all.
@@ -1188,8 +1189,10 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
             return caught
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
-    sharded = generator.changes is not None
-    for number, bucket in enumerate(weight_buckets(policy, bucket_mb * 2**20, dtype, active, sharded)):
+    sharded, size = generator.changes is not None, bucket_mb * 2**20
+    alone = generator.adapter is not None
+    buckets = adapter_buckets(policy, size, dtype) if alone else weight_buckets(policy, size, dtype, active, sharded)
+    for number, bucket in enumerate(buckets):
         found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if sharded else None
         if found is None:
             error = attempt(generator.send_bucket, gathered(bucket, active))
