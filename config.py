@@ -84,6 +84,7 @@ class TrainConfig:
     push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
     push_bucket_mb: int = 256  # weights travel in buckets of this size; a push takes the memory of three
     push_over: Literal["auto", "memory", "nccl", "gloo"] = "auto"  # how weights travel; auto: the fastest that works
+    push_lora: Literal["auto", "adapters", "folded"] = "auto"  # what of LoRA travels; auto: adapters if the server can
     push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
 
     # --- tools and environments ---
@@ -424,6 +425,11 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"--colocate --strategy {c.strategy}: its shards cannot be moved; take ddp, or fsdp2 with --offload."),
         (c.colocate and c.push_steps > 1,
          f"--colocate --push_steps={c.push_steps}: a server that slept has no weights, so each step pushes them."),
+        (c.push_lora != "auto" and not (c.use_peft and c.generator == "vllm"),
+         f"--push_lora={c.push_lora} says how LoRA travels to a server; add --use_peft, and --generator vllm, or leave "
+         "it out."),
+        (c.push_lora == "adapters" and c.push_changes,
+         "--push_lora adapters --push_changes: adapters travel whole, and nothing else does; leave one out."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         *((path and not os.path.isfile(path), f"--{name}={path}: there is no such file; give a PEM file.")

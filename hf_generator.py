@@ -114,6 +114,7 @@ class HFGenerator:
     """
 
     receives_weights, changes = True, None  # on every rank; all of them
+    adapter = None  # LoRA comes folded into the weights
     image_bytes = 0  # sent to servers
     tells_experts = False  # whether completions are to come with the experts of their tokens
     rope_index = None  # of models whose positions have three axes; see inputs/prompts.py

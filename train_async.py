@@ -11,9 +11,10 @@ So up to 1 + max_staleness steps' completions are in the server at a time:
     trainer            | upd. 0 | upd. 1 |   | upd. 2 | upd. 3     step t, step t + 1 is sampled
 
 A push does not end what is under way: those sequences go on with the new weights. So a completion may begin up to
-`max_staleness` versions before the one it is trained with, and end with a later one. It can never be older: a step
-begins only once the bound is guaranteed. Slow completions are waited for; dropping them would bias towards short ones.
-The ratio of trainer and sampling policy is corrected token by token, by the log-probs of sampling (--correction).
+`max_staleness` versions before the one it is trained with, and end with a later one (where LoRA adapters travel alone,
+--push_lora, with the one it began with). It can never be older: a step begins only once the bound is guaranteed. Slow
+completions are waited for; dropping them would bias towards short ones. The ratio of trainer and sampling policy is
+corrected token by token, by the log-probs of sampling (--correction).
 
 Rewards, tools and environments run in the background, too. The step number is the only state needed to resume: what was
 under way is sampled again. A `PromptSampler.next` that reads `memory` is asked for a step up to max_staleness steps

@@ -65,7 +65,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -116,7 +116,7 @@ from inputs import agreement, balance, prompts, routing
 from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import logits_of
-from inputs.lora import check_adapted, linear_layers, names_as_they_are
+from inputs.lora import adapter_buckets, check_adapted, folded, is_lora, linear_layers, names_as_they_are
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import (
     load_config,
@@ -1174,7 +1174,8 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
 
 
 def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
-    """Send the policy's weights to the generator: begin -> one call per bucket -> finish. All ranks call it.
+    """Send the policy's weights to the generator, or its adapters alone (--push_lora): begin -> one call per bucket ->
+    finish. All ranks call it.
 
     `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
     rank 0 for servers. After each bucket the ranks agree that it arrived; an error on one is raised on all.
@@ -1192,8 +1193,10 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
             return caught
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
-    sharded = generator.changes is not None
-    for number, bucket in enumerate(weight_buckets(policy, bucket_mb * 2**20, dtype, active, sharded)):
+    sharded, size = generator.changes is not None, bucket_mb * 2**20
+    alone = generator.adapter is not None
+    buckets = adapter_buckets(policy, size, dtype) if alone else weight_buckets(policy, size, dtype, active, sharded)
+    for number, bucket in enumerate(buckets):
         found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if sharded else None
         if found is None:
             error = attempt(generator.send_bucket, gathered(bucket, active))
@@ -1278,49 +1281,6 @@ def own_weights(name: str, module: nn.Module, dtype: torch.dtype) -> Iterator[tu
 def rounded(tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
     """A matrix in `dtype`; a vector as it is."""
     return tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=copy)
-
-
-def is_lora(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and len(module.lora_A) > 0
-
-
-def folded(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """W + scale * B A of one LoRA layer in `dtype`, as a new tensor: the live weights are never merged and unmerged.
-    Under FSDP2 each rank folds its own rows of W, from its own rows of B and the whole A."""
-    base = layer.base_layer.weight.detach().float()
-    weight = base
-    for name in layer.active_adapters:
-        a, b = (part[name].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
-        if isinstance(a, DTensor):
-            a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
-        delta = (b @ a).T if layer.fan_in_fan_out else b @ a
-        if isinstance(delta, DTensor):
-            delta = delta.redistribute(placements=weight.placements)
-        weight = torch.add(weight, delta, alpha=layer.scaling[name])
-        del delta
-    return dithered(weight, base, dtype)
-
-
-def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 `weight` in `dtype`: entries go up or down, the nearer the more often, so that errors cancel in a sum.
-
-    B A is small beside W. Rounded to the nearest, most entries of W + B A are W again, and the sampler hardly sees what
-    the first updates have learned. Which way an entry goes depends on its `base` weight and its column alone: a base
-    weight that `dtype` can hold stays as it is, and equal weights are equal bytes, however sharded.  [rows, columns]
-    """
-    drop = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that `dtype` has no room for
-    if drop is None:
-        return weight.to(dtype)
-    if isinstance(weight, DTensor):
-        local = dithered(weight.to_local(), base.to_local(), dtype)
-        return DTensor.from_local(
-            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-    column = torch.arange(weight.shape[-1], dtype=torch.int32, device=weight.device)
-    bits = base.contiguous().view(torch.int32) + column * 0x3C6EF372  # to be mixed; integers wrap around
-    bits.mul_(0x5BD1E995).bitwise_right_shift_(16).bitwise_and_(2**drop - 1)  # [rows, columns] from 0 to 2^drop - 1
-    bits.add_(weight.contiguous().view(torch.int32)).bitwise_and_(-(2**drop))
-    return bits.view(torch.float32).add_(weight, alpha=0).to(dtype)  # nan and inf stay what a push refuses
 
 
 def full(tensor: Tensor) -> Tensor:

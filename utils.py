@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from config import ConfigError, TrainConfig
+from inputs import lora
 from safety import limits
 from safety.storable import text_of, visible
 
@@ -291,11 +292,45 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
     if cfg.colocate and not all(info["can_sleep"] for info in client.server_info()):
         raise ConfigError(f"--colocate: start the server at {client.urls[0]} with --enable-sleep-mode.")
     client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
+    if cfg.use_peft and cfg.push_lora != "folded":
+        push_adapters(client, hf_model, cfg)
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:
         client.connect_weights(device)
     client.instances = gather_objects(client.instances)[0]  # every rank looks whether its answers are theirs
     return client
+
+
+def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
+    """Have adapters alone travel, where every server can put them in place. Else LoRA is folded into the weights, which
+    is said; ConfigError under --push_lora adapters. Collective."""
+    shapes = lora.shapes_of(hf_model)
+    reason = lora.why_not_alone(hf_model) or why_no_adapters(client, getattr(cfg, "max_staleness", 0) + 2, cfg.colocate)
+    if reason is None:
+        try:
+            client.check_adapters(shapes)
+        except Exception as error:  # it says which server refused, and why
+            reason = str(error)
+    reason = next(filter(None, gather_objects(reason)), None)  # the same on every rank
+    if reason is None:
+        client.adapter, client.adapter_shapes, client.convert = "policy", shapes, lambda named: named
+        client.changes = None  # of --push_changes: every matrix of an adapter changes
+    elif cfg.push_lora == "adapters":
+        raise ConfigError(f"--push_lora adapters: {reason}. Or have LoRA folded into the weights: --push_lora folded.")
+    elif is_main():
+        print(f"LoRA is folded into the weights that are pushed: {reason}.")
+
+
+def why_no_adapters(client, versions: int, colocate: bool) -> str | None:
+    """Why a server cannot have adapters of this run: so many of its versions at a time, the arriving one included."""
+    for url, info in zip(client.urls, client.server_info(), strict=True):
+        if (held := info.get("adapters")) is None:
+            return f"{url} was started without --enable-lora"
+        if held["slots"] < versions:
+            return f"{url} holds {held['slots']} versions, and here are up to {versions}: --max-loras {versions} there"
+        if info.get("weights_replaced"):
+            return f"{url} has the weights of an earlier push in place of its own: start it anew"
+    return "with --colocate the server drops its weights at each step, so all are pushed" if colocate else None
 
 
 def check_nodes(cfg: TrainConfig) -> None:

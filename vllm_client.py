@@ -69,7 +69,10 @@ MOST_BYTES = 1 << 26  # of an answer, beside the sampled tokens that were asked 
 TOKEN_BYTES = 128  # of JSON, for a token and its log-prob
 # What is asked again: every GET, and these, which may be repeated as they change nothing, or nothing more. Whether a
 # step of a push whose answer was lost has been taken cannot be known: pushes begin anew instead.
-REPEATABLE = {"/generate", "/sleep"}
+REPEATABLE = {"/generate", "/sleep", "/adapters/check"}
+# Steps of a push of whole weights; those of adapters alone are below /adapters.
+ROUTES = {"connect": "/init_weight_transfer_engine", "start": "/start_weight_update", "bucket": "/update_weights"}
+ROUTES |= {"finish": "/finish_weight_update", "abort": "/abort_weight_update"}
 BUSY = {429, 502, 503, 504}  # too many requests; a proxy or the server is busy, or starts
 BROKEN_SECONDS = 10.0  # for which a server that refuses or cuts connections is asked again; a busy one: `timeout`
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds before asking again, twice as long each time; Retry-After may say more
@@ -253,6 +256,9 @@ class VLLMClient:
         # started anew or belongs to another trainer, whatever number its weights have. None: not looked at.
         self.instances: dict[str, str] | None = None
         self.tells_experts = False  # whether completions are to come with the experts of their tokens
+        # Adapters alone travel: their name on the servers, and [rank, inputs, outputs] of each by its layer.
+        self.adapter: str | None = None
+        self.adapter_shapes: dict[str, list[int]] = {}
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -417,6 +423,8 @@ class VLLMClient:
         body |= dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_token_ids=stop_token_ids)
         if self.tells_experts:
             body["routed_experts"] = True
+        if self.adapter is not None:
+            body["adapter"] = self.adapter
         if images:
             body["images"] = [encode_image(image) for image in images]
             self.image_bytes += sum(map(len, body["images"]))
@@ -527,6 +535,10 @@ class VLLMClient:
             raise ServerError(f"waited {self.timeout + 15:g} s for {what}; look at the servers' terminals")
         return [future.result() for future in futures]
 
+    def check_adapters(self, shapes: dict[str, list[int]]):
+        """ServerError unless every server can serve adapters of these [rank, inputs, outputs], given by layer."""
+        self._on_all([(url, "POST", "/adapters/check", {"modules": shapes}) for url in self.urls])
+
     def sleep(self):
         """The servers drop weights and KV cache, and give their memory back. The next push wakes them."""
         states = self._on_all([(url, "POST", "/sleep", None) for url in self.urls])
@@ -559,12 +571,12 @@ class VLLMClient:
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
             init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes is not None}
             init |= {"probe": probe and probe.place}
-            body = {"session": link.session, "init_info": init}
-            futures.append(in_thread(self._call, url, "POST", "/init_weight_transfer_engine", body, self.timeout + 10))
+            path, body = self._route("connect", {"session": link.session, "init_info": init})
+            futures.append(in_thread(self._call, url, "POST", path, body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init, probe))
         try:
             joined = self._gather(futures, "the transfer groups")[::2]
-            what = ("POST /init_weight_transfer_engine", answers.checked)
+            what = (f"POST {path}", answers.checked)
             forms = [
                 self._checked(link.url, *what, answer, answers.Connected)
                 for link, answer in zip(self._links, joined, strict=True)
@@ -574,6 +586,12 @@ class VLLMClient:
             raise
         self.instances = {link.url: form.instance for link, form in zip(self._links, forms, strict=True)}
         self._check_memory()
+
+    def _route(self, step: str, body: dict) -> tuple[str, dict]:
+        """Path and body of a step of a push."""
+        if self.adapter is None:
+            return ROUTES[step], body
+        return f"/adapters/{step}", body | {"adapter": self.adapter}
 
     def _check_apart(self):
         """One server under two names would take each for another trainer."""
@@ -619,12 +637,14 @@ class VLLMClient:
         return "nccl" if nccl and self.over in ("auto", "nccl") else "gloo"
 
     def begin_push(self):
-        """Pause the servers (sequences under way are kept) and open an update. Connects again after a failure."""
+        """Open an update. The servers pause, unless adapters alone travel; sequences under way are kept. Connects again
+        after a failure."""
         if not self._links:
             if self._device is None:
                 raise ServerError("begin_push before connect_weights: call connect_weights(device) once, on rank 0")
             self.connect_weights(self._device)
-        self._step("/start_weight_update", [{} for _ in self._links])
+        what = {} if self.adapter is None else {"modules": self.adapter_shapes}
+        self._step("start", [what for _ in self._links])
         self._checksums, self._push = [], uuid.uuid4().hex
         self._sent_buckets = self.sent_bytes = 0
 
@@ -692,7 +712,7 @@ class VLLMClient:
         self._checksums += described.checksums
         self._sent_buckets, self.sent_bytes = self._sent_buckets + 1, self.sent_bytes + len(bucket)
         bodies = [{"update_info": update | {"memory": place}} for place in memory]
-        self._sending = in_thread(self._step, "/update_weights", bodies, bucket)
+        self._sending = in_thread(self._step, "bucket", bodies, bucket)
 
     def _take_buffer(self, size: int) -> torch.Tensor:
         """The buffer that was not used last: the other one may still travel. Kept from push to push, as fresh memory
@@ -717,10 +737,11 @@ class VLLMClient:
         if sending is not None:
             sending.result()
 
-    def _step(self, path: str, bodies: list[dict], bucket: torch.Tensor | None = None) -> list[dict]:
+    def _step(self, step: str, bodies: list[dict], bucket: torch.Tensor | None = None) -> list[dict]:
         """One step of a push on all servers. Whatever goes wrong ends the push: the groups may be out of step."""
+        path, common = self._route(step, {})
         try:
-            bodies = [body | {"session": link.session} for link, body in zip(self._links, bodies, strict=True)]
+            bodies = [body | common | {"session": link.session} for link, body in zip(self._links, bodies, strict=True)]
             futures = [
                 in_thread(self._call, link.url, "POST", path, body, self.timeout + 10)
                 for link, body in zip(self._links, bodies, strict=True)
@@ -760,9 +781,10 @@ class VLLMClient:
         if self._checksums is None:
             raise ServerError("finish_push outside a push: call begin_push first")
         sums, self._checksums = self._checksums, None
-        finished = self._step("/finish_weight_update", [{"weight_version": version} for _ in self._links])
+        finished = self._step("finish", [{"weight_version": version} for _ in self._links])
         for link, answer in zip(self._links, finished, strict=True):
-            form = self._checked(link.url, "POST /finish_weight_update", answers.checked, answer, answers.Finished)
+            what = f"POST {self._route('finish', {})[0]}"
+            form = self._checked(link.url, what, answers.checked, answer, answers.Finished)
             if form.checksum != fold(sums) or form.policy_version != version:
                 raise ServerError(
                     f"{link.url} has version {form.policy_version}, checksum {form.checksum:016x} after the "
@@ -773,11 +795,11 @@ class VLLMClient:
 
     def abort_push(self, reason: str = "the trainer gave up"):
         """Tell the servers, as far as they can still be told, that the push will not be completed. They answer 503 to
-        requests until a complete one arrives. Never raises."""
+        requests until a complete one arrives; of adapters they go on with the version before. Never raises."""
         links, self._checksums = self._links, None
         self.close()
-        body = {"reason": reason[:2000]}
-        calls = [(link.url, "POST", "/abort_weight_update", body | {"session": link.session}, 5) for link in links]
+        path, body = self._route("abort", {"reason": reason[:2000]})
+        calls = [(link.url, "POST", path, body | {"session": link.session}, 5) for link in links]
         concurrent.futures.wait([in_thread(self._call, *call) for call in calls], timeout=10)
 
     def close(self):

@@ -15,6 +15,8 @@ On top of vLLM's routes:
 * Weight pushes (`VLLMClient.begin_push / send_bucket / finish_push`) on vLLM's life cycle and route names:
   /init_weight_transfer_engine, /start_weight_update (pauses; sequences under way are kept), /update_weights once a
   bucket, /finish_weight_update (checks coverage, takes the version, resumes), /abort_weight_update.
+* With --enable-lora, adapters alone: /adapters/connect, start, bucket, finish, abort (serving/adapters.py). vLLM's own
+  routes for adapters stay closed.
 * `/sleep`, `/wake_up` for a trainer on the same GPU: serving/sleep.py.
 * TLS with vLLM's own arguments: --ssl-certfile, --ssl-keyfile and the other --ssl-*. Arguments that would change
   nothing here are refused.
@@ -22,9 +24,9 @@ On top of vLLM's routes:
 Which weights sampled what. Requests that arrive during a push wait for its end. A sequence under way is frozen; after
 the push its prefix is computed anew and it goes on under the new weights. `policy_version` is the version when it began
 (the oldest that sampled any of its tokens), `policy_version_last` the one when it ended. A push empties vLLM's prefix
-and encoder caches. A push that breaks off (trainer dead or silent, a damaged bucket, a missing parameter) leaves the
-server answering 503 with the reason on everything that generates, until a complete push has arrived: never half-new
-weights, never silently old ones.
+and encoder caches. (One of adapters does none of this: serving/adapters.py.) A push that breaks off (trainer dead or
+silent, a damaged bucket, a missing parameter) leaves the server answering 503 with the reason on everything that
+generates, until a complete push has arrived: never half-new weights, never silently old ones.
 
 The process ends with an error code when the engine dies, and takes its children along when it ends.
 """
@@ -72,6 +74,7 @@ MAX_N = 1024  # samples a request
 MAX_IMAGES = 64  # images a request
 OPEN_FILES = 65536  # every connection is one
 NO_HOST = "none, unless the server is started with --allowed-media-domains"  # where vLLM looks for names of hosts
+LORA_RANK, LORA_SLOTS = 64, 4  # of adapters, with --enable-lora: largest rank; versions that sample at a time
 PARENT_SECONDS = 15.0  # for an orderly end after the parent's
 
 
@@ -124,6 +127,7 @@ REFUSED = {
     "--worker-extension-cls": "the server brings its own",
     "--api-server-count": "weight pushes need one HTTP process a server; start more servers instead",
     "--uds": "clients reach the server by host and port",
+    "--lora-modules": "adapters come from trainers, over the network",
     "--headless": "start one server a node instead",
     "--grpc": "clients ask by HTTP",
     "--grpc-port": "clients ask by HTTP",
@@ -213,6 +217,7 @@ def set_environment():
     tempfile.tempdir = None  # to be looked up again
     os.environ["RL_SERVER_ERROR_FILE"] = os.path.join(os.environ["TMPDIR"], "error.log")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # no pickles from clients
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"  # nor adapters from files
     os.environ.pop("VLLM_API_KEY", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -239,12 +244,13 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watche
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     ours = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
     ours += ["--logprobs-mode", "processed_logprobs"]  # of the distribution the tokens are drawn from
-    ours += ["--worker-extension-cls", "serving.transfer.TransferWorker"]
+    ours += ["--worker-extension-cls", "serving.adapters.Worker"]
     ours += ["--weight-transfer-config", json.dumps({"backend": "torch"})]
     ours += ["--uvicorn-log-level", "error", "--disable-uvicorn-access-log", "--disable-log-stats"]
     ours += ["--no-use-tqdm-on-load", "--no-log-error-stack"]
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm_server.py"))
     parser.set_defaults(enable_return_routed_experts=None)  # left open: serving/engine.py
+    parser.set_defaults(max_lora_rank=LORA_RANK, max_loras=LORA_SLOTS)
     parsed, plain = parser.parse_args(ours + rest), parser.parse_args(ours)
     for flag, remedy in REFUSED.items() | {(flag, "it is given already") for flag in ("--model", "--host", "--port")}:
         name = flag.removeprefix("--").replace("-", "_")
@@ -339,6 +345,7 @@ class GenerateRequest(BaseModel):
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=0, lt=2**63)
     routed_experts: bool = False  # with the experts that every token went through
+    adapter: str | None = None  # whose newest version samples; unset: the newest of all that were pushed
     request_id: str | None = Field(None, pattern="^[0-9a-f]{32}$")  # by which POST /abort_requests ends it
 
 
@@ -380,7 +387,7 @@ def decode_image(text: str) -> Image.Image:
 def sampling_parameters(body: GenerateRequest, placeholders: list[int]):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    chosen = body.model_dump(exclude={"prompt_ids", "images", "request_id", "routed_experts"})
+    chosen = body.model_dump(exclude={"prompt_ids", "images", "request_id", "routed_experts", "adapter"})
     return SamplingParams(
         **chosen,
         logprobs=0,  # of the sampled token alone
@@ -400,13 +407,13 @@ def describe_sample(output, with_experts: bool = False) -> dict:
     return sample | ({"routed_experts": encoded(output.routed_experts)} if with_experts else {})
 
 
-async def run_generation(engine, body: GenerateRequest, images: list[Image.Image], placeholders: list[int]):
-    """The engine's final RequestOutput."""
+async def run_generation(engine, body: GenerateRequest, images: list[Image.Image], placeholders: list[int], adapter):
+    """The engine's final RequestOutput. adapter: vLLM's LoRARequest, or None."""
     prompt = {"prompt_token_ids": body.prompt_ids}
     if images:
         prompt["multi_modal_data"] = {"image": images}
     final, name = None, body.request_id or uuid.uuid4().hex
-    async for output in engine.generate(prompt, sampling_parameters(body, placeholders), name):
+    async for output in engine.generate(prompt, sampling_parameters(body, placeholders), name, lora_request=adapter):
         final = output
     return final
 
@@ -429,7 +436,7 @@ async def not_sampling(engine, pushes) -> JSONResponse | None:
             return failure(503, message, 5) if paused else None
 
 
-def generate_route(engine, pushes, placeholders: list[int]):
+def generate_route(engine, pushes, adapters, placeholders: list[int]):
     from vllm.entrypoints.launchers.launcher import terminate_if_errored
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -442,9 +449,10 @@ def generate_route(engine, pushes, placeholders: list[int]):
         images = [await asyncio.to_thread(decode_image, text) for text in body.images or []]
         if refused := await not_sampling(engine, pushes):
             return refused
-        version = pushes.version  # nothing is awaited between the look at it and the engine: no push begins meanwhile
+        # Nothing is awaited between the look at the version and the engine: no push begins or ends meanwhile.
+        version, bound = pushes.version, adapters.pick(body.adapter)
         try:
-            final = await run_generation(engine, body, images, placeholders)
+            final = await run_generation(engine, body, images, placeholders, bound and bound.request)
         except EngineGenerateError as error:
             cause = error.__cause__ or error
             # vLLM asserts that images and placeholders can be matched
@@ -462,7 +470,10 @@ def generate_route(engine, pushes, placeholders: list[int]):
         ordered = sorted(final.outputs, key=lambda output: output.index)
         samples = [describe_sample(output, body.routed_experts) for output in ordered]
         versions = {"policy_version": version, "policy_version_last": pushes.version, "instance": pushes.instance}
-        return JSONResponse({"samples": samples, "prompt_ids": list(final.prompt_token_ids), **versions})
+        if bound is not None:  # to the end
+            versions = {"policy_version": bound.number, "policy_version_last": bound.number, "instance": bound.instance}
+        prompt = {"prompt_ids": list(final.prompt_token_ids), "cached_tokens": final.num_cached_tokens}
+        return JSONResponse({"samples": samples} | prompt | versions)
 
     return generate
 
@@ -480,7 +491,7 @@ def last_error() -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-async def describe_server(engine, placeholders: list[int]) -> dict:
+async def describe_server(engine, adapters, placeholders: list[int]) -> dict:
     """What /server_info answers, but for the state of the weights."""
     import vllm
 
@@ -503,6 +514,7 @@ async def describe_server(engine, placeholders: list[int]) -> dict:
         "never_sampled": placeholders,
         "max_n": MAX_N,
         "can_sleep": config.enable_sleep_mode,
+        "adapters": adapters.describe(),
         "tells_experts": engine.vllm_config.aux_output_config.enable_return_routed_experts,
     }
 
@@ -511,22 +523,26 @@ async def build_app(engine, args: argparse.Namespace, token: str):
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
+    from serving.adapters import Adapters, adapter_routes
     from serving.sleep import Sleep, sleep_routes
     from serving.transfer import Pushes, push_routes
 
     tasks = await engine.get_supported_tasks()
     app = build_vllm_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    pushes, sleep, placeholders = Pushes(), Sleep(engine), placeholder_tokens(engine.model_config.hf_config)
-    description = await describe_server(engine, placeholders)
-    router = push_routes(engine, pushes, sleep)
+    pushes, sleep, adapters = Pushes(), Sleep(engine), Adapters(engine)
+    placeholders = placeholder_tokens(engine.model_config.hf_config)
+    description = await describe_server(engine, adapters, placeholders)
+    router = push_routes(engine, pushes, sleep, adapters)
+    router.include_router(adapter_routes(engine, pushes, adapters))
     router.include_router(sleep_routes(engine, pushes, sleep))
-    router.post("/generate")(generate_route(engine, pushes, placeholders))
+    router.post("/generate")(generate_route(engine, pushes, adapters, placeholders))
 
     @router.get("/server_info")
     async def server_info():
-        state = {"policy_version": pushes.version, "weights_error": pushes.broken, "state": sleep.state(pushes)}
-        return description | state
+        version = pushes.version if adapters.newest is None else adapters.newest.number
+        state = {"policy_version": version, "weights_error": pushes.broken, "state": sleep.state(pushes)}
+        return description | state | {"weights_replaced": pushes.replaced, "adapter_versions": adapters.served()}
 
     app.router.routes[:0] = router.routes  # before vLLM's of the same path
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token, pushes)  # outermost

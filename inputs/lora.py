@@ -1,4 +1,4 @@
-"""Which layers of a model take adapters."""
+"""Adapters: which layers of a model take them; the weights with them folded in, or adapters alone."""
 
 import contextlib
 import functools
@@ -7,7 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError
@@ -60,9 +64,9 @@ def names_as_they_are() -> Iterator[None]:
 
 
 def check_adapted(model: nn.Module, wanted: list[str]) -> None:
-    """ConfigError if adapters lie on what is no linear layer, such as a router, or on a weight that several layers
-    share: they could not be folded into what is pushed and saved. Of a mixture of experts it says what is left as it
-    is."""
+    """ConfigError if adapters lie on what is no linear layer, such as a router, on a weight that several layers share,
+    or are more than B A: they could not be folded into what is pushed and saved. Of a mixture of experts it says what
+    is left as it is."""
     if experts_of(model.config)[0]:
         warn_once("LoRA on a mixture of experts: linear layers get adapters, experts and routers stay as they are.")
     users = users_of_weights(model)
@@ -81,3 +85,101 @@ def check_adapted(model: nn.Module, wanted: list[str]) -> None:
             f"own, such as {min(others)}. Experts, routers and shared weights take no adapters here: give all-linear, "
             "which leaves them as they are, or names of linear layers alone."
         )
+    if dora := [name for name, module in model.named_modules() if len(getattr(module, "lora_magnitude_vector", ()))]:
+        raise ConfigError(f"{dora[0]} has DoRA's magnitudes, which are neither folded nor served: leave use_dora out.")
+
+
+def is_lora(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and len(module.lora_A) > 0
+
+
+def folded(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """W + scale * B A of one LoRA layer in `dtype`, as a new tensor: the live weights are never merged and unmerged.
+    Under FSDP2 each rank folds its own rows of W, from its own rows of B and the whole A."""
+    base = layer.base_layer.weight.detach().float()
+    weight = base
+    for name in layer.active_adapters:
+        a, b = (part[name].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
+        if isinstance(a, DTensor):
+            a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+        delta = (b @ a).T if layer.fan_in_fan_out else b @ a
+        if isinstance(delta, DTensor):
+            delta = delta.redistribute(placements=weight.placements)
+        weight = torch.add(weight, delta, alpha=layer.scaling[name])
+        del delta
+    return dithered(weight, base, dtype)
+
+
+def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 `weight` in `dtype`: entries go up or down, the nearer the more often, so that errors cancel in a sum.
+
+    B A is small beside W. Rounded to the nearest, most entries of W + B A are W again, and the sampler hardly sees what
+    the first updates have learned. Which way an entry goes depends on its `base` weight and its column alone: a base
+    weight that `dtype` can hold stays as it is, and equal weights are equal bytes, however sharded.  [rows, columns]
+    """
+    drop = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that `dtype` has no room for
+    if drop is None:
+        return weight.to(dtype)
+    if isinstance(weight, DTensor):
+        local = dithered(weight.to_local(), base.to_local(), dtype)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+    column = torch.arange(weight.shape[-1], dtype=torch.int32, device=weight.device)
+    bits = base.contiguous().view(torch.int32) + column * 0x3C6EF372  # to be mixed; integers wrap around
+    bits.mul_(0x5BD1E995).bitwise_right_shift_(16).bitwise_and_(2**drop - 1)  # [rows, columns] from 0 to 2^drop - 1
+    bits.add_(weight.contiguous().view(torch.int32)).bitwise_and_(-(2**drop))
+    return bits.view(torch.float32).add_(weight, alpha=0).to(dtype)  # nan and inf stay what a push refuses
+
+
+# ---- alone ---------------------------------------------------------------------------------------------------------
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers with adapters, by the names that PEFT's checkpoints give them."""
+    found = {}
+    for name, module in model.named_modules():
+        if is_lora(module):
+            name = re.sub(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.", "", name)
+            found["base_model.model." + re.sub(r"^(module\.)?(model\.base_model\.model\.)?", "", name)] = module
+    return found
+
+
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """[rank, inputs, outputs] of the adapter on each layer."""
+    layers = adapted(model).items()
+    return {name: [layer.r[layer.active_adapters[0]], layer.in_features, layer.out_features] for name, layer in layers}
+
+
+def why_not_alone(model: nn.Module) -> str | None:
+    """What a model learns that is no matrix of an adapter, which a server would lack."""
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if others := [name for name in trained if not re.search(r"\.lora_[AB]\.\w+\.(\w+\.)*weight$", name)]:
+        return f"{len(others)} trained weights are no adapters, such as {others[0]}"
+    if several := [name for name, layer in adapted(model).items() if len(layer.active_adapters) != 1]:
+        return f"several adapters are active on {several[0]}"
+    return None
+
+
+def adapter_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
+    """Lists of (PEFT's name, tensor in `dtype`) of about `max_bytes`: of each layer A, and B times its scale, so that a
+    server adds B A. FSDP1's are gathered here, one by one; FSDP2's come as shards. All ranks call it in step."""
+    if isinstance(model, FSDP):
+        model.check_is_root()  # it learns that it is one; else the first part to be gathered would take itself for it
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward pass without a backward one, its own parameters still were whole
+    bucket, size = [], 0
+    for name, layer in adapted(model).items():
+        adapter = layer.active_adapters[0]
+        for key, scale in (("lora_A", 1.0), ("lora_B", layer.scaling[adapter])):
+            part = getattr(layer, key)[adapter]
+            sharded = isinstance(part, FSDP)
+            with FSDP.summon_full_params(part, writeback=False) if sharded else contextlib.nullcontext():
+                weight = (part.weight.detach().float() * scale).to(dtype)
+            bucket.append((f"{name}.{key}.weight", weight))
+            size += weight.numel() * dtype.itemsize
+        if size >= max_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if size:
+        yield bucket

@@ -45,6 +45,13 @@ class Generated(Answer):
     instance: str | None
 
 
+class Slots(Answer):
+    """Of adapters."""
+
+    max_rank: Positive
+    slots: Positive
+
+
 class Described(Answer):
     """Of /server_info: what the client and the trainer read of it."""
 
@@ -60,6 +67,8 @@ class Described(Answer):
     devices: list[str]
     can_sleep: bool
     tells_experts: bool = False
+    adapters: Slots | None = None  # of a server that takes adapters alone
+    weights_replaced: bool = False  # by a push, so that they are not those of `model`
     never_sampled: list[Natural]
     policy_version: Natural
     weights_error: str | None

@@ -23,6 +23,7 @@ import re
 import sys
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -168,6 +169,51 @@ class Copies(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@dataclass
+class Connection:
+    """A trainer's process group, joined by this worker, and what receives buckets through it."""
+
+    store: Joined
+    backend: str
+    receiver: Receiver
+
+    @classmethod
+    def open(cls, info: InitInfo, parallel, device: torch.device) -> "Connection":
+        """parallel: vLLM's ParallelConfig. device: the worker's."""
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        limit, mine = info.timeout, local_address(info.address, info.port)
+        store = Joined(info.secret, info.address, info.port, limit)
+        with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT sets NCCL up in a way that the trainer's end does not know
+            group = open_group(store, info.secret, rank, info.world_size, info.backend, limit, mine)
+        if info.probe is not None:
+            all_equal(group, info.world_size, shared.read(info.probe), limit)  # the trainer draws conclusions
+        over = device if info.backend == "nccl" else torch.device("cpu")
+        return cls(store, info.backend, Receiver(group, limit, over, info.keep))
+
+    def close(self) -> None:
+        if self.backend == "nccl":
+            self.receiver.group.abort()
+        self.store.close()
+
+
+def views(
+    bucket: torch.Tensor, starts: list[int], sizes: list[int], info: UpdateInfo, before: Collection[str]
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket as `info` announces them, where they lie. ValueError for one that holds nan or inf, or
+    that came before in this push."""
+    counts = collections.Counter([*before, *info.names])
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
+        raise ValueError(f"sent twice in one push: {', '.join(repeated[:8])}; send every parameter once")
+    dtypes = [getattr(torch, dtype) for dtype in info.dtypes]
+    tensors = [
+        (name, bucket[start : start + size].view(dtype).view(shape))
+        for name, dtype, shape, start, size in zip(info.names, dtypes, info.shapes, starts, sizes, strict=True)
+    ]
+    if bad := not_finite(tensors):  # one would be enough to fill the KV cache with nan
+        raise ValueError(f"nan or inf in {some(bad)}; the server keeps none of this bucket")
+    return tensors
+
+
 def copied(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     """A loader; the reload wants the names of its arguments to be vLLM's."""
     if param.shape != loaded_weight.shape:
@@ -182,27 +228,17 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.store = self.receiver = self.info = None
+        self.connection: Connection | None = None
         self.push: Push | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's group; whatever an earlier trainer left is dropped."""
         self.shutdown()
-        parallel = self.parallel_config
-        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        secret, limit, mine = init_info.secret, init_info.timeout, local_address(init_info.address, init_info.port)
-        self.store = Joined(secret, init_info.address, init_info.port, limit)
-        with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT sets NCCL up in a way that the trainer's end does not know
-            group = open_group(self.store, secret, rank, init_info.world_size, init_info.backend, limit, mine)
-        if init_info.probe is not None:
-            all_equal(group, init_info.world_size, shared.read(init_info.probe), limit)  # the trainer draws conclusions
-        over = self.device if init_info.backend == "nccl" else torch.device("cpu")
-        self.receiver = Receiver(group, limit, over, init_info.keep)
-        self.info = init_info
+        self.connection = Connection.open(init_info, self.parallel_config, self.device)
 
     def start_weight_update(self) -> None:
         self.push = Push()
-        self.receiver.start()
+        self.connection.receiver.start()
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead) and layer.bias is not None:
                 layer._register_bias = lambda: None  # it has one; another would have no loader that counts
@@ -257,23 +293,14 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Receive one bucket, compare its checksums and hand its tensors to the model."""
         push, names = self.push, update_info.names
         try:
-            bucket, starts, sizes = self.receiver.receive(update_info)
+            bucket, starts, sizes = self.connection.receiver.receive(update_info)
         except ValueError:  # damaged, but all of it came: the group is sound
             raise
         except BaseException:
             self.shutdown()  # NCCL's kernel waits on, and whatever synchronises the GPU from now on would wait for it
             raise
-        counts = collections.Counter([*push.sent, *names])
-        if repeated := sorted(name for name, count in counts.items() if count > 1):
-            raise ValueError(f"sent twice in one push: {', '.join(repeated[:8])}; send every parameter once")
-        dtypes = [getattr(torch, dtype) for dtype in update_info.dtypes]
         began, bucket = time.perf_counter(), bucket.to(self.device)
-        tensors = [
-            (name, bucket[start : start + size].view(dtype).view(shape))
-            for name, dtype, shape, start, size in zip(names, dtypes, update_info.shapes, starts, sizes, strict=True)
-        ]
-        if bad := not_finite(tensors):  # one would be enough to fill the KV cache with nan
-            raise ValueError(f"nan or inf in {some(bad)}; the server keeps none of this bucket")
+        tensors = views(bucket, starts, sizes, update_info, push.sent)
         push.checksums += update_info.checksums
         push.bucket, push.names, push.starts = bucket, names, starts
 
@@ -293,7 +320,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ) from error
         self._copy_waiting(bucket)
         push.bucket = None
-        self.receiver.seconds["load"] += time.perf_counter() - began
+        self.connection.receiver.seconds["load"] += time.perf_counter() - began
 
     def _copy_waiting(self, bucket: torch.Tensor) -> None:
         """Layers that are still waiting for their other tensors hold on to those that came: in a copy from now on, as
@@ -319,7 +346,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "taken": self.push.taken,
             "missing": [text for name, layer in layers for text in self._missing(name, layer, seen)],
             "checksum": fold(self.push.checksums),
-            "seconds": dict(self.receiver.seconds),
+            "seconds": dict(self.connection.receiver.seconds),
             "sliced": parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel,
         }
 
@@ -360,7 +387,7 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for layer in tied:  # on CPUs it computes with a packed copy of the shared weight, which the reload leaves as is
             layer.quant_method.process_weights_after_loading(layer)
         self.push = None
-        self.receiver.finish()
+        self.connection.receiver.finish()
 
     def _keep_buffers(self) -> None:
         """No trainer sends buffers, as of an activation's constants, and the reload would leave them to chance."""
@@ -389,11 +416,9 @@ class TorchTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.push = None
 
     def shutdown(self) -> None:
-        if self.receiver is not None and self.info.backend == "nccl":
-            self.receiver.group.abort()
-        if self.store is not None:
-            self.store.close()
-        self.store = self.receiver = self.info = None
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = None
 
 
 class TransferWorker:
@@ -423,19 +448,14 @@ def keep_last_error(path: str):
 # They replace vLLM's of the same name, so that no push can pass them by.
 
 
-class Pushes:
-    """Where weight pushes stand. One trainer at a time: the last that connected."""
+class Session:
+    """A trainer's pushes of one kind, and where they stand. One trainer at a time: the last that connected."""
 
     def __init__(self):
-        self.version = 0
         self.session: str | None = None  # of the trainer that connected last
         self.instance = uuid.uuid4().hex  # another one whenever the server starts or a trainer connects
         self.timeout = 60.0
         self.active, self.since = False, 0.0  # between start and finish; since when, by time.monotonic()
-        self.broken: str | None = None  # why the weights are of no policy; None when they are sound
-        self.may_be_paused = False  # somebody's POST /pause came in, and no POST /resume since
-        self.settled = asyncio.Event()  # set unless a push is under way
-        self.settled.set()
         self.lock = asyncio.Lock()  # one step at a time
         self.alarm: asyncio.TimerHandle | None = None
         self.ringing: asyncio.Task | None = None  # kept, or it may be collected
@@ -444,26 +464,51 @@ class Pushes:
         if self.session != session:
             raise HTTPException(409, "another trainer has connected to this server since; only the last may push")
 
+    async def break_off(self, engine, reason: str):
+        """The push under way will not be completed."""
+        raise NotImplementedError
 
-async def break_off(engine, pushes: Pushes, reason: str):
-    """The weights are of no policy now. Sequences under way are ended; their requests get the reason."""
-    pushes.active = False
-    pushes.broken = f"a weight push did not complete ({reason}); push all weights again to go on"
-    pushes.session = None
-    try:
-        await asyncio.wait_for(engine.pause_generation(mode="abort", clear_cache=False), pushes.timeout)
-    except TimeoutError:
-        pushes.broken += f", or start this server anew: its engine has not stopped within {pushes.timeout:g} s"
-    print(f"vllm_server: {pushes.broken}", file=sys.stderr, flush=True)
-    pushes.settled.set()
+    async def connecting(self, engine, session: str, init_info: dict):
+        """A trainer is about to connect: what an earlier one left under way ends."""
+        if self.active:
+            await self.break_off(engine, "another trainer connected")
+        if self.alarm:
+            self.alarm.cancel()
+        self.session, self.timeout = session, float(init_info.get("timeout", 60))
+        self.instance = uuid.uuid4().hex
 
 
-def set_alarm(engine, pushes: Pushes):
+class Pushes(Session):
+    """Pushes of whole weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.version = 0
+        self.replaced = False  # the weights that --model has, by a push
+        self.broken: str | None = None  # why the weights are of no policy; None when they are sound
+        self.may_be_paused = False  # somebody's POST /pause came in, and no POST /resume since
+        self.settled = asyncio.Event()  # set unless a push is under way
+        self.settled.set()
+
+    async def break_off(self, engine, reason: str):
+        """The weights are of no policy now. Sequences under way are ended; their requests get the reason."""
+        self.active, self.replaced = False, True
+        self.broken = f"a weight push did not complete ({reason}); push all weights again to go on"
+        self.session = None
+        try:
+            await asyncio.wait_for(engine.pause_generation(mode="abort", clear_cache=False), self.timeout)
+        except TimeoutError:
+            self.broken += f", or start this server anew: its engine has not stopped within {self.timeout:g} s"
+        print(f"vllm_server: {self.broken}", file=sys.stderr, flush=True)
+        self.settled.set()
+
+
+def set_alarm(engine, pushes: Session):
     """A trainer that goes silent in mid-push is given up after its own time limit."""
 
     def ring():
         reason = f"the trainer was silent for {pushes.timeout:g} s"
-        pushes.ringing = asyncio.ensure_future(break_off(engine, pushes, reason))
+        pushes.ringing = asyncio.ensure_future(pushes.break_off(engine, reason))
 
     pushes.alarm = asyncio.get_running_loop().call_later(pushes.timeout, ring)
 
@@ -471,7 +516,7 @@ def set_alarm(engine, pushes: Pushes):
 class PushStep:
     """`async with`: one step at a time, by the trainer that connected last; an error breaks the push off."""
 
-    def __init__(self, engine, pushes: Pushes, session: str, during_push: bool):
+    def __init__(self, engine, pushes: Session, session: str, during_push: bool):
         self.engine, self.pushes, self.session, self.during_push = engine, pushes, session, during_push
 
     async def __aenter__(self):
@@ -490,7 +535,7 @@ class PushStep:
         try:
             if error is not None:
                 reason = bare_reason(error)
-                await break_off(self.engine, self.pushes, reason)
+                await self.pushes.break_off(self.engine, reason)
                 if not isinstance(error, asyncio.CancelledError):
                     raise HTTPException(422, reason) from error
             elif self.pushes.active:
@@ -519,10 +564,10 @@ def left_out(names: list[str], taken: dict[str, int]) -> set[str]:
     return beyond | norms
 
 
-async def ask_workers(engine, method: str) -> list[list]:
-    """What `method` returns on every worker, by engine. vLLM's collective_rpc runs on all engines of a data-parallel
-    server, too, but returns the answers of the first alone."""
-    return await engine.engine_core.call_utility_all_async("collective_rpc", method, None, (), None)
+async def ask_workers(engine, method: str, *args) -> list[list]:
+    """What `method(*args)` returns on every worker, by engine. vLLM's collective_rpc runs on all engines of a
+    data-parallel server, too, but returns the answers of the first alone."""
+    return await engine.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
 
 
 def check_coverage(engines: list[list[dict]]):
@@ -567,18 +612,14 @@ class AbortBody(SessionBody):
     reason: str = "the trainer gave up"
 
 
-def push_routes(engine, pushes: Pushes, sleep: Sleep) -> APIRouter:
+def push_routes(engine, pushes: Pushes, sleep: Sleep, adapters) -> APIRouter:
+    """adapters: those of serving/adapters.py, which belong to the weights that are replaced."""
     router = APIRouter()
 
     @router.post("/init_weight_transfer_engine")
     async def init(body: InitBody):
         async with pushes.lock:
-            if pushes.active:
-                await break_off(engine, pushes, "another trainer connected")
-            if pushes.alarm:
-                pushes.alarm.cancel()
-            pushes.session, pushes.timeout = body.session, float(body.init_info.get("timeout", 60))
-            pushes.instance = uuid.uuid4().hex
+            await pushes.connecting(engine, body.session, body.init_info)
             await engine.collective_rpc("abort_weight_update")  # whatever an earlier trainer left unfinished
             await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=body.init_info))
         return {"policy_version": pushes.version, "instance": pushes.instance}
@@ -589,7 +630,8 @@ def push_routes(engine, pushes: Pushes, sleep: Sleep) -> APIRouter:
             pushes.active, pushes.since = True, time.monotonic()
             pushes.settled.clear()
             # Keeps sequences under way, and empties the caches: nothing is computed until the push is finished.
-            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.pause_generation(mode="abort" if adapters.versions else "keep", clear_cache=True)
+            await adapters.clear()
             await sleep.wake(["weights"])
             await engine.start_weight_update()
         return {}
@@ -608,6 +650,7 @@ def push_routes(engine, pushes: Pushes, sleep: Sleep) -> APIRouter:
             await engine.finish_weight_update(str(body.weight_version))
             await sleep.wake(["weights", "kv_cache"])
             pushes.version, pushes.broken, pushes.active = body.weight_version, None, False
+            pushes.replaced = True
             await engine.resume_generation()
             pushes.settled.set()
         first = reports[0][0]
@@ -618,7 +661,7 @@ def push_routes(engine, pushes: Pushes, sleep: Sleep) -> APIRouter:
         async with pushes.lock:
             if pushes.session == body.session and pushes.active:
                 pushes.alarm.cancel()
-                await break_off(engine, pushes, body.reason)
+                await pushes.break_off(engine, body.reason)
         return {}
 
     return router

@@ -105,7 +105,7 @@ def one_case(version: int, *kind) -> dict:
 class Packer:
     """Takes a push as a client does, into a bucket for the wire, and drops it."""
 
-    receives_weights, weight_dtype, changes = True, torch.float32, None
+    receives_weights, weight_dtype, changes, adapter = True, torch.float32, None, None
 
     def begin_push(self) -> None:
         self.received = 0

@@ -42,9 +42,10 @@ class Stuck:
 def engine_with(group, backend: str, timeout: float = 0.3):
     """A worker's transfer engine in mid-push."""
     engine = transfer.TorchTransferEngine.__new__(transfer.TorchTransferEngine)
-    engine.device, engine.store, engine.push = torch.device("cpu"), None, transfer.Push()
-    engine.info = SimpleNamespace(backend=backend, timeout=timeout)
-    engine.receiver = Receiver(group, timeout, engine.device, keep=False) if group else None
+    engine.device, engine.connection, engine.push = torch.device("cpu"), None, transfer.Push()
+    if group is not None:
+        receiver = Receiver(group, timeout, engine.device, keep=False)
+        engine.connection = transfer.Connection(SimpleNamespace(close=lambda: None), backend, receiver)
     return engine
 
 
@@ -74,7 +75,7 @@ def test_the_group_is_aborted_before_anything_synchronises():
         return pushes.broken
 
     assert "push all weights again" in asyncio.run(push_step())
-    assert events == ["broadcast", "abort", "synchronize", "paused"] and engine.receiver is None
+    assert events == ["broadcast", "abort", "synchronize", "paused"] and engine.connection is None
 
 
 def test_an_engine_that_never_stops_does_not_hold_the_lock():
@@ -149,11 +150,11 @@ def test_after_a_lost_bucket_a_new_group_works():
         if attempt == 0:
             with pytest.raises(TimeoutError, match="the trainer to send"):
                 receive(engine)
-            assert engine.receiver is None
+            assert engine.connection is None
             trainer.result(10)
     tensor = torch.arange(4.0)
     sent = broadcast(trainer.result(10), tensor)
-    broadcast(engine.receiver.group, arrived := torch.zeros(4)).wait()
+    broadcast(engine.connection.receiver.group, arrived := torch.zeros(4)).wait()
     sent.wait()
     assert arrived.tolist() == tensor.tolist()
 
@@ -191,5 +192,5 @@ def test_what_vllm_pins_for_itself_does_not_reach_the_transfer(monkeypatch):
     address = dict(secret="s", address="127.0.0.1", port=store.port, backend="nccl", world_size=2, timeout=5.0)
     engine.init_transfer_engine(transfer.InitInfo(**address))
     assert seen == [None] and os.environ["NCCL_ALGO"] == "allreduce:tree"
-    engine.store.close()
+    engine.connection.store.close()
     store.close()
