@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from config import ConfigError, TrainConfig
 from safety import limits
@@ -275,8 +276,8 @@ def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]
 # ---- 2 servers ------------------------------------------------------------------------------------------------------
 
 
-def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device):
-    """The client of --server_urls, once they serve this model and can take its weights. Collective."""
+def reach_servers(cfg: TrainConfig):
+    """The client of --server_urls, once they are ready; with --colocate they can sleep."""
     from vllm_client import VLLMClient
 
     options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
@@ -287,9 +288,15 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
             print("torchrun shows --server_token in `ps`; rather set VLLM_SERVER_TOKEN or VLLM_SERVER_TOKEN_FILE")
         print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
     client.wait_ready(cfg.server_timeout)
-    check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     if cfg.colocate and not all(info["can_sleep"] for info in client.server_info()):
         raise ConfigError(f"--colocate: start the server at {client.urls[0]} with --enable-sleep-mode.")
+    return client
+
+
+def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device):
+    """The client of --server_urls, once they serve this model and can take its weights. Collective."""
+    client = reach_servers(cfg)
+    check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
     if client.receives_weights:
@@ -340,18 +347,36 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
     return list(revert_weight_conversion(hf_model, dict(named)).items())
 
 
+HOSTED = WeakTensorKeyDictionary()  # of a tensor that takes turns, its memory on the CPU
+
+
+@torch.no_grad()
 def move(run, device: torch.device) -> None:
-    """Weights and optimizer state of all that `run` trains to `device`. Parameters stay the objects that the optimizer
-    knows. FSDP2's, which --offload keeps on the CPU, stay there."""
-    if isinstance(run.policy, FSDPModule):
-        return
-    for module in (run.policy, run.reference, run.critic and run.critic.module):
-        if module is not None:
-            module.to(device)
-    for state in (s for _, optimizer in run.modules.values() if optimizer for s in optimizer.state.values()):
-        state |= {name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)}
+    """All that `run` trains with to `device`: parameters, buffers, optimizer state. They stay the objects that the
+    optimizer knows. What this process holds free on the GPU is given back.
+
+    Shards of FSDP2 are in CPU memory (--offload) and stay there; what is gathered of them goes: after a forward pass
+    alone a root module is still whole.
+    """
+    for module, optimizer in (run.modules | {"reference": (run.reference, None)}).values():
+        parts = module.modules() if module is not None else ()
+        if sharded := [part for part in parts if isinstance(part, FSDPModule)]:
+            for part in sharded:
+                part.reshard()
+        elif module is not None:
+            states = optimizer.state.values() if optimizer else ()
+            state = [value for each in states for value in each.values() if isinstance(value, Tensor)]
+            for tensor in [*module.parameters(), *module.buffers(), *state]:
+                tensor.data = on_host(tensor) if device.type == "cpu" else tensor.to(device)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what lies free in this process is of no use to the server
+        torch.cuda.empty_cache()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory that is the tensor's from now on, as copies to and from fresh memory take longer."""
+    if tensor not in HOSTED:
+        HOSTED[tensor] = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+    return HOSTED[tensor].copy_(tensor)
 
 
 # ---- 3 checks of a run ----------------------------------------------------------------------------------------------
