@@ -46,6 +46,7 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        let_segments_grow(device)
         limits.NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else None
@@ -57,6 +58,21 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
             timeout=datetime.timedelta(seconds=timeout),
         )
     return rank, world, device
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Passes differ in length, and what one has left free often does not fit the next: a segment that can grow takes
+    both. Not where the user has set up torch's allocator, or where the first allocation fails so (WSL: pytorch#192330).
+
+    Of this process alone, not in its environment: what it starts may share GPU memory in ways that cannot have it.
+    """
+    if any(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF") for kind in ("", "CUDA_", "HIP_")):
+        return
+    try:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch.empty(1, device=device)
+    except RuntimeError:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def free_memory(device: torch.device) -> int | None:
