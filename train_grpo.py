@@ -1363,6 +1363,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     utils.check_nodes(cfg)
+    if cfg.colocate:  # the server has the GPU at first: what is free when it sleeps is what a step has
+        utils.reach_servers(cfg).sleep()
     usual, sizes = cfg.num_generations, group_sizes(rows, cfg)
     cfg = replace(cfg, num_generations=max(sizes, default=usual))  # memory has to hold the largest group
     cfg, warning = settled(empty_policy, cfg, world, utils.free_memory(device), critic=make_critic is not None)
@@ -1379,7 +1381,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     lock, first, made_with = resume.begin(cfg, rows, held_out, PromptSampler, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0, 0.0, 0.0]}
     state["domain_moments"] = {}  # the same of each domain
-    home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # the server has the GPU at first
+    home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # of what moves
     policy, inner = load_policy(cfg, home)
     reference = load_reference(cfg, home)
     if cfg.shared_prefix and (reason := why_not_shared(inner.hf_model, cfg)):
@@ -1405,6 +1407,14 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         describe(cfg, policy, sizes, world)
         if cfg.log_completions and cfg.log_tokens_every:
             write_vocabulary(run_dir, processor)
+    run = SimpleNamespace(
+        rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
+        rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
+        policy=policy, inner=inner, reference=reference, optimizer=optimizer, critic=critic, modules=modules,
+        generator=generator, check=None,
+    )  # fmt: skip
+    if cfg.colocate:  # the push wakes the server
+        utils.move(run, torch.device("cpu"))
     push_weights(policy, generator, first, cfg.push_bucket_mb)
     sampled = agreement.ask(generator, inner.hf_model, cfg)
 
@@ -1415,15 +1425,12 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         agreement.check_policy(inner, logprobs, processor, cfg, device)
         agreement.check_generator(sampled, logprobs, generator.weight_dtype, cfg, device)
 
-    if home == device:
+    if cfg.colocate:
+        run.check = check  # when the GPU is the trainer's
+    else:
         check()
     TRAINER_STATE.max_steps = cfg.max_steps
-    return cfg, SimpleNamespace(
-        rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
-        rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
-        policy=policy, inner=inner, reference=reference, optimizer=optimizer, critic=critic, modules=modules,
-        generator=generator, check=None if home == device else check,
-    )  # fmt: skip
+    return cfg, run
 
 
 def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> dict:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from config import ConfigError, TrainConfig
 from inputs import lora
@@ -46,6 +47,7 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        let_segments_grow(device)
         limits.NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else None
@@ -57,6 +59,21 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
             timeout=datetime.timedelta(seconds=timeout),
         )
     return rank, world, device
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Passes differ in length, and what one has left free often does not fit the next: a segment that can grow takes
+    both. Not where the user has set up torch's allocator, or where the first allocation fails so (WSL: pytorch#192330).
+
+    Of this process alone, not in its environment: what it starts may share GPU memory in ways that cannot have it.
+    """
+    if any(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF") for kind in ("", "CUDA_", "HIP_")):
+        return
+    try:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch.empty(1, device=device)
+    except RuntimeError:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -276,8 +293,8 @@ def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]
 # ---- 2 servers ------------------------------------------------------------------------------------------------------
 
 
-def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device):
-    """The client of --server_urls, once they serve this model and can take its weights. Collective."""
+def reach_servers(cfg: TrainConfig):
+    """The client of --server_urls, once they are ready; with --colocate they can sleep."""
     from vllm_client import VLLMClient
 
     options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
@@ -288,9 +305,15 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
             print("torchrun shows --server_token in `ps`; rather set VLLM_SERVER_TOKEN or VLLM_SERVER_TOKEN_FILE")
         print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
     client.wait_ready(cfg.server_timeout)
-    check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     if cfg.colocate and not all(info["can_sleep"] for info in client.server_info()):
         raise ConfigError(f"--colocate: start the server at {client.urls[0]} with --enable-sleep-mode.")
+    return client
+
+
+def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device):
+    """The client of --server_urls, once they serve this model and can take its weights. Collective."""
+    client = reach_servers(cfg)
+    check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
     if cfg.use_peft and cfg.push_lora != "folded":
         push_adapters(client, hf_model, cfg)
@@ -375,18 +398,36 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
     return list(revert_weight_conversion(hf_model, dict(named)).items())
 
 
+HOSTED = WeakTensorKeyDictionary()  # of a tensor that takes turns, its memory on the CPU
+
+
+@torch.no_grad()
 def move(run, device: torch.device) -> None:
-    """Weights and optimizer state of all that `run` trains to `device`. Parameters stay the objects that the optimizer
-    knows. FSDP2's, which --offload keeps on the CPU, stay there."""
-    if isinstance(run.policy, FSDPModule):
-        return
-    for module in (run.policy, run.reference, run.critic and run.critic.module):
-        if module is not None:
-            module.to(device)
-    for state in (s for _, optimizer in run.modules.values() if optimizer for s in optimizer.state.values()):
-        state |= {name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)}
+    """All that `run` trains with to `device`: parameters, buffers, optimizer state. They stay the objects that the
+    optimizer knows. What this process holds free on the GPU is given back.
+
+    Shards of FSDP2 are in CPU memory (--offload) and stay there; what is gathered of them goes: after a forward pass
+    alone a root module is still whole.
+    """
+    for module, optimizer in (run.modules | {"reference": (run.reference, None)}).values():
+        parts = module.modules() if module is not None else ()
+        if sharded := [part for part in parts if isinstance(part, FSDPModule)]:
+            for part in sharded:
+                part.reshard()
+        elif module is not None:
+            states = optimizer.state.values() if optimizer else ()
+            state = [value for each in states for value in each.values() if isinstance(value, Tensor)]
+            for tensor in [*module.parameters(), *module.buffers(), *state]:
+                tensor.data = on_host(tensor) if device.type == "cpu" else tensor.to(device)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what lies free in this process is of no use to the server
+        torch.cuda.empty_cache()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory that is the tensor's from now on, as copies to and from fresh memory take longer."""
+    if tensor not in HOSTED:
+        HOSTED[tensor] = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+    return HOSTED[tensor].copy_(tensor)
 
 
 # ---- 3 checks of a run ----------------------------------------------------------------------------------------------

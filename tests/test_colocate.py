@@ -1,6 +1,7 @@
 """--colocate: server and trainer by turns, the whole life cycle against a live server that can sleep (cpu_sleep.py)."""
 
 import asyncio
+import gc
 import json
 from types import SimpleNamespace
 
@@ -8,10 +9,13 @@ import cpu_sleep
 import pytest
 import torch
 from live import EVEN, SMALL, running, trainer
+from memory_worker import Recorder, batch_of, random_model
 from server_fixture import make_tiny, start_server
+from test_plan import FLAGS, SHAPE
 from transformers import AutoModelForCausalLM
 
 import train_async
+import train_grpo as script
 import utils
 from config import ConfigError, TrainConfig, load_config
 from vllm_client import ServerError, VLLMClient, in_thread
@@ -118,6 +122,8 @@ def test_its_state_is_clear_at_any_moment(sleeper, client, model):
     client.abort_push()  # weights are awake, the KV cache is not, and neither is of any policy
     assert state(server) == "asleep"
     assert server.request("POST", "/generate", json={"prompt_ids": PROMPT, "max_tokens": 2}).status_code == 503
+    client.sleep()  # as the next run does at start
+    assert state(server) == "asleep"
     push(client, model, 4)
     assert state(server) == "awake" and difference(client, model) < 1e-4
     assert server.request("POST", "/sleep?level=7").status_code == 400
@@ -125,7 +131,7 @@ def test_its_state_is_clear_at_any_moment(sleeper, client, model):
 
 
 def test_training_by_turns(sleeper, tmp_path):
-    """Three steps: each sleeps once, and each samples from the weights that the last one pushed."""
+    """The server sleeps while the trainer starts and in each of three steps, which sample from what was pushed last."""
     server, log = sleeper
     noted = len(log.read_text(encoding="utf-8"))
     flags = SMALL.replace("--generator hf", "--generator vllm").split()
@@ -146,7 +152,7 @@ def test_training_by_turns(sleeper, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["sampling/logprob_diff_mean"] < 1e-3 and line["policy_lag"] == 0 for line in lines)
-    assert log.read_text(encoding="utf-8")[noted:].split("\n")[:-1] == ["sleep 2", "wake weights", "wake kv_cache"] * 3
+    assert log.read_text(encoding="utf-8")[noted:].split("\n")[:-1] == ["sleep 2", "wake weights", "wake kv_cache"] * 4
 
 
 def test_a_server_that_cannot_sleep_is_refused(server, model):
@@ -174,15 +180,89 @@ def test_what_cannot_take_turns_is_refused(monkeypatch):
         load_config(TrainConfig, ["--colocate"])
 
 
-def test_everything_moves():
-    """Weights, buffers and optimizer state, to a device without memory. (There parameters become new objects; between
-    CPU and GPU, nn.Module.to keeps them, as the optimizer needs it.)"""
+def test_free_memory_is_asked_for_while_the_server_sleeps(monkeypatch):
+    """Awake it has most of the GPU: micro-batches would be planned for what it leaves."""
+    events = []
+
+    def asked(device):
+        events.append("asked")
+        raise StopIteration
+
+    monkeypatch.setattr(utils, "reach_servers", lambda cfg: SimpleNamespace(sleep=lambda: events.append("asleep")))
+    monkeypatch.setattr(utils, "free_memory", asked)
+    flags = SMALL.replace("--generator hf", "--generator vllm --reward_funcs last_number --colocate").split()
+    with pytest.raises(StopIteration):
+        script.start(load_config(TrainConfig, flags), None)
+    assert events == ["asleep", "asked"]
+
+
+def test_everything_moves_and_stays_what_the_optimizer_knows():
+    """Weights, buffers and optimizer state, round after round through the same memory on the CPU."""
     policy, reference = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2))
+    policy[0].weight = torch.nn.Parameter(torch.randn(4, 4).T)  # not in rows
     optimizer = torch.optim.AdamW(policy.parameters())
-    policy(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
     run = SimpleNamespace(policy=policy, reference=reference, critic=None, modules={"policy": (policy, optimizer)})
-    utils.move(run, torch.device("meta"))
-    tensors = [*policy.state_dict().values(), *reference.state_dict().values()]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    assert {tensor.device.type for tensor in tensors} == {"meta"} and len(tensors) == 14 + 12
+    homes = []
+    for _ in range(2):
+        policy(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        tensors = [*policy.parameters(), *policy.buffers(), *reference.parameters(), *reference.buffers(), *state]
+        assert len(tensors) == 14 + 12
+        for tensor in tensors:
+            tensor.data = tensor.clone()  # elsewhere, as on a GPU
+        before = [tensor.clone() for tensor in tensors]
+        utils.move(run, torch.device("cpu"))
+        assert all(map(torch.equal, tensors, before))
+        homes.append([tensor.data_ptr() for tensor in tensors])
+    assert homes[0] == homes[1]
+
+
+def test_memory_of_what_moves_is_pinned_where_there_is_a_gpu(monkeypatch):
+    asked, empty_like, module = [], torch.empty_like, torch.nn.Linear(2, 2)
+
+    def pinning(tensor, pin_memory, **how):
+        asked.append(pin_memory)
+        return empty_like(tensor, **how)
+
+    monkeypatch.setattr(torch, "empty_like", pinning)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("emptied"))
+    utils.move(SimpleNamespace(reference=None, modules={"policy": (module, None)}), torch.device("cpu"))
+    assert asked == [True, True, "emptied"]
+
+
+class Card(Recorder):
+    """What torch's caching allocator would hold of a GPU: the most that was alive since it was last emptied."""
+
+    def held(self) -> int:
+        return self.most[self.place].total()
+
+    def empty_cache(self) -> None:
+        gc.collect()
+        self.most[self.place] = self.now.copy()
+
+
+def test_shards_in_cpu_memory_leave_the_gpu_to_the_server(tmp_path, monkeypatch):
+    """--offload: what an update gathered and computed is given back before the push, the reference's root, too."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+    words = ["--model_id", str(tmp_path), "--strategy", "fsdp2", "--offload", "--beta", "0.1", *FLAGS.split()]
+    cfg = load_config(TrainConfig, ["--max_steps", "3", *words])
+    monkeypatch.setattr(script, "load_hf_model", random_model)
+    utils.init_distributed(60)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    reference, optimizer = script.load_reference(cfg, torch.device("cpu")), script.make_optimizer(policy, cfg)
+    run = SimpleNamespace(reference=reference, modules={"policy": (policy, optimizer)})
+    batch = batch_of(cfg, 0, 1)
+    script.update(policy, optimizer, batch, cfg, 0)  # makes the optimizer's state
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    card = Card(0, [x.to_local() for x in (*policy.parameters(), *reference.parameters(), *state) if x.ndim])
+    with card:
+        script.add_logprobs(batch, policy, reference, inner, cfg)
+        script.update(policy, optimizer, batch, cfg, 1)
+        most = card.held()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", card.empty_cache)
+        utils.move(run, torch.device("cpu"))
+        print(f"held {most / 2**20:.1f} MiB, after the move {card.held() / 2**20:.1f}")
+    assert card.held() < 0.01 * most

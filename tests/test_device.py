@@ -13,6 +13,7 @@ from server_fixture import make_tiny
 
 import train_grpo as script
 import train_ppo
+import utils
 from inputs.processor import load_processor
 from rollouts import Trajectory
 from runlog import checkpoints
@@ -383,3 +384,22 @@ def test_rewards_run_in_threads_with_the_ranks_gpu(kind, monkeypatch):
 
     functions = {"plain": lambda: current.device, "async": asynchronous}
     assert asyncio.run(limits.run_limited(functions[kind], {}, 10)) == (3, None)
+
+
+@pytest.mark.parametrize("given, refuses", [({}, False), ({}, True), ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, False)])
+def test_segments_grow_unless_the_user_or_the_driver_says_otherwise(given, refuses, monkeypatch):
+    said = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    def empty(*shape, device):
+        if refuses:
+            raise RuntimeError("CUDA driver error: unknown error")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    monkeypatch.setattr(torch, "empty", empty)
+    utils.let_segments_grow(GPU)
+    wanted = ["expandable_segments:True", "expandable_segments:False"]
+    assert said == ([] if given else wanted if refuses else wanted[:1])
