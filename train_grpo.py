@@ -53,7 +53,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -524,9 +523,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         unused = takes_images(policy.hf_model.config)  # some towers end before their last layer
         how = dict(find_unused_parameters=unused, gradient_as_bucket_view=True, init_sync=False)
         return DistributedDataParallel(policy, device_ids=devices, **how)
-    size = cfg.shard_size or utils.world_size()
-    shape = (size,) if size == utils.world_size() else (utils.world_size() // size, size)  # copies x shards of each
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = utils.device_mesh(device, cfg)
     if cfg.strategy == "fsdp":
         units = {*layers, *(apart(policy, (not cfg.use_peft, getattr(torch, cfg.dtype))) if trained else ())}
         return FSDP(
@@ -536,7 +533,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT brings adapters float32
             use_orig_params=True,
             device_id=device,
-            **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if len(shape) > 1 else {}),
+            **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if mesh.ndim > 1 else {}),
         )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
     for module in [*layers, policy]:
