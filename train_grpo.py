@@ -125,7 +125,7 @@ from inputs.processor import (
     takes_images,
     with_template_kwargs,
 )
-from memory import settled
+from memory import push_bucket_mb, settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
     ROLLOUTS,  # noqa: F401 - for an entry of yours
@@ -1202,7 +1202,7 @@ def weight_buckets(
     """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
-    gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
+    gathers one wrapped module at a time, FSDP2 a bucket; the extra memory is a bucket and one module.
     LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights, in theirs: read
     them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With keep=False a
     rank only takes part in the gathering. sharded: FSDP2's tensors come as they are, for `gathered`, on every rank.
@@ -1226,24 +1226,38 @@ def weight_buckets(
                         continue
                     size += tensor.numel() * dtype.itemsize
                     if isinstance(tensor, DTensor):
-                        bucket += [(key, tensor)] if sharded else gathered([(key, tensor)], keep)
+                        bucket.append((key, tensor))
                     elif keep:
                         bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
         if size >= max_bytes:
-            yield bucket
+            yield bucket if sharded else gathered(bucket, keep)
             bucket, size = [], 0
     if size:
-        yield bucket
+        yield bucket if sharded else gathered(bucket, keep)
 
 
 def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
-    """The tensors of a bucket made whole, one after another; all ranks call it. With keep=False none is returned."""
-    whole = []
+    """The tensors of a bucket made whole, FSDP2's in one collective; all ranks call it. With keep=False none is
+    returned. Shards that wait in CPU memory (--offload) go to the GPU first, and travel from there.
+    """
+    whole, sent = dict(bucket), []
     for name, tensor in bucket:
-        tensor = full(tensor)
-        if keep:
-            whole.append((name, tensor))
-    return whole
+        if isinstance(tensor, DTensor):  # rank after rank has so many rows, the last ones fewer or none
+            mesh, shard = tensor.device_mesh, tensor.to_local()
+            rows = -(-len(tensor) // mesh.size(-1))
+            padded = shard.new_zeros(rows, *tensor.shape[1:], device=mesh.device_type)
+            padded[: len(shard)] = shard
+            arrived = padded.new_empty(rows * mesh.size(-1), *tensor.shape[1:])
+            whole[name] = arrived[: len(tensor)]
+            sent.append(
+                (arrived.view(torch.uint8), padded.view(torch.uint8))
+            )  # as bytes: of one kind, as NCCL wants it
+    if sent:
+        group = mesh.get_group(mesh.ndim - 1)
+        with torch.distributed._coalescing_manager(group):
+            for arrived, padded in sent:
+                torch.distributed.all_gather_single(arrived, padded, group)
+    return list(whole.items()) if keep else []
 
 
 def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
@@ -1285,7 +1299,8 @@ def folded(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     for name in layer.active_adapters:
         a, b = (part[name].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
         if isinstance(a, DTensor):
-            a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+            travels = a.to(a.device_mesh.device_type)  # with --offload it waits in CPU memory
+            a = travels.redistribute(placements=[Replicate()] * a.device_mesh.ndim).to(a.device)
         delta = (b @ a).T if layer.fan_in_fan_out else b @ a
         if isinstance(delta, DTensor):
             delta = delta.redistribute(placements=weight.placements)
@@ -1366,7 +1381,8 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
     with torch.device("meta"):  # what cannot be built is refused here
-        backbone(load_hf_model(cfg, torch.float32))
+        backbone(hf_model := load_hf_model(cfg, torch.float32))
+    cfg = replace(cfg, push_bucket_mb=cfg.push_bucket_mb or push_bucket_mb(hf_model.num_parameters()))
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
         with domains.named(own):
