@@ -82,7 +82,7 @@ class TrainConfig:
     request_timeout: float = 600.0  # seconds one generation request may take
     colocate: bool = False  # server and trainer take turns on one GPU; the server needs --enable-sleep-mode
     push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
-    push_bucket_mb: int = 256  # weights travel in buckets of this size; a push takes the memory of three
+    push_bucket_mb: int | None = None  # weights travel in buckets, a push takes three; unset: 256, from 30B on 1024
     push_over: Literal["auto", "memory", "nccl", "gloo"] = "auto"  # how weights travel; auto: the fastest that works
     push_lora: Literal["auto", "adapters", "folded"] = "auto"  # what of LoRA travels; auto: adapters if the server can
     push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
@@ -312,7 +312,7 @@ PRESETS: dict[str, dict] = {  # arXiv
 def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
-    positive += "logprob_chunk learning_rate eval_generations push_bucket_mb reward_timeout judge_max_tokens "
+    positive += "logprob_chunk learning_rate eval_generations reward_timeout judge_max_tokens "
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
     positive += "request_timeout rollout_timeout dist_timeout push_steps "
     positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
@@ -328,7 +328,8 @@ def check_ranges(cfg: TrainConfig) -> None:
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
-    for name in "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length tokens_per_microbatch".split():
+    optional = "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length tokens_per_microbatch "
+    for name in (optional + "push_bucket_mb").split():
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise ConfigError(
                 f"--{name}={getattr(cfg, name)}: at least 1; leave it out, or give none, to switch it off."

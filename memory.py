@@ -213,22 +213,25 @@ def rank_bytes(
         need["in CPU memory"] += moved
         need["activations"] -= moved
     largest = max(torch.Size(shape).numel() for shape, *_ in table)
-    bucket = cfg.push_bucket_mb * 2**20
+    bucket = (cfg.push_bucket_mb or push_bucket_mb(whole)) * 2**20
     full = min(bucket + compute * largest, compute * whole)
     # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
     fold = cfg.use_peft * 12 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
     if cfg.strategy == "ddp":
         need["push"] = full + fold
-    elif cfg.strategy == "fsdp2":  # shards are folded and rounded, then gathered one by one
-        rounded = compute * largest // ranks * (master != compute)
-        tied = not any(unused for *_, unused in table)
-        need["push"] = full + max(rounded + compute * largest * tied, fold // ranks)
+    elif cfg.strategy == "fsdp2":  # a bucket's shards are rounded, and laid out to be gathered; or one is folded
+        need["push"] = full + max(full // ranks * (1 + (master != compute)), fold // ranks)
     else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
         at_root = (master + compute) * root - trained_in * of_root // ranks
         at_root += compute * root // ranks * (master == compute)
         at_layer = min(bucket, compute * (whole - layer)) + (master + compute) * layer + fold - need["kept gradients"]
         need["push"] = max(at_root, at_layer)
     return need
+
+
+def push_bucket_mb(parameters: int) -> int:
+    """For --push_bucket_mb: a large model's servers would else be asked a hundred times a push."""
+    return 1024 if parameters >= 30e9 else 256
 
 
 def kept(need: Counter) -> int:

@@ -53,7 +53,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -126,7 +125,7 @@ from inputs.processor import (
     takes_images,
     with_template_kwargs,
 )
-from memory import settled
+from memory import push_bucket_mb, settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
     ROLLOUTS,  # noqa: F401 - for an entry of yours
@@ -524,9 +523,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         unused = takes_images(policy.hf_model.config)  # some towers end before their last layer
         how = dict(find_unused_parameters=unused, gradient_as_bucket_view=True, init_sync=False)
         return DistributedDataParallel(policy, device_ids=devices, **how)
-    size = cfg.shard_size or utils.world_size()
-    shape = (size,) if size == utils.world_size() else (utils.world_size() // size, size)  # copies x shards of each
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = utils.device_mesh(device, cfg)
     if cfg.strategy == "fsdp":
         units = {*layers, *(apart(policy, (not cfg.use_peft, getattr(torch, cfg.dtype))) if trained else ())}
         return FSDP(
@@ -536,7 +533,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT brings adapters float32
             use_orig_params=True,
             device_id=device,
-            **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if len(shape) > 1 else {}),
+            **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if mesh.ndim > 1 else {}),
         )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
     for module in [*layers, policy]:
@@ -1212,7 +1209,7 @@ def weight_buckets(
     """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
-    gathers one wrapped module at a time, FSDP2 one parameter at a time; the extra memory is a bucket and one module.
+    gathers one wrapped module at a time, FSDP2 a bucket; the extra memory is a bucket and one module.
     LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights, in theirs: read
     them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With keep=False a
     rank only takes part in the gathering. sharded: FSDP2's tensors come as they are, for `gathered`, on every rank.
@@ -1236,24 +1233,38 @@ def weight_buckets(
                         continue
                     size += tensor.numel() * dtype.itemsize
                     if isinstance(tensor, DTensor):
-                        bucket += [(key, tensor)] if sharded else gathered([(key, tensor)], keep)
+                        bucket.append((key, tensor))
                     elif keep:
                         bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
         if size >= max_bytes:
-            yield bucket
+            yield bucket if sharded else gathered(bucket, keep)
             bucket, size = [], 0
     if size:
-        yield bucket
+        yield bucket if sharded else gathered(bucket, keep)
 
 
 def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
-    """The tensors of a bucket made whole, one after another; all ranks call it. With keep=False none is returned."""
-    whole = []
+    """The tensors of a bucket made whole, FSDP2's in one collective; all ranks call it. With keep=False none is
+    returned. Shards that wait in CPU memory (--offload) go to the GPU first, and travel from there.
+    """
+    whole, sent = dict(bucket), []
     for name, tensor in bucket:
-        tensor = full(tensor)
-        if keep:
-            whole.append((name, tensor))
-    return whole
+        if isinstance(tensor, DTensor):  # rank after rank has so many rows, the last ones fewer or none
+            mesh, shard = tensor.device_mesh, tensor.to_local()
+            rows = -(-len(tensor) // mesh.size(-1))
+            padded = shard.new_zeros(rows, *tensor.shape[1:], device=mesh.device_type)
+            padded[: len(shard)] = shard
+            arrived = padded.new_empty(rows * mesh.size(-1), *tensor.shape[1:])
+            whole[name] = arrived[: len(tensor)]
+            sent.append(
+                (arrived.view(torch.uint8), padded.view(torch.uint8))
+            )  # as bytes: of one kind, as NCCL wants it
+    if sent:
+        group = mesh.get_group(mesh.ndim - 1)
+        with torch.distributed._coalescing_manager(group):
+            for arrived, padded in sent:
+                torch.distributed.all_gather_single(arrived, padded, group)
+    return list(whole.items()) if keep else []
 
 
 def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
@@ -1333,7 +1344,8 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
     with torch.device("meta"):  # what cannot be built is refused here
-        balance.check(backbone(load_hf_model(cfg, torch.float32)), cfg)
+        balance.check(backbone(hf_model := load_hf_model(cfg, torch.float32)), cfg)
+    cfg = replace(cfg, push_bucket_mb=cfg.push_bucket_mb or push_bucket_mb(hf_model.num_parameters()))
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
         with domains.named(own):

@@ -7,15 +7,19 @@ runlog/checkpoints.py.
 import contextlib
 import datetime
 import functools
+import json
 import math
 import os
 import pickle
 import re
 import socket
 import sys
+import sysconfig
 import threading
+import time
 import traceback
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +29,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -40,7 +45,7 @@ from safety.storable import text_of, visible
 def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
     """Join the process group that torchrun describes, or make one of size 1. Returns (rank, world size, device).
 
-    timeout: seconds a collective waits for the other ranks before it raises.
+    timeout: seconds that ranks wait for each other, see `watch_ranks`.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
@@ -56,8 +61,10 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
             store=store,
             rank=rank,
             world_size=world,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=datetime.timedelta(seconds=LATER * timeout),
         )
+        if world > 1:
+            watch_ranks(timeout)
     return rank, world, device
 
 
@@ -74,6 +81,17 @@ def let_segments_grow(device: torch.device) -> None:
         torch.empty(1, device=device)
     except RuntimeError:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def device_mesh(device: torch.device, cfg: TrainConfig) -> DeviceMesh:
+    """Copies x ranks that share each, or all ranks. To its groups torch would give limits of its own."""
+    world = world_size()
+    size = cfg.shard_size or world
+    shape, names = ((size,), ("shard",)) if size == world else ((world // size, size), ("replicate", "shard"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        group.set_timeout(datetime.timedelta(seconds=LATER * cfg.dist_timeout))
+    return mesh
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -591,6 +609,83 @@ def explain_interrupt() -> int:
     """The exit status of a run that Ctrl-C ended."""
     print("\ninterrupted; what was not saved (--save_steps) is lost, and what was being saved, too.", file=sys.stderr)
     return 130
+
+
+LATER = 1.5  # times --dist_timeout: torch's own limit, after ours. NCCL's ends the process from C++, without a word
+
+
+def watch_ranks(timeout: float) -> None:
+    """From now on, if a collective waits for `timeout` seconds, this process ends and names the ranks it waited for.
+
+    A thread of each rank writes into the store how many collectives of each group the rank has begun, and where it
+    stands. A rank that has begun none for so long, and is ahead of others in a group, waits for those. Time counts in
+    beats, so that a process which was stopped for a while does not take that for waiting.
+    """
+    store, rank = dist.distributed_c10d._get_default_store().clone(), dist.get_rank()  # a connection of its own
+    keys, beat = [f"watch_ranks/{number}" for number in range(world_size())], min(timeout / 10, 10.0)
+
+    def say() -> dict[str, int]:
+        begun = collectives_begun()
+        about = dict(begun=begun, at=where_main_stands(), host=socket.gethostname(), time=time.time())
+        store.set(keys[rank], json.dumps(about))
+        return begun
+
+    def watch(begun: dict[str, int]) -> None:
+        still = 0.0
+        with contextlib.suppress(dist.DistError):  # the store is gone, with the process that held it
+            while True:
+                time.sleep(beat)
+                before, begun = begun, say()
+                still = still + beat if begun == before else 0.0
+                late = waited_for(rank, [*map(json.loads, store.multi_get(keys))], beat) if still >= timeout else ""
+                if late:
+                    where = f"[rank {rank}] waited {timeout:g} s (--dist_timeout) in {where_main_stands()} for {late}. "
+                    remedy = "If that may take so long, raise --dist_timeout. --resume --run_name NAME continues from "
+                    limits.leave(1, f"{where}{remedy}the last checkpoint.")
+
+    threading.Thread(target=watch, args=(say(),), name="watch ranks", daemon=True).start()
+
+
+def waited_for(rank: int, ranks: list[dict], beat: float) -> str:
+    """Whom `rank` waits for; empty if it is ahead of nobody. ranks: what each said last, see `watch_ranks`.
+
+    If A waits in one group for B, which waits in another for C, it is C.
+    """
+    counts = defaultdict(list)  # of each group
+    for said in ranks:
+        for group, count in said["begun"].items():
+            counts[group].append(count)
+    ahead, behind = (
+        [any(count != worst(counts[group]) for group, count in said["begun"].items()) for said in ranks]
+        for worst in (min, max)
+    )
+    late = [number for number in range(len(ranks)) if behind[number]]
+    late = [number for number in late if not ahead[number]] or late
+    words = []
+    for number in late[:4] if ahead[rank] else ():
+        words.append(f"rank {number} on {ranks[number]['host']}, in {ranks[number]['at']}")
+        if (silent := time.time() - ranks[number]["time"]) > 3 * beat:
+            words[-1] += f" when it was last heard of {silent:.0f} s ago"
+    return "; ".join(words) + f" and {len(late) - 4} more" * bool(words and late[4:])
+
+
+def collectives_begun() -> dict[str, int]:
+    """Of each process group that this rank is in, by torch's name of it."""
+    counts = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        backends = {group._get_backend(device) for device in group._device_types}
+        counts[group.group_name] = sum(backend._get_sequence_number_for_group() for backend in backends)
+    return counts
+
+
+def where_main_stands() -> str:
+    """The main thread's innermost call that is neither Python's nor an installed package's; what runs beside it."""
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    foreign = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<"
+    own = [frame for frame in stack if not frame.filename.startswith(foreign)] or stack
+    running = [call.name for call in list(limits.RUNNING.values()) if call.given_up is None and not call.rollout]
+    beside = f" (runs: {limits.counted(running)})" if running else ""
+    return f"{own[-1].name}, {Path(own[-1].filename).name}:{own[-1].lineno}{beside}"
 
 
 def watch_process() -> None:

@@ -101,7 +101,8 @@ def folded(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     for name in layer.active_adapters:
         a, b = (part[name].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
         if isinstance(a, DTensor):
-            a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+            travels = a.to(a.device_mesh.device_type)  # with --offload it waits in CPU memory
+            a = travels.redistribute(placements=[Replicate()] * a.device_mesh.ndim).to(a.device)
         delta = (b @ a).T if layer.fan_in_fan_out else b @ a
         if isinstance(delta, DTensor):
             delta = delta.redistribute(placements=weight.placements)

@@ -8,8 +8,14 @@ import gradient_worker
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from claimed import GPU, Refused, claimed_gpu
+from collectives_worker import Collectives
 from server_fixture import make_tiny
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_grpo as script
 import train_ppo
@@ -403,3 +409,24 @@ def test_segments_grow_unless_the_user_or_the_driver_says_otherwise(given, refus
     utils.let_segments_grow(GPU)
     wanted = ["expandable_segments:True", "expandable_segments:False"]
     assert said == ([] if given else wanted if refuses else wanted[:1])
+
+
+def test_shards_in_cpu_memory_travel_from_the_gpu(gpu):
+    """--offload: what a push gathers goes to the GPU first, or gloo would carry it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh(GPU.type, (2,), mesh_dim_names=("shard",))
+        bucket = []
+        for name, shape in (("matrix", (3, 2)), ("vector", (5,))):
+            whole = torch.empty(shape, device="meta")
+            spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(whole.shape, whole.stride(), torch.float32))
+            bucket.append((name, DTensor(torch.ones(-(-shape[0] // 2), *shape[1:]), spec, requires_grad=False)))
+        with Collectives() as collectives:
+            whole = script.gathered(bucket, keep=True)
+        assert collectives.seen == [("allgather_into_tensor_coalesced_", 4 * (2 * 2 + 3), GPU.type)]
+        assert [(name, tuple(t.shape), t.device) for name, t in whole] == [
+            ("matrix", (3, 2), GPU),
+            ("vector", (5,), GPU),
+        ]
+    finally:
+        dist.destroy_process_group()
