@@ -72,9 +72,10 @@ import utils
 from data import load_data
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids
+from inputs.trajectory import Trajectory
 from rewards import get_reward_functions, score
-from rollouts import Trajectory, eval_metrics, rollout_metrics
 from runlog.log import RunLog, clock, close_all, completion_rows, name_run
+from runlog.rollout_metrics import eval_metrics, rollout_metrics
 
 # ---- 1 prompts ------------------------------------------------------------------------------------------------------
 
