@@ -127,8 +127,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def flags(cls: type) -> list[dataclasses.Field]:
-    """The fields that are flags: all but those declared with metadata={"flag": False}, which code sets."""
-    return [field for field in dataclasses.fields(cls) if field.metadata.get("flag", True)]
+    """The fields that are flags: all but those declared with metadata={"flag": False}, which code sets. Of a class with
+    `own_flags_alone = True` those that it declares itself; others keep their defaults."""
+    own = cls.__annotations__ if getattr(cls, "own_flags_alone", False) else None
+    known = [field for field in dataclasses.fields(cls) if own is None or field.name in own]
+    return [field for field in known if field.metadata.get("flag", True)]
 
 
 def build_parser(cls: type, description: str | None = None) -> argparse.ArgumentParser:

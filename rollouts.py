@@ -12,26 +12,31 @@ The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py
 import asyncio
 import functools
 import inspect
-import logging
 import math
 import numbers
 import os
-import random
-import statistics
 import sys
 import threading
 import time
 import traceback
-import zlib
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from config import ConfigError, TrainConfig, known_name
-from data import load_rows, shorten
-from envs import Environment, ToolEnvironment, adapters
-from envs.tools import HOW_TO_CALL, chat, cut, named_tools
-from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
+from data import shorten
+from envs import ToolEnvironment, adapters
+from envs.calls import (
+    as_text,
+    call_environment,
+    checked_step,
+    finite_number,
+    name_of,
+    put_away,
+    reset,
+    state_of,
+    take_environment,
+)
+from envs.playing import main
 from inputs.pictures import PictureError
 from inputs.prompts import (
     build_prompt,
@@ -47,219 +52,18 @@ from inputs.prompts import (
     special_text_in,
     with_tools,
 )
-from inputs.special_tokens import clean, each_text
-from safety import credentials, limits, values
+from inputs.trajectory import (
+    RowPictureError,
+    Trajectory,
+    TrajectoryError,
+    failed_trajectory,
+    same_row,
+    trajectory_fault,
+)
+from safety import limits, values
 from safety.limits import MARGIN, Running, leave, noted, run_limited, warn_once
-from safety.sandbox import check_contained
 from safety.storable import calls_in, text_of
-from serving.answers import ABOVE_ZERO
 from serving.experts import joined
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Trajectory:
-    """One prompt and everything after it, token by token. The four lists below have one entry per token after the
-    prompt: `loss_mask` is 1 exactly where the policy sampled the token, its end-of-turn token included."""
-
-    row: dict  # the data set row it came from
-    group: int  # trajectories of one prompt share it
-    prompt_ids: list[int]
-    token_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]  # the generator's, 0 where loss_mask is 0
-    token_rewards: list[float]
-    images: list = field(default_factory=list)
-    finish_reason: str = "stop"  # "stop" or "length", as the generator said it: never inferred from the last token
-    turns: int = 1
-    policy_version: int = 0  # of the oldest weights that sampled any of it, and
-    policy_version_last: int | None = None  # of the newest; None: the same
-    info: dict = field(default_factory=dict)  # completion text, rewards by function, counters
-
-    def __post_init__(self):
-        lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"a trajectory's per-token lists must have one length, got {lengths}")
-
-
-def rollout_metrics(trajectories: list[Trajectory]) -> dict:
-    """What a step's completions look like, over all ranks, which all call it. Keys are TRL's."""
-    import torch  # here, so that an environment can be tried without it
-
-    import utils
-
-    lengths = [sum(t.loss_mask) for t in trajectories]
-    out = means_over_ranks(by_completion(trajectories))
-    out |= reward_means(trajectories)
-    for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
-        out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
-    out["completions/max_length"], out["completions/min_length"] = (
-        utils.all_max(max(lengths)),
-        -utils.all_max(-min(lengths)),
-    )
-    out |= logged_by_rewards(trajectories)
-    tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
-    counts = {"num_tokens": tokens, "completions/count": len(trajectories)}
-    counts = {name: int(utils.all_sum(torch.tensor(count))) for name, count in counts.items()}
-    return out | turn_metrics(trajectories) | counts
-
-
-def by_completion(trajectories: list[Trajectory]) -> dict[str, list[float]]:
-    """Metrics that are means over completions: the number of each."""
-    groups: dict[int, list[float]] = {}
-    for t in trajectories:
-        groups.setdefault(t.group, []).append(sum(t.token_rewards))
-    std = {number: statistics.stdev(scores) if len(scores) > 1 else 0.0 for number, scores in groups.items()}
-    return {
-        "reward": [sum(t.token_rewards) for t in trajectories],
-        "reward_std": [std[t.group] for t in trajectories],
-        "frac_reward_zero_std": [float(std[t.group] < 1e-6) for t in trajectories],
-        "frac_singleton_groups": [float(len(groups[t.group]) == 1) for t in trajectories],
-        "completions/mean_length": [sum(t.loss_mask) for t in trajectories],
-        "completions/clipped_ratio": [float(t.finish_reason == "length") for t in trajectories],
-    }
-
-
-def means_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
-    """Collective."""
-    import torch
-
-    import utils
-
-    moments = {name: utils.global_moments(torch.tensor(v, dtype=torch.float64)) for name, v in values.items()}
-    return {name: float(mean) for name, (_, mean, _) in moments.items()}
-
-
-def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
-    """NAME/reward and so on of each domain, over all ranks, which all call it; nothing of one that had no prompt."""
-    import torch
-
-    import utils
-
-    out = {}
-    for own in cfg.by_domain() if cfg.domains else ():
-        mine = [t for t in trajectories if t.info.get("domain") == own.domain]
-        solved = [float(sum(t.token_rewards) >= own.eval_solved) for t in mine]
-        metrics = means_over_ranks(by_completion(mine) | {"solved": solved}) | reward_means(mine) | turn_metrics(mine)
-        metrics |= logged_by_rewards(mine)
-        prompts = int(utils.all_sum(torch.tensor(len({t.group for t in mine}))))
-        out |= {own.prefix + name: value for name, value in (metrics | {"prompts": prompts}).items() if prompts}
-    return out
-
-
-def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
-    """What completions of held-out rows are worth, over all ranks, which all call it; see `evaluate` in the script.
-
-    The k of mean@k and pass@k is --eval_generations. Of a rollout that decides itself how many it returns it is the
-    number that every row had, or else "all"; completions_per_row is their mean.
-    """
-    import torch
-
-    import utils
-
-    sizes = {(len(group), any_number(cfg.of(group[0].row))) for group in groups}
-    sizes = set().union(*utils.gather_objects(sizes))
-    own, counted = any(free for _, free in sizes), {size for size, _ in sizes}
-    k = (counted.pop() if len(counted) == 1 else "all") if own else cfg.eval_generations
-    mine = sum(groups, [])
-    scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
-    solved = [(row >= cfg.of(group[0].row).eval_solved).double() for row, group in zip(scores, groups, strict=True)]
-    length = sum(float(len(t.token_ids)) for t in mine)
-    sums = [sum(row.sum() for row in scores), sum(row.sum() for row in solved), sum(row.max() for row in solved)]
-    sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
-    reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
-    count, rows = max(count, 1), int(number)
-    metrics = {"reward": reward / count, f"mean@{k}": right / count, f"pass@{k}": any_right / max(number, 1)}
-    means = reward_means(mine)  # of one function alone it is the reward
-    metrics |= means if len(means) > 1 else {}
-    metrics |= {"completions_per_row": count / max(rows, 1)} if own else {}
-    return metrics | {"mean_length": length / count, "rows": rows}
-
-
-def turn_metrics(trajectories: list[Trajectory]) -> dict:
-    """Turns and calls of tools, over all ranks, which all call it; {} where nothing was played in turns. Names of tools
-    may differ by rank."""
-    import torch
-
-    import utils
-
-    played = [t for t in trajectories if "turns" in t.info]  # of several domains some may have one turn alone
-    infos = [turn["info"] for t in played for turn in t.info["turns"]]
-    calls = [call for info in infos for call in calls_in(info)]
-    sums = {"turns": sum(t.turns for t in played), "trajectories": len(played)}
-    sums |= {"calls": len(calls), "failed": sum(call["failed"] for call in calls)}
-    sums |= {"tools": sum(isinstance(info.get("calls"), list) for info in infos)}
-    for call in calls:
-        if not all(isinstance(call.get(key), (int, float)) for key in ("seconds", "cached")) or "name" not in call:
-            continue  # of an environment's own making
-        for key, value in (("calls", 1), ("seconds", call["seconds"]), ("cached", call["cached"])):
-            sums[f"{call['name']}/{key}"] = sums.get(f"{call['name']}/{key}", 0) + value
-    names = sorted(set().union(*utils.gather_objects(set(sums))))
-    summed = utils.all_sum(torch.tensor([float(sums.get(name, 0)) for name in names], dtype=torch.float64)).tolist()
-    total = dict(zip(names, summed, strict=True))
-    if not total["trajectories"]:
-        return {}
-    out = {"turns/mean": total["turns"] / total["trajectories"]}
-    if total["tools"]:
-        out["tools/call_frequency"] = total["calls"] / total["trajectories"]
-    if total["calls"]:
-        out["tools/failure_frequency"] = total["failed"] / total["calls"]
-        out["tools/unreadable_frequency"] = total.get("unreadable/calls", 0.0) / total["calls"]
-    for name in (name.removesuffix("/calls") for name in names if name.endswith("/calls")):
-        for key in ("seconds", "cached"):  # a call, on average
-            out[f"tools/{name or 'unreadable'}/{key}"] = total[f"{name}/{key}"] / total[f"{name}/calls"]
-    return out
-
-
-def counts_by_origin(trajectories: list[Trajectory]) -> dict:
-    """rollout/ORIGIN: trajectories of the step that were not sampled in it, by their info["origin"], on all ranks."""
-    import utils
-
-    mine = Counter(t.info["origin"] for t in trajectories if "origin" in t.info)
-    return {f"rollout/{origin}": n for origin, n in sum(utils.gather_objects(mine), Counter()).items()}
-
-
-def reward_means(trajectories: list[Trajectory]) -> dict:
-    """Mean of every reward function and component where it applied, over all ranks, which all call it."""
-    import torch
-
-    import utils
-
-    mine, out = {key for t in trajectories for key in t.info["rewards"]}, {}  # components may differ by row
-    keys = set().union(*utils.gather_objects(mine))
-    components = {key for key in keys if "/" in key}
-    for key in sorted(keys - components | bounded("names of rewards' components", components)):
-        values = [t.info["rewards"].get(key, math.nan) for t in trajectories]
-        values = torch.tensor(values, dtype=torch.float64)
-        count, mean, _ = utils.global_moments(values.nan_to_num(), ~values.isnan())
-        out |= {f"rewards/{key}/mean": float(mean)} if count else {}
-    return out
-
-
-def logged_by_rewards(trajectories: list[Trajectory]) -> dict:
-    """Means of what reward functions gave to `log_metric`, over all ranks, which all call it."""
-    import utils
-
-    mine = [pair for t in trajectories for pair in t.info.get("logged", ())]
-    values: dict[str, list[float]] = {}
-    for name, value in sum(utils.gather_objects(mine), []):
-        values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(values[name]) for name in sorted(bounded("names given to log_metric", {*values}))}
-
-
-MOST_NAMES = 100
-_NAMED: dict[str, set[str]] = {}
-
-
-def bounded(what: str, names: set[str]) -> set[str]:
-    """Those of the names that become metrics, the same on every rank: the first MOST_NAMES of a run. Names made of what
-    a model says would have no end, and a tracker keeps each of them for ever."""
-    known = _NAMED.setdefault(what, set())
-    known.update(sorted(names - known)[: MOST_NAMES - len(known)])
-    if left_out := sorted(names - known):
-        warn_once(f"over {MOST_NAMES} {what}; {shorten(left_out[0], 80)} and other new ones are no metrics. Said once.")
-    return names & known
 
 
 def sampling_options(cfg: TrainConfig) -> dict:
@@ -593,257 +397,7 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     return checked
 
 
-def same_row(given, row: dict) -> bool:
-    """Whether it is the row, or a copy of it, perhaps with more columns."""
-
-    def equal(a, b) -> bool:
-        try:
-            return a is b or bool(a == b)
-        except Exception:  # arrays, and objects of somebody else's
-            return repr(a) == repr(b)
-
-    return given is row or isinstance(given, dict) and all(k in given and equal(given[k], row[k]) for k in row)
-
-
-def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, str] | None:
-    """What is wrong with a trajectory, and the remedy; None if it can be trained on."""
-    per_token = ("token_ids", "loss_mask", "logprobs", "token_rewards")
-    for name in ("prompt_ids", *per_token):
-        given = getattr(t, name)
-        if not isinstance(given, list):
-            return f"{name} is a {type(given).__name__}", f"Give lists of plain numbers, such as {name}.tolist()."
-        kind = numbers.Integral if name.endswith("ids") else numbers.Real
-        if other := [k for k in {*map(type, given)} if not issubclass(k, kind)]:
-            return f"{name} holds a {other[0].__name__}", "Give lists of plain numbers."
-    lengths = {name: len(getattr(t, name)) for name in per_token}
-    if len({*lengths.values()}) > 1:
-        return f"per-token lists differ in length: {lengths}", "Give each an entry per token after the prompt."
-    if not t.prompt_ids:
-        return "prompt_ids is empty", "The first token after the prompt is predicted from it."
-    ids, size = t.prompt_ids + t.token_ids, getattr(generator, "vocab_size", None) or math.inf
-    # Placeholders of images may lie beyond the vocabulary; they are never sampled.
-    words = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask] if t.images else ids
-    if min(ids) < 0 or max(words, default=0) >= size:
-        return f"token ids go from {min(ids)} to {max(ids)}", f"The model's go from 0 to {size - 1}."
-    if len(t.token_ids) > cfg.max_completion_length:
-        remedy = "End it before, with finish_reason 'length', or raise the flag, and the server's --max-model-len."
-        return f"{len(t.token_ids)} tokens are over --max_completion_length={cfg.max_completion_length}", remedy
-    if not {*t.loss_mask} <= {0, 1}:
-        return f"loss_mask has {shorten(sorted({*t.loss_mask}))}", "1 where the policy sampled the token, else 0."
-    wrong = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask and not -math.inf < p <= ABOVE_ZERO]
-    if wrong:
-        remedy = "Give the log-probabilities of Completion.logprobs, finite and at most 0, for all sampled tokens."
-        return f"logprobs have {wrong[0]:g} for a sampled token", remedy
-    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= values.LARGEST]:
-        remedy = f"Rewards are finite, from -{values.LARGEST:g} to {values.LARGEST:g}."
-        return f"token_rewards have {wrong[0]:g}", remedy
-    if t.finish_reason not in ("stop", "length"):
-        remedy = "'stop', or 'length' where a limit cut it: see Completion."
-        return f"finish_reason is {shorten(t.finish_reason)}", remedy
-    return None
-
-
-# ---- calls of an environment: within a time, off the event loop, at the cost of one trajectory ---------------------
-
-
-class TrajectoryError(RuntimeError):
-    """What ends one trajectory and no other: its environment failed, or a message of it cannot be shown to the model.
-    `cause` is the same for all trajectories that failed for the same reason."""
-
-    def __init__(self, cause: str, row: dict | None = None):
-        where = "" if row is None else f"\n  row with prompt {shorten(row['prompt'])}"
-        super().__init__(cause + where)
-        self.cause = cause
-
-
-class RowPictureError(TrajectoryError):
-    """An image of a data row that cannot be read: its group's only fault, which says nothing about other rows."""
-
-
-_IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody plays at the moment
-
-
-def kind_of(row: dict, cfg: TrainConfig) -> tuple:
-    """Environments of one kind can stand for each other."""
-    return adapters.kind(cfg), repr(row.get(adapters.COLUMN))  # a column of this name may hold anything
-
-
-async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
-    """An environment for one trajectory: an idle one, or a new one. A constructor may take as long as a step."""
-    if idle := _IDLE.get(kind_of(row, cfg)):
-        return idle.pop()
-    return await limited(make, {"row": row}, cfg.tool_timeout, "making an environment", row)
-
-
-async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> None:
-    """close() what was played, or keep it for the next trajectory. A close() that fails costs a warning."""
-    if reusable and getattr(environment, "pooled", False):
-        _IDLE.setdefault(kind_of(row, cfg), []).append(environment)
-        return
-    outcome = await run_limited(environment.close, {}, cfg.tool_timeout, values.unread)
-    if outcome is None or outcome[1] is not None:
-        fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
-        warn_once(f"{name_of(environment)}.close() {fault}. Said once.")
-
-
-async def call_environment(environment, method: str, of: dict, cfg: TrainConfig, **arguments):
-    """environment.METHOD within its time; TrajectoryError naming it and the row, `of`, if it fails or is late."""
-    seconds = (method == "step" and environment.step_timeout) or cfg.tool_timeout
-    what = f"{name_of(environment)}.{method}()"
-    read = {"step": values.step, "score": values.number, "state": values.state, "metrics": values.info_of}
-    return await limited(getattr(environment, method), arguments, seconds, what, of, read.get(method, values.plain))
-
-
-async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=values.unread):
-    outcome = await run_limited(function, arguments, seconds, read)
-    if outcome is None:
-        raise TrajectoryError(f"{what} took over {seconds:g} s (--tool_timeout)", row)
-    if isinstance(outcome[1], values.UnusableResult):
-        raise TrajectoryError(f"{what} {outcome[1]}", row) from outcome[1]
-    if outcome[1] is not None:
-        raise TrajectoryError(f"{what} raised {shorten(outcome[1], 500)}", row) from outcome[1]
-    return outcome[0]
-
-
-def failed_trajectory(row: dict, group: int, error: Exception) -> Trajectory:
-    """Stands for a trajectory that could not be played or scored to its end: nothing of it is trained on."""
-    return Trajectory(row, group, [], [], [], [], [], finish_reason="failed", info={"failure": error})
-
-
-def empty_trajectory(row: dict, cfg: TrainConfig) -> Trajectory:
-    """In the batch of a rank on which every trajectory failed: a row without a sampled token. The ranks make the same
-    collective calls, so each needs a row with the same fields."""
-    counts = dict.fromkeys(("unrewarded", "reward_timeouts", "reward_without_token"), 0)
-    scores = {"rewards": {}, "reward": 0.0, "reward_components": [0.0] * len(cfg.reward_funcs), "baselines": 0.0}
-    info = {"completion": "", "model_inputs": {}, "row_number": -1} | counts | scores
-    if cfg.rollout == "multi_turn":
-        info["turns"] = []
-    return Trajectory(row, 0, [0], [0], [0], [0.0], [0.0], finish_reason="failed", info=info)
-
-
-def without_failed(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    return [[t for t in group if "failure" not in t.info] for group in groups]
-
-
-_SHOWN: set[str] = set()  # causes whose traceback was printed, at most MOST_SHOWN
-MOST_SHOWN = 10
-
-
-def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig) -> int:
-    """How many of a step's trajectories failed, over all ranks, which all call it. Prints the traceback of each new
-    cause; above --max_failed raises the commonest one, on every rank. Rows with a damaged image are named, and do not
-    end a run that has others."""
-    import utils
-
-    failures = [t.info["failure"] for group in groups for t in group if "failure" in t.info]
-    damaged = [t for group in groups for t in group if isinstance(t.info.get("failure"), RowPictureError)]
-    for t in damaged:
-        warn_once(f"row {t.info.get('row_number', '?')} of those in use is left out: {t.info['failure']}")
-    mine: dict[str, tuple[int, type, str]] = {}
-    for error in failures:
-        named = error.cause in mine or error.cause in _SHOWN or isinstance(error, RowPictureError)
-        if not named and len(_SHOWN) < MOST_SHOWN:
-            _SHOWN.add(error.cause)
-            frames = traceback.format_exception(error.__cause__ or error)[:-1]  # the last is the message, said already
-            logger.warning("a trajectory failed and is left out: %s\n%s", error, "".join(frames)[-5000:])
-        mine[error.cause] = (mine[error.cause][0] + 1 if error.cause in mine else 1, type(error), str(error))
-    everyone = utils.gather_objects((mine, len(failures), sum(map(len, groups)), len(damaged), len(groups)))
-    failed, total, excused, prompts = (sum(part[k] for part in everyone) for k in (1, 2, 3, 4))
-    excused *= failed < total or prompts == 1  # were no row's image readable, the run would be of none
-    if failed - excused > cfg.max_failed * total:
-        times: Counter = Counter()
-        for causes, *_ in everyone:
-            times.update({cause: count for cause, (count, _, _) in causes.items()})
-        cause, most = times.most_common(1)[0]
-        kind, text = next(causes[cause][1:] for causes, *_ in everyone if cause in causes)
-        ours = next((error for error in failures if error.cause == cause), None)
-        raise kind(
-            f"{text}\n  {failed} of {total} trajectories of this step failed, {most} of them for this cause. "
-            f"--max_failed={cfg.max_failed:g} is the share that may fail before the run stops."
-        ) from (ours and ours.__cause__)
-    return failed
-
-
-# ---- what an environment says ----------------------------------------------------------------------------------------
-
-
-def name_of(environment) -> str:
-    """The class of an environment, or of the object whose methods are its tools."""
-    return type(getattr(environment, "inner", environment)).__name__
-
-
-def seed_of(row: dict, cfg: TrainConfig) -> int:
-    """The row's column `seed`, or a number made of its prompt: members of a group, and a resumed run, share it."""
-    if row.get("seed") is not None:
-        return row["seed"]
-    return cfg.seed ^ zlib.crc32(repr(without_sources(row["prompt"])).encode())  # an image shows as its address
-
-
-async def reset(environment, row: dict, cfg: TrainConfig, processor=None) -> list[dict]:
-    """The environment's prompt as chat messages; it may be text."""
-    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
-    return checked_messages(messages, f"{name_of(environment)}.reset()", processor)
-
-
-async def state_of(environment, row: dict, cfg: TrainConfig):
-    """What the environment says of the state it is in, for advantages that compare turns; None if it says nothing."""
-    if type(environment).state is Environment.state:
-        return None
-    return await call_environment(environment, "state", row, cfg)
-
-
-def checked_messages(messages, whose: str, processor=None, most: int | None = None) -> list[dict]:
-    """Chat messages as the model can be shown them. Text becomes a user's message, lone halves of emoji are replaced,
-    texts longer than `most` cut; to a tokenizer, which knows no images, parts become text."""
-    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    usable = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), (str, list))
-        for m in messages
-    )
-    if not usable:
-        form = '[{"role": "user", "content": "..."}]'
-        raise TrajectoryError(f"{whose} must give chat messages, such as {form}; it gave {shorten(messages)}")
-    try:
-        messages = [in_usual_form(message) for message in messages]
-    except PartError as error:
-        raise TrajectoryError(f"{whose} gave a message that cannot be shown: {error}") from error
-    messages = each_text(messages, clean)
-    if most is not None:
-        shown = [message | {"content": cut(message["content"], most)} for message in messages]
-        if shown != messages:
-            warn_once(f"{whose} gave a message over --max_tool_result {most} characters: the model sees its beginning.")
-        messages = shown
-    if processor is None or is_vision(processor):
-        return messages
-    return [message | {"content": as_text(message["content"], whose)} for message in messages]
-
-
-def as_text(content: str | list, whose: str) -> str:
-    """Parts of a message as text, for models without images."""
-    if any(part["type"] == "image" for part in parts_of(content)):
-        warn_once(f"{whose} gives images, and the model of --model_id takes none: it reads {NO_IMAGE!r} instead.")
-    return text_of_parts(content)
-
-
-def checked_step(outcome, environment, processor=None, most: int | None = None) -> tuple[list[dict], float, bool, dict]:
-    """What step() returned, with `checked_messages` and None as no info; TrajectoryError if it is no such."""
-    whose = f"{name_of(environment)}.step()"
-    if not isinstance(outcome, tuple) or len(outcome) != 4:
-        raise TrajectoryError(f"{whose} must return (messages, reward, done, info); it returned {shorten(outcome)}")
-    answers, reward, done, info = outcome
-    answers = checked_messages(answers, whose, processor, most)
-    try:
-        return answers, finite_number(reward), bool(done), {} if info is None else dict(info)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TrajectoryError(
-            f"{whose}: reward {shorten(reward)} and info {shorten(info)} must be a finite number and a dict"
-        ) from error
-
-
-def finite_number(value) -> float:
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{number} is not finite")
-    return number
+# ---- prompts as an environment begins them ---------------------------------------------------------------------------
 
 
 def begun(row: dict, messages: list[dict], environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
@@ -1062,104 +616,6 @@ ROLLOUTS: dict[str, Callable] = {
     "multi_turn": multi_turn,
 }
 single_turn.limits_itself = multi_turn.limits_itself = multi_turn.per_trajectory = True
-
-
-# ---- one environment, without model, server or torch: python rollouts.py --env NAME --policy random ------------------
-
-
-CHANCE = random.Random()  # the random policy's own: an environment may draw from the same seed
-
-
-def random_policy(environment, messages: list[dict]) -> str:
-    actions = environment.actions()
-    return CHANCE.choice(actions) if actions else "".join(CHANCE.choices("abc <>/", k=20))
-
-
-def by_hand(environment, messages: list[dict]) -> str:
-    try:
-        return input("\nyou: ")
-    except EOFError:
-        raise SystemExit("\nrollouts.py: the input has ended, the game has not") from None
-
-
-def openai_policy(url: str, model: str, token: str | None) -> Callable:
-    """Asks any OpenAI-compatible server, such as a vllm_server.py.  url: up to and with /v1."""
-
-    def say(environment, messages: list[dict]) -> str:
-        try:
-            return chat(url, model, messages, token, max_tokens=512)
-        except (RuntimeError, OSError) as error:
-            raise SystemExit(f"rollouts.py: {error}") from None
-
-    return say
-
-
-async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float | None:
-    """Play one trajectory with text alone, printing every turn; returns its reward, None where it gives none."""
-    messages, total = await reset(environment, row, cfg), 0.0
-    if environment.instructions:
-        messages = [{"role": "system", "content": environment.instructions}, *messages]
-    for message in messages:
-        print(f"[{message['role']}] {text_of_parts(message['content'])}")
-    for number in range(1, cfg.max_turns + 1):
-        text = policy(environment, messages)
-        outcome = await call_environment(environment, "step", row, cfg, text=text)
-        answers, reward, done, info = checked_step(outcome, environment)
-        print(f"\n--- turn {number} ---\n[assistant] {text}")
-        for message in answers:
-            print(f"[{message['role']}] {text_of_parts(message['content'])}")
-        print(f"reward {reward:g}{', done' if done else ''}  {info or ''}")
-        messages, total = [*messages, {"role": "assistant", "content": text}, *answers], total + reward
-        if done:
-            break
-    score = await call_environment(environment, "score", row, cfg)
-    metrics = await call_environment(environment, "metrics", row, cfg)
-    total = None if score is None and not total else total + (score or 0.0)  # as `judged` has it
-    print(f"\nreward of the trajectory {'none' if total is None else f'{total:g}'}  {metrics or ''}")
-    await put_away(environment, row, False, cfg)
-    return total
-
-
-def main() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser(description="Play an environment by hand, at random, or with a served model.")
-    parser.add_argument("--env", help="name in ENVIRONMENTS or file.py:Class; NAME?key=value sets arguments")
-    parser.add_argument("--tools", nargs="*", default=[], help="instead: names in TOOLS or file.py:function")
-    parser.add_argument("--mcp_config", help="and, or instead: JSON file with `mcpServers`")
-    parser.add_argument("--tool_parser", choices=list(HOW_TO_CALL), default="hermes", help="how calls are written")
-    parser.add_argument("--tool_timeout", type=float, default=30.0, help="seconds a call, reset or step may take")
-    parser.add_argument("--dataset_id", help="play its rows, as the train scripts take them")
-    parser.add_argument("--policy", choices=["random", "hand", "openai", "server"], default="random")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of --policy openai or server")
-    parser.add_argument("--model", default="", help="its name there")
-    parser.add_argument("--prompt", default="", help="of the row, for environments that use it")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--episodes", type=int, default=1)
-    parser.add_argument("--max_turns", type=int, default=8)
-    parser.add_argument("--allow_uncontained", action="store_true", help="as of the train scripts")
-    args = parser.parse_args()
-    token = credentials.read("VLLM_SERVER_TOKEN" if args.policy == "server" else "OPENAI_API_KEY")
-    policies = {"random": random_policy, "hand": by_hand}
-    policy = policies.get(args.policy) or openai_policy(args.url, args.model, token)
-    if not (args.env or args.tools or args.mcp_config):
-        parser.error("give --env, --tools or --mcp_config")
-    try:
-        names = ("env", "tools", "mcp_config", "max_turns", "tool_parser", "tool_timeout", "allow_uncontained")
-        cfg = TrainConfig(**{name: getattr(args, name) for name in names})
-        cfg.reward_funcs = []  # it is played, not trained on: an environment needs no reward
-        check_contained([tool.call for tool in named_tools(cfg)], cfg)
-        make, rewards = adapters.environment_maker(cfg), []
-        rows = load_rows(args.dataset_id, own_prompts=not args.env) if args.dataset_id else [{"prompt": args.prompt}]
-        for episode in range(args.episodes):
-            CHANCE.seed(f"policy {args.seed + episode}")
-            row = {"seed": args.seed + episode} | rows[episode % len(rows)]
-            rewards.append(asyncio.run(watch(make(row), policy, row, cfg)))
-    except ConfigError as error:
-        parser.error(str(error))
-    given = [reward for reward in rewards if reward is not None]
-    mean = f"{statistics.fmean(given):.3f}" if given else "none"
-    print(f"mean reward of {len(given) or len(rewards)} trajectories: {mean}")
 
 
 if __name__ == "__main__":

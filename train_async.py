@@ -31,7 +31,7 @@ from types import SimpleNamespace
 import train_grpo
 import utils
 from config import ConfigError, parse_args
-from rollouts import Trajectory
+from inputs.trajectory import Trajectory
 from train_grpo import Collector, collect, sample_step
 
 

@@ -125,30 +125,23 @@ from inputs.processor import (
     takes_images,
     with_template_kwargs,
 )
+from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, without_failed
 from memory import push_bucket_mb, settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
     ROLLOUTS,  # noqa: F401 - for an entry of yours
-    Trajectory,
     call_rollout,
-    check_failed,
     check_rollout,
     check_smallest,
-    counts_by_origin,
-    domain_metrics,
-    empty_trajectory,
-    eval_metrics,
-    failed_trajectory,
     group_sizes,
     measure,
-    rollout_metrics,
     sample_enough,
     sampled_by,
     scored_together,
-    without_failed,
 )
 from runlog import checkpoints, resume
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
+from runlog.rollout_metrics import check_failed, counts_by_origin, domain_metrics, eval_metrics, rollout_metrics
 from runlog.tokens import keeps_tokens, write_vocabulary
 from safety import sandbox
 

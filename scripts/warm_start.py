@@ -25,10 +25,11 @@ import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import ConfigError, TrainConfig, parse_args  # noqa: E402
 from envs import adapters, formats  # noqa: E402
+from envs.calls import put_away  # noqa: E402
 from inputs.processor import load_processor, with_template_kwargs  # noqa: E402
 from inputs.prompts import rope_index_of  # noqa: E402
 from plugins import function_path, load_function  # noqa: E402
-from rollouts import measure, play, put_away  # noqa: E402
+from rollouts import measure, play  # noqa: E402
 from runlog import checkpoints  # noqa: E402
 from vllm_client import Completion  # noqa: E402
 

@@ -19,11 +19,11 @@ import data
 from config import ConfigError, TrainConfig
 from data import filter_overlong, gym_seed, load_rows
 from envs.adapters import with_added
+from envs.calls import checked_messages
 from envs.tools import as_content
 from inputs import parts
 from inputs.prompts import prompt_lengths, prompt_messages, tokenize_prompt
 from plugins import load_function
-from rollouts import checked_messages
 from scoring.text import completion_text
 from train_grpo import PromptSampler
 

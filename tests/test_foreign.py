@@ -29,8 +29,10 @@ from inputs.processor import load_processor
 from inputs.prompts import build_prompt, observation_text, observed
 from inputs.special_tokens import END, MARKERS, clean, each_text, guard, special_texts, tokenize
 from inputs.special_tokens import tokenizer_of as text_tokenizer
+from inputs.trajectory import RowPictureError, empty_trajectory, failed_trajectory, without_failed
 from plugins import load_function
 from rollouts import TrajectoryError, play
+from runlog import rollout_metrics
 from runlog.log import completion_rows
 from safety.sandbox import executes_code
 
@@ -299,7 +301,7 @@ FAULTS = ["reset", "step", "late", "junk", "score", "nan", "metrics", "state", "
 def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
     monkeypatch.setitem(adapters.ENVIRONMENTS, "moody", Moody)
     adapters._MADE.clear()
-    rollouts._SHOWN.clear()
+    rollout_metrics._SHOWN.clear()
     rollouts.warn_once.cache_clear()
     Moody.made = Moody.closed = 0
     settings = dict(env="moody", tools=[], max_turns=2, num_generations=4, tool_timeout=0.5, advantage="grpo")
@@ -352,24 +354,24 @@ def test_a_failing_reward_costs_its_group():
     rows = [{"prompt": "good"}, {"prompt": "bad"}]
     generator = Single(tokenizer_of("qwen2_5"), ["a"])
     groups, _ = asyncio.run(script.rollout(rows, generator, {"moody": moody}, cfg))
-    assert rollouts.check_failed(groups, cfg) == 2 and [len(g) for g in rollouts.without_failed(groups)] == [2, 0]
+    assert rollout_metrics.check_failed(groups, cfg) == 2 and [len(g) for g in without_failed(groups)] == [2, 0]
     cfg.max_failed = 0.1
     with pytest.raises(rewards.RewardError, match="(?s)'moody' raised KeyError.*row: .*'bad'.*2 of 4 trajectories"):
-        rollouts.check_failed(groups, cfg)
+        rollout_metrics.check_failed(groups, cfg)
 
 
 def test_one_prompt_of_its_own_size_with_a_damaged_picture_is_no_error():
     row = {"prompt": "a", "num_generations": 3}
-    failed = [rollouts.failed_trajectory(row, 0, rollouts.RowPictureError("damaged", row)) for _ in range(3)]
+    failed = [failed_trajectory(row, 0, RowPictureError("damaged", row)) for _ in range(3)]
     cfg = config(env="x", num_generations=2, max_failed=0.0)
-    assert rollouts.check_failed([failed], cfg) == 3
-    with pytest.raises(rollouts.RowPictureError, match="6 of 6"):
-        rollouts.check_failed([failed, failed], cfg)
+    assert rollout_metrics.check_failed([failed], cfg) == 3
+    with pytest.raises(RowPictureError, match="6 of 6"):
+        rollout_metrics.check_failed([failed, failed], cfg)
 
 
 def test_a_rank_on_which_all_failed_has_a_row_that_counts_for_nothing():
     cfg = config(env="x", reward_funcs=["environment"], num_minibatches=2)
-    batch = script.collate([rollouts.empty_trajectory({"prompt": "?"}, cfg)], 0, torch.device("cpu"))
+    batch = script.collate([empty_trajectory({"prompt": "?"}, cfg)], 0, torch.device("cpu"))
     assert len(script.minibatches(batch, cfg)) == 2  # of a critic's update, before there are advantages
     batch.advantages = script.grpo(batch, cfg)
     parts = script.minibatches(batch, cfg)
@@ -453,9 +455,9 @@ def test_invented_components_are_bounded_metrics(monkeypatch, caplog):
     """The first hundred of a run, in every step the same; functions' own names are always there."""
     monkeypatch.setattr(rollouts, "_NAMED", {})
     last = [SimpleNamespace(info={"rewards": {"mine": 1.0} | {f"mine/{n}": 1.0 for n in range(60)}})]
-    assert len(rollouts.reward_means(last)) == 61 and not caplog.text
+    assert len(rollout_metrics.reward_means(last)) == 61 and not caplog.text
     many = {f"mine/{n}": 1.0 for n in range(50, 170)}
-    means = rollouts.reward_means([SimpleNamespace(info={"rewards": {"mine": 1.0, "yours": 1.0} | many})])
+    means = rollout_metrics.reward_means([SimpleNamespace(info={"rewards": {"mine": 1.0, "yours": 1.0} | many})])
     assert {"rewards/mine/mean", "rewards/yours/mean", "rewards/mine/59/mean"} <= means.keys() and len(means) == 52
     assert "over 100 names of rewards' components" in caplog.text
 
@@ -882,7 +884,7 @@ def test_arguments_of_trls_rewards():
     t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg, add), Scripted(tokenizer, TURNS), cfg))
     rewards.TRAINER_STATE.global_step = 3
     asyncio.run(rewards.score([t], {"curious": curious}, cfg))
-    assert seen["step"][0] == 3 and rollouts.rollout_metrics([t])["share"] == 0.25
+    assert seen["step"][0] == 3 and rollout_metrics.rollout_metrics([t])["share"] == 0.25
     (row,) = completion_rows([t], [0.0], [0.0])
     assert row["extra/length"] > 0 and row["length"] == sum(t.loss_mask)  # the name was taken
 

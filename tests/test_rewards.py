@@ -20,7 +20,6 @@ from server_fixture import make_tiny
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import rollouts
 from config import ConfigError, TrainConfig
 from data import load_rows
 from rewards import (
@@ -35,6 +34,7 @@ from rewards import (
     score,
 )
 from rollouts import Trajectory
+from runlog import rollout_metrics
 from safety.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -362,7 +362,7 @@ def test_names_of_the_runs_own_metrics_are_not_taken(caplog):
             log_metric(name, value)
         return [0.5]
 
-    metrics = rollouts.rollout_metrics(run([trajectory()], logs))
+    metrics = rollout_metrics.rollout_metrics(run([trajectory()], logs))
     assert metrics["reward"] == 0.5 and metrics["mine"] == 1 and not {"step", "eval/reward"} & metrics.keys()
     assert [metrics[f"log_metric/{name}"] for name in ("step", "reward", "eval/reward")] == [5, 7, 9]
     assert math.isnan(metrics["huge"]) and "log_metric('step')" in caplog.text

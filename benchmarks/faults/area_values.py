@@ -244,7 +244,7 @@ def logging_own_names(at):
 
 def logging_huge_numbers(at):
     """a reward logs 1e308 often, whose sum no float holds -> survived: not a number, and the rest is right"""
-    import rollouts
+    from runlog import rollout_metrics
 
     found, _, _ = outcome = _score(
         at, "[log_metric('big', 1e308) for _ in range(9)]\nlog_metric('one', 1)\nreturn [1.0] * 3"
@@ -253,7 +253,7 @@ def logging_huge_numbers(at):
         return _rewarded(outcome, [1.0] * 3)
     from types import SimpleNamespace
 
-    logged = rollouts.logged_by_rewards([SimpleNamespace(info=info) for info in found])
+    logged = rollout_metrics.logged_by_rewards([SimpleNamespace(info=info) for info in found])
     return Seen("survived" if logged["one"] == 1 and logged["big"] != logged["big"] else "silent", str(logged))
 
 
@@ -353,17 +353,16 @@ def tool_is_late_to_be_shown(at):
 
 def _step(at, result: str, head: str = ""):
     """One step of an environment that returns `result`."""
-    import rollouts
     from config import TrainConfig
-    from envs import Environment
+    from envs import Environment, calls
 
     bad = _function(at, f"import time\n{head}\ndef bad(self, text):\n    return {result}\n")
     environment = type("Bad", (Environment,), {"step": bad})()
     cfg = TrainConfig(tool_timeout=LIMIT)
 
     async def work():
-        outcome = await rollouts.call_environment(environment, "step", {"prompt": "?"}, cfg, text="a")
-        return rollouts.checked_step(outcome, environment)
+        outcome = await calls.call_environment(environment, "step", {"prompt": "?"}, cfg, text="a")
+        return calls.checked_step(outcome, environment)
 
     return _timed(lambda: asyncio.run(work()))
 
@@ -397,7 +396,7 @@ def environment_calls_of_its_own(at):
     """an environment's info has `calls`, of other forms than a tool's -> survived: the metrics of the step are made"""
     from types import SimpleNamespace
 
-    import rollouts
+    from runlog import rollout_metrics
     from safety.storable import calls_in
 
     infos = [
@@ -405,7 +404,7 @@ def environment_calls_of_its_own(at):
         for calls in ([1, 2], [{"name": "a"}], [dict(name=1, call=2, seconds="x", failed=[], cached=0)])
     ]
     played = SimpleNamespace(info={"turns": [{"info": info} for info in infos]}, turns=3)
-    metrics = rollouts.turn_metrics([played])
+    metrics = rollout_metrics.turn_metrics([played])
     return Seen("survived" if metrics["turns/mean"] == 3 and not any(map(calls_in, infos)) else "silent", str(metrics))
 
 

@@ -1,0 +1,119 @@
+"""One prompt and everything after it, as rollouts return it; its faults; what stands for one that failed."""
+
+import math
+import numbers
+from dataclasses import dataclass, field
+
+from config import TrainConfig
+from data import shorten
+from safety import values
+from serving.answers import ABOVE_ZERO
+
+
+@dataclass
+class Trajectory:
+    """One prompt and everything after it, token by token. The four lists below have one entry per token after the
+    prompt: `loss_mask` is 1 exactly where the policy sampled the token, its end-of-turn token included."""
+
+    row: dict  # the data set row it came from
+    group: int  # trajectories of one prompt share it
+    prompt_ids: list[int]
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]  # the generator's, 0 where loss_mask is 0
+    token_rewards: list[float]
+    images: list = field(default_factory=list)
+    finish_reason: str = "stop"  # "stop" or "length", as the generator said it: never inferred from the last token
+    turns: int = 1
+    policy_version: int = 0  # of the oldest weights that sampled any of it, and
+    policy_version_last: int | None = None  # of the newest; None: the same
+    info: dict = field(default_factory=dict)  # completion text, rewards by function, counters
+
+    def __post_init__(self):
+        lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"a trajectory's per-token lists must have one length, got {lengths}")
+
+
+class TrajectoryError(RuntimeError):
+    """What ends one trajectory and no other: its environment failed, or a message of it cannot be shown to the model.
+    `cause` is the same for all trajectories that failed for the same reason."""
+
+    def __init__(self, cause: str, row: dict | None = None):
+        where = "" if row is None else f"\n  row with prompt {shorten(row['prompt'])}"
+        super().__init__(cause + where)
+        self.cause = cause
+
+
+class RowPictureError(TrajectoryError):
+    """An image of a data row that cannot be read: its group's only fault, which says nothing about other rows."""
+
+
+def failed_trajectory(row: dict, group: int, error: Exception) -> Trajectory:
+    """Stands for a trajectory that could not be played or scored to its end: nothing of it is trained on."""
+    return Trajectory(row, group, [], [], [], [], [], finish_reason="failed", info={"failure": error})
+
+
+def empty_trajectory(row: dict, cfg: TrainConfig) -> Trajectory:
+    """In the batch of a rank on which every trajectory failed: a row without a sampled token. The ranks make the same
+    collective calls, so each needs a row with the same fields."""
+    counts = dict.fromkeys(("unrewarded", "reward_timeouts", "reward_without_token"), 0)
+    scores = {"rewards": {}, "reward": 0.0, "reward_components": [0.0] * len(cfg.reward_funcs), "baselines": 0.0}
+    info = {"completion": "", "model_inputs": {}, "row_number": -1} | counts | scores
+    if cfg.rollout == "multi_turn":
+        info["turns"] = []
+    return Trajectory(row, 0, [0], [0], [0], [0.0], [0.0], finish_reason="failed", info=info)
+
+
+def without_failed(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    return [[t for t in group if "failure" not in t.info] for group in groups]
+
+
+def same_row(given, row: dict) -> bool:
+    """Whether it is the row, or a copy of it, perhaps with more columns."""
+
+    def equal(a, b) -> bool:
+        try:
+            return a is b or bool(a == b)
+        except Exception:  # arrays, and objects of somebody else's
+            return repr(a) == repr(b)
+
+    return given is row or isinstance(given, dict) and all(k in given and equal(given[k], row[k]) for k in row)
+
+
+def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, str] | None:
+    """What is wrong with a trajectory, and the remedy; None if it can be trained on."""
+    per_token = ("token_ids", "loss_mask", "logprobs", "token_rewards")
+    for name in ("prompt_ids", *per_token):
+        given = getattr(t, name)
+        if not isinstance(given, list):
+            return f"{name} is a {type(given).__name__}", f"Give lists of plain numbers, such as {name}.tolist()."
+        kind = numbers.Integral if name.endswith("ids") else numbers.Real
+        if other := [k for k in {*map(type, given)} if not issubclass(k, kind)]:
+            return f"{name} holds a {other[0].__name__}", "Give lists of plain numbers."
+    lengths = {name: len(getattr(t, name)) for name in per_token}
+    if len({*lengths.values()}) > 1:
+        return f"per-token lists differ in length: {lengths}", "Give each an entry per token after the prompt."
+    if not t.prompt_ids:
+        return "prompt_ids is empty", "The first token after the prompt is predicted from it."
+    ids, size = t.prompt_ids + t.token_ids, getattr(generator, "vocab_size", None) or math.inf
+    # Placeholders of images may lie beyond the vocabulary; they are never sampled.
+    words = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask] if t.images else ids
+    if min(ids) < 0 or max(words, default=0) >= size:
+        return f"token ids go from {min(ids)} to {max(ids)}", f"The model's go from 0 to {size - 1}."
+    if len(t.token_ids) > cfg.max_completion_length:
+        remedy = "End it before, with finish_reason 'length', or raise the flag, and the server's --max-model-len."
+        return f"{len(t.token_ids)} tokens are over --max_completion_length={cfg.max_completion_length}", remedy
+    if not {*t.loss_mask} <= {0, 1}:
+        return f"loss_mask has {shorten(sorted({*t.loss_mask}))}", "1 where the policy sampled the token, else 0."
+    wrong = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask and not -math.inf < p <= ABOVE_ZERO]
+    if wrong:
+        remedy = "Give the log-probabilities of Completion.logprobs, finite and at most 0, for all sampled tokens."
+        return f"logprobs have {wrong[0]:g} for a sampled token", remedy
+    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= values.LARGEST]:
+        remedy = f"Rewards are finite, from -{values.LARGEST:g} to {values.LARGEST:g}."
+        return f"token_rewards have {wrong[0]:g}", remedy
+    if t.finish_reason not in ("stop", "length"):
+        remedy = "'stop', or 'length' where a limit cut it: see Completion."
+        return f"finish_reason is {shorten(t.finish_reason)}", remedy
+    return None

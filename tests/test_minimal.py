@@ -1,0 +1,94 @@
+"""train_minimal.py computes what train_grpo.py computes, learns, and has no flag that does nothing."""
+
+from dataclasses import replace
+
+import minimal_worker
+import pytest
+import torch
+from gradient_worker import small_llama
+from live import running, trainer
+from server_fixture import ROOT, make_tiny
+
+import train_grpo
+import train_minimal as script
+from cli import ConfigError
+from config import TrainConfig, load_config
+from runlog.reading import read_metrics
+
+TOY = ROOT / "benchmarks" / "toy.py"
+CPU = torch.device("cpu")
+
+
+def of_train_grpo(several: bool, monkeypatch) -> dict[str, torch.Tensor]:
+    monkeypatch.setattr(train_grpo, "load_hf_model", small_llama)
+    cfg = TrainConfig(compute_dtype="float32", loss_agg="token_mean", beta=0.0, correction="none")
+    cfg = replace(cfg, num_generations=minimal_worker.GENERATIONS, shared_prefix=False)
+    policy, _ = train_grpo.load_policy(cfg, CPU)
+    batch = train_grpo.collate(minimal_worker.trajectories(), 0, CPU)
+    batch.advantages = train_grpo.grpo(batch, cfg)
+    batch.old_logprobs = batch.sampling_logprobs if several else None
+    sums = train_grpo.accumulate_gradients(policy, batch, cfg)
+    named = {train_grpo.clean_name(name): weight.grad for name, weight in policy.named_parameters()}
+    return named | {"loss": sums["loss"].float()}
+
+
+def check_equal(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize("updates", (1, 2))
+def test_loss_and_gradient_are_those_of_train_grpo(updates, monkeypatch):
+    cfg = script.Settings(compute_dtype="float32", num_iterations=updates, rows_per_microbatch=5)
+    found = minimal_worker.loss_and_gradient(cfg)
+    check_equal(found, of_train_grpo(updates > 1, monkeypatch))
+
+
+def test_two_ranks_give_the_gradient_of_one(tmp_path, monkeypatch):
+    out = tmp_path / "found.pt"
+    with running(trainer(tmp_path / "log", str(out), ranks=2, script="tests/minimal_worker.py")) as worker:
+        assert worker.end() == 0, worker.text
+    check_equal(torch.load(out), of_train_grpo(True, monkeypatch))
+
+
+def test_it_learns(tmp_path):
+    torch.set_num_threads(1)
+    cfg = script.Settings(
+        model_id=str(make_tiny()), generator="hf", compute_dtype="float32", dataset_id=f"{TOY}:rows",
+        reward_funcs=[f"{TOY}:tens"], prompts_per_step=4, num_generations=16, max_completion_length=4, max_steps=20,
+        num_iterations=2, learning_rate=1e-2, eval_steps=20, output_dir=str(tmp_path), run_name="run", seed=0,
+    )  # fmt: skip
+    after = script.train(cfg)["eval/reward"]
+    lines = read_metrics(tmp_path / "run")
+    assert lines[0]["eval/reward"] < 0.2 and after > 0.8
+    assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1.0
+    assert (
+        lines[1]["sampling/logprob_diff_mean"] < 1e-3
+    )  # of the step's last update, but the first has no other weights
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_all_rows_of_an_epoch_before_the_next(monkeypatch):
+    rows, cfg = [{"prompt": str(n)} for n in range(10)], script.Settings(prompts_per_step=4)
+    steps = []
+    for step in range(5):
+        parts = []
+        for rank in range(2):
+            monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
+            parts += script.rows_of_step(rows, step, cfg)
+        steps += [int(row["prompt"]) for row in parts]
+    assert sorted(steps[:8] + steps[8:10]) != sorted(steps[10:12]) and len(steps) == 20
+    assert all(steps.count(n) == 2 for n in range(10))
+
+
+def test_flags_that_it_does_not_have_are_refused():
+    assert load_config(script.Settings, ["--learning_rate", "2e-5"]).learning_rate == 2e-5
+    with pytest.raises(ConfigError, match="unknown argument '--beta'"):
+        load_config(script.Settings, ["--beta", ".1"])
+
+
+def test_short_enough_to_read():
+    lines = (ROOT / "train_minimal.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 360  # what is added here belongs in train_grpo.py

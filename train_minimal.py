@@ -1,0 +1,335 @@
+"""GRPO on one page: rows in, a better model out. Read it from top to bottom; train_grpo.py has what is left out here.
+
+    python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # or any text model: --model_id NAME
+    python train_minimal.py --generator hf                                # one process, which samples, too
+
+With a server that samples, and two ranks that train (export VLLM_SERVER_TOKEN=..., the same in both terminals):
+
+    python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256                     # terminal 1
+    torchrun --nproc_per_node=2 train_minimal.py --server_urls http://127.0.0.1:8000                   # terminal 2
+
+A step:
+
+    1. prompts      every rank takes its share of `prompts_per_step` rows
+    2. completions  the generator samples `num_generations` of each; reward functions score them
+    3. advantages   how much better than the other completions of the same prompt, in standard deviations
+    4. update       make tokens of good completions more likely, of bad ones less, not too far at once
+    5. push         the generator gets the new weights; the next step samples from them
+
+Every rank has a copy of the model (DDP). Dimensions: B completions of this rank, T tokens of the longest, V vocabulary.
+"""
+# ruff: noqa: E402 - the command line is read before torch is imported, so that a mistake answers at once
+
+from dataclasses import field
+from typing import Literal
+
+from config import TrainConfig, parse_args
+
+
+class Settings(TrainConfig):
+    """All flags of this script. TrainConfig has many more, which keep their defaults."""
+
+    own_flags_alone = True
+
+    model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
+    dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
+    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, or FILE.py:FUNCTION
+    generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
+    server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
+    prompts_per_step: int = 8  # of all ranks together
+    num_generations: int = 8  # completions of each prompt
+    max_prompt_length: int = 128  # tokens; rows with longer prompts are left out
+    max_completion_length: int = 12  # tokens; what is longer is cut off
+    temperature: float = 1.0  # of sampling, and of the log-probs that are trained
+    rows_per_microbatch: int = 16  # completions in one forward and backward pass; changes memory, not the gradient
+    num_iterations: int = 1  # optimizer updates on the completions of a step
+    learning_rate: float = 1e-5  # at the first step; it falls to 0 in a line
+    epsilon: float = 0.2  # the ratio of new to old probability counts between 1 - epsilon and
+    epsilon_high: float = 0.2  # 1 + epsilon_high
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this
+    max_steps: int = 30  # training steps
+    eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
+    seed: int = 42  # of the order of prompts, and of --generator hf
+    output_dir: str = "runs"  # the run's folder is made here; `python look.py runs/` shows it
+    run_name: str | None = None  # of that folder; unset: model, advantage and time
+
+
+if __name__ == "__main__":
+    CONFIG = parse_args(Settings, description=__doc__.split("\n")[0])
+
+import asyncio
+import contextlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+import utils
+from data import load_data
+from inputs.processor import load_processor
+from inputs.prompts import prompt_ids
+from inputs.trajectory import Trajectory
+from rewards import get_reward_functions, score
+from runlog.log import RunLog, clock, close_all, completion_rows, name_run
+from runlog.rollout_metrics import eval_metrics, rollout_metrics
+
+# ---- 1 prompts ------------------------------------------------------------------------------------------------------
+
+
+def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
+    """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order."""
+    numbers = []
+    for place in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
+        epoch, place = divmod(place, len(rows))
+        numbers.append(np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))[place])
+    return [rows[number] for number in numbers[dist.get_rank() :: dist.get_world_size()]]
+
+
+# ---- 2 completions and their rewards --------------------------------------------------------------------------------
+
+
+async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
+    """`count` completions of each row, one row's after another's, scored. All rows are sampled at the same time."""
+
+    async def of_row(group: int, row: dict) -> list[Trajectory]:
+        prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
+        how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
+        trajectories = [
+            Trajectory(
+                row=row,
+                group=group,
+                prompt_ids=prompt,
+                token_ids=c.token_ids,  # as they were sampled: text is never tokenised again
+                loss_mask=[1] * len(c.token_ids),  # 1: sampled. Answers of tools, if there were any, would have 0
+                logprobs=c.logprobs,  # the generator's
+                token_rewards=[0.0] * len(c.token_ids),  # `score` puts the reward on the last token
+                finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
+                policy_version=c.policy_version,
+                policy_version_last=c.policy_version_last,
+                info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},
+            )
+            for c in await generator.generate(prompt, **how)
+        ]
+        await score(trajectories, reward_functions, cfg)  # while others are still being sampled
+        return trajectories
+
+    return sum(await asyncio.gather(*(of_row(group, row) for group, row in enumerate(rows))), [])
+
+
+def padded(rows: list[list]) -> Tensor:
+    """[[1, 2], [3]] -> [[1, 2], [3, 0]]"""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, Tensor]:
+    """Prompts with their completions, padded on the right: place t is token t.  [B, T] each"""
+    before = [[0] * len(t.prompt_ids) for t in trajectories]
+    batch = {
+        "input_ids": padded([t.prompt_ids + t.token_ids for t in trajectories]),
+        "attention_mask": padded([[1] * len(t.prompt_ids + t.token_ids) for t in trajectories]),
+        "loss_mask": padded([none + t.loss_mask for none, t in zip(before, trajectories, strict=True)]).float(),
+        "sampling_logprobs": padded([none + t.logprobs for none, t in zip(before, trajectories, strict=True)]).float(),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+# ---- 3 advantages ---------------------------------------------------------------------------------------------------
+
+
+def advantages(scores: Tensor, num_generations: int) -> Tensor:
+    """(score - mean) / std, each over the completions of one prompt; 0 where all scored the same.  [B] -> [B]
+
+    DeepSeekMath (2402.03300) eq. 3. A prompt's completions stand together, and all of them are on one rank.
+    """
+    groups = scores.view(-1, num_generations)  # [prompts, completions of each]
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+
+
+# ---- 4 update -------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Tensor]]:
+    """As many on every rank, as all have as many completions: DDP's ranks wait for each other."""
+    parts = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
+    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+
+
+def token_logprobs(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> Tensor:
+    """Log-prob of every token after those before it; 0 for the first.  [B, T]"""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
+    logprobs = (logits.float() / cfg.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return nn.functional.pad(logprobs, (1, 0))
+
+
+def policy_loss(logprobs: Tensor, batch: dict[str, Tensor], cfg: Settings) -> Tensor:
+    """PPO's clipped ratio, per token.  [B, T]
+
+    The ratio is 1 in the first update of a step, so its gradient is A grad log pi there. Later ones may move a token's
+    probability by epsilon and no further: beyond that the smaller term has no gradient.
+    """
+    ratio = (logprobs - batch["old_logprobs"]).exp()
+    clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
+    return -torch.min(ratio * batch["advantages"], clipped * batch["advantages"])
+
+
+def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> dict[str, float]:
+    """The gradient of the mean loss over all tokens that *all* ranks have sampled in this step, however many ranks and
+    micro-batches there are. Returns the same mean of the loss, and of |trainer - generator| log-prob."""
+    count = batch["loss_mask"].sum()
+    dist.all_reduce(count)  # of tokens. A mean of each rank's mean would make tokens of short completions count more
+    sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
+    for part in parts:
+        # DDP averages gradients over ranks in the last backward pass; times their number the average is a sum.
+        waits = isinstance(model, DistributedDataParallel) and part is not parts[-1]
+        with model.no_sync() if waits else contextlib.nullcontext():
+            logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
+            part.setdefault("old_logprobs", logprobs.detach())  # with one update a step nothing has moved yet
+            loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
+            (loss * dist.get_world_size()).backward()
+        apart = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / count
+        sums += torch.stack([loss.detach(), apart])
+    dist.all_reduce(sums)
+    return dict(zip(("loss", "sampling/logprob_diff_mean"), sums.tolist(), strict=True))
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], step: int, cfg: Settings):
+    """`num_iterations` updates of the weights. Returns numbers to log."""
+    if cfg.num_iterations > 1:
+        with torch.no_grad():
+            old = [token_logprobs(model, part, cfg) for part in micro_batches(batch, cfg)]
+        batch["old_logprobs"] = torch.cat(old)
+    optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - step / cfg.max_steps)
+    metrics: dict[str, float] = {}
+    for _ in range(cfg.num_iterations):
+        numbers = accumulate_gradients(model, batch, cfg)
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
+        if not np.isfinite(norm):
+            raise RuntimeError(f"step {step}: the gradient norm is {norm}. Look at rewards and logprob_diff_mean.")
+        metrics = metrics or numbers | {"grad_norm": norm}  # of the first update, whose weights are the generator's
+        optimizer.step()
+        optimizer.zero_grad()
+    return metrics | {"lr": optimizer.param_groups[0]["lr"]}
+
+
+# ---- 5 weights to the generator -------------------------------------------------------------------------------------
+
+
+BUCKET = 256 * 2**20  # bytes
+
+
+def push_weights(model: nn.Module, generator, version: int) -> None:
+    """Sends the weights, some at a time. The generator refuses what is damaged, missing or unknown; from
+    here on its completions say that they are of `version`."""
+    if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
+        generator.begin_push()
+        bucket, size = [], 0
+        for name, weight in model.named_parameters():
+            bucket, size = [*bucket, (name, weight.detach())], size + weight.nbytes
+            if size >= BUCKET:
+                generator.send_bucket(bucket)
+                bucket, size = [], 0
+        if bucket:
+            generator.send_bucket(bucket)
+        generator.finish_push(version)
+    dist.barrier()  # no rank samples before the weights are there
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+def train(cfg: Settings) -> dict[str, float]:
+    """Returns the metrics of the last evaluation."""
+    rank, world, device = utils.init_distributed(cfg.dist_timeout)  # of torchrun, or one process
+    tokenizer, reward_functions = load_processor(cfg.model_id), get_reward_functions(cfg)
+    rows, held_out = load_data(
+        cfg, lambda row: row, lambda rows, _: [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
+    )
+
+    torch.manual_seed(cfg.seed)
+    weights = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)  # and AdamW's moments
+    model = DistributedDataParallel(weights) if world > 1 else weights
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    if cfg.generator == "vllm":
+        generator = utils.connect_servers(cfg, weights, device)  # waits for them, and checks that they serve this model
+    else:
+        from hf_generator import HFGenerator
+
+        copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
+        generator = HFGenerator(copy, tokenizer)
+    generator.tokenizer = tokenizer
+    cfg.run_name = utils.gather_objects(name_run(cfg))[0]
+    log = RunLog(cfg) if rank == 0 else None
+    push_weights(weights, generator, 0)
+
+    def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
+        """By the weights after `step` steps, or RuntimeError."""
+        if cfg.generator == "hf":
+            generator.seed(hash((cfg.seed, step, count, rank)))
+        trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
+        utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)
+        return trajectories
+
+    def evaluate(step: int) -> dict[str, float]:
+        k = cfg.eval_generations
+        found = sampled(held_out[rank::world], k, step)
+        groups = [found[start : start + k] for start in range(0, len(found), k)]
+        metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg).items()}
+        if log:
+            log.eval(step, metrics)
+        return metrics
+
+    last_eval = evaluate(0) if cfg.eval_steps else {}
+    for step in range(cfg.max_steps):
+        metrics: dict[str, float] = {}
+        with clock(metrics, "step"):
+            with clock(metrics, "generate"):
+                trajectories = sampled(rows_of_step(rows, step, cfg), cfg.num_generations, step)
+            metrics |= rollout_metrics(trajectories)  # reward, length, ... over all ranks
+            scores = [sum(t.token_rewards) for t in trajectories]
+            gains = advantages(torch.tensor(scores), cfg.num_generations)  # [B]
+            batch = tensors(trajectories, device)
+            batch["advantages"] = gains.to(device)[:, None] * batch["loss_mask"]  # every token of a completion alike
+            with clock(metrics, "update"):
+                metrics |= update(model, optimizer, batch, step, cfg)
+            if step == 0:  # another model on the server, another temperature, ...: ends the run
+                utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
+            with clock(metrics, "push"):
+                push_weights(weights, generator, step + 1)
+        completions = utils.gather_lists(completion_rows(trajectories, scores, gains.tolist()))
+        if log:
+            log.step(step + 1, metrics, completions)
+        if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or step + 1 == cfg.max_steps):
+            last_eval = evaluate(step + 1)
+    if log:
+        weights.save_pretrained(log.dir / "model")
+        tokenizer.save_pretrained(log.dir / "model")
+        log.close()
+    generator.close()
+    return last_eval
+
+
+def main(cfg: Settings) -> None:
+    """Train, and end the process for good: no thread or process group keeps a failed run alive."""
+    utils.watch_process()
+    status, ended_by = 1, None
+    try:
+        train(cfg)
+        status = 0
+    except KeyboardInterrupt as error:
+        ended_by, status = error, utils.explain_interrupt()
+    except BaseException as error:
+        ended_by = error
+        utils.print_failure(error, cfg)
+    finally:
+        utils.end_process(status, lambda: close_all(ended_by))
+
+
+if __name__ == "__main__":
+    main(CONFIG)
