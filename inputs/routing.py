@@ -50,8 +50,9 @@ def routers_of(model: nn.Module) -> dict[nn.Module, int]:
         told = (part._can_record_outputs or {}).get("router_logits", [])
         for recorder in told if isinstance(told, list) else [told]:
             recorder = recorder if isinstance(recorder, OutputRecorder) else OutputRecorder(recorder, index=1)
+            where = f".{recorder.layer_name}." if recorder.layer_name else ""
             for name, module in part.named_modules():
-                if isinstance(module, recorder.target_class) and f".{recorder.layer_name or ''}" in f".{name}":
+                if isinstance(module, recorder.target_class) and where in f".{name}.":
                     found[module] = recorder.index
     return found
 
@@ -175,7 +176,8 @@ class Routing(TorchFunctionMode):
         return torch.stack(moved).sum(0).double() if moved else torch.zeros(2, dtype=torch.float64)
 
     def mean_cost(self, cfg: TrainConfig) -> float:
-        """The balancing loss, without its coefficient, of the updates since the last call, on average. Collective."""
+        """The balancing loss, without its coefficient, of the updates since the last call (at least one), on average.
+        Collective."""
         cost, updates = torch.stack([*self.cost.values()]).sum(), self.updates
         self.cost, self.updates = {}, 0
         return utils.all_sum(cost).item() / (updates * cfg.router_aux_coef * utils.world_size())

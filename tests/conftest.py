@@ -7,19 +7,7 @@ from server_fixture import server  # noqa: F401
 
 # Files that take longest, first: several run at a time, and the last ones should be short.
 LONGEST = ["push", "limits", "resume", "sandbox", "failures", "mcp", "server_processes", "gradient", "vision_server"]
-LONGEST += [
-    "train",
-    "foreign",
-    "reward_model",
-    "nodes",
-    "experts",
-    "told_experts",
-    "plan",
-    "sharding",
-    "examples",
-    "ideas",
-    "readme",
-]
+LONGEST += ["train", "foreign", "reward_model", "nodes", "experts", "plan", "sharding", "examples", "ideas", "readme"]
 LONGEST += ["hostile_completions", "loading", "told_experts"]
 
 
