@@ -148,7 +148,7 @@ def config_of(family: str, processor) -> dict:
         if family == "qwen3_5":
             text |= dict(layer_types=["linear_attention", "full_attention"])
             text |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
-            text |= dict(linear_key_head_dim=32, linear_value_head_dim=32)
+            text |= dict(linear_key_head_dim=128, linear_value_head_dim=128)  # vLLM's kernels of CPUs want that
             rope |= dict(partial_rotary_factor=1.0)
             text |= dict(tie_word_embeddings=True)
         return dict(text_config=text | dict(rope_parameters=rope), vision_config=vision, tie_word_embeddings=True) | ids
