@@ -14,6 +14,7 @@ The page names no user, host, token or home folder: send it as it is.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import functools
 import json
@@ -106,6 +107,9 @@ def run_together(names: list[str], machine: Machine) -> Iterator[Result]:
                 yield result
                 if result.verdict == "failed":
                     break
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.members[0].wait(40)  # it stops its server
 
 
 def waited(process: Process, answers: Path, lines: int, limit: float) -> str:
