@@ -14,7 +14,9 @@ The page names no user, host, token or home folder: send it as it is.
 """
 
 import argparse
+import contextlib
 import faulthandler
+import functools
 import json
 import os
 import re
@@ -105,6 +107,9 @@ def run_together(names: list[str], machine: Machine) -> Iterator[Result]:
                 yield result
                 if result.verdict == "failed":
                     break
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.members[0].wait(40)  # it stops its server
 
 
 def waited(process: Process, answers: Path, lines: int, limit: float) -> str:
@@ -155,9 +160,10 @@ more, alone (`bash scripts/gpu_check.sh --only NAME`), and whether it fails agai
 """
 
 
+@functools.cache  # a name server may be asked
 def private() -> dict[str, str]:
     """What must not stand on the page -> what stands there."""
-    names = {socket.gethostname(), socket.gethostname().split(".")[0]}
+    names = {socket.getfqdn(), socket.gethostname(), socket.gethostname().split(".")[0]}
     users = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")} | {Path.home().name}
     found = {str(ROOT): ".", str(Path.home()): "~", tempfile.gettempdir(): "/tmp"}
     found |= {name: "HOST" for name in names} | {name: "USER" for name in users - {"root"}}

@@ -305,8 +305,8 @@ def every_loss(machine: Machine) -> str:
 def sharded(flags: str, machine: Machine) -> str:
     from sharding_worker import found
 
-    ranks = machine.ranks
-    flags = flags.replace("HALF", str(ranks // 2)).split()
+    ranks = machine.ranks - ("N/2" in flags and machine.ranks % 2)
+    flags = flags.replace("N/2", str(ranks // 2)).split()
     alone = found(["--use_peft"] * ("--use_peft" in flags), 0, 1, machine.device)
     out = Path(tempfile.mkdtemp(dir=machine.folder)) / "gradient.pt"
     in_ranks(machine, ranks, ["tests/sharding_worker.py", str(out), *flags], 200)
@@ -682,7 +682,7 @@ SHARDINGS = {  # name: flags, GPUs it needs
     "fsdp2": ("--strategy fsdp2", 1),
     "fsdp2 LoRA": ("--strategy fsdp2 --use_peft", 1),
     "fsdp2 offload": ("--strategy fsdp2 --offload", 1),
-    "fsdp2 HSDP": ("--strategy fsdp2 --shard_size HALF", 2),
+    "fsdp2 HSDP": ("--strategy fsdp2 --shard_size N/2", 2),
     "fsdp2 activations in CPU memory": ("--strategy fsdp2 --offload_activations", 1),
     "fsdp2 compiled": ("--strategy fsdp2 --compile", 1),
 }
