@@ -115,7 +115,7 @@ class TrainConfig:
     num_generations: int = 8  # completions sampled per prompt (the group); a row's column of this name wins over it
     num_minibatches: int = 1  # optimizer updates per pass over the step's completions
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
-    tokens_per_microbatch: int | None = None  # tokens per forward pass and rank, never the gradient; unset: what fits
+    tokens_per_microbatch: int | None = None  # of a forward pass on a rank, a tenth more to save one; unset: what fits
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
     logprob_chunk: int = 256  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
 

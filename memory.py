@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from batch import Batch
 from config import TrainConfig
 from inputs.backbone import backbone
-from inputs.packing import micro_batches, pack
+from inputs.packing import most_tokens, pack
 
 GIB = 2**30
 SPARE = 0.1  # of a GPU's memory that is left to CUDA, NCCL and fragmentation
@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
 
 def one_rank(cfg: TrainConfig, ranks: int) -> TrainConfig:
     """Settings of a pass: as many groups as a rank has, or as fill a micro-batch; alike in what changes nothing."""
-    filling = (cfg.tokens_per_microbatch or 16384) // (cfg.max_prompt_length + cfg.max_completion_length) + 2
+    filling = most_tokens(cfg) // (cfg.max_prompt_length + cfg.max_completion_length) + 2
     groups = min(cfg.prompts_per_step // ranks // cfg.num_minibatches, filling)
     alike = dict(num_minibatches=1, strategy="ddp" if cfg.strategy == "ddp" else "fsdp2", offload=False)
     alike |= dict(gradient_checkpointing=bool(cfg.gradient_checkpointing or cfg.offload_activations))
@@ -78,13 +78,23 @@ def one_rank(cfg: TrainConfig, ranks: int) -> TrainConfig:
 
 
 def longest_pass(cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
-    """What `pack` makes of the largest micro-batch, every prompt and completion as long as it may be."""
-    length = cfg.max_prompt_length + cfg.max_completion_length
-    groups = torch.arange(cfg.prompts_per_step).repeat_interleave(cfg.num_generations)  # [B]
-    ids = groups[:, None] + torch.arange(length)  # [B, T]
-    sampled = (torch.arange(length) >= cfg.max_prompt_length).float().expand(ids.shape)
-    batch = Batch(ids, torch.ones(ids.shape), sampled, torch.zeros(ids.shape), groups)
-    return pack(batch.select(max(micro_batches(batch, cfg), key=len)), cfg)
+    """What `pack` makes of the largest micro-batch there can be: prompts and completions as long as they may be, and a
+    row or all of them shortened, so that it is full."""
+    prompt, limit, rows = cfg.max_prompt_length, most_tokens(cfg), cfg.prompts_per_step * cfg.num_generations
+    longest = prompt + cfg.max_completion_length
+    number = min(rows, -(-limit // longest))
+    lengths = [longest if number == 1 else min(longest, limit // number)] * number  # plain rows are padded
+    if cfg.shared_prefix and number > 1:
+        lengths, room = [], limit
+        while len(lengths) < rows and (room := room - prompt * (len(lengths) % cfg.num_generations == 0)) > 0:
+            lengths.append(min(longest, prompt + room))
+            room -= lengths[-1] - prompt
+    lengths, tokens = torch.tensor(lengths)[:, None], torch.arange(max(lengths))  # [B, 1], [T]
+    groups = torch.arange(len(lengths)) // cfg.num_generations
+    there = (tokens < lengths).float()  # [B, T]
+    sampled = there * (tokens >= (lengths - 1).clamp(max=prompt))
+    batch = Batch(groups[:, None] + tokens, there, sampled, torch.zeros(there.shape), groups)
+    return pack(batch, cfg)
 
 
 COUNTED: dict[tuple, tuple[dict, list]] = {}  # what `pass_bytes` has returned: plan.py asks for the same often

@@ -3,6 +3,7 @@
 Nothing here changes the gradient; tests/test_gradient.py says so. Its callers know `pack` and `micro_batches`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -183,37 +184,60 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     return inputs, torch.zeros_like(rows).to(device), columns.to(device), targets
 
 
-def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
-    """Row numbers of each forward pass, at most --tokens_per_microbatch tokens with padding; as many on every rank.
+def most_tokens(cfg: TrainConfig) -> int:
+    """Of a forward pass, unless one row alone has more: --tokens_per_microbatch and a tenth."""
+    return int((cfg.tokens_per_microbatch or 16384) * 1.1)
 
-    Groups stay together while they fit, since they share their prompt. Rows of a pass are alike in length; those that
-    are `learning` (unset: all) come last. A rank with fewer passes gets empty ones first: FSDP's collectives would wait
-    for each other.
+
+def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
+    """Row numbers of each forward pass, at most --tokens_per_microbatch tokens with padding, or `most_tokens` where
+    that makes fewer passes; as many on every rank.
+
+    Groups stay together while they fit, since they share their prompt. Plain rows of a pass are alike in length. Rows
+    that are `learning` (unset: all) come last, in passes of their own. A rank with fewer passes gets empty ones first:
+    FSDP's collectives would wait for each other.
     """
     batch = on_host(batch)
-    lengths, limit = batch.attention_mask.sum(1).long().tolist(), cfg.tokens_per_microbatch or 16384
-    units: list[tuple[int, list[int]]] = []  # (tokens, rows) of what shares a prompt
-    for members in sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]:
-        prefix, size, rows = shared_prefix(batch, members), 0, []
-        for member in members:
-            extra = lengths[member] - prefix
-            if rows and size + extra > limit:
-                units.append((size, rows))
-                rows = []
-            size = size + extra if rows else lengths[member]
-            rows = rows + [member]
-        units.append((size, rows))
-    passes: list[list[int]] = []
-    longest = number = total = 0
-    learning = learning or [True] * len(batch)
-    for size, rows in sorted(units, key=lambda unit: (any(learning[row] for row in unit[1]), unit), reverse=True):
-        longest, number, total = max(longest, size), number + 1, total + size
-        if passes and (total if cfg.shared_prefix else number * longest) <= limit:  # packed, or padded
-            passes[-1] += rows
-        else:
-            passes.append(list(rows))
-            longest, number, total = size, 1, size
+    lengths, learning = batch.attention_mask.sum(1).long().tolist(), learning or [True] * len(batch)
+    groups = sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]
+    prefixes = [shared_prefix(batch, rows) if cfg.shared_prefix else 0 for rows in groups]
+    most = cfg.tokens_per_microbatch or 16384
+
+    def cut(limit: int) -> list[list[int]]:
+        units = [unit for rows, n in zip(groups, prefixes, strict=True) for unit in divided(rows, n, lengths, limit)]
+        return fitted(units, learning, limit, cfg.shared_prefix)
+
+    passes = min(cut(most), cut(most_tokens(cfg)), key=len)
     return [[]] * (int(utils.all_max(len(passes))) - len(passes)) + passes[::-1]
+
+
+def divided(rows: list[int], prefix: int, lengths: list[int], limit: int) -> Iterator[tuple[int, list[int]]]:
+    """(tokens, rows) of the parts of a group that fit a pass, the prompt in each."""
+    size, part = 0, []
+    for row in rows:
+        extra = lengths[row] - prefix
+        if part and size + extra > limit:
+            yield size, part
+            part = []
+        size = size + extra if part else lengths[row]
+        part = part + [row]
+    yield size, part
+
+
+def fitted(units: list[tuple[int, list[int]]], learning: list[bool], limit: int, packed: bool) -> list[list[int]]:
+    """Rows of each pass, those that learn first: the largest unit first, and each into the first pass with room for it.
+    Padded rows go into the last pass or a new one, as they are to be alike in length."""
+    passes: list[list[tuple]] = []  # of (whether it learns, tokens, rows)
+    for unit in sorted([(any(learning[row] for row in rows), size, rows) for size, rows in units], reverse=True):
+        for held in passes if packed else passes[-1:]:
+            learns, longest, _ = held[0]
+            tokens = sum(size for _, size, _ in [*held, unit]) if packed else longest * (len(held) + 1)
+            if learns == unit[0] and tokens <= limit:
+                held.append(unit)
+                break
+        else:
+            passes.append([unit])
+    return [[row for *_, rows in held for row in rows] for held in passes]
 
 
 def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
