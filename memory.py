@@ -216,6 +216,13 @@ def rank_bytes(
         gathered["head"] = compute * root
         gathered["layers"] = compute * (root + 2 * layer + of_layer + head) + 4 * of_layer
         gathered["end"] = (2 * compute + 4) * of_root + 4 * of_root // ranks  # gradients as computed, as summed
+    output = [(torch.Size(shape).numel(), trained) for shape, trained, n, unused in table if n < 0 and unused]
+    if output and cfg.strategy == "fsdp2":  # not tied: units of their own. Gradients of chunks add up in float32
+        last, of_last = sum(n for n, _ in output), sum(n * trained for n, trained in output)
+        reduced = (compute + 8) * of_last + 4 * of_last // ranks  # as summed, and laid out for the ranks
+        gathered["head"] = compute * last + 4 * of_last
+        gathered["layers"] = max(compute * (2 * layer + of_layer) + 4 * (of_layer + of_last), reduced)
+        gathered["end"] = (compute + 4) * (of_root - of_last) + 4 * (of_root - of_last) // ranks
     place = max(gathered, key=lambda place: peaks.get(place, Counter()).total() + gathered[place])
     need += Counter(peaks.get(place, Counter())) + Counter(gathered=gathered[place])
     if cfg.offload_activations:  # the input of each layer waits in CPU memory

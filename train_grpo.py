@@ -405,6 +405,7 @@ class Policy(nn.Module):
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
             use_shared_attention(self.hf_model, chosen(cfg.attn_implementation, self.hf_model))
         self.routing = routing.of(self.hf_model, cfg) if self.replays else None
+        self.last = True  # of the micro-batches: then copies of shards (--shard_size) add up their gradients
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.
@@ -431,10 +432,29 @@ class Policy(nn.Module):
                 parts = [self.head(h, t) for h, t in self._chunks(hidden, targets)]
             else:  # several chunks: recompute each one's logits in the backward pass
                 parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in self._chunks(hidden, targets)]
+            self._gather_once(self.hf_model.get_output_embeddings(), [logprobs for logprobs, *_ in parts])
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def _chunks(self, hidden: Tensor, targets: Tensor):
         return zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
+
+    def _gather_once(self, output: nn.Module | None, chunks: list[Tensor]) -> None:
+        """An output layer that is a unit of FSDP2, whose hooks run in each chunk, stays gathered from the first one to
+        the end of the backward pass, which goes from the last chunk to the first. Its gradient is added up in float32
+        and reduced with the first chunk's."""
+        if not isinstance(output, FSDPModule):
+            return
+        if not chunks[0].requires_grad:
+            output.reshard()
+            return
+
+        def ends(end: bool, gradient: Tensor) -> None:
+            output.set_requires_gradient_sync(end)
+            output.set_requires_all_reduce(self.last)
+            output.set_reshard_after_backward(end)
+
+        chunks[-1].register_hook(partial(ends, False))
+        chunks[0].register_hook(partial(ends, True))
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]"""
@@ -529,9 +549,15 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if mesh.ndim > 1 else {}),
         )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
-    for module in [*layers, policy]:
-        fill(module)
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
+    first, last = policy.hf_model.get_input_embeddings(), policy.hf_model.get_output_embeddings()
+    tied = last is not None and last.weight is first.weight  # then they stay in the root's unit, with what is left
+    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
+    for module in [*layers, *([] if tied else [first, last]), policy]:
+        if module is not None:
+            fill(module)
+            fully_shard(module, reshard_after_forward=False if module is last else None, **how)
+    if not tied:
+        first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights
     return policy
 
 
@@ -1049,6 +1075,9 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
             if utils.all_max(int(learns)):  # on any rank
                 with_graph = remaining
         if remaining <= with_graph:
+            if isinstance(policy, FSDPModule):
+                policy.last = remaining == 1
+                policy.set_requires_all_reduce(policy.last)
             with policy.no_sync() if ddp and remaining > 1 else contextlib.nullcontext():
                 with utils.in_part():
                     loss, stats = loss_of(policy, part, cfg, counts)
