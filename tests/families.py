@@ -63,7 +63,7 @@ WINDOWS = {
     ),
     "gpt_oss": dict(layer_types=WINDOW), "granite_swa": dict(layer_types=WINDOW),
     "granitemoe_swa": dict(layer_types=WINDOW), "laguna": {},
-    "llama4_text": dict(intermediate_size_mlp=96, attention_chunk_size=64), "mellum": {},
+    "llama4_text": dict(intermediate_size_mlp=96, attention_chunk_size=64, num_experts_per_tok=1), "mellum": {},
     "mimo_v2_flash": dict(layer_types=WINDOW), "ministral": {}, "mistral": {},
     "modernbert-decoder": dict(local_attention=8),
     "olmo3": dict(layer_types=WINDOW), "vaultgemma": dict(layer_types=WINDOW),
