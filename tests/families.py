@@ -58,7 +58,7 @@ WINDOWS = {
         laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.9, 0.0, 0.0, 0.0],
     ),
     "gemma4_text": dict(
-        layer_types=WINDOW, hidden_size_per_layer_input=16, global_head_dim=16, num_experts=None,
+        layer_types=WINDOW, hidden_size_per_layer_input=16, global_head_dim=32, num_experts=None,
         num_kv_shared_layers=0, num_global_key_value_heads=2,
     ),
     "gpt_oss": dict(layer_types=WINDOW), "granite_swa": dict(layer_types=WINDOW),
