@@ -211,6 +211,7 @@ def make(family: str, folder: Path) -> Path:
         "llava_next",
         "gemma3",
         "paligemma",
+        "lfm2_vl",
     ):  # published ones have a level more, taken off in loading
         file = folder / "model.safetensors"
         renamed = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in load_file(file).items()}
