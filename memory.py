@@ -20,6 +20,7 @@ from batch import Batch
 from config import TrainConfig
 from inputs.backbone import backbone
 from inputs.packing import most_tokens, pack
+from serving.wire import PIECE
 
 GIB = 2**30
 SPARE = 0.1  # of a GPU's memory that is left to CUDA, NCCL and fragmentation
@@ -234,8 +235,11 @@ def rank_bytes(
     full = min(bucket + compute * largest, compute * whole)
     # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
     fold = cfg.use_peft * 12 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
-    if cfg.strategy == "ddp":
-        need["push"] = full + fold
+    buckets = bucket_bytes((torch.Size(shape).numel() for shape, *_ in table), cfg)
+    before = max(map(sum, zip(buckets, buckets[1:], strict=False)), default=0) - max(buckets)  # sent, and still there
+    if cfg.strategy == "ddp":  # live weights, but for what is folded: a bucket, and the one before
+        need["push"] = cfg.use_peft * (2 * bucket + fold // 6) + fold
+        full = before = 0
     elif cfg.strategy == "fsdp2":  # a bucket's shards are rounded, and laid out to be gathered; or one is folded
         need["push"] = full + max(full // ranks * (1 + (master != compute)), fold // ranks)
     else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
@@ -243,12 +247,45 @@ def rank_bytes(
         at_root += compute * root // ranks * (master == compute)
         at_layer = min(bucket, compute * (whole - layer)) + (master + compute) * layer + fold - need["kept gradients"]
         need["push"] = max(at_root, at_layer)
+    need["push"] = sending(buckets, cfg) + max(need["push"] + before, full + checksum_bytes(buckets))
     return need
 
 
 def push_bucket_mb(parameters: int) -> int:
     """For --push_bucket_mb: a large model's servers would else be asked a hundred times a push."""
     return 1024 if parameters >= 30e9 else 256
+
+
+def bucket_bytes(sizes: Iterable[int], cfg: TrainConfig) -> list[int]:
+    """Of each bucket of a push. sizes: elements of each parameter, in the order in which they are sent. A bucket ends
+    with the tensor that fills it, which is whole: one with the embeddings is as large as they are."""
+    sizes, buckets, itemsize = list(sizes), [0], getattr(torch, cfg.compute_dtype).itemsize
+    most = (cfg.push_bucket_mb or push_bucket_mb(sum(sizes))) * 2**20
+    for size in sizes:
+        buckets += [0] * (buckets[-1] >= most)
+        buckets[-1] += itemsize * size
+    return buckets
+
+
+def sending(buckets: list[int], cfg: TrainConfig) -> int:
+    """Bytes on rank 0's GPU of the two buffers of a push: one is packed while the other travels. What does not go by
+    NCCL is packed in CPU memory."""
+    if cfg.generator != "vllm" or cfg.colocate or cfg.push_over not in ("auto", "nccl"):
+        return 0
+    return max(buckets[::2]) + max(buckets[1::2], default=0)
+
+
+def checksum_bytes(buckets: list[int]) -> int:
+    """Of a piece of a bucket in float64."""
+    return 2 * min(PIECE["cuda"], max(buckets))
+
+
+def receiving(sizes: list[int], cfg: TrainConfig, split: int) -> int:
+    """Bytes that a push takes on each GPU of a server that splits the model over `split` GPUs: the largest bucket,
+    which is sent whole, and beside it the layer that vLLM's reload makes anew, or a piece that is checksummed."""
+    buckets, itemsize = bucket_bytes(sizes, cfg), getattr(torch, cfg.compute_dtype).itemsize
+    kept = sum(buckets) * cfg.push_changes
+    return kept + max(buckets) + max(itemsize * max(sizes) // split, checksum_bytes(buckets))
 
 
 def kept(need: Counter) -> int:

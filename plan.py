@@ -19,18 +19,20 @@ from config import ConfigError, TrainConfig, parse_args
 class PlanConfig(TrainConfig):
     # --- plan ---
     strategy: Literal["auto", "ddp", "fsdp", "fsdp2"] = "auto"  # auto: ddp if it fits, else fsdp2
-    gpus: int = 8  # GPUs of the machine
+    gpus: int = 8  # GPUs in all
+    node_gpus: int = 8  # GPUs of a machine; of several machines each serves or trains
     gpu_memory: float = 80.0  # GiB of each
-    cpu_memory: float = 1000.0  # GiB of the machine, for offload
+    cpu_memory: float = 1000.0  # GiB of a machine, for offload
     server_gpus: int | None = None  # how many of them sample; unset: the split with the shortest step
     prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
     overlap: bool = False  # train_async.py: sampling and update at the same time
     critic: bool = False  # train_ppo.py: a critic as large as the model
-    rates: str | None = None  # file of the next five, from scripts/gpu_check.sh; unset: what it has left in ~/.cache
+    rates: str | None = None  # file of the next ones, from scripts/gpu_check.sh; unset: what it has left in ~/.cache
     tflops: float | None = None  # 10^12 operations a second of a GPU in bfloat16; unset: 350 (H100: 40 % of 989)
     memory_bandwidth: float | None = None  # GB/s of a GPU reading its memory; unset: 2000 (H100: 60 % of 3350)
-    link_bandwidth: float | None = None  # GB/s at which a GPU gathers or reduces shards; unset: 150
+    link_bandwidth: float | None = None  # GB/s at which a GPU gathers or reduces shards in a machine; unset: 150
+    node_bandwidth: float | None = None  # GB/s at which it does so between machines; unset: 40 (400 Gb/s a GPU: 80 %)
     cpu_bandwidth: float | None = None  # GB/s of each GPU to CPU memory, and of AdamW there; unset: 25
     push_bandwidth: float | None = None  # GB/s of a weight push; unset: 2
     tokens_per_second: float | None = None  # sampled by one server GPU; unset: by memory bandwidth
@@ -49,7 +51,8 @@ class PlanConfig(TrainConfig):
 
 
 MEASURED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_rates.json"
-RATES = dict(tflops=350.0, memory_bandwidth=2000.0, link_bandwidth=150.0, cpu_bandwidth=25.0, push_bandwidth=2.0)
+RATES = dict(tflops=350.0, memory_bandwidth=2000.0, link_bandwidth=150.0, node_bandwidth=40.0)
+RATES |= dict(cpu_bandwidth=25.0, push_bandwidth=2.0)
 
 
 def measured_rates(path: str | None) -> dict:
@@ -89,8 +92,9 @@ SHAPES = {
     "meta-llama/Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
     "meta-llama/Llama-3.3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
 }
-VLLM_SHARE = 0.9  # of a GPU's memory that vLLM takes (--gpu-memory-utilization)
+VLLM_SHARE = 0.92  # of a GPU's memory that vLLM takes, unless told (--gpu-memory-utilization)
 VLLM_SPARE = 3 * GIB  # of it, for its activations and graphs
+VLLM_BESIDE = 1 * GIB  # of the rest, for CUDA and NCCL
 MAX_SEQUENCES = 1024  # that vLLM samples at the same time
 
 
@@ -115,23 +119,26 @@ def model_config(model_id: str):
 # ---- the server -----------------------------------------------------------------------------------------------------
 
 
-def serve(cfg: PlanConfig, config, parameters: int, server_gpus: int, sequences: int) -> dict | None:
+def serve(cfg: PlanConfig, config, sizes: list[int], server_gpus: int, sequences: int) -> dict | None:
     """The fastest way to serve on `server_gpus` GPUs, as one or several servers: bytes on a GPU, seconds to sample
-    `sequences` completions of mean length. None if the model does not fit."""
+    `sequences` completions of mean length. None if the model does not fit. sizes: elements of each parameter."""
     heads = config.get_text_config().num_attention_heads
-    splits = [n for n in (1, 2, 4, 8) if server_gpus % n == 0 and heads % n == 0]
-    ways = [serve_split(cfg, config, parameters, server_gpus // n, n, sequences) for n in splits]
+    splits = [n for n in (1, 2, 4, 8) if min(server_gpus, cfg.node_gpus) % n == 0 and heads % n == 0]
+    ways = [serve_split(cfg, config, sizes, server_gpus // n, n, sequences) for n in splits]
     return min(filter(None, ways), key=lambda way: way["seconds"], default=None)
 
 
-def serve_split(cfg: PlanConfig, config, parameters: int, servers: int, split: int, sequences: int) -> dict | None:
+def serve_split(cfg: PlanConfig, config, sizes: list[int], servers: int, split: int, sequences: int) -> dict | None:
     """`serve` by `servers` servers, each with the model split over `split` GPUs."""
     text = config.get_text_config()
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv = 2 * 2 * text.num_hidden_layers * max(kv_heads // split, 1) * width  # bytes of a token on one GPU
-    weights = 2 * parameters / split
-    room = cfg.gpu_memory * GIB * VLLM_SHARE - VLLM_SPARE - weights
+    parameters = sum(sizes)
+    weights, push = 2 * parameters / split, memory.receiving(sizes, cfg, split)
+    free = 1 - (push + VLLM_BESIDE) / (cfg.gpu_memory * GIB)  # the KV cache stays during a push
+    share = min(VLLM_SHARE, int(100 * free) / 100)
+    room = cfg.gpu_memory * GIB * share - VLLM_SPARE - weights
     if room < kv * (cfg.max_prompt_length + cfg.max_completion_length):
         return None
     each = -(-sequences // servers)
@@ -144,24 +151,32 @@ def serve_split(cfg: PlanConfig, config, parameters: int, servers: int, split: i
         seconds = sequences * cfg.completion / (cfg.tokens_per_second * servers * split)
     seconds += 2 * parameters * cfg.prompt * each / cfg.num_generations / flops  # a prompt once for its group
     used = at_once * kv * (cfg.prompt + cfg.completion)
-    return dict(servers=servers, split=split, weights=weights, kv=room, kv_used=used, at_once=at_once, seconds=seconds)
+    return dict(
+        servers=servers, split=split, weights=weights, kv=room, kv_used=used, at_once=at_once, seconds=seconds,
+        push=push, share=share,
+    )  # fmt: skip
 
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
 
 
-def strategies(cfg: PlanConfig) -> list[TrainConfig]:
-    """What to try, the fastest first."""
-    if cfg.strategy != "auto":
-        return [cfg]
-    return [replace(cfg, strategy="ddp"), replace(cfg, strategy="fsdp2"), replace(cfg, strategy="fsdp2", offload=True)]
+def strategies(cfg: PlanConfig, ranks: int) -> list[TrainConfig]:
+    """What to try, the fastest first: on several machines, shards within each, which hold copies of one another."""
+    named = [cfg]
+    if cfg.strategy == "auto":
+        sharded = replace(cfg, strategy="fsdp2")
+        named = [replace(cfg, strategy="ddp", shard_size=None), sharded, replace(sharded, offload=True)]
+    if ranks <= cfg.node_gpus or cfg.shard_size:
+        return named
+    within = [(replace(choice, shard_size=cfg.node_gpus), choice) for choice in named]
+    return [each for pair in within for each in (pair[1:] if pair[1].strategy == "ddp" else pair)]
 
 
 def trainer(cfg: PlanConfig, make_policy, ranks: int) -> tuple[TrainConfig, Counter]:
     """The first strategy that fits on `ranks` GPUs, with the tokens a micro-batch may have; if none does, the last."""
     unit = ranks * cfg.num_minibatches
     cfg = replace(cfg, prompts_per_step=max(round(cfg.prompts_per_step / unit), 1) * unit)
-    for choice in strategies(cfg):
+    for choice in strategies(cfg, ranks):
         choice, need = memory.fitted(make_policy, choice, ranks, cfg.gpu_memory * GIB, cfg.critic)
         if fits(cfg, need, ranks):
             break
@@ -173,7 +188,12 @@ def usable(cfg: PlanConfig) -> float:
 
 
 def fits(cfg: PlanConfig, need: Counter, ranks: int) -> bool:
-    return memory.peak(need) <= usable(cfg) and need["in CPU memory"] * ranks <= cfg.cpu_memory * GIB
+    return memory.peak(need) <= usable(cfg) and in_cpu_memory(cfg, need, ranks) <= cfg.cpu_memory * GIB
+
+
+def in_cpu_memory(cfg: PlanConfig, need: Counter, ranks: int) -> int:
+    """Bytes on a machine."""
+    return need["in CPU memory"] * min(ranks, cfg.node_gpus)
 
 
 def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, float]:
@@ -186,14 +206,18 @@ def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, 
     attention = 4 * text.num_hidden_layers * text.num_attention_heads * width * pairs * cfg.prompts_per_step
     forward = (2 * parameters * tokens + attention) / ranks / (cfg.tflops * 1e12)
     passes = -(-tokens // ranks // (cfg.tokens_per_microbatch or 16384))
-    gather = parameters * 2 * (ranks - 1) / ranks / (cfg.link_bandwidth * 1e9) if cfg.strategy != "ddp" else 0
-    reduce = parameters * 4 * (ranks - 1) / ranks / (cfg.link_bandwidth * 1e9) * (0 if cfg.use_peft else 1)
+    size = cfg.shard_size or ranks  # of a copy, cut into shards
+    link = (cfg.link_bandwidth if size <= cfg.node_gpus else cfg.node_bandwidth) * 1e9
+    gather = parameters * 2 * (size - 1) / size / link if cfg.strategy != "ddp" else 0
+    reduce = parameters * 4 * (size - 1) / size / link * (0 if cfg.use_peft else 1)
+    # Once an update the copies add up their shards' gradients, there and back.
+    among = 0 if cfg.use_peft else 2 * parameters * 4 / size * (1 - size / ranks) / (cfg.node_bandwidth * 1e9)
     backward = forward * ((1 if cfg.use_peft else 2) + cfg.gradient_checkpointing)
     updates = cfg.num_iterations * cfg.num_minibatches
     reduces = passes if cfg.strategy != "ddp" else 2
     extra = (updates > 1 and cfg.old_logprobs == "recompute" or cfg.kl_in_reward) + (cfg.beta > 0)
     shards = cfg.offload * parameters / ranks / (cfg.cpu_bandwidth * 1e9)  # each byte a parameter: to the GPU, or back
-    update = max(forward + backward, passes * 2 * gather + reduces * reduce)
+    update = max(forward + backward, passes * 2 * gather + reduces * reduce + cfg.num_minibatches * among)
     return {
         "critic": cfg.critic * (max(forward, passes * gather) + update),
         "logprobs": extra * max(forward, passes * gather),
@@ -206,12 +230,12 @@ def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, 
 # ---- a split, and what to print -------------------------------------------------------------------------------------
 
 
-def split(cfg: PlanConfig, config, make_policy, parameters: int, server_gpus: int) -> dict:
+def split(cfg: PlanConfig, config, make_policy, sizes: list[int], server_gpus: int) -> dict:
     """Everything about one way to divide the GPUs."""
     ranks = cfg.gpus - server_gpus
     choice, need = trainer(cfg, make_policy, ranks)
-    server = serve(cfg, config, parameters, server_gpus, choice.sequences_per_step)
-    generate, phases = server["seconds"] if server else float("inf"), seconds(choice, config, parameters, ranks)
+    server = serve(cfg, config, sizes, server_gpus, choice.sequences_per_step)
+    generate, phases = server["seconds"] if server else float("inf"), seconds(choice, config, sum(sizes), ranks)
     rest = sum(phases.values())
     step = max(generate, rest) if cfg.overlap else generate + rest
     phases = {"generate": generate} | phases
@@ -221,25 +245,61 @@ def split(cfg: PlanConfig, config, make_policy, parameters: int, server_gpus: in
     )  # fmt: skip
 
 
-def commands(plan: dict, gpus: int) -> list[str]:
-    """The lines to type: one a server, then the trainer's."""
-    cfg, server, servers_gpus = plan["cfg"], plan["server"], plan["server_gpus"]
-    lines = ["export VLLM_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"]
-    for number in range(server["servers"]):
-        own = ",".join(str(number * server["split"] + i) for i in range(server["split"]))
-        wide = f" --tensor-parallel-size {server['split']}" if server["split"] > 1 else ""
-        lines.append(
-            f"CUDA_VISIBLE_DEVICES={own} python vllm_server.py --model {shlex.quote(cfg.model_id)} "
-            f"--port {8000 + number} --max-model-len {cfg.max_prompt_length + cfg.max_completion_length}{wide} &"
-        )
-    others = ",".join(str(gpu) for gpu in range(servers_gpus, gpus))
-    script = "train_async.py" if cfg.overlap else "train_ppo.py" if cfg.critic else "train_grpo.py"
-    urls = [f"http://127.0.0.1:{8000 + number}" for number in range(server["servers"])]
-    words = flags(replace(cfg, server_urls=urls, server_timeout=1800.0))
-    lines.append(
-        f"CUDA_VISIBLE_DEVICES={others} torchrun --nproc_per_node={plan['ranks']} {script} {shlex.join(words)}"
+def commands(plan: dict, cfg: PlanConfig) -> list[str]:
+    """The lines to type: one a server, then the trainer's; on several machines under the name of each."""
+    server, trains = plan["server"], plan["cfg"]
+    several = cfg.gpus > cfg.node_gpus
+    each = (cfg.node_gpus if several else plan["server_gpus"]) // server["split"]  # servers of a machine
+    nodes = plan["server_gpus"] // cfg.node_gpus if several else 1
+    lines, urls = [], []
+    for node in range(nodes):
+        lines += [f"# node-{node}"] * several
+        for number in range(each):
+            urls.append(f"http://{f'node-{node}' if several else '127.0.0.1'}:{8000 + number}")
+            own = ",".join(str(number * server["split"] + i) for i in range(server["split"]))
+            wide = " --host 0.0.0.0" * several + f" --tensor-parallel-size {server['split']}" * (server["split"] > 1)
+            wide += utilization(server)
+            lines.append(
+                f"CUDA_VISIBLE_DEVICES={own} python vllm_server.py --model {shlex.quote(cfg.model_id)} "
+                f"--port {8000 + number} --max-model-len {window(trains)}{wide} &"
+            )
+    script = f"{script_of(cfg)} {shlex.join(flags(replace(trains, server_urls=urls, server_timeout=1800.0)))}"
+    if several:
+        ranks, last = plan["ranks"] // cfg.node_gpus, cfg.gpus // cfg.node_gpus - 1
+        launch = f"torchrun --nnodes={ranks} --nproc_per_node={cfg.node_gpus} --rdzv_backend=c10d"
+        lines += [f"# node-{nodes}" + f" to node-{last}, each" * (last > nodes)]
+        lines += [f"{launch} --rdzv_endpoint=node-{nodes}:29500 {script}"]
+        secret = "export VLLM_SERVER_TOKEN_FILE=$HOME/.grpo_token  # on every node the same, mode 600"
+    else:
+        others = ",".join(str(gpu) for gpu in range(plan["server_gpus"], cfg.gpus))
+        lines += [f"CUDA_VISIBLE_DEVICES={others} torchrun --nproc_per_node={plan['ranks']} {script}"]
+        secret = "export VLLM_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
+    return [secret, *lines]
+
+
+def slurm(plan: dict, cfg: PlanConfig) -> str:
+    """The same under Slurm: a server on each of the first nodes, with copies of the model where it is split less."""
+    server, words = plan["server"], flags(plan["cfg"])
+    split, copies = server["split"], cfg.node_gpus // server["split"]
+    wide = f"--tensor-parallel-size {split} --data-parallel-size {copies}{utilization(server)}"
+    words = [cfg.model_id, str(window(plan["cfg"])), script_of(cfg), *words[words.index("--model_id") + 2 :]]
+    return (
+        f'SERVER_NODES={plan["server_gpus"] // cfg.node_gpus} SERVER_FLAGS="{wide}" sbatch --nodes='
+        f"{cfg.gpus // cfg.node_gpus} --gpus-per-node={cfg.node_gpus} scripts/slurm.sh NAME {shlex.join(words)}"
     )
-    return lines
+
+
+def utilization(server: dict) -> str:
+    """What leaves room for a push, where vLLM's own share does not."""
+    return f" --gpu-memory-utilization {server['share']:g}" * (server["share"] < VLLM_SHARE)
+
+
+def window(cfg: TrainConfig) -> int:
+    return cfg.max_prompt_length + cfg.max_completion_length
+
+
+def script_of(cfg: PlanConfig) -> str:
+    return "train_async.py" if cfg.overlap else "train_ppo.py" if cfg.critic else "train_grpo.py"
 
 
 PLANNED = "prompts_per_step num_generations beta kl_in_reward".split()  # where train_ppo.py has defaults of its own
@@ -268,13 +328,14 @@ KINDS = "weights,gradients,kept gradients,optimizer,critic,reference,generator,g
 def table(plan: dict, cfg: PlanConfig) -> str:
     """Of one split: bytes, verdict, seconds, commands."""
     need, choice, server = plan["need"], plan["cfg"], plan["server"]
-    used = f"{choice.strategy}{' --offload' if choice.offload else ''}{' --use_peft' if choice.use_peft else ''}"
+    used = choice.strategy + f" --shard_size {choice.shard_size}" * bool(choice.shard_size)
+    used += " --offload" * choice.offload + " --use_peft" * choice.use_peft
     lines = [f"Trainer: {plan['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens"]
     lines += [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in KINDS.split(",") if need[kind]]
     verdict = "fits" if memory.peak(need) <= usable(cfg) else "does NOT fit"
     lines.append(f"  {'peak':<14}{memory.peak(need) / GIB:8.1f} GiB of {usable(cfg) / GIB:.0f}: {verdict}")
     if need["in CPU memory"]:
-        whole = need["in CPU memory"] * plan["ranks"] / GIB
+        whole = in_cpu_memory(cfg, need, plan["ranks"]) / GIB
         verdict = "fits" if whole <= cfg.cpu_memory else "does NOT fit"
         lines.append(f"  in CPU memory  {whole:8.1f} GiB of {cfg.cpu_memory:g} (--cpu_memory): {verdict}")
     if server:
@@ -282,6 +343,7 @@ def table(plan: dict, cfg: PlanConfig) -> str:
             f"Server: {server['servers']} x {server['split']} GPUs, {server['at_once']} completions at once each"
         )
         lines.append(f"  {'weights':<14}{server['weights'] / GIB:8.1f} GiB a GPU")
+        lines.append(f"  {'push':<14}{server['push'] / GIB:8.1f} GiB beside vLLM's {server['share']:.0%} of it")
         lines.append(f"  {'KV cache':<14}{server['kv_used'] / GIB:8.1f} GiB used of {server['kv'] / GIB:.1f}")
     else:
         lines.append(f"Server: the model and one completion do not fit on {plan['server_gpus']} GPUs")
@@ -291,10 +353,10 @@ def table(plan: dict, cfg: PlanConfig) -> str:
     return "\n".join(lines)
 
 
-def by_turns(cfg: PlanConfig, config, make_policy, parameters: int) -> str:
+def by_turns(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> str:
     """All GPUs by turns: sampling, with what the trainer keeps; the update, with the server's weights and KV out."""
     choice, need = trainer(cfg, make_policy, cfg.gpus)
-    server = serve(cfg, config, parameters, cfg.gpus, choice.sequences_per_step)
+    server = serve(cfg, config, sizes, cfg.gpus, choice.sequences_per_step)
     if server is None:
         return "By turns on all GPUs: the server does not fit."
     sampling = memory.kept(need) + server["weights"] + server["kv_used"]
@@ -307,21 +369,28 @@ def by_turns(cfg: PlanConfig, config, make_policy, parameters: int) -> str:
 
 def main(cfg: PlanConfig) -> int:
     """Print the plan; 1 if nothing fits."""
-    for name in ("gpus", "gpu_memory", "tflops", "memory_bandwidth", "link_bandwidth", "push_bandwidth"):
+    for (
+        name
+    ) in "gpus node_gpus gpu_memory tflops memory_bandwidth link_bandwidth node_bandwidth push_bandwidth".split():
         if not getattr(cfg, name) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     if cfg.gpus < 2 or (cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus):
         raise ConfigError(f"--server_gpus={cfg.server_gpus} of --gpus={cfg.gpus}: server and trainer need one each.")
+    several = cfg.gpus > cfg.node_gpus
+    if several and (cfg.gpus % cfg.node_gpus or (cfg.server_gpus or 0) % cfg.node_gpus):
+        given = f"--gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
+        raise ConfigError(f"{given}: more than --node_gpus={cfg.node_gpus} are whole machines; give multiples of it.")
     if cfg.critic and cfg.overlap:
         raise ConfigError("--critic --overlap: train_async.py has no critic; plan them one at a time.")
     config = model_config(cfg.model_id)
     make_policy = partial(empty_policy, config=config)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in make_policy(replace(cfg, use_peft=False)).parameters())
-    shares = [cfg.server_gpus] if cfg.server_gpus else range(1, cfg.gpus)
-    plans = [split(cfg, config, make_policy, parameters, share) for share in shares]
+        sizes = [p.numel() for p in make_policy(replace(cfg, use_peft=False)).parameters()]
+    unit = cfg.node_gpus if several else 1
+    shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
+    plans = [split(cfg, config, make_policy, sizes, share) for share in shares]
     best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
-    print(f"{cfg.model_id}: {parameters / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
+    print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
     rates = measured_rates(cfg.rates)
     if used := [f"--{name} {getattr(cfg, name):g}" for name in RATES if rates.get(name) == getattr(cfg, name)]:
         print(f"Measured on {rates.get('measured on')} ({cfg.rates or MEASURED}): {' '.join(used)}\n")
@@ -330,14 +399,17 @@ def main(cfg: PlanConfig) -> int:
         print("\nserver GPUs   trainer GPUs   strategy          peak GiB   s a step   completions/s")
         for plan in plans:
             used = plan["cfg"].strategy + " --offload" * plan["cfg"].offload
+            used += f" in {plan['cfg'].shard_size}s" * bool(plan["cfg"].shard_size)
             says = "" if plan["fits"] else "   does not fit"
             print(
                 f"{plan['server_gpus']:<14}{plan['ranks']:<15}{used:<18}{memory.peak(plan['need']) / GIB:<11.1f}"
                 f"{plan['step']:<11.1f}{1 / plan['per_completion']:.2f}{says}"
             )
-    print(f"\n{by_turns(cfg, config, make_policy, parameters)}")
+    print(f"\n{by_turns(cfg, config, make_policy, sizes)}")
     if best["fits"]:
-        print("\nTo type:\n\n" + "\n".join(commands(best, cfg.gpus)))
+        print("\nTo type:\n\n" + "\n".join(commands(best, cfg)))
+    if best["fits"] and several:
+        print("\nOr under Slurm, from a folder that all nodes have mounted:\n\n" + slurm(best, cfg))
     return 0 if best["fits"] else 1
 
 

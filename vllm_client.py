@@ -790,6 +790,8 @@ class VLLMClient:
                     f"{link.url} has version {form.policy_version}, checksum {form.checksum:016x} after the "
                     f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
                 )
+        if self._transport.type == "cuda":  # torch's allocator has them for the next push, and passes until then
+            self._buffers = [None, None]
         self._base = None if self.changes is None else self._push
         self.server_seconds = finished[0]["seconds"]
 

@@ -24,6 +24,7 @@ import train_ppo  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
+from vllm_client import VLLMClient  # noqa: E402
 
 
 class Recorder(memory.LiveBytes):
@@ -75,6 +76,20 @@ class Allocated:
         torch.cuda.reset_peak_memory_stats()
 
 
+class Sender(VLLMClient):
+    """The client's part of a push, to no server. Buffers lie where weights do, as with NCCL."""
+
+    def __init__(self, rank: int):
+        super().__init__(["http://127.0.0.1:9"])
+        self.receives_weights, self.weight_dtype, self._buffers = rank == 0, torch.bfloat16, [None, None]
+
+    def begin_push(self) -> None:
+        self._checksums = []
+
+    def finish_push(self, version: int) -> None:
+        self._settle()
+
+
 def random_model(cfg, dtype):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,8 +132,7 @@ def measured(cfg: TrainConfig, critic: bool, rank: int, world: int, device) -> d
         step(1)
         kept = seen.now.total()
         seen.next_phase("push")
-        for _ in script.weight_buckets(policy, cfg.push_bucket_mb * 2**20, torch.bfloat16, keep=rank == 0):
-            pass
+        script.push_weights(policy, Sender(rank), 1, cfg.push_bucket_mb)
     return {"kept": kept} | {place: seen.most[place].total() for place in ("update", "push")}
 
 

@@ -37,7 +37,8 @@ if script == "vllm_server.py":
     if {dies}:
         sys.exit("CUDA out of memory")
     open(here + "/ready", "w").close()
-    print("vllm_server: ready, a model", flush=True)
+    nodes = next((int(word.removeprefix("--nodes=")) for word in words if word.startswith("--nodes=")), 1)
+    print("vllm_server: ready, a model\\n" * nodes, flush=True)
     time.sleep(60)
 """
 
@@ -148,3 +149,18 @@ def test_slurm_has_the_first_node_serve_and_the_others_train(tmp_path):
     assert "--rdzv_endpoint=node-b:24567 train_grpo.py" in given and given.endswith("-x") and trainer["ready"]
     assert "--server_urls http://node-a:14567" in given
     assert not list((ROOT / "runs").glob("launch-*-token"))
+
+
+def test_slurm_has_several_nodes_serve(tmp_path):
+    """Each a whole server; the trainers know them all."""
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_JOB_ID": "1234567"}
+    slurm |= {"SLURM_GPUS_ON_NODE": "8", "SERVER_FLAGS": "--data-parallel-size 8"}
+    status, text, server, trainer = launch(tmp_path, 8, "-x", script="slurm.sh", SERVER_NODES="2", **slurm)
+    assert status == 0, text
+    words, given = " ".join(server["words"]), " ".join(trainer["words"])
+    assert "--nodes=2 --ntasks-per-node=1 --nodelist=node-a,node-b python" in words and "--tensor" not in words
+    assert "--nodes=1 --ntasks-per-node=1 --nodelist=node-c torchrun --nnodes=1 --nproc_per_node=8" in given
+    assert "--rdzv_endpoint=node-c:24567" in given and trainer["ready"]
+    assert "--server_urls http://node-a:14567 http://node-b:14567 --server_timeout" in given
+    status, text, server, trainer = launch(tmp_path, 8, script="slurm.sh", SERVER_NODES="3", **slurm)
+    assert status == 2 and "SERVER_NODES=3 of 3" in text

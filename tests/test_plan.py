@@ -1,8 +1,10 @@
 """Will it fit: what memory.py says against the bytes of real updates; what plan.py says to type can be typed."""
 
 import json
+import os
 import shlex
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import tiny_vlms
@@ -13,13 +15,15 @@ from memory_worker import predicted
 import memory
 import plan
 import train_ppo
+from batch import Batch
 from config import ConfigError, TrainConfig, check, load_config
+from inputs.packing import micro_batches, pack
 from train_grpo import empty_policy, load_policy
 
 SHAPE = dict(vocab_size=4000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8)
 SHAPE |= dict(num_key_value_heads=2, tie_word_embeddings=False, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
 FLAGS = "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 64 --push_bucket_mb 1 "
-FLAGS += "--tokens_per_microbatch 320 --logprob_chunk 64 --lora_r 8"
+FLAGS += "--tokens_per_microbatch 291 --logprob_chunk 64 --lora_r 8"  # a group has 320, which are 291 and a tenth
 
 
 @pytest.mark.parametrize("strategy, ranks", [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
@@ -57,6 +61,27 @@ def test_measured_rates_are_taken_and_named(tmp_path, capsys, monkeypatch):
         load_config(plan.PlanConfig, words)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_largest_pass_is_counted(shared):
+    """Whatever the lengths of a step, no pass has more than the one that memory.py counts."""
+    most = 0
+    for seed in range(20):
+        random = torch.Generator().manual_seed(seed)
+        cfg = TrainConfig(prompts_per_step=8, num_generations=4, max_prompt_length=40, max_completion_length=200)
+        cfg = replace(cfg, tokens_per_microbatch=500 + 50 * seed, shared_prefix=shared)
+        inputs, rows, *_ = memory.longest_pass(cfg)
+        counted = inputs["input_ids"].numel()
+        lengths = torch.randint(41, 241, (32, 1), generator=random).clamp(max=40 + 20 * seed)
+        there, tokens = (torch.arange(240) < lengths).float(), torch.arange(240)
+        groups = torch.arange(32) // 4
+        batch = Batch(groups[:, None] + tokens, there, there * (tokens >= 40), torch.zeros(32, 240), groups)
+        passes = [pack(batch.select(rows), cfg)[0]["input_ids"] for rows in micro_batches(batch, cfg)]
+        sizes = [ids.shape[-1] if shared else ids.numel() for ids in passes]
+        assert max(sizes) <= counted <= cfg.tokens_per_microbatch * 1.1 and len(rows)
+        most = max(most, max(sizes) / counted)
+    assert most > 0.95
+
+
 MORE = ["", "--use_peft --strategy fsdp2 --num_generations 4", "--overlap --server_gpus 2", "--critic"]
 
 
@@ -79,6 +104,65 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
     assert script == {"--overlap": "train_async.py", "--critic": "train_ppo.py"}.get(more[:9].strip(), "train_grpo.py")
     assert ("\n  critic " in printed) == ("--critic" in more) == (cfg.advantage == "gae") and cfg.num_generations > 1
     assert cfg.use_peft == ("--use_peft" in more)
+
+
+@pytest.mark.parametrize("more", ["--gpus 16", "--gpus 64 --server_gpus 8", "--gpus 4 --node_gpus 2 --server_gpus 2"])
+def test_several_machines_get_lines_of_their_own(more, capsys):
+    """No machine is asked for a GPU that it lacks; all the trainer's get one line; Slurm gets as many nodes."""
+    from vllm_server import parse_command_line
+
+    words = f"--model_id models/tiny --prompt 20 --completion 30 --gpu_memory 8 {more}".split()
+    cfg = load_config(plan.PlanConfig, words)
+    assert plan.main(cfg) == 0
+    printed = capsys.readouterr().out
+    lines, slurm = printed[printed.index("export VLLM_SERVER_TOKEN") :].split("\n\nOr under Slurm")
+    *servers, last = [line for line in lines.splitlines()[1:] if not line.startswith("#")]
+    urls = []
+    for line in servers:
+        visible, *words = shlex.split(line.removesuffix("&"))
+        assert all(int(gpu) < cfg.node_gpus for gpu in visible.split("=")[1].split(","))
+        with mock.patch.dict(os.environ, VLLM_SERVER_TOKEN="a"):
+            args, _ = parse_command_line(words[2:])
+        node = lines[: lines.index(line)].rpartition("# node-")[2].split()[0]
+        urls.append(f"http://node-{node}:{args.port}")
+        assert args.host == "0.0.0.0"
+    launcher, nodes, each, _, place, _, *flags = shlex.split(last)
+    ranks = int(nodes.split("=")[1]) * int(each.split("=")[1])
+    trained = load_config(TrainConfig, flags)
+    check(trained, ranks)
+    assert (
+        trained.server_urls == urls and place == f"--rdzv_endpoint=node-{len({u.rsplit(':')[1] for u in urls})}:29500"
+    )
+    assert ranks + cfg.node_gpus * (len(lines.split("# node-")) - 2) == cfg.gpus
+    words = shlex.split(slurm.splitlines()[-1])
+    assert f"--nodes={cfg.gpus // cfg.node_gpus}" in words and f"--gpus-per-node={cfg.node_gpus}" in words
+    check(load_config(TrainConfig, words[words.index("train_grpo.py") + 1 :]), ranks)
+
+
+def test_rates_between_machines_make_shards_within_each_pay():
+    """Gathered within one, they take a fraction of the time; the copies' gradients are added up once an update."""
+    cfg = replace(load_config(plan.PlanConfig, "--gpus 24 --strategy fsdp2".split()), tokens_per_microbatch=4096)
+    config = plan.model_config("Qwen/Qwen2.5-7B")
+    assert [c.shard_size for c in plan.strategies(cfg, 16)] == [8, None]
+    across, within = (plan.seconds(replace(cfg, shard_size=n), config, 7.6e9, 16)["update"] for n in (None, 8))
+    assert within < across / 2
+    assert [c.shard_size for c in plan.strategies(cfg, 8)] == [None]
+
+
+def test_a_push_leaves_less_to_the_server_of_a_small_gpu():
+    """A bucket with the embeddings, and those made anew, lie beside vLLM's share: 2 x 1.02 GiB of a 7B."""
+    cfg = load_config(plan.PlanConfig, "--gpus 2 --prompt 500 --completion 1000".split())
+    config, embeddings = plan.model_config("Qwen/Qwen2.5-7B"), 152064 * 3584
+    layer = [3584 * 3584, 2 * 512 * 3584, 3584 * 3584, *[18944 * 3584] * 3]
+    sizes = [embeddings, *layer * 28, embeddings]
+    assert 4 * embeddings <= memory.receiving(sizes, cfg, 1) < 4 * embeddings + 2**28
+    shares = {}
+    for size in (24, 80):
+        shares[size] = plan.serve_split(replace(cfg, gpu_memory=size), config, sizes, 1, 1, 64)["share"]
+    assert shares[80] == plan.VLLM_SHARE and 0.8 < shares[24] < 0.9
+    buckets = memory.bucket_bytes(sizes, cfg)
+    assert buckets[0] == 2 * embeddings and memory.sending(buckets, cfg) <= 2 * max(buckets)  # two buffers
+    assert memory.sending(buckets, replace(cfg, push_over="gloo")) == 0
 
 
 def test_with_domains_the_file_is_to_be_given(capsys, tmp_path):
