@@ -81,6 +81,7 @@ from algorithms.checks import (
     check_term,
     computed,
     prepared,
+    read_once,
     reads,
     told,
 )
@@ -1035,6 +1036,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
 
 
+@read_once()
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
