@@ -115,7 +115,7 @@ from envs.tools import named_tools
 from inputs import agreement, prompts, routing
 from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
-from inputs.logits import logits_of
+from inputs.logits import chunk_size, logits_of
 from inputs.lora import check_adapted, linear_layers, names_as_they_are
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import (
@@ -428,7 +428,9 @@ class Policy(nn.Module):
         """Log-prob of `targets` [N], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy and sum
         of squared probabilities of the distribution it is drawn from.  [N] each"""
         device = targets.device.type
-        with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+        # Without its cache, in which chunks would share one cast weight, and sum its gradient in bfloat16.
+        casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
+        with casts() if self.autocast else contextlib.nullcontext():
             if self.blank:
                 inputs = with_blank(inputs, self.blank)
             inputs = routing.replay(self.routing, inputs)
@@ -436,15 +438,14 @@ class Policy(nn.Module):
                 hidden = backbone(self.hf_model)(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
             unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
             hidden = hidden[rows, columns] + unused  # [N, H]
-            if len(hidden) <= self.chunk or not torch.is_grad_enabled():
-                parts = [self.head(h, t) for h, t in self._chunks(hidden, targets)]
+            size = self.chunk or chunk_size(self.hf_model.config.get_text_config().vocab_size, hidden.is_cuda)
+            chunks = zip(hidden.split(size), targets.split(size), strict=True)
+            if len(hidden) <= size or not torch.is_grad_enabled():
+                parts = [self.head(h, t) for h, t in chunks]
             else:  # several chunks: recompute each one's logits in the backward pass
-                parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in self._chunks(hidden, targets)]
+                parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in chunks]
             self._gather_once(self.hf_model.get_output_embeddings(), [logprobs for logprobs, *_ in parts])
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    def _chunks(self, hidden: Tensor, targets: Tensor):
-        return zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
 
     def _gather_once(self, output: nn.Module | None, chunks: list[Tensor]) -> None:
         """An output layer that is a unit of FSDP2, whose hooks run in each chunk, stays gathered from the first one to
