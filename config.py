@@ -117,7 +117,7 @@ class TrainConfig:
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
     tokens_per_microbatch: int | None = None  # of a forward pass on a rank, a tenth more to save one; unset: what fits
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
-    logprob_chunk: int = 256  # sampled tokens per slice of the output layer; bounds memory at [chunk, vocabulary]
+    logprob_chunk: int | None = None  # sampled tokens whose logits exist at a time; unset: 256, more on GPUs
 
     # --- reward ---
     reward_funcs: list[str] | None = None  # names in REWARDS or file.py:function; unset: environment, or reasoning_gym
@@ -312,7 +312,7 @@ PRESETS: dict[str, dict] = {  # arXiv
 def check_ranges(cfg: TrainConfig) -> None:
     """Each number for itself. Written so that nan fails, too."""
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
-    positive += "logprob_chunk learning_rate eval_generations reward_timeout judge_max_tokens "
+    positive += "learning_rate eval_generations reward_timeout judge_max_tokens "
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
     positive += "request_timeout rollout_timeout dist_timeout push_steps "
     positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
@@ -329,7 +329,7 @@ def check_ranges(cfg: TrainConfig) -> None:
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
     optional = "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length tokens_per_microbatch "
-    for name in (optional + "push_bucket_mb").split():
+    for name in (optional + "push_bucket_mb logprob_chunk").split():
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise ConfigError(
                 f"--{name}={getattr(cfg, name)}: at least 1; leave it out, or give none, to switch it off."

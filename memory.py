@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from batch import Batch
 from config import TrainConfig
 from inputs.backbone import backbone
+from inputs.logits import chunk_size
 from inputs.packing import most_tokens, pack
 from serving.wire import PIECE
 
@@ -126,6 +127,7 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
                 existing.append(parameter.grad)
         vocabulary = policy.hf_model.config.get_text_config().vocab_size
         between: Counter = Counter()  # layers: what is kept of each with gradient checkpointing
+        policy.chunk = policy.chunk or chunk_size(vocabulary, on_gpu=True)
         live = LiveBytes(vocabulary, [*existing, *policy.parameters(), *policy.buffers()])
 
         def say_when_backward(module, inputs, returned) -> None:

@@ -369,9 +369,7 @@ def by_turns(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> str:
 
 def main(cfg: PlanConfig) -> int:
     """Print the plan; 1 if nothing fits."""
-    for (
-        name
-    ) in "gpus node_gpus gpu_memory tflops memory_bandwidth link_bandwidth node_bandwidth push_bandwidth".split():
+    for name in ("gpus", "node_gpus", "gpu_memory", *RATES):
         if not getattr(cfg, name) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     if cfg.gpus < 2 or (cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus):

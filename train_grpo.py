@@ -81,6 +81,7 @@ from algorithms.checks import (
     check_term,
     computed,
     prepared,
+    read_once,
     reads,
     told,
 )
@@ -114,7 +115,7 @@ from envs.tools import named_tools
 from inputs import agreement, balance, prompts, routing
 from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
-from inputs.logits import logits_of
+from inputs.logits import chunk_size, logits_of
 from inputs.lora import adapter_buckets, check_adapted, folded, is_lora, linear_layers, names_as_they_are
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import (
@@ -420,7 +421,9 @@ class Policy(nn.Module):
         """Log-prob of `targets` [N], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy and sum
         of squared probabilities of the distribution it is drawn from.  [N] each"""
         device = targets.device.type
-        with torch.autocast(device, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+        # Without its cache, in which chunks would share one cast weight, and sum its gradient in bfloat16.
+        casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
+        with casts() if self.autocast else contextlib.nullcontext():
             if self.blank:
                 inputs = with_blank(inputs, self.blank)
             inputs = routing.replay(self.routing, inputs, rows, columns)
@@ -428,15 +431,14 @@ class Policy(nn.Module):
                 hidden = backbone(self.hf_model)(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
             unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
             hidden = hidden[rows, columns] + unused  # [N, H]
-            if len(hidden) <= self.chunk or not torch.is_grad_enabled():
-                parts = [self.head(h, t) for h, t in self._chunks(hidden, targets)]
+            size = self.chunk or chunk_size(self.hf_model.config.get_text_config().vocab_size, hidden.is_cuda)
+            chunks = zip(hidden.split(size), targets.split(size), strict=True)
+            if len(hidden) <= size or not torch.is_grad_enabled():
+                parts = [self.head(h, t) for h, t in chunks]
             else:  # several chunks: recompute each one's logits in the backward pass
-                parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in self._chunks(hidden, targets)]
+                parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in chunks]
             self._gather_once(self.hf_model.get_output_embeddings(), [logprobs for logprobs, *_ in parts])
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    def _chunks(self, hidden: Tensor, targets: Tensor):
-        return zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
 
     def _gather_once(self, output: nn.Module | None, chunks: list[Tensor]) -> None:
         """An output layer that is a unit of FSDP2, whose hooks run in each chunk, stays gathered from the first one to
@@ -1029,6 +1031,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
 
 
+@read_once()
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
@@ -1213,7 +1216,7 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
     sharded, size = generator.changes is not None, bucket_mb * 2**20
-    alone = generator.adapter is not None
+    alone = getattr(generator, "adapter", None) is not None  # which a generator of your own need not have
     buckets = adapter_buckets(policy, size, dtype) if alone else weight_buckets(policy, size, dtype, active, sharded)
     for number, bucket in enumerate(buckets):
         found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if sharded else None
@@ -1278,9 +1281,7 @@ def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Te
             padded[: len(shard)] = shard
             arrived = padded.new_empty(rows * mesh.size(-1), *tensor.shape[1:])
             whole[name] = arrived[: len(tensor)]
-            sent.append(
-                (arrived.view(torch.uint8), padded.view(torch.uint8))
-            )  # as bytes: of one kind, as NCCL wants it
+            sent.append((arrived.view(torch.uint8), padded.view(torch.uint8)))  # bytes: NCCL wants one dtype
     if sent:
         group = mesh.get_group(mesh.ndim - 1)
         with torch.distributed._coalescing_manager(group):

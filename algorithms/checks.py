@@ -151,8 +151,29 @@ def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
         got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
         raise ValueError(f"{name} returned {got}; it must be a value per token, {shape}: {remedy}.")
     matrix = matrix.where(batch.loss_mask > 0, 0)  # elsewhere log-probs are 0: log(1 - p) would be inf, times 0 nan
-    if not torch.isfinite(matrix.detach()).all():
-        raise ValueError(
-            f"{name} returned nan or infinity on a sampled token. Does it divide by a std or a length of 0?"
-        )
+    with read_once():
+        _finite.append((name, torch.isfinite(matrix.detach()).all()))
     return matrix
+
+
+_finite: list[tuple[str, Tensor]] = []  # of what was checked: whose it is, and whether it is finite, not read yet
+_open = 0  # `read_once` blocks around us
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """What is `checked` within is known to be finite at the end, by one read: each waits for the GPU."""
+    global _open
+    _open += 1
+    try:
+        yield
+        if _open == 1 and _finite:
+            good = torch.stack([finite for _, finite in _finite]).tolist()
+            if not all(good):
+                name = _finite[good.index(False)][0]
+                why = "Does it divide by a std or a length of 0?"
+                raise ValueError(f"{name} returned nan or infinity on a sampled token. {why}")
+    finally:
+        _open -= 1
+        if not _open:
+            _finite.clear()

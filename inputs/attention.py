@@ -138,11 +138,10 @@ def why_not_segments(hf_model: nn.Module, implementation: str, on_gpu: bool) -> 
     left_out = leaves_out(layers)
     if left_out and implementation.startswith("flash_attention_") and left_out != ["capped attention scores"]:
         return f"{implementation} has no {' and '.join(left_out)} for packed rows; auto has"
-    if on_gpu and implementation in ("sdpa", "eager"):
-        if "capped attention scores" in left_out:
-            return "torch's kernel for GPUs does not cap attention scores; flash_attention_2 does"
-        if (width := max(layer.heads[2] for layer in layers)) > 256:
-            return f"torch's kernel for GPUs takes heads of up to 256 numbers, and {name} has {width}"
+    if on_gpu and implementation in ("sdpa", "eager") and "capped attention scores" in left_out:
+        return "torch's kernel for GPUs does not cap attention scores; flash_attention_2 does"
+    if on_gpu and (width := max(layer.heads[2] for layer in layers)) > 256:
+        return f"flash attention takes heads of up to 256 numbers, and {name} has {width}"
     with torch.device("cpu"):  # where models without values are made the default is another
         if implementation == "eager" and any(unlike(layer) for layer in distinct(layers)):
             return f"{name} computes its attention in another way"

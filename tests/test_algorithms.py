@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_grpo as script
+from algorithms import checks
 from config import TrainConfig
 from train_grpo import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, Batch, normalize, token_weights
 
@@ -424,3 +426,17 @@ def test_kl_cov_takes_no_more_tokens_than_asked_where_many_are_alike():
     cfg = TrainConfig(policy_loss="kl_cov", kl_cov_ratio=0.05)
     _, stats = POLICY_LOSSES["kl_cov"](-torch.arange(4.0)[:, None] * mask, batch, cfg)
     assert stats["kl_cov/chosen"].sum() == 10 and stats["kl_cov/chosen"][0].sum() == 10
+
+
+def test_what_is_not_finite_is_named_at_the_end_of_the_block():
+    batch = SimpleNamespace(loss_mask=torch.tensor([[1.0, 0.0]]))
+    bad = torch.tensor([[float("nan"), 0.0]])
+    checks.checked("elsewhere", bad.flip(1), batch, "")  # no token was sampled there
+    reached = False
+    with pytest.raises(ValueError, match="second returned nan"), checks.read_once():
+        checks.checked("first", torch.ones(1, 2), batch, "")
+        checks.checked("second", bad, batch, "")
+        reached = True
+    assert reached
+    with pytest.raises(ValueError, match="alone returned nan"):
+        checks.checked("alone", bad, batch, "")

@@ -1,6 +1,7 @@
 """The gradient does not depend on how an update is cut: micro-batches, ranks, sharding, shared or repeated prompts."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gradient_worker
 import pytest
@@ -64,3 +65,23 @@ def test_silent_groups_are_not_passed_back(case, monkeypatch):
     script.accumulate_gradients(policy, batch, cfg, loss_of)
     quiet = passes.count(False) / (2 if case == "foreign term" else 1)
     assert quiet >= 3 if case in ("ppo", "reinforce") else quiet == 1  # one pass found out, the others were told
+
+
+@pytest.mark.parametrize("chunk", [64, 1024])
+def test_chunks_of_the_output_layer_sum_their_gradient_in_float32(chunk, monkeypatch):
+    """Under autocast it is as near to the one in float32 as with all tokens at once."""
+    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+    torch.manual_seed(0)
+    n, device = 2048, torch.device("cpu")
+    hidden, ids, weights = torch.randn(n, 64), torch.randint(0, 1000, (n,)), torch.randn(n)
+    monkeypatch.setattr(script, "backbone", lambda _: lambda **_: SimpleNamespace(last_hidden_state=hidden[None]))
+
+    def gradient(dtype: str, size: int) -> torch.Tensor:
+        policy, inner = script.load_policy(TrainConfig(compute_dtype=dtype, logprob_chunk=size), device)
+        logprobs = policy({}, torch.zeros(n, dtype=torch.long), torch.arange(n), ids)[0]
+        (weights * logprobs).sum().backward()
+        return inner.hf_model.lm_head.weight.grad
+
+    exact = gradient("float32", n)
+    errors = [float((gradient("bfloat16", size) - exact).norm() / exact.norm()) for size in (chunk, n)]
+    assert errors[0] < 1.1 * errors[1] < 0.01, errors
