@@ -1,4 +1,4 @@
-"""The part of a transformers model that gives the hidden states its output layer reads."""
+"""Parts of a transformers model by what they do: what gives the hidden states its output layer reads; its experts."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,3 +32,19 @@ def text_model(hf_model: nn.Module) -> PreTrainedModel:
     """
     found = hf_model.get_decoder()
     return found if isinstance(found, PreTrainedModel) and found is not hf_model else backbone(hf_model)
+
+
+EXPERTS = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok", "top_k"),
+}
+
+
+def experts_of(config) -> tuple[int, int]:
+    """(experts of a layer, experts of a token), from a transformers config; (0, 0) for a dense model."""
+    text = config.get_text_config()
+    experts, chosen = (
+        next((found for name in names if isinstance(found := getattr(text, name, None), int)), 0)
+        for names in EXPERTS.values()
+    )
+    return (experts, chosen) if experts > 1 and chosen else (0, 0)

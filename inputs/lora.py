@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError
-from inputs.routing import experts_of
+from inputs.backbone import experts_of
 from safety.limits import warn_once
 
 LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's

@@ -23,23 +23,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 import utils
 from config import ConfigError, TrainConfig
-from inputs.backbone import text_model
+from inputs.backbone import experts_of, text_model
 from safety.limits import warn_once
-
-NAMES = {
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "chosen": ("num_experts_per_tok", "top_k"),
-}
-
-
-def experts_of(config) -> tuple[int, int]:
-    """(experts of a layer, experts of a token), from a transformers config; (0, 0) for a dense model."""
-    text = config.get_text_config()
-    experts, chosen = (
-        next((found for name in names if isinstance(found := getattr(text, name, None), int)), 0)
-        for names in NAMES.values()
-    )
-    return (experts, chosen) if experts > 1 and chosen else (0, 0)
 
 
 def routers_of(model: nn.Module) -> dict[nn.Module, int]:
