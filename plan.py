@@ -50,7 +50,7 @@ class PlanConfig(TrainConfig):
                 setattr(self, name, rate)
 
 
-MEASURED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_rates.json"
+MEASURED = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_rates.json")
 RATES = dict(tflops=350.0, memory_bandwidth=2000.0, link_bandwidth=150.0, node_bandwidth=40.0)
 RATES |= dict(cpu_bandwidth=25.0, push_bandwidth=2.0)
 

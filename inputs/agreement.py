@@ -112,11 +112,13 @@ def silence(module: nn.Module, run: Callable[[], object], device: torch.device) 
 # ---- the same log-probs --------------------------------------------------------------------------------------------
 
 
-def own_forward(hf_model: nn.Module) -> Callable:
-    """In place of Policy.forward: what transformers gives the tokens, without a line of ours."""
+def own_forward(hf_model: nn.Module, autocast: bool = False) -> Callable:
+    """In place of Policy.forward: what transformers gives the tokens, without a line of ours. autocast: in bfloat16, as
+    the policy computes, whose rounding alone can be .03 of a log-prob; else in the dtype of the weights."""
 
     def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor]:
-        logits = hf_model(**inputs, use_cache=False).logits[rows, columns].float()  # [N, V]
+        with torch.autocast(targets.device.type, torch.bfloat16, enabled=autocast):
+            logits = hf_model(**inputs, use_cache=False).logits[rows, columns].float()  # [N, V]
         return (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0],)
 
     return forward
@@ -147,7 +149,7 @@ def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConf
     plain, pair = replace(cfg, shared_prefix=False), group_of(prompt, [one, other], device, beside)
     silence(inner, lambda: logprobs(pair, cfg), device)
     with replaced(inner, temperature=1.0, never=[]):
-        with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model)):
+        with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model, inner.autocast)):
             expected = [logprobs(group_of(prompt, [row], device, beside), plain)[0, third:] for row in (one, other)]
         alone = logprobs(group_of(prompt, [one], device, beside), plain)[0, third:]
         both = logprobs(pair, cfg)[:, third:]

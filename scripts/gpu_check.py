@@ -163,9 +163,10 @@ more, alone (`bash scripts/gpu_check.sh --only NAME`), and whether it fails agai
 @functools.cache  # a name server may be asked
 def private() -> dict[str, str]:
     """What must not stand on the page -> what stands there."""
+    home = Path(os.path.expanduser("~"))
     names = {socket.getfqdn(), socket.gethostname(), socket.gethostname().split(".")[0]}
-    users = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")} | {Path.home().name}
-    found = {str(ROOT): ".", str(Path.home()): "~", tempfile.gettempdir(): "/tmp"}
+    users = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")} | {home.name}
+    found = {str(ROOT): ".", str(home): "~", tempfile.gettempdir(): "/tmp"}
     found |= {name: "HOST" for name in names} | {name: "USER" for name in users - {"root"}}
     return {text: instead for text, instead in found.items() if len(text) > 1 and text != "localhost"}
 

@@ -87,6 +87,20 @@ def test_a_model_that_sees_a_prompt_in_both_directions_agrees_on_text(tmp_path):
     check(*script.load_policy(cfg, CPU), cfg)
 
 
+def test_what_bfloat16_rounds_is_no_difference(monkeypatch):
+    """Steep logits, for which it is beyond the limit: the model, too, is asked in the policy's precision."""
+    original = script.load_hf_model
+
+    def steep(*how):
+        model = original(*how)
+        model.model.norm.weight.data.mul_(20)
+        return model
+
+    monkeypatch.setattr(script, "load_hf_model", steep)
+    cfg = TrainConfig(model_id=str(make_tiny()), shared_prefix=False)
+    check(*script.load_policy(cfg, CPU), cfg)
+
+
 # ---- noise ----------------------------------------------------------------------------------------------------------
 
 
