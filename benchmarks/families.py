@@ -353,8 +353,9 @@ IN_WORDS = {
     r"Dimension out of range": "fails in vLLM on CPUs: no kernel for the first Mamba's convolutions",
     r"set_allocator": "fails in vLLM on CPUs: wants Triton",
     r"log-probs are not finite": "refused by our server: vLLM computes nan",
-    r"_layernorm|not initialized from checkpoint": "refused by vLLM: its model has other weights than transformers'",
-    r"There is no module or parameter named|KeyError": "refused by vLLM: its model has other weights than transformers'",
+    r"_layernorm|not initialized from checkpoint|There is no module or parameter named|KeyError": (
+        "refused by vLLM: its model has other weights than transformers'"
+    ),
     r"EngineDeadError": "fails in vLLM: its engine ends at the first request",
     r"dimension size|invalid dim size|Unsupported CPU attention": "refused by vLLM on CPUs: no kernel for these sizes",
     r"validation error for VllmConfig": "refused by vLLM: no such config of a model",
