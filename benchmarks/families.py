@@ -68,7 +68,7 @@ SIZES |= dict(linear_key_head_dim=128, linear_value_head_dim=128, kv_lora_rank=5
 MAMBA = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, mamba_d_state=64)
 OWN_SIZES = {  # whose sizes have to fit each other
     "bamba": MAMBA, "granitemoehybrid": MAMBA, "mamba2": dict(hidden_size=128, num_heads=16, state_size=64),
-    "llama4_text": SIZES, "dbrx": {}, "jamba": {}, "axk2": {},
+    "llama4_text": SIZES, "glm4_moe_lite": SIZES | dict(head_dim=64), "dbrx": {}, "jamba": {}, "axk2": {},
     "deepseek_v32": {}, "glm_moe_dsa": {}, "hy_v4": {}, "longcat_flash": {}, "zamba": {}, "qwen4_exp_text": {},
 }  # fmt: skip
 # What vLLM reads, published configs have, and transformers' config class does not set.
@@ -79,7 +79,7 @@ PUBLISHED = {
     "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "glm4_moe": dict(head_dim=32),
     "glm4_moe_lite": dict(first_k_dense_replace=1),
-    "hy_v3": dict(first_k_dense_replace=1, route_norm=True, expert_hidden_dim=64),
+    "hy_v3": dict(first_k_dense_replace=1, route_norm=True, expert_hidden_dim=64, qk_norm=True),
     "longcat_flash": dict(mla_scale_q_lora=True, mla_scale_kv_lora=True, zero_expert_type="identity"),
     "lfm2": dict(conv_dim=128, conv_dim_out=128, block_dim=128, block_ff_dim=128),
     "lfm2_moe": dict(conv_dim=128, conv_dim_out=128),
@@ -362,8 +362,13 @@ IN_WORDS = {
     r"Dimension out of range": "fails in vLLM on CPUs: no kernel for the first Mamba's convolutions",
     r"set_allocator": "fails in vLLM on CPUs: wants Triton",
     r"log-probs are not finite": "refused by our server: vLLM computes nan",
-    r"_layernorm|not initialized from checkpoint": "refused by vLLM: its model has other weights than transformers'",
-    r"There is no module or parameter named": "refused by vLLM: its model has other weights than transformers'",
+    r"_layernorm|not initialized from checkpoint|There is no module or parameter named|KeyError": (
+        "refused by vLLM: its model has other weights than transformers'"
+    ),
+    r"EngineDeadError": "fails in vLLM: its engine ends at the first request",
+    r"dimension size|invalid dim size|Unsupported CPU attention": "refused by vLLM on CPUs: no kernel for these sizes",
+    r"validation error for VllmConfig": "refused by vLLM: no such config of a model",
+    r"mlp_layer_types": "refused by vLLM: it does not know the kinds of layers that transformers writes",
     r"has no attribute '(\w+)'": r"fails in vLLM: wants `\1` in config.json, which transformers does not write",
     r"generator made (\d+) tokens of a prompt with \d images, the trainer (\d+)": (
         r"refused by our check: vLLM makes \1 tokens of a prompt with a picture, transformers \2"
@@ -389,7 +394,7 @@ def said(column: dict) -> str:
             return found.expand(words)
     if "answered POST /finish_weight_update" in text:
         return "refused by our server: " + re.split(r"[;.] ", text.split("422: ")[-1])[0][:90]
-    return "fails" + (" in " if text.startswith("vLLM") else ": ") + text[:110]
+    return "fails in " + re.sub(r"\b\w+Error: ", "", text)[:110]
 
 
 def page(known: dict) -> str:

@@ -183,6 +183,7 @@ def config_of(family: str, processor) -> dict:
         )
     if family == "lfm2_vl":
         vision = VISION | dict(model_type="siglip2_vision_model", num_patches=64, patch_size=16)
+        vision |= dict(vision_use_head=False)
         text = text | dict(model_type="lfm2", layer_types=["conv", "full_attention"], conv_dim=128, block_dim=128)
         more = dict(image_token_id=number("<image>"), projector_hidden_size=128)
         return dict(text_config=text, vision_config=vision, tie_word_embeddings=True) | more
