@@ -18,10 +18,12 @@ import itertools
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, Field
+from vllm.config.lora import MaxLoRARanks
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -144,9 +146,9 @@ class Held:
             number, line.tensors, PEFTHelper(rank, rank, []), "cpu", weights_mapper=self.mapper
         )
         self.manager.add_adapter(LoRARequest(f"{name}/{number}", number, "memory"))
-        seconds = line.connection.receiver.seconds | {"load": time.perf_counter() - began}
+        seconds = dict(line.connection.receiver.seconds) | {"load": time.perf_counter() - began}
         line.shapes, line.tensors = {}, {}
-        return {"checksum": fold(line.checksums), "seconds": dict(seconds)}
+        return {"checksum": fold(line.checksums), "seconds": seconds}
 
     def _load(self, request: LoRARequest) -> LoRAModel:
         """vLLM merges the parts of what it gets in place, so it gets a copy (of the lists, not of the matrices)."""
@@ -294,7 +296,9 @@ class Adapters:
             raise ValueError("an adapter of no layer")
         rank, most = max(shape[0] for shape in modules.values()), self.config.max_lora_rank
         if rank > most:
-            raise ValueError(f"rank {rank} is above the server's {most}; start it with --max-lora-rank {rank}")
+            larger = [known for known in get_args(MaxLoRARanks) if known >= rank]
+            remedy = f"start it with --max-lora-rank {larger[0]}" if larger else "vLLM knows none as large"
+            raise ValueError(f"rank {rank} is above the server's {most}; {remedy}")
         reports = await self.ask("fit", modules)
         # A worker of a pipeline has a part of the layers.
         unknown = [name for name in modules if all(name in report["unknown"] for report in reports[0])]

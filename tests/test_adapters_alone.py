@@ -32,7 +32,7 @@ def live():
     """One server for this file, the tiny Llama in float32. The tests that replace its weights come last."""
     found = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512", "--enable-lora")
     try:
-        yield found.wait()
+        yield found.wait(600)
     finally:
         found.stop()
 
@@ -295,7 +295,7 @@ def connected(server, capsys=None, **options):
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"lora_r": 128}, "rank 128 is above the server's 64; start it with --max-lora-rank 128"),
+        ({"lora_r": 100}, "rank 100 is above the server's 64; start it with --max-lora-rank 128"),
         ({"lora_targets": ["q_proj", "lm_head"]}, "vLLM serves no adapters of base_model.model.lm_head"),
         ({"colocate": True}, "--colocate"),
     ],
@@ -316,6 +316,15 @@ def test_other_trained_weights_are_seen(live):
     assert lora.why_not_alone(inner.hf_model) is None
     inner.hf_model.model.norm.weight.requires_grad_(True)
     assert "1 trained weights are no adapters, such as model.norm.weight" in lora.why_not_alone(inner.hf_model)
+
+
+def test_dora_is_neither_folded_nor_served():
+    from peft import LoraConfig, get_peft_model
+
+    model = script.load_hf_model(replace(CFG, model_id=str(make_tiny())), torch.float32)
+    adapted = get_peft_model(model, LoraConfig(use_dora=True, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="q_proj has DoRA's magnitudes"):
+        lora.check_adapted(adapted, ["q_proj"])
 
 
 def test_a_server_without_adapters_gets_folded_weights():

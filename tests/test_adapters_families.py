@@ -85,9 +85,9 @@ def test_log_probs_are_the_trainers(served, family):
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_adapters_of_what_connects_the_tower_are_folded(served, family):
-    """All linear layers but the tower's: vLLM would serve those of the connector if it was asked to."""
-    cfg = config(served[family], freeze_vision=True)
+def test_adapters_of_the_tower_are_refused(served, family):
+    """Of all linear layers: vLLM would serve them if it was asked to (--enable-tower-connector-lora)."""
+    cfg = config(served[family])
     _, inner = script.load_policy(cfg, torch.device("cpu"))
     with pytest.raises(ConfigError, match="vLLM serves no adapters of .*--lora_targets"):
         utils.connect_servers(cfg, inner.hf_model, torch.device("cpu"))
