@@ -116,7 +116,15 @@ from inputs import agreement, balance, prompts, routing
 from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import chunk_size, logits_of
-from inputs.lora import adapter_buckets, check_adapted, folded, is_lora, linear_layers, names_as_they_are
+from inputs.lora import (
+    adapter_buckets,
+    check_adapted,
+    dithered,  # noqa: F401 - what `folded` does, for a push of your own
+    folded,
+    is_lora,
+    linear_layers,
+    names_as_they_are,
+)
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import (
     load_config,
