@@ -177,8 +177,8 @@ def of(model: nn.Module, cfg: TrainConfig) -> Routing | None:
 def replay(routing: Routing | None, inputs: dict, rows: Tensor, columns: Tensor) -> dict:
     """A pass's inputs as a model takes them; the experts among them are for its layers, in this pass and in its
     recomputation.  routed_experts [R, L, layers, k]; rows, columns [N]: the places that predict what is learned from"""
-    choice, ids = inputs.get("routed_experts"), inputs["input_ids"]
     if routing is not None:
+        choice, ids = inputs.get("routed_experts"), inputs["input_ids"]
         routing.choice = None if choice is None else choice.flatten(0, 1)
         routing.passes += 1
         if routing.routers:

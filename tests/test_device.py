@@ -141,7 +141,7 @@ def trajectories() -> list[Trajectory]:
 
 def settings(**options) -> train_ppo.TrainConfig:
     base = dict(num_generations=3, compute_dtype="float32", advantage="dr_grpo", max_steps=2, beta=0.05)
-    return train_ppo.TrainConfig(**(base | dict(kl_in_reward=False, tokens_per_microbatch=60) | options))
+    return train_ppo.TrainConfig(**(base | dict(kl_in_reward=False, tokens_per_microbatch=50) | options))
 
 
 @pytest.fixture
