@@ -414,7 +414,7 @@ def page(known: dict) -> str:
             batch, served = row.get("rows", {}), row.get("serve", {})
             apart = f"{batch['logprobs']:.0e}, {batch['gradient']:.0e}" if "logprobs" in batch else said(batch)
             loaded = f"{served['loaded']:.0e}" if "loaded" in served else ""
-            cells = [family, batch.get("attention", ""), batch.get("shared", ""), apart]
+            cells = [family, batch.get("attention", ""), re.sub(r" \(\w+Error: .*", "", batch.get("shared", "")), apart]
             cells += [said(row.get("train", {})), said(row.get("lora", {})), loaded, said(served)]
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         lines.append("")
