@@ -14,6 +14,7 @@ from config import ConfigError, TrainConfig
 from hf_generator import HFGenerator, Way
 from inputs import attention
 from inputs.backbone import backbone, text_model
+from inputs.lora import linear_layers
 from inputs.processor import model_class
 from runlog.reading import read_metrics
 
@@ -200,6 +201,12 @@ def test_two_steps(family, tmp_path):
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
     assert len(steps) == 2 and all(line["grad_norm"] > 0 for line in steps)
     assert max(line["sampling/logprob_diff_mean"] for line in steps) < 1e-5
+
+
+def test_linear_layers_of_a_class_of_their_own_take_adapters():
+    """Falcon's. A router is a linear layer of a class of its own, too, and takes none."""
+    assert any(name.endswith("self_attention.dense") for name in linear_layers(model_of("falcon")))
+    assert not any("router" in name or name.endswith(".gate") for name in linear_layers(model_of("phimoe")))
 
 
 def test_layers_that_share_a_weight_take_no_adapters(tmp_path):
