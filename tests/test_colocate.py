@@ -253,7 +253,7 @@ def test_shards_in_cpu_memory_leave_the_gpu_to_the_server(tmp_path, monkeypatch)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     reference, optimizer = script.load_reference(cfg, torch.device("cpu")), script.make_optimizer(policy, cfg)
     run = SimpleNamespace(reference=reference, modules={"policy": (policy, optimizer)})
-    batch = batch_of(cfg, 0, 1)
+    batch = batch_of(cfg, 1, torch.device("cpu"))
     script.update(policy, optimizer, batch, cfg, 0)  # makes the optimizer's state
     state = [value for each in optimizer.state.values() for value in each.values()]
     card = Card(0, [x.to_local() for x in (*policy.parameters(), *reference.parameters(), *state) if x.ndim])

@@ -18,7 +18,7 @@ def test_the_rank_that_is_waited_for_is_named(how, tmp_path):
         waited = time.monotonic() - start
         assert all(member.wait(10) for member in ranks.members[:3]), ranks.text
     assert ranks.text.count(f"limits of 3 groups: [{1.5 * SECONDS}]") == 4, ranks.text
-    assert 3 * SECONDS <= waited < 3 * SECONDS + 1.5, ranks.text  # torch would have taken half as long again
+    assert 3 * SECONDS <= waited < 4.4 * SECONDS, ranks.text  # torch would have taken half as long again: 4.5
     said = [line for line in ranks.text.splitlines() if "] waited" in line]
     assert said and "Traceback" not in ranks.text[: ranks.text.index(said[0])]  # gloo's own comes after, if at all
     for line in said:
