@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError
 from inputs.backbone import experts_of
-from safety.limits import warn_once
+from safety.limits import say_once
 
 LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's
 
@@ -83,7 +83,7 @@ def check_adapted(model: nn.Module, wanted: list[str]) -> None:
     or are more than B A: they could not be folded into what is pushed and saved. Of a mixture of experts it says what
     is left as it is."""
     if experts_of(model.config)[0]:
-        warn_once("LoRA on a mixture of experts: linear layers get adapters, experts and routers stay as they are.")
+        say_once("LoRA on a mixture of experts: linear layers get adapters, experts and routers stay as they are.")
     users = users_of_weights(model)
 
     def folds(layer: nn.Module | None) -> bool:

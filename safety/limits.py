@@ -381,6 +381,13 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
+@functools.cache
+def say_once(message: str) -> None:
+    """Print, on rank 0, what is no reason to worry."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message)
+
+
 # ---- the watchdog ---------------------------------------------------------------------------------------------------
 
 _messages: int | None = None  # the watchdog's pipe, once there is one

@@ -71,7 +71,7 @@ def main(out: str, flags: list[str]) -> None:
     rank, world, device = utils.init_distributed(60)
     script.load_hf_model = llama
     policy, inner = script.load_policy(cfg, device)
-    batch = sharding_worker.batch_of(rank, world)
+    batch = sharding_worker.batch_of(rank, world, device)
     micro = max(utils.gather_objects(len(script.micro_batches(batch, cfg))))
     with Collectives() as update:
         gradient = gradient_worker.gradients(policy, inner, batch, cfg)

@@ -414,6 +414,8 @@ def test_segments_grow_unless_the_user_or_the_driver_says_otherwise(given, refus
 
 def test_shards_in_cpu_memory_travel_from_the_gpu(gpu):
     """--offload: what a push gathers goes to the GPU first, or gloo would carry it."""
+    if dist.is_initialized():  # by a test before, in this process
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh(GPU.type, (2,), mesh_dim_names=("shard",))

@@ -453,7 +453,7 @@ def test_a_turn_of_two_hundred_calls():
 
 def test_invented_components_are_bounded_metrics(monkeypatch, caplog):
     """The first hundred of a run, in every step the same; functions' own names are always there."""
-    monkeypatch.setattr(rollouts, "_NAMED", {})
+    monkeypatch.setattr(rollout_metrics, "_NAMED", {})
     last = [SimpleNamespace(info={"rewards": {"mine": 1.0} | {f"mine/{n}": 1.0 for n in range(60)}})]
     assert len(rollout_metrics.reward_means(last)) == 61 and not caplog.text
     many = {f"mine/{n}": 1.0 for n in range(50, 170)}

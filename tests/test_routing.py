@@ -19,6 +19,7 @@ import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from inputs import balance, packing, routing
+from safety.limits import say_once
 from serving import experts
 from vllm_client import Completion
 
@@ -278,12 +279,13 @@ def test_balancing_is_refused_where_there_is_nothing_to_balance():
     balance.check(dense, replace(cfg, router_aux_coef=0.0))
 
 
-def test_adapters_leave_experts_and_routers_and_it_is_said(caplog, monkeypatch):
+def test_adapters_leave_experts_and_routers_and_it_is_said(capsys, monkeypatch):
     """The balancing loss then reaches the adapters below a router."""
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made("mixtral", dtype))
     cfg = TrainConfig(compute_dtype="float32", use_peft=True, router_aux_coef=0.3, beta=0.0)
+    say_once.cache_clear()
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    assert "experts and routers stay as they are" in caplog.text
+    assert "experts and routers stay as they are" in capsys.readouterr().out
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     assert all(".self_attn." in name and ".lora_" in name for name in trained)
     batch = local_batch(0, 1)
