@@ -414,7 +414,7 @@ class Policy(nn.Module):
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
             use_shared_attention(self.hf_model, chosen(cfg.attn_implementation, self.hf_model))
         self.routing = routing.of(self.hf_model, cfg) if self.replays else None
-        self.last = True  # of the micro-batches: then copies of shards (--shard_size) add up their gradients
+        self.last_pass = True  # of an update: in it, copies of shards (--shard_size) add up their gradients
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.
@@ -460,7 +460,7 @@ class Policy(nn.Module):
 
         def ends(end: bool, gradient: Tensor) -> None:
             output.set_requires_gradient_sync(end)
-            output.set_requires_all_reduce(self.last)
+            output.set_requires_all_reduce(self.last_pass)
             output.set_reshard_after_backward(end)
 
         chunks[-1].register_hook(partial(ends, False))
@@ -1087,8 +1087,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
                 with_graph = remaining
         if remaining <= with_graph:
             if isinstance(policy, FSDPModule):
-                policy.last = remaining == 1
-                policy.set_requires_all_reduce(policy.last)
+                policy.last_pass = remaining == 1
+                policy.set_requires_all_reduce(policy.last_pass)
             with policy.no_sync() if ddp and remaining > 1 else contextlib.nullcontext():
                 with utils.in_part():
                     loss, stats = loss_of(policy, part, cfg, counts)
