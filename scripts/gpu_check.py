@@ -179,7 +179,7 @@ def clean(text: str) -> str:
     text = credentials.mask(text)
     for secret, instead in sorted(private().items(), key=lambda pair: -len(pair[0])):
         text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", instead, text)
-    text = re.sub(r"/(?:home|Users)/[^/\s:'\"]+", "~", text)
+    text = re.sub(r"(?<!\w)/(?:root(?!\w)|(?:home|Users)/[^/\s:'\"]+)", "~", text)
     return re.sub(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b(?=[:/\s])", "ADDRESS", text)
 
 
