@@ -1459,11 +1459,11 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     if cfg.colocate:  # the push wakes the server
         utils.move(run, torch.device("cpu"))
     push_weights(policy, generator, first, cfg.push_bucket_mb)
-    sampled = agreement.ask(generator, inner.hf_model, cfg)
+    sampled = agreement.ask(generator, inner.hf_model, cfg, rows + held_out)
 
     def check() -> None:
         def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
-            return compute_logprobs(policy, batch, cfg)[0]
+            return all_logprobs(policy, batch, cfg)[0]
 
         agreement.check_policy(inner, logprobs, processor, cfg, device)
         agreement.check_generator(sampled, logprobs, generator.weight_dtype, cfg, device)

@@ -563,13 +563,14 @@ def check_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     raise_together(error, "Looking at the optimizer's state")
 
 
-def check_agreement(difference: float, cfg: TrainConfig, share: float = 1) -> None:
-    """share: of the limit, which allows for bfloat16."""
+def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, images: bool = False) -> None:
+    """share: of the limit, which allows for bfloat16. images: whether they stand in the prompt."""
     if not difference <= (limit := share * cfg.logprob_diff_limit):
+        where = " of a prompt with images" if images else ""
         raise RuntimeError(
-            f"Trainer and generator disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
-            f"{limit:g}. Usual causes: another model on the server, a quantised server, top-k / top-p "
-            "sampling, a modified model class. --logprob_diff_limit raises the limit."
+            f"Trainer and generator disagree on the sampled tokens{where}: mean |log-prob difference| "
+            f"{difference:.3f}, limit {limit:g}. Usual causes: another model on the server, a quantised server, top-k "
+            "/ top-p sampling, a modified model class. --logprob_diff_limit raises the limit."
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import utils
 from batch import Batch
 from config import TrainConfig
+from inputs import prompts
 from inputs.logits import replaced
 from inputs.prompts import FOLLOWED_BY, Prompt
 
@@ -37,7 +38,7 @@ def text_inputs(hf_model: nn.Module, tokens: int) -> dict:
 
 
 def group_of(prompt: list[int], completions: list[list[int]], device: torch.device, model_inputs=None) -> Batch:
-    """As a step would have it. model_inputs: what the model is given beside the prompt, as text_inputs says."""
+    """As a step would have it. model_inputs: what the model is given beside the prompt's tokens."""
     rows = [torch.tensor(prompt + completion) for completion in completions]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [B, T]
     mask = nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
@@ -170,38 +171,51 @@ def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConf
             )
 
 
-def ask(generator, hf_model: nn.Module, cfg: TrainConfig) -> tuple[Prompt, list, list]:
-    """(a prompt, tokens that the generator samples after it, their log-probs): each rank's own generator, or rank 0's
-    for all. Of several servers each has a request. Collective."""
-    ids = text_ids(generator.tokenizer, hf_model)
-    prompt = Prompt(ids, ids, model_inputs=text_inputs(hf_model, len(ids)))
+def asked(generator, hf_model: nn.Module, cfg: TrainConfig, rows: list[dict]) -> list[Prompt]:
+    """A text and, where rows have images, the first of these: a tower's outputs, and places on several axes, are known
+    to no text."""
+    ids, sees = text_ids(generator.tokenizer, hf_model), prompts.is_vision(generator.tokenizer)
+    shown = next((row for row in rows if sees and prompts.image_sources(row)), None)
+    text = Prompt(ids, ids, model_inputs=text_inputs(hf_model, len(ids)))
+    return [text] if shown is None else [text, prompts.build_prompt(shown, generator, cfg.of(shown))]
 
-    async def sample() -> list:
-        how = dict(n=SAMPLES, max_tokens=TOKENS, temperature=cfg.temperature, expanded=prompt)
-        calls = (generator.generate(ids, **how) for _ in getattr(generator, "urls", [""]))
-        return sum(await asyncio.gather(*calls), [])
 
+def ask(generator, hf_model: nn.Module, cfg: TrainConfig, rows: list[dict]) -> list[tuple[Prompt, list, list]]:
+    """For each prompt, (it, tokens that the generator samples after it, their log-probs): each rank's own generator, or
+    rank 0's for all. Of several servers each has a request. Collective."""
     own, found, error = generator.receives_weights, [], None
+
+    async def sample(prompt: Prompt) -> tuple[Prompt, list, list]:
+        how = dict(n=SAMPLES, max_tokens=min(TOKENS, cfg.max_completion_length), temperature=cfg.temperature)
+        how |= dict(images=prompt.images) if prompt.images else {}
+        calls = (generator.generate(prompt.sent_ids, **how, expanded=prompt) for _ in getattr(generator, "urls", [""]))
+        samples = await asyncio.gather(*calls)
+        for some in samples if prompt.images else ():
+            prompts.check_echo(prompt, some)
+        return prompt, *zip(*((c.token_ids, c.logprobs) for c in sum(samples, [])), strict=True)
+
     try:
-        found = asyncio.run(sample()) if own else []
+        for prompt in asked(generator, hf_model, cfg, rows) if own else ():
+            found.append(asyncio.run(sample(prompt)))
     except Exception as raised:  # raised on every rank
         error = raised
     utils.raise_together(error, "Sampling from the weights that were pushed")
-    answers = utils.gather_objects((prompt, [c.token_ids for c in found], [c.logprobs for c in found]))
+    prompts.image_metrics(generator)  # of the steps alone
+    answers = utils.gather_objects(found)
     return answers[torch.distributed.get_rank()] if own else answers[0]
 
 
 @torch.no_grad()
-def check_generator(sampled: tuple, logprobs: Callable, dtype: torch.dtype, cfg: TrainConfig, device) -> None:
+def check_generator(sampled: list[tuple], logprobs: Callable, dtype: torch.dtype, cfg: TrainConfig, device) -> None:
     """RuntimeError if the policy gives `ask`'s tokens other log-probs than the generator, which has its weights.
     Collective. dtype: the generator's."""
-    prompt, tokens, given = sampled
-    batch = group_of(prompt.token_ids, tokens, device, prompt.model_inputs)
-    found = logprobs(batch, cfg)[batch.loss_mask.bool()].cpu()
-    exact = cfg.compute_dtype == "float32" and dtype == torch.float32
-    error = None
-    try:
-        utils.check_agreement((found - torch.tensor(sum(given, []))).abs().mean().item(), cfg, 0.05 if exact else 1)
-    except RuntimeError as raised:
-        error = raised
-    utils.raise_together(error, "Comparing the generator with the policy")
+    share = 0.05 if cfg.compute_dtype == "float32" and dtype == torch.float32 else 1
+    for prompt, tokens, given in sampled:
+        batch, error = group_of(prompt.token_ids, tokens, device, prompt.model_inputs), None
+        found = logprobs(batch, cfg)[batch.loss_mask.bool()].cpu()
+        given = torch.tensor([value for one in given for value in one])
+        try:
+            utils.check_agreement((found - given).abs().mean().item(), cfg, share, bool(prompt.images))
+        except RuntimeError as raised:
+            error = raised
+        utils.raise_together(error, "Comparing the generator with the policy")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import FAMILIES, model_of, saved
 from server_fixture import ROOT, make_tiny
-from tiny_vlms import make
+from tiny_vlms import make, picture
 from torch import nn
 
 import train_grpo as script
@@ -17,6 +17,7 @@ from inputs import agreement
 from inputs.backbone import backbone
 from inputs.logits import logits_of
 from inputs.processor import load_processor
+from runlog.reading import read_metrics
 
 CPU = torch.device("cpu")
 IDS = torch.arange(20, 140, 10)[None]
@@ -136,13 +137,38 @@ def test_noise_that_stays_is_named():
 # ---- the generator --------------------------------------------------------------------------------------------------
 
 
+def run(model, folder, rows: str, **more) -> None:
+    script.train(
+        config(
+            model, generator="hf", dataset_id=rows, reward_funcs=[f"{TOY}:tens"], max_steps=1, prompts_per_step=2,
+            num_generations=2, max_completion_length=4, output_dir=str(folder), run_name="run", **more,
+        )
+    )  # fmt: skip
+
+
 def test_weights_that_did_not_arrive_end_the_run_before_its_first_step(tmp_path, monkeypatch):
     send = HFGenerator.send_bucket
     monkeypatch.setattr(HFGenerator, "send_bucket", lambda self, named: send(self, [(n, x * 1.1) for n, x in named]))
-    cfg = config(
-        make_tiny(), generator="hf", dataset_id=f"{TOY}:rows", reward_funcs=[f"{TOY}:tens"], max_steps=1,
-        prompts_per_step=2, num_generations=2, max_completion_length=4, output_dir=str(tmp_path), run_name="run",
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"Trainer and generator disagree.*limit 0\.01"):
-        script.train(cfg)
+    with pytest.raises(RuntimeError, match=r"Trainer and generator disagree on the sampled tokens: .*limit 0\.01"):
+        run(make_tiny(), tmp_path, f"{TOY}:rows")
     assert not list(tmp_path.rglob("completions*"))
+
+
+def pictures(split: str, seed: int) -> list[dict]:
+    """A data set whose first row has no image."""
+    return [{"prompt": f"What is {n}?", "images": [picture(n)] * (n > 0), "bonus": 0.0} for n in range(8)]
+
+
+def test_a_tower_that_did_not_arrive_does_too(tmp_path, monkeypatch):
+    """No text can tell."""
+
+    def send_bucket(self, named, send=HFGenerator.send_bucket):
+        return send(self, [(name, x * (1.5 if "vision" in name else 1)) for name, x in named])
+
+    model, rows = make("idefics3", tmp_path / "model"), f"{__file__}:pictures"
+    run(model, tmp_path / "well", rows)
+    (first,) = (line for line in read_metrics(tmp_path / "well" / "run") if "reward" in line)
+    assert first["images/processed"] <= 2  # one for each prompt of the step, none for the check
+    monkeypatch.setattr(HFGenerator, "send_bucket", send_bucket)
+    with pytest.raises(RuntimeError, match="on the sampled tokens of a prompt with images: "):
+        run(model, tmp_path / "ill", rows)

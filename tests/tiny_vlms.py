@@ -132,7 +132,12 @@ def config_of(family: str, processor) -> dict:
         )
     if family.startswith("qwen"):
         rope = dict(rope_type="default", mrope_section=[4, 6, 6], rope_theta=10000.0)
-        patch = 16 if family in ("qwen3_vl", "qwen3_5") else 14
+        newer = family in (
+            "qwen3_vl",
+            "qwen3_5",
+        )  # vLLM goes by what the published configs say, transformers by the class
+        rope |= dict(mrope_interleaved=True) if newer else {}  # as published; vLLM reads it, transformers does not
+        patch = 16 if newer else 14
         vision = dict(depth=2, hidden_size=64, num_heads=4, patch_size=patch, spatial_merge_size=2)
         if family == "qwen2_vl":
             vision = dict(
