@@ -6,7 +6,7 @@
 
 Tiny random models of every family that transformers builds from a config (tests/families.py, tests/tiny_vlms.py), each
 in a process of its own: how a batch's log-probs and gradient compare with each row alone in transformers; two steps
-with --generator hf, the same with LoRA; the trained checkpoint in a vLLM server; two steps beside that server. What is
+with --generator hf, the same in bfloat16 and with LoRA; the trained checkpoint in a vLLM server; two steps beside that server. What is
 random has no tool calls: docs/tools-mcp.md has those, by template.
 """
 
@@ -62,7 +62,7 @@ from vllm_client import VLLMClient  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "models.md"
 TOY = ROOT / "benchmarks" / "toy.py"
-COLUMNS = ["rows", "train", "lora", "serve"]
+COLUMNS = ["rows", "train", "default", "lora", "serve"]
 # Sizes that vLLM's kernels of CPUs take; the tests' are smaller.
 SIZES = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=64, head_dim=32, attention_chunk_size=128)
 SIZES |= dict(linear_key_head_dim=128, linear_value_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=64)
@@ -192,6 +192,12 @@ def steps(family: str, cfg: TrainConfig) -> dict:
 
 def train(family: str, folder: Path) -> dict:
     return steps(family, config(family, folder / "model", folder, generator="hf", run_name="train"))
+
+
+def default(family: str, folder: Path) -> dict:
+    """In bfloat16, as runs compute by default."""
+    more = dict(generator="hf", run_name="default", compute_dtype="bfloat16")
+    return steps(family, config(family, folder / "model", folder, **more)) | dict(dtype="bfloat16")
 
 
 def lora(family: str, folder: Path) -> dict:
@@ -331,6 +337,7 @@ measured, and none of them says anything about a published model's size, quality
 * **batch**: largest difference of log-probs, and of the gradient relative to its length, between a batch as the trainer
   runs it (two groups, packed or padded) and each row alone in transformers' own forward pass.
 * **in process**, **LoRA**: two training steps with `--generator hf`; mean |log-prob difference| of what was sampled.
+  Those in process are tried in bfloat16, too, as runs compute by default.
 * **loaded**: the checkpoint of these steps in a vLLM server of its own, against transformers; nothing was pushed yet.
 * **beside vLLM**: two steps with that server; the difference after the pushes. A run whose server gives other log-probs
   than the policy ends before its first step, so a large number under *loaded* is vLLM's own and is refused.
@@ -349,9 +356,8 @@ All models here have one tokenizer and one template.
 NOTES = {
     "cohere2, cohere2_moe": "vLLM's windows hold one token more than transformers' (4,097 of 4,096 in published "
     "models). Beside vLLM they are tried with texts that are shorter.",
-    "gemma3, qwen3_vl": "text agrees beside vLLM, prompts with images do not quite, and the run goes on; "
-    "`sampling/logprob_diff_mean` shows it. Why was not found. (vLLM's attention on CPUs does not announce that tokens "
-    "of one picture see each other in both directions, as Gemma 3 wants it.)",
+    "gemma3": "tokens of one picture see each other in both directions, which vLLM's attention on CPUs does not know: "
+    "runs with pictures are refused, runs of text agree (gemma3_text).",
     "gemma3n_text": "vLLM computes nan on CPUs for some requests, such as the second with the same prompt.",
     "nemotron_h": "with mixtures of experts, as Nemotron 3 has them; vLLM has no kernel for these on CPUs.",
     "qwen3_5, qwen3_5_text, qwen3_5_moe_text, qwen3_next": "vLLM's kernels of CPUs want bfloat16 and heads of 128.",
@@ -416,15 +422,15 @@ def page(known: dict) -> str:
         "share their prompts.\n"
     )
     for kind, families in KINDS.items():
-        lines += [f"## {kind}\n", "| family | attention | shared | batch | in process | LoRA | loaded | beside vLLM |"]
-        lines.append("|---|---|---|---|---|---|---|---|")
+        lines += [f"## {kind}\n", "| family | attention | shared | batch | in process | bf16 | LoRA | loaded | beside vLLM |"]
+        lines.append("|---|---|---|---|---|---|---|---|---|")
         for family in sorted(families):
             row = known.get(family, {})
             batch, served = row.get("rows", {}), row.get("serve", {})
             apart = f"{batch['logprobs']:.0e}, {batch['gradient']:.0e}" if "logprobs" in batch else said(batch)
             loaded = f"{served['loaded']:.0e}" if "loaded" in served else ""
             cells = [family, batch.get("attention", ""), re.sub(r" \(\w+Error: .*", "", batch.get("shared", "")), apart]
-            cells += [said(row.get("train", {})), said(row.get("lora", {})), loaded, said(served)]
+            cells += [*(said(row.get(column, {})) for column in ("train", "default", "lora")), loaded, said(served)]
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         lines.append("")
     lines += ["## Notes\n", *(f"* **{families}**: {text}" for families, text in NOTES.items()), ""]
