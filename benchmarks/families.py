@@ -6,8 +6,8 @@
 
 Tiny random models of every family that transformers builds from a config (tests/families.py, tests/tiny_vlms.py), each
 in a process of its own: how a batch's log-probs and gradient compare with each row alone in transformers; two steps
-with --generator hf, the same in bfloat16 and with LoRA; the trained checkpoint in a vLLM server; two steps beside that server. What is
-random has no tool calls: docs/tools-mcp.md has those, by template.
+with --generator hf, the same in bfloat16 and with LoRA; the trained checkpoint in a vLLM server; two steps beside that
+server. What is random has no tool calls: docs/tools-mcp.md has those, by template.
 """
 
 import argparse
@@ -422,8 +422,8 @@ def page(known: dict) -> str:
         "share their prompts.\n"
     )
     for kind, families in KINDS.items():
-        lines += [f"## {kind}\n", "| family | attention | shared | batch | in process | bf16 | LoRA | loaded | beside vLLM |"]
-        lines.append("|---|---|---|---|---|---|---|---|---|")
+        names = "family", "attention", "shared", "batch", "in process", "bf16", "LoRA", "loaded", "beside vLLM"
+        lines += [f"## {kind}\n", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
         for family in sorted(families):
             row = known.get(family, {})
             batch, served = row.get("rows", {}), row.get("serve", {})
