@@ -102,16 +102,33 @@ def load_config(model_id: str):
     check_model_id(model_id)
     if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
         logging.disable_progress_bar()
-    # Some configs, and some defaults of theirs, name padding tokens beyond the vocabulary. Here tokenizers are asked.
-    logging.get_logger("transformers.configuration_utils").addFilter(not_of_token_ids)
+    for handler in logging.get_logger().handlers:  # of all of transformers
+        handler.addFilter(worth_saying)
     with loading(model_id):
         config = AutoConfig.from_pretrained(model_id)
     without_dropout(config)
     return config
 
 
-def not_of_token_ids(record) -> bool:
-    return "_token_id must be `None` or an integer within the vocabulary" not in record.getMessage()
+# What transformers says in healthy runs. Of token ids tokenizers are asked, not configs. Attention is chosen here, and
+# log-probs are compared. What padding does to a model that reads no mask is tried (hf_generator.py).
+NEEDLESS = re.compile(
+    "_token_id must be `None` or an integer within the vocabulary|"
+    "We set the attention implementation for the sub-config|`attention_mask` was passed, but it is unused"
+)
+KERNELS = re.compile(r"falling back to its reference PyTorch implementation because (\S+) is not installed")
+
+
+def worth_saying(record, named=set()) -> bool:  # noqa: B006 for this process
+    """Packages with kernels are worth it on GPUs; each is named once, by the first rank."""
+    text = record.getMessage()
+    if found := KERNELS.search(text):
+        import torch
+
+        new = torch.cuda.is_available() and os.environ.get("RANK", "0") == "0" and found[1] not in named
+        named.add(found[1])
+        return new
+    return not NEEDLESS.search(text)
 
 
 def without_dropout(config) -> None:

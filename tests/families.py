@@ -27,7 +27,7 @@ TINY = dict(
     q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,  # latent attention
     index_n_heads=8, index_head_dim=16, index_topk=8,
     mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=128, mamba_n_groups=1, mamba_chunk_size=8,
-    n_mamba_heads=4, mamba_dt_rank=8, mamba_expand=2, mamba_ngroups=1, time_step_rank=8, use_mamba_kernels=False,
+    n_mamba_heads=4, mamba_dt_rank=8, mamba_expand=2, mamba_ngroups=1, time_step_rank=8,
     state_size=8, num_heads=8, n_groups=1, chunk_size=8, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8,
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
 )  # fmt: skip

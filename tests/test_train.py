@@ -66,7 +66,7 @@ def test_the_loop_learns(preset, tmp_path):
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1e-3
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_moe", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", [None, "qwen3_moe", "qwen2_5_vl", "zamba2"])
 def test_a_healthy_run_warns_of_nothing(family, tmp_path):
     """Of libraries, too: nothing in the error output, with adapters as without."""
     model = make_tiny()
