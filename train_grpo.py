@@ -1454,24 +1454,27 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
         rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
         policy=policy, inner=inner, reference=reference, optimizer=optimizer, critic=critic, modules=modules,
-        generator=generator, check=None,
+        generator=generator, checks=[],
     )  # fmt: skip
-    if cfg.colocate:  # the push wakes the server
-        utils.move(run, torch.device("cpu"))
-    push_weights(policy, generator, first, cfg.push_bucket_mb)
-    sampled = agreement.ask(generator, inner.hf_model, cfg, rows + held_out)
 
-    def check() -> None:
-        def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
-            return all_logprobs(policy, batch, cfg)[0]
+    def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
+        return all_logprobs(policy, batch, cfg)[0]
 
+    def check_policy() -> None:
         agreement.check_policy(inner, logprobs, processor, cfg, device)
+
+    def check_generator() -> None:
         agreement.check_generator(sampled, logprobs, generator.weight_dtype, cfg, device)
 
-    if cfg.colocate:
-        run.check = check  # when the GPU is the trainer's
+    if cfg.colocate:  # the push wakes the server
+        utils.move(run, torch.device("cpu"))
+        run.checks = [check_policy, check_generator]  # when the GPU is the trainer's
     else:
-        check()
+        check_policy()
+    push_weights(policy, generator, first, cfg.push_bucket_mb)
+    sampled = agreement.ask(generator, inner.hf_model, cfg, rows + held_out)
+    if not cfg.colocate:
+        check_generator()
     TRAINER_STATE.max_steps = cfg.max_steps
     return cfg, run
 
@@ -1520,8 +1523,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             if cfg.colocate:  # the GPU is the trainer's until the push, which wakes the server
                 generator.sleep()
                 utils.move(run, run.device)
-                if run.check and step == run.first:
-                    run.check()
+                for check in run.checks if step == run.first else ():
+                    check()
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)

@@ -3,6 +3,7 @@ numbers, and gives what the generator samples the generator's log-probs."""
 
 import asyncio
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import utils
 from batch import Batch
-from config import TrainConfig
+from config import ConfigError, TrainConfig
 from inputs import prompts
 from inputs.logits import replaced
 from inputs.prompts import FOLLOWED_BY, Prompt
@@ -136,10 +137,22 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = was
 
 
+@contextlib.contextmanager
+def in_bfloat16(hf_model: nn.Module) -> Iterator[None]:
+    """ConfigError where layers mix it with float32 in a way that torch refuses."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search("dtype|scalar type", str(error)):
+            raise
+        name = type(hf_model).__name__
+        raise ConfigError(f"{name} cannot compute in bfloat16 ({error}): use --compute_dtype float32.") from error
+
+
 @torch.no_grad()
 def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConfig, device: torch.device) -> None:
     """RuntimeError if a row alone, or two behind a shared prompt, have other log-probs than the transformers model
-    gives each of them by itself in eval mode. Collective.
+    gives each of them by itself in eval mode; ConfigError if it cannot compute in bfloat16 at all. Collective.
 
     logprobs: (batch, cfg) -> [B, T] of `inner`, through whatever shards it.
     """
@@ -148,7 +161,8 @@ def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConf
     prompt, one, other = ids[:third], ids[third:] or ids, ids[-third:]
     beside = text_inputs(inner.hf_model, third)
     plain, pair = replace(cfg, shared_prefix=False), group_of(prompt, [one, other], device, beside)
-    silence(inner, lambda: logprobs(pair, cfg), device)
+    with in_bfloat16(inner.hf_model):
+        silence(inner, lambda: logprobs(pair, cfg), device)
     with replaced(inner, temperature=1.0, never=[]):
         with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model, inner.autocast)):
             expected = [logprobs(group_of(prompt, [row], device, beside), plain)[0, third:] for row in (one, other)]
@@ -196,7 +210,8 @@ def ask(generator, hf_model: nn.Module, cfg: TrainConfig, rows: list[dict]) -> l
 
     try:
         for prompt in asked(generator, hf_model, cfg, rows) if own else ():
-            found.append(asyncio.run(sample(prompt)))
+            with in_bfloat16(hf_model):
+                found.append(asyncio.run(sample(prompt)))
     except Exception as raised:  # raised on every rank
         error = raised
     utils.raise_together(error, "Sampling from the weights that were pushed")

@@ -11,7 +11,7 @@ from tiny_vlms import make, picture
 from torch import nn
 
 import train_grpo as script
-from config import TrainConfig
+from config import ConfigError, TrainConfig
 from hf_generator import HFGenerator
 from inputs import agreement
 from inputs.backbone import backbone
@@ -100,6 +100,12 @@ def test_what_bfloat16_rounds_is_no_difference(monkeypatch):
     monkeypatch.setattr(script, "load_hf_model", steep)
     cfg = TrainConfig(model_id=str(make_tiny()), shared_prefix=False)
     check(*script.load_policy(cfg, CPU), cfg)
+
+
+def test_a_model_that_cannot_compute_in_bfloat16_says_so(tmp_path):
+    cfg = TrainConfig(model_id=str(saved("dbrx", tmp_path)))
+    with pytest.raises(ConfigError, match="DbrxForCausalLM cannot compute in bfloat16 .*: use --compute_dtype float32"):
+        check(*script.load_policy(cfg, CPU), cfg)
 
 
 # ---- noise ----------------------------------------------------------------------------------------------------------
