@@ -357,7 +357,7 @@ NOTES = {
     "cohere2, cohere2_moe": "vLLM's windows hold one token more than transformers' (4,097 of 4,096 in published "
     "models). Beside vLLM they are tried with texts that are shorter.",
     "gemma3": "tokens of one picture see each other in both directions, which vLLM's attention on CPUs does not know. "
-    "Refused where both ends compute in float32; in bfloat16 .03 is within the limit. Runs of text agree (gemma3_text).",
+    "Refused where both ends compute in float32; bfloat16 has room for .03. Runs of text agree (gemma3_text).",
     "gemma3n_text": "vLLM computes nan on CPUs for some requests, such as the second with the same prompt.",
     "nemotron_h": "with mixtures of experts, as Nemotron 3 has them; vLLM has no kernel for these on CPUs.",
     "qwen3_5, qwen3_5_text, qwen3_5_moe_text, qwen3_next": "vLLM's kernels of CPUs want bfloat16 and heads of 128.",
