@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
+
 import domains
 from cli import ConfigError, known_name, shorten
 from inputs.parts import PartError, parts_of
@@ -529,6 +531,60 @@ def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> No
             f"--prompts_per_step={prompts_per_step}: the prompts of a step are distinct, and the data set has only "
             f"{num_rows} rows; use {legal}, or more data."
         )
+
+
+class Epochs:
+    """Rows by place: each once an epoch, in an order that (seed, epoch) gives, one epoch behind the other without a
+    gap. Where a step takes the end of one and the beginning of the next, rows that it already holds move further back
+    in the new one."""
+
+    def __init__(self, num_rows: int, prompts_per_step: int, seed: int):
+        self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
+        self._orders: dict[int, np.ndarray] = {}  # the last epochs; a cache, never state
+
+    def step(self, step: int) -> np.ndarray:
+        """Rows of a step on all ranks, [prompts_per_step]."""
+        return self.take(step * self.prompts_per_step, self.prompts_per_step)
+
+    def extra(self, random: np.random.Generator, step: int, place: int, count: int) -> np.ndarray:
+        """`count` random rows. step, place: of whom they take the places, which matters to domains.Draw."""
+        return random.choice(self.num_rows, count, replace=count > self.num_rows)
+
+    def take(self, start: int, count: int) -> np.ndarray:
+        """`count` rows from place `start` of all epochs in a row."""
+        epoch, place = divmod(start, self.num_rows)
+        rows = self.order(epoch)[place : place + count]
+        if len(rows) < count:
+            rows = np.concatenate([rows, self.take((epoch + 1) * self.num_rows, count - len(rows))])
+        return rows
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
+        on back to one that began together with a step: that is at most prompts_per_step epochs to replay.
+        """
+        first = epoch
+        while first not in self._orders and self.begun(first):
+            first -= 1
+        for e in range(first, epoch + 1):
+            if e not in self._orders:
+                self._orders[e] = self._shuffle(e, self._orders.get(e - 1))
+            self._orders = {key: order for key, order in self._orders.items() if abs(key - e) <= 1}
+        return self._orders[epoch]
+
+    def begun(self, epoch: int) -> int:
+        """Rows that the epoch before gave to the step that straddles the two."""
+        return epoch * self.num_rows % self.prompts_per_step
+
+    def _shuffle(self, epoch: int, previous: np.ndarray | None) -> np.ndarray:
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+        if begun := self.begun(epoch):
+            head = self.prompts_per_step - begun  # rows that step still needs
+            held = np.isin(order, previous[-begun:])
+            clash = np.flatnonzero(held[:head])
+            # num_rows >= prompts_per_step, so behind the head there are always enough rows to swap with.
+            spare = head + np.flatnonzero(~held[head:])[: len(clash)]
+            order[clash], order[spare] = order[spare], order[clash]
+        return order
 
 
 def sources(cfg) -> dict[str, tuple]:

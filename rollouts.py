@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -107,6 +108,24 @@ async def sample_enough(sample: Callable, drawn: list[int], wanted: int, spare: 
     replaced = len(silent) - stayed
     counts = {"resampled": replaced, "silent": stayed, "unused": len(tasks) - wanted - replaced}
     return [task.result() for task in chosen], counts
+
+
+async def enough_of_each(
+    sample: Callable, first: list[int], further: list[int], domain_of: Callable[[int], str], cfg: TrainConfig
+) -> tuple[list, dict]:
+    """`sample_enough` of each domain, side by side: results in the order of `first`, since domains stay interleaved as
+    they were drawn, so that each of --num_minibatches has some of all. Silent prompts are replaced by some of `further`
+    of the same domain."""
+    drawn: dict[str, list[int]] = defaultdict(list)
+    for number in [*first, *further]:
+        drawn[domain_of(number)].append(number)
+    wanted = Counter(map(domain_of, first))
+    spare = {name: math.ceil(cfg.spare_prompts * count / cfg.prompts_per_step) for name, count in wanted.items()}
+    calls = (sample_enough(sample, drawn[name], count, spare[name]) for name, count in wanted.items())
+    found = await asyncio.gather(*calls)
+    of_domain = {name: iter(groups) for name, (groups, _) in zip(wanted, found, strict=True)}
+    totals = {name: sum(counts[name] for _, counts in found) for name in ("resampled", "silent", "unused")}
+    return [next(of_domain[domain_of(number)]) for number in first], totals
 
 
 async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:

@@ -84,6 +84,7 @@ from algorithms.checks import (
     read_once,
     reads,
     told,
+    with_numbers,
 )
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
@@ -142,9 +143,9 @@ from rollouts import (
     call_rollout,
     check_rollout,
     check_smallest,
+    enough_of_each,
     group_sizes,
     measure,
-    sample_enough,
     sampled_by,
     scored_together,
 )
@@ -318,16 +319,11 @@ def format_row(row: dict) -> dict:
 
 
 class PromptSampler:
-    """Which rows a step takes: each once an epoch, in an order that (seed, epoch) gives; `next`'s are distinct.
+    """Which rows a step takes: each once an epoch, in an order that (seed, epoch) gives; `next`'s are distinct. Ranks
+    take contiguous shares of one global order (data.Epochs).
 
     Edit me: `next` may return any rows, for example by what `memory` knows of them. That dict is yours: checkpoints
     keep it, and `after_rollout` (section 6) can fill it.
-
-    Epochs follow one another without a gap. Where a step takes the end of one and the beginning of the next, rows that
-    it already holds move further back in the new one. Ranks take contiguous shares of the one global order.
-
-    With domains (domains.py) `mixture` says whose turn each prompt of a step is, and `parts` are the first row of each
-    domain and a sampler of its rows, whose epochs are taken up as far as its turns go.
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
@@ -335,64 +331,17 @@ class PromptSampler:
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
         self.rank, self.share = rank, prompts_per_step // world_size
         self.memory = {} if memory is None else memory
-        self._orders: dict[int, np.ndarray] = {}  # the last epochs; a cache, never state
-        self.mixture, self.parts = domains.Mixture({"": 1}, prompts_per_step), [(0, self)]
+        self.draw: data.Epochs | domains.Draw = data.Epochs(num_rows, prompts_per_step, seed)
 
     def next(self, step: int) -> list[int]:
         """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
-        turns, drawn = np.array(self.mixture.turns(step)), self.mixture.drawn(step)
-        rows = np.empty_like(turns)
-        for number, (first, part) in enumerate(self.parts):
-            rows[turns == number] = first + part.take(drawn[number], int((turns == number).sum()))
-        return rows[self.rank * self.share : (self.rank + 1) * self.share].tolist()
-
-    def take(self, start: int, count: int) -> np.ndarray:
-        """`count` rows from place `start` of all epochs in a row."""
-        epoch, place = divmod(start, self.num_rows)
-        rows = self.order(epoch)[place : place + count]
-        if len(rows) < count:
-            rows = np.concatenate([rows, self.take((epoch + 1) * self.num_rows, count - len(rows))])
-        return rows
+        return self.draw.step(step)[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
     def extra(self, step: int, round: int, count: int) -> list[int]:
         """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
-        the same (seed, step, round, rank). They may be in the step already. The first is of the domain of the step's
-        first row on this rank, and so on."""
+        the same (seed, step, round, rank). They may be in the step already."""
         random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])  # another stream than the order's
-        turns = np.resize(self.mixture.turns(step)[self.rank * self.share : (self.rank + 1) * self.share], count)
-        rows = np.empty_like(turns)
-        for number, (first, part) in enumerate(self.parts):
-            wanted = int((turns == number).sum())
-            rows[turns == number] = first + random.choice(part.num_rows, wanted, replace=wanted > part.num_rows)
-        return rows.tolist()
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
-        on back to one that began together with a step: that is at most prompts_per_step epochs to replay.
-        """
-        first = epoch
-        while first not in self._orders and self.begun(first):
-            first -= 1
-        for e in range(first, epoch + 1):
-            if e not in self._orders:
-                self._orders[e] = self._shuffle(e, self._orders.get(e - 1))
-            self._orders = {key: order for key, order in self._orders.items() if abs(key - e) <= 1}
-        return self._orders[epoch]
-
-    def begun(self, epoch: int) -> int:
-        """Rows that the epoch before gave to the step that straddles the two."""
-        return epoch * self.num_rows % self.prompts_per_step
-
-    def _shuffle(self, epoch: int, previous: np.ndarray | None) -> np.ndarray:
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-        if begun := self.begun(epoch):
-            head = self.prompts_per_step - begun  # rows that step still needs
-            held = np.isin(order, previous[-begun:])
-            clash = np.flatnonzero(held[:head])
-            # num_rows >= prompts_per_step, so behind the head there are always enough rows to swap with.
-            spare = head + np.flatnonzero(~held[head:])[: len(clash)]
-            order[clash], order[spare] = order[spare], order[clash]
-        return order
+        return self.draw.extra(random, step, self.rank * self.share, count).tolist()
 
 
 # ==== 5 the policy ===================================================================================================
@@ -758,6 +707,13 @@ def sample_step(
     return sample_rows(rows, first, further, generator, reward_functions, cfg, versions or range(step, step + 1))
 
 
+def with_baseline(group: list[Trajectory], greedy: Trajectory) -> None:
+    """Tell the group the score of a greedy completion of its prompt, or that it failed."""
+    for trajectory in group:
+        trajectory.info["baselines"] = sum(greedy.token_rewards)
+        trajectory.info |= {key: value for key, value in greedy.info.items() if key == "failure"}
+
+
 async def sample_rows(
     rows: list[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions: range
 ) -> tuple[list[tuple], dict]:
@@ -765,7 +721,7 @@ async def sample_rows(
     drawn; and counts, of further groups and of all that ended and were solved (of each domain).
 
     first, further: numbers of the rows that were drawn, and of those in place of silent groups.
-    --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `sample_enough` replaces silent groups, at most --resample_rounds
+    --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `enough_of_each` replaces silent groups, at most --resample_rounds
     times as many as are wanted, by others of the same domain. Baselines (remax) are the scores of a greedy completion
     of each prompt. Nothing here talks to other ranks: train_async.py runs it in the background.
     """
@@ -776,30 +732,21 @@ async def sample_rows(
     async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
         settings = [cfg, greedy] if "baselines" in needs(cfg) else [cfg]
         calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in settings)
-        (((group,), seconds), *baselines) = await asyncio.gather(*calls)
+        (groups, seconds), *others = await asyncio.gather(*calls)
+        (group,) = groups  # there is one row
         seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]  # from the step's begin
         for trajectory in group:
             trajectory.info["row_number"] = number
-            for ((baseline,),), _ in baselines:
-                trajectory.info["baselines"] = sum(baseline.token_rewards)
-                trajectory.info |= {k: v for k, v in baseline.info.items() if k == "failure"}
+        for greedy_groups, _ in others:
+            with_baseline(group, greedy_groups[0][0])
         own = cfg.of(rows[number])
         if scores := [sum(t.token_rewards) for t in group if "failure" not in t.info]:
             ended[f"{own.prefix}prompts"] += 1  # silent or not: `weight: success` has to know what is always solved
             ended[f"{own.prefix}solved"] += sum(score >= own.eval_solved for score in scores) / len(scores)
         return group, cfg.dynamic_sampling and not has_signal(group, own), seconds
 
-    divided: dict[str, tuple] = defaultdict(lambda: ([], []))  # by domain
-    for place, numbers in enumerate((first, further)):
-        for number in numbers:
-            divided[cfg.of(rows[number]).domain][place].append(number)
-    spare = {name: math.ceil(cfg.spare_prompts * len(own) / cfg.prompts_per_step) for name, (own, _) in divided.items()}
-    calls = (sample_enough(sample, own + more, len(own), spare[name]) for name, (own, more) in divided.items())
-    parts = await asyncio.gather(*calls)
-    counts = {name: sum(counted[name] for _, counted in parts) for name in ("resampled", "silent", "unused")}
-    chosen = {name: iter(groups) for name, (groups, _) in zip(divided, parts, strict=True)}
-    # Domains stay interleaved as they were drawn, so that each of --num_minibatches has some of all.
-    return [next(chosen[cfg.of(rows[number]).domain]) for number in first], counts | ended
+    groups, counts = await enough_of_each(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
+    return groups, counts | ended
 
 
 def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
@@ -910,17 +857,16 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
 # ==== 8 update =======================================================================================================
 
 
-def shape_rewards(batch: Batch, cfg: TrainConfig, moments: list[float] | dict[str, list[float]]) -> dict:
+def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
     """Scores normalised, then beta * KL off each token's reward (RLHF). batch.scores stay as they were given; from here
     on batch.shaped_scores differ from them.
 
-    moments: count, sum and sum of squares of all scores so far, of each domain if there are any; brought up to date.
+    moments: count, sum and sum of squares of all scores so far, by domain ("" without any); brought up to date.
     """
     batch.unshaped = batch.rewards.sum(1)
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
     for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
-        so_far = moments.setdefault(own.domain, [0.0] * 3) if own.domain else moments
-        running = utils.running_moments(part.scores, so_far)
+        running = utils.running_moments(part.scores, moments.setdefault(own.domain, [0.0] * 3))
         center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
         last = (part.loss_mask * torch.arange(part.loss_mask.shape[1], device=scale.device)).argmax(1)
         rewards = part.rewards / scale[:, None]
@@ -962,46 +908,62 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
     mean, std = group_mean(scores, groups), group_std(scores, groups)
     filters = [(own.group_mean_min, own.group_mean_max, own.group_std_min) for own in map(cfg.of, rows)]
-    low, high, least = torch.tensor(filters, dtype=torch.float64).unbind(1)  # [B] each
-    keep &= (mean >= low) & (mean <= high)  # neither too hard nor too easy
-    keep &= (std > least) | (group_index(groups)[1] == 1) | (least == 0)  # a group of one has no std to be small
+    lowest, highest, smallest = torch.tensor(filters, dtype=torch.float64).unbind(1)  # [B] each
+    keep &= (mean >= lowest) & (mean <= highest)  # neither too hard nor too easy
+    keep &= (std > smallest) | (group_index(groups)[1] == 1) | (smallest == 0)  # a group of one has no std to be small
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
         values = torch.cat(utils.gather_objects(batch.entropy[batch.loss_mask > 0].cpu())).sort(descending=True).values
         if len(values):
-            least = values[max(math.ceil(cfg.top_entropy_quantile * len(values)), 1) - 1]
-            batch.advantages = batch.advantages * (batch.entropy >= least.to(batch.entropy.device))
+            fork = values[max(math.ceil(cfg.top_entropy_quantile * len(values)), 1) - 1]  # the lowest that counts
+            batch.advantages = batch.advantages * (batch.entropy >= fork.to(batch.entropy.device))
     return {}
 
 
-def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """Weights trainer / generator of the policy loss, without gradient, and how far the two are apart.  [B, T]
+def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Weights trainer / generator of the policy loss, without gradient.  [B, T]
 
     The generator's log-probs differ because of other kernels, or because its weights are older (--push_steps):
     w = exp(old - sampling), by token or by sequence, clamped to the bounds or 0 outside (TIS, IcePop). Left out are
     completions whose geometric mean is out of bounds, and tokens with A < 0 of completions that drifted further than
     off_policy_threshold (DeepSeek-V3.2), by the weights of now.
     """
-    mask = batch.loss_mask
-    trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
-    d = ((trainer - batch.sampling_logprobs) * mask).nan_to_num().clamp(-20, 20)  # nan: not sampled (demonstrations)
-    w = (d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d) if cfg.correction == "sequence" else d).exp()
-    stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
-    stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2}
-    inside = (w >= cfg.correction_min) & (w <= cfg.correction_max)
-    stats["ratio_outside"] = (~inside).float()
+    mask, (d, w) = batch.loss_mask, mismatch(logprobs, batch, cfg)
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the ratio has it already
         w = torch.ones_like(w)
+    elif cfg.correction_mode == "mask":
+        w = w.where(within_bounds(w, cfg), 0)
     else:
-        w = w * inside if cfg.correction_mode == "mask" else w.clamp(cfg.correction_min, cfg.correction_max)
+        w = w.clamp(cfg.correction_min, cfg.correction_max)
     mean = row_mean(d, mask).exp()  # [B, 1]
     keep = (mean >= cfg.reject_below) & (mean <= cfg.reject_above)
     if cfg.off_policy_threshold is not None:
         drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)
         keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
-    stats["left_out"] = (~keep).float().expand_as(d)
-    return w * keep, {f"sampling/{name}": value for name, value in stats.items()}
+    return w * keep
+
+
+def mismatch(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Trainer's minus generator's log-probs, and their ratio, by token or by sequence.  [B, T] each"""
+    trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
+    d = (trainer - batch.sampling_logprobs) * batch.loss_mask
+    d = d.nan_to_num().clamp(-20, 20)  # nan: not sampled (demonstrations)
+    by_row = d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d)
+    return d, (by_row if cfg.correction == "sequence" else d).exp()
+
+
+def within_bounds(w: Tensor, cfg: TrainConfig) -> Tensor:
+    return (w >= cfg.correction_min) & (w <= cfg.correction_max)
+
+
+def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
+    """How far trainer and generator are apart.  [B, T] each; weights: `correction`'s"""
+    d, w = mismatch(logprobs, batch, cfg)
+    stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
+    stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2, "ratio_outside": (~within_bounds(w, cfg)).float()}
+    stats["left_out"] = (weights == 0).float()
+    return {f"sampling/{name}": value for name, value in stats.items()}
 
 
 def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
@@ -1024,8 +986,8 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         part.old_logprobs = logprobs.detach()
     with told(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
         per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
-    scale, mismatch = correction(logprobs, part, cfg)
-    per_token = per_token * scale
+    corrected = correction(logprobs, part, cfg)
+    per_token, stats = per_token * corrected, stats | mismatch_statistics(logprobs, corrected, part, cfg)
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs)  # [B, T]
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
@@ -1036,7 +998,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         per_token = per_token + check_term("own_term", own, part)
     stats = stats | check_statistics("own_term", own_stats, part)
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
-    return (weights * per_token).sum(), stats | mismatch | {"entropy": entropy}
+    return (weights * per_token).sum(), stats | {"entropy": entropy}
 
 
 @read_once()
@@ -1047,62 +1009,80 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     taken before the loop, or ranks with short completions would count more. DDP and FSDP average gradients over ranks,
     so the loss is multiplied by their number.
 
-    Groups whose completions all scored the same have no gradient under most losses, so micro-batches in which every
-    advantage is 0 come first, without a graph and without a backward pass. If the loss of one does have a gradient (an
-    entropy bonus, a KL, an own_term), that micro-batch is computed again with a graph, and so are all that follow.
-
-        6 micro-batches, the last 2 with advantages: `with_graph` is 2. The first four, remaining = 6, 5, 4, 3, run
-        without a graph. If the third has a gradient after all, `with_graph` becomes 4: it and all after it have one.
-
-    Every rank takes the same branch at the same time (all_max), or the collectives of DDP and FSDP would not match.
+    Groups whose completions all scored the same have no gradient under most losses. Micro-batches of such groups alone,
+    in which every advantage is 0, come first, as `silent` ones: a forward pass without a graph, and no backward pass.
+    Where the loss of one has a gradient after all (an entropy bonus, a KL, an own_term), it is computed again with a
+    graph, and all that follow have one. Every rank takes the same branch at the same time (all_max), or the collectives
+    of DDP and FSDP would not match.
     """
     loss_of = loss_of or micro_loss
-    choose = getattr(POLICY_LOSSES[cfg.policy_loss], "choose", None)
-    if choose and batch.advantages is not None:  # not in a critic's update, which comes before the advantages
-        now = all_logprobs(policy, batch, cfg)[0]
-        old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
-        seen = replace(batch, old_logprobs=now if old is None or cfg.old_logprobs == "current" else old)
-        batch = replace(batch, chosen=choose(now, seen, cfg))
-    number = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
-    tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(number)])).tolist()
-    counts = dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
+    batch = with_chosen(policy, batch, cfg)
+    counts = global_counts(batch, cfg)
     if batch.record is not None:
-        batch.record.scale = -tokens / utils.world_size()
-    sums: dict[str, Tensor] = defaultdict(float)  # on the GPU: reading one would wait for the backward pass
+        batch.record.scale = -counts["num_tokens"] / utils.world_size()
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
-    expected = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
-    passes = micro_batches(batch, cfg, expected)
-    with_graph = max(utils.all_max(sum(any(expected[row] for row in rows) for rows in passes)), 1)
+    learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
+    passes = micro_batches(batch, cfg, learns)
+    silent = len(passes) - max(utils.all_max(sum(any(learns[row] for row in rows) for rows in passes)), 1)
     if cfg.router_aux_coef and batch.advantages is not None:
         balance.begin(policy, batch, cfg)  # each layer adds the gradient itself; the loss is in routing/aux_loss
-        with_graph = len(passes)
-    ddp = isinstance(policy, DistributedDataParallel)
-    for remaining, rows in zip(range(len(passes), 0, -1), passes, strict=True):  # remaining: this one and all after it
-        part = batch.select(rows or [0])
+        silent = 0
+    sums: dict[str, Tensor] = defaultdict(float)  # on the GPU: reading one would wait for the backward pass
+    for number, rows in enumerate(passes):
+        part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = torch.zeros_like(part.loss_mask)
-        if remaining > with_graph:
-            loss, stats, learns = without_graph(policy, part, cfg, counts, loss_of)
-            if utils.all_max(int(learns)):  # on any rank
-                with_graph = remaining
-        if remaining <= with_graph:
-            if isinstance(policy, FSDPModule):
-                policy.last_pass = remaining == 1
-                policy.set_requires_all_reduce(policy.last_pass)
-            with policy.no_sync() if ddp and remaining > 1 else contextlib.nullcontext():
+        if number < silent:
+            loss, stats, has_gradient = without_graph(policy, part, cfg, counts, loss_of)
+            if utils.all_max(int(has_gradient)):  # on any rank
+                silent = number
+        if number >= silent:
+            with exchanging(policy, last):
                 with utils.in_part():
                     loss, stats = loss_of(policy, part, cfg, counts)
                 (loss * utils.world_size()).backward()
         sums["loss"] += loss.detach().double()
-        sums["tokens"] += part.loss_mask.sum().double()
-        for name, matrix in stats.items():
-            if name.endswith("_max"):
-                largest = matrix.detach().masked_fill(part.loss_mask == 0, -math.inf).max().double()
-                sums[name] = torch.maximum(sums.get(name, largest), largest)
-            else:
-                kept = matrix.detach().where(part.loss_mask > 0, 0)  # [B, T]
-                sums[name] += kept.sum(dtype=torch.float64)
+        add_statistics(sums, stats, part.loss_mask)
     return sums
+
+
+def with_chosen(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
+    """The batch with the tokens that a loss chooses among all of the update's, if it does (NAME.choose)."""
+    choose = getattr(POLICY_LOSSES[cfg.policy_loss], "choose", None)
+    if not choose or batch.advantages is None:  # a critic's update comes before the advantages
+        return batch
+    now = all_logprobs(policy, batch, cfg)[0]
+    old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
+    seen = replace(batch, old_logprobs=now if old is None or cfg.old_logprobs == "current" else old)
+    return replace(batch, chosen=choose(now, seen, cfg))
+
+
+def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
+    """What `token_weights` divides by, of all ranks."""
+    sequences = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
+    mine = torch.tensor([float(batch.loss_mask.sum()), float(sequences)])
+    tokens, sequences = utils.all_sum(mine).tolist()
+    return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
+
+
+def exchanging(policy: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Gradients are summed over ranks once an update, in its last backward pass; of shards (FSDP) once a pass, but
+    between copies of them (--shard_size) in the last alone."""
+    if isinstance(policy, FSDPModule):
+        policy.last_pass = last
+        policy.set_requires_all_reduce(last)
+    return policy.no_sync() if isinstance(policy, DistributedDataParallel) and not last else contextlib.nullcontext()
+
+
+def add_statistics(sums: dict[str, Tensor], stats: dict[str, Tensor], loss_mask: Tensor) -> None:
+    """Sums over the sampled tokens; of names that end in _max the largest."""
+    sums["tokens"] += loss_mask.sum().double()
+    for name, matrix in stats.items():
+        if name.endswith("_max"):
+            largest = matrix.detach().masked_fill(loss_mask == 0, -math.inf).max().double()
+            sums[name] = torch.maximum(sums.get(name, largest), largest)
+        else:
+            sums[name] += matrix.detach().where(loss_mask > 0, 0).sum(dtype=torch.float64)
 
 
 def without_graph(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of) -> tuple[Tensor, dict, bool]:
@@ -1383,6 +1363,17 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
             check_rollout(own)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
     cfg = formats.settled(cfg, processor)
+    rows, held_out, reward_functions = rows_and_rewards(cfg, processor)
+    if not cfg.eval_only:
+        domains.check_enough(cfg, rows)
+    check_smallest(rows, cfg, check_algorithm)
+    if cfg.max_steps is None:
+        cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
+    return cfg, reward_functions, processor, rows, held_out
+
+
+def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict], dict[str, Callable]]:
+    """Training rows, held-out rows and reward functions, of all domains if there are any."""
     rows, held_out, reward_functions, tools, read = [], [], {}, {}, {}
     for own in cfg.by_domain():
         with domains.named(own):
@@ -1392,13 +1383,20 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
         rows, held_out = rows + parts[0], held_out + parts[1]
         reward_functions |= {own.prefix + name: function for name, function in functions.items()}
         tools |= {own.prefix + tool.name: tool.call for tool in named_tools(own)}
-    if not cfg.eval_only:
-        domains.check_enough(cfg, rows)
     sandbox.check_contained([*reward_functions.values(), *tools.values()], cfg)
-    check_smallest(rows, cfg, check_algorithm)
-    if cfg.max_steps is None:
-        cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
-    return cfg, reward_functions, processor, rows, held_out
+    return rows, held_out, reward_functions
+
+
+def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bool) -> TrainConfig:
+    """With what memory.py chooses by what the device has free; warns of what will not fit."""
+    if cfg.colocate:  # the server has the GPU at first: what is free when it sleeps is what a step has
+        utils.reach_servers(cfg).sleep()
+    largest = max(group_sizes(rows, cfg), default=cfg.num_generations)  # group, which memory has to hold
+    asked, world = replace(cfg, num_generations=largest), utils.world_size()
+    fitting, warning = settled(empty_policy, asked, world, utils.free_memory(device), critic=critic)
+    if warning and utils.is_main():
+        print(warning)
+    return replace(fitting, num_generations=cfg.num_generations)
 
 
 def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, SimpleNamespace]:
@@ -1406,24 +1404,17 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     utils.check_nodes(cfg)
-    if cfg.colocate:  # the server has the GPU at first: what is free when it sleeps is what a step has
-        utils.reach_servers(cfg).sleep()
-    usual, sizes = cfg.num_generations, group_sizes(rows, cfg)
-    cfg = replace(cfg, num_generations=max(sizes, default=usual))  # memory has to hold the largest group
-    cfg, warning = settled(empty_policy, cfg, world, utils.free_memory(device), critic=make_critic is not None)
-    cfg = replace(cfg, num_generations=usual)
-    if warning and rank == 0:
-        print(warning)
+    cfg = planned(cfg, rows, device, critic=make_critic is not None)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
+    mixture = domains.Mixture.of(cfg)
     sampler = None
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
-        domains.divide(sampler, rows, cfg)
+        sampler.draw = domains.Draw(mixture, rows, cfg, data.Epochs) if cfg.domains else sampler.draw
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
-    lock, first, made_with = resume.begin(cfg, rows, held_out, PromptSampler, lr_at)
-    state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": [0.0, 0.0, 0.0]}
-    state["domain_moments"] = {}  # the same of each domain
+    lock, first, made_with = resume.begin(cfg, rows, held_out, lr_at)
+    state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
     home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # of what moves
     policy, inner = load_policy(cfg, home)
     reference = load_reference(cfg, home)
@@ -1439,44 +1430,47 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if cfg.resume:
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])
-        if sampler:
-            sampler.mixture.restore(state.get("domains"), first)
+        mixture.restore(state.get("domains"), first)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
     log = RunLog(cfg, first if cfg.resume else None, cfg.max_steps, lock) if rank == 0 else None
     state["made_with"] = made_with
     if rank == 0:
-        describe(cfg, policy, sizes, world)
+        describe(cfg, policy, group_sizes(rows, cfg), world)
         if cfg.log_completions and cfg.log_tokens_every:
             write_vocabulary(run_dir, processor)
     run = SimpleNamespace(
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
-        rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
+        mixture=mixture, rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
         policy=policy, inner=inner, reference=reference, optimizer=optimizer, critic=critic, modules=modules,
         generator=generator, checks=[],
     )  # fmt: skip
-
-    def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
-        return all_logprobs(policy, batch, cfg)[0]
-
-    def check_policy() -> None:
-        agreement.check_policy(inner, logprobs, processor, cfg, device)
-
-    def check_generator() -> None:
-        agreement.check_generator(sampled, logprobs, generator.weight_dtype, cfg, device)
-
-    if cfg.colocate:  # the push wakes the server
-        utils.move(run, torch.device("cpu"))
-        run.checks = [check_policy, check_generator]  # when the GPU is the trainer's
-    else:
-        check_policy()
-    push_weights(policy, generator, first, cfg.push_bucket_mb)
-    sampled = agreement.ask(generator, inner.hf_model, cfg, rows + held_out)
-    if not cfg.colocate:
-        check_generator()
+    first_push(run, cfg)
     TRAINER_STATE.max_steps = cfg.max_steps
     return cfg, run
+
+
+def first_push(run: SimpleNamespace, cfg: TrainConfig) -> None:
+    """The generator gets the weights. The policy must give a text what its model gives it, and what the generator
+    samples the generator's log-probs; with --colocate that is looked at when the GPU is the trainer's."""
+
+    def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
+        return all_logprobs(run.policy, batch, cfg)[0]
+
+    check_policy = partial(agreement.check_policy, run.inner, logprobs, run.processor, cfg, run.device)
+    if cfg.colocate:  # the push wakes the server
+        utils.move(run, torch.device("cpu"))
+    else:
+        check_policy()
+    push_weights(run.policy, run.generator, run.first, cfg.push_bucket_mb)
+    sampled = agreement.ask(run.generator, run.inner.hf_model, cfg, run.rows + run.held_out)
+    dtype = run.generator.weight_dtype
+    check_generator = partial(agreement.check_generator, sampled, logprobs, dtype, cfg, run.device)
+    if cfg.colocate:
+        run.checks = [check_policy, check_generator]
+    else:
+        check_generator()
 
 
 def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> dict:
@@ -1528,16 +1522,15 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)
-            state |= run.sampler.mixture.ended(step, metrics)  # whose prompts are next
-            edited = after_rollout(trajectories, memory, step, cfg)
-            trajectories, numbers = edited if isinstance(edited, tuple) else (edited, {})
+            state |= run.mixture.ended(step, metrics)  # whose prompts are next
+            trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg))
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)
             metrics |= (foreign := counts_by_origin(trajectories))
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, cfg)
-            metrics |= shape_rewards(batch, cfg, state["domain_moments" if cfg.domains else "score_moments"])
+            metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
             later = {flag: function for flag, function in in_use(cfg).items() if not flag.startswith("--advantage")}

@@ -16,7 +16,8 @@ A step:
     4. update       make tokens of good completions more likely, of bad ones less, not too far at once
     5. push         the generator gets the new weights; the next step samples from them
 
-Every rank has a copy of the model (DDP). Dimensions: B completions of this rank, T tokens of the longest, V vocabulary.
+Every rank has a copy of the model (DDP): weights and Adam's moments in float32, forward passes in bfloat16. No KL term,
+no reference model. Dimensions: B completions of this rank, T tokens of the longest with its prompt, V vocabulary.
 """
 # ruff: noqa: E402 - the command line is read before torch is imported, so that a mistake answers at once
 
@@ -26,10 +27,10 @@ from typing import Literal
 from config import TrainConfig, parse_args
 
 
-class Settings(TrainConfig):
-    """All flags of this script. TrainConfig has many more, which keep their defaults."""
+class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfig
+    """The flags of this script. What else the code reads of `cfg` is TrainConfig's, and has its default there."""
 
-    own_flags_alone = True
+    own_flags_alone = True  # --help and the command line know those below, and no others
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
@@ -44,14 +45,14 @@ class Settings(TrainConfig):
     rows_per_microbatch: int = 16  # completions in one forward and backward pass; changes memory, not the gradient
     num_iterations: int = 1  # optimizer updates on the completions of a step
     learning_rate: float = 1e-5  # at the first step; it falls to 0 in a line
-    epsilon: float = 0.2  # the ratio of new to old probability counts between 1 - epsilon and
-    epsilon_high: float = 0.2  # 1 + epsilon_high
+    epsilon: float = 0.2  # bad tokens are pushed down until they are this much less likely than when sampled
+    epsilon_high: float = 0.2  # good ones up until they are this much more likely
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
     seed: int = 42  # of the order of prompts, and of --generator hf
     output_dir: str = "runs"  # the run's folder is made here; `python look.py runs/` shows it
-    run_name: str | None = None  # of that folder; unset: model, advantage and time
+    run_name: str | None = None  # of that folder; unset: made of the model's name and the time
 
 
 if __name__ == "__main__":
@@ -69,7 +70,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import utils
-from data import load_data
+from data import check_step_size, load_data
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids
 from inputs.trajectory import Trajectory
@@ -83,9 +84,10 @@ from runlog.rollout_metrics import eval_metrics, rollout_metrics
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
     """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order."""
     numbers = []
-    for place in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
-        epoch, place = divmod(place, len(rows))
-        numbers.append(np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))[place])
+    for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
+        epoch, place = divmod(drawn, len(rows))
+        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # made again, so there is no state
+        numbers.append(order[place])
     return [rows[number] for number in numbers[dist.get_rank() :: dist.get_world_size()]]
 
 
@@ -105,12 +107,12 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
                 prompt_ids=prompt,
                 token_ids=c.token_ids,  # as they were sampled: text is never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled. Answers of tools, if there were any, would have 0
-                logprobs=c.logprobs,  # the generator's
-                token_rewards=[0.0] * len(c.token_ids),  # `score` puts the reward on the last token
+                logprobs=c.logprobs,  # the generator's, which are compared with the trainer's, no more
+                token_rewards=[0.0] * len(c.token_ids),  # `score` puts the reward of the whole on the last token
                 finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
-                policy_version=c.policy_version,
+                policy_version=c.policy_version,  # of the weights that sampled its first token, and its last
                 policy_version_last=c.policy_version_last,
-                info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},
+                info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},  # for rewards
             )
             for c in await generator.generate(prompt, **how)
         ]
@@ -127,12 +129,12 @@ def padded(rows: list[list]) -> Tensor:
 
 def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, Tensor]:
     """Prompts with their completions, padded on the right: place t is token t.  [B, T] each"""
-    before = [[0] * len(t.prompt_ids) for t in trajectories]
+    zeros = [[0] * len(t.prompt_ids) for t in trajectories]  # at the places of prompts
     batch = {
         "input_ids": padded([t.prompt_ids + t.token_ids for t in trajectories]),
         "attention_mask": padded([[1] * len(t.prompt_ids + t.token_ids) for t in trajectories]),
-        "loss_mask": padded([none + t.loss_mask for none, t in zip(before, trajectories, strict=True)]).float(),
-        "sampling_logprobs": padded([none + t.logprobs for none, t in zip(before, trajectories, strict=True)]).float(),
+        "loss_mask": padded([zero + t.loss_mask for zero, t in zip(zeros, trajectories, strict=True)]).float(),
+        "sampling_logprobs": padded([zero + t.logprobs for zero, t in zip(zeros, trajectories, strict=True)]).float(),
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -143,18 +145,19 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
 def advantages(scores: Tensor, num_generations: int) -> Tensor:
     """(score - mean) / std, each over the completions of one prompt; 0 where all scored the same.  [B] -> [B]
 
-    DeepSeekMath (2402.03300) eq. 3. A prompt's completions stand together, and all of them are on one rank.
+    DeepSeekMath (2402.03300) sec. 4.1.2. A prompt's completions stand together, and all of them are on one rank.
     """
-    groups = scores.view(-1, num_generations)  # [prompts, completions of each]
+    groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]; equal scores have mean 0
     centred = groups - groups.mean(1, keepdim=True)
-    return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten().float()
 
 
 # ---- 4 update -------------------------------------------------------------------------------------------------------
 
 
 def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Tensor]]:
-    """As many on every rank, as all have as many completions: DDP's ranks wait for each other."""
+    """The batch in parts of `rows_per_microbatch` completions. All ranks have as many completions (`train` checks that
+    prompts_per_step can be shared out), and so as many parts: one with more would wait for the others for ever."""
     parts = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
     return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
 
@@ -162,7 +165,7 @@ def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Ten
 def token_logprobs(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> Tensor:
     """Log-prob of every token after those before it; 0 for the first.  [B, T]"""
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):  # the default
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
     logprobs = (logits.float() / cfg.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return nn.functional.pad(logprobs, (1, 0))
@@ -171,8 +174,8 @@ def token_logprobs(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) ->
 def policy_loss(logprobs: Tensor, batch: dict[str, Tensor], cfg: Settings) -> Tensor:
     """PPO's clipped ratio, per token.  [B, T]
 
-    The ratio is 1 in the first update of a step, so its gradient is A grad log pi there. Later ones may move a token's
-    probability by epsilon and no further: beyond that the smaller term has no gradient.
+    The ratio is 1 in the first update of a step, so its gradient is A grad log pi there. In later ones a token with
+    A > 0 has no gradient any more once the ratio is above 1 + epsilon_high, and one with A < 0 below 1 - epsilon.
     """
     ratio = (logprobs - batch["old_logprobs"]).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
@@ -186,13 +189,12 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
     dist.all_reduce(count)  # of tokens. A mean of each rank's mean would make tokens of short completions count more
     sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
     for part in parts:
-        # DDP averages gradients over ranks in the last backward pass; times their number the average is a sum.
-        waits = isinstance(model, DistributedDataParallel) and part is not parts[-1]
-        with model.no_sync() if waits else contextlib.nullcontext():
+        local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # ranks exchange in the last alone
+        with model.no_sync() if local else contextlib.nullcontext():
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
             part.setdefault("old_logprobs", logprobs.detach())  # with one update a step nothing has moved yet
             loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
-            (loss * dist.get_world_size()).backward()
+            (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
         apart = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / count
         sums += torch.stack([loss.detach(), apart])
     dist.all_reduce(sums)
@@ -248,12 +250,14 @@ def train(cfg: Settings) -> dict[str, float]:
     """Returns the metrics of the last evaluation."""
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # of torchrun, or one process
     tokenizer, reward_functions = load_processor(cfg.model_id), get_reward_functions(cfg)
-    rows, held_out = load_data(
-        cfg, lambda row: row, lambda rows, _: [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
-    )
 
-    torch.manual_seed(cfg.seed)
-    weights = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)  # and AdamW's moments
+    def lengths(rows: list[dict], name: str) -> list[int]:
+        return [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
+
+    rows, held_out = load_data(cfg, format_row=lambda row: row, measure=lengths)  # without those that are too long
+    check_step_size(len(rows), cfg.prompts_per_step, world)  # as many prompts on every rank
+    # In eval mode, as it is loaded: without dropout the ratio of a step's first update is 1.
+    weights = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
     model = DistributedDataParallel(weights) if world > 1 else weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":
@@ -264,14 +268,14 @@ def train(cfg: Settings) -> dict[str, float]:
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer
-    cfg.run_name = utils.gather_objects(name_run(cfg))[0]
+    cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's, as the time is in it
     log = RunLog(cfg) if rank == 0 else None
     push_weights(weights, generator, 0)
 
     def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
         """By the weights after `step` steps, or RuntimeError."""
         if cfg.generator == "hf":
-            generator.seed(hash((cfg.seed, step, count, rank)))
+            generator.seed(hash((cfg.seed, step, count, rank)))  # of numbers: the same in every run
         trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
         utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)
         return trajectories
@@ -280,7 +284,7 @@ def train(cfg: Settings) -> dict[str, float]:
         k = cfg.eval_generations
         found = sampled(held_out[rank::world], k, step)
         groups = [found[start : start + k] for start in range(0, len(found), k)]
-        metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg).items()}
+        metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg).items()}  # over all ranks
         if log:
             log.eval(step, metrics)
         return metrics
@@ -317,18 +321,18 @@ def train(cfg: Settings) -> dict[str, float]:
 
 def main(cfg: Settings) -> None:
     """Train, and end the process for good: no thread or process group keeps a failed run alive."""
-    utils.watch_process()
+    utils.watch_process()  # from now on Ctrl-C and SIGTERM are exceptions
     status, ended_by = 1, None
     try:
         train(cfg)
         status = 0
     except KeyboardInterrupt as error:
-        ended_by, status = error, utils.explain_interrupt()
+        ended_by, status = error, utils.explain_interrupt()  # 130
     except BaseException as error:
         ended_by = error
         utils.print_failure(error, cfg)
     finally:
-        utils.end_process(status, lambda: close_all(ended_by))
+        utils.end_process(status, lambda: close_all(ended_by))  # with what the log and the report have so far
 
 
 if __name__ == "__main__":

@@ -120,6 +120,16 @@ def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     return check_term(name, result[0], batch), check_statistics(name, result[1], batch)
 
 
+def with_numbers(returned) -> tuple[list, dict]:
+    """What after_rollout returned: trajectories, or (trajectories, {name: number to log})."""
+    trajectories, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(trajectories, list) or not isinstance(numbers, dict):
+        raise TypeError(
+            f"after_rollout must return a list of trajectories, or that and a dict of numbers; got {type(returned)}."
+        )
+    return trajectories, numbers
+
+
 def check_term(name: str, term: Tensor, batch) -> Tensor:
     """A part of the loss, if it can be added up and trains something."""
     term = checked(name, term, batch, "do not average: --loss_agg does")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+import data
 import domains
 import utils
 from config import ConfigError, TrainConfig
@@ -34,10 +35,10 @@ FREE = (
 SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written
 
 
-def begin(cfg: TrainConfig, rows, held_out, sampler: type, lr_at: Callable):
+def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
     """Take the run folder and look whether the run can go on there; nothing in it is changed. Collective.
 
-    sampler, lr_at: the script's PromptSampler and learning rates, to tell what follows from what changed.
+    lr_at: the script's learning rates, to tell what follows from what changed.
     Returns the folder's lock (rank 0's, to be held), the steps that are done, and what the run is made with, for its
     checkpoints (of rank 0). An error on rank 0 ends all ranks.
     """
@@ -58,7 +59,7 @@ def begin(cfg: TrainConfig, rows, held_out, sampler: type, lr_at: Callable):
         verified = checkpoints.check_sums(run_dir, start)
         state = checkpoints.read_state(run_dir, start)
         if utils.is_main():
-            lines = differences(state, made_with, start, cfg, sampler, lr_at, verified)
+            lines = differences(state, made_with, start, cfg, lr_at, verified)
             error = say_differences(lines, cfg, start)
         utils.raise_together(error, "Resuming")
     return lock, start, made_with
@@ -145,7 +146,7 @@ def row_hashes(rows) -> np.ndarray:
 
 
 def differences(
-    state: dict, now: dict, start: int, cfg: TrainConfig, sampler: type, lr_at: Callable, verified: bool = True
+    state: dict, now: dict, start: int, cfg: TrainConfig, lr_at: Callable, verified: bool = True
 ) -> list[str]:
     """A line for each thing that is not as it was, and what follows from it.  state: the checkpoint's."""
     saved = state.get("made_with")
@@ -160,7 +161,7 @@ def differences(
     for name in [*new, *(name for name in kept if name not in new)]:
         if old.get(name) != new.get(name) and (name != "max_steps" or rates_differ(old[name], start, cfg, lr_at)):
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
-    lines += row_differences(state, now, start, sampler)
+    lines += row_differences(state, now, start)
     if moved := moved_domains(saved.get("domains") or {}, now["domains"]):
         lines.append(f"domains {', '.join(moved)}: other row numbers, so `memory` may speak of other rows than it did")
     if saved["held_out"] and now["held_out"] and saved["held_out"] != now["held_out"]:
@@ -204,7 +205,7 @@ def follows(name: str, old: dict, start: int, cfg: TrainConfig, lr_at: Callable)
     return ""
 
 
-def row_differences(state: dict, now: dict, start: int, sampler: type) -> list[str]:
+def row_differences(state: dict, now: dict, start: int) -> list[str]:
     """How the pass over the rows (of each domain) that is under way goes on with other rows, or in another order."""
     lines, saved, drawn = [], state["made_with"], state.get("domains", {}).get("drawn", {})
     orders = [tuple(made["settings"][name] for name in ("seed", "prompts_per_step")) for made in (saved, now)]
@@ -217,7 +218,7 @@ def row_differences(state: dict, now: dict, start: int, sampler: type) -> list[s
         def split(hashes: np.ndarray, seed: int, per_step: int, name=name) -> tuple[set, set]:
             """Rows of the pass under way that come before step `start`, and from it on."""
             epoch, position = divmod(drawn[name][1] if name in drawn else start * per_step, len(hashes))
-            order = domains.part_of(sampler, name, len(hashes), per_step, seed).order(epoch)
+            order = domains.epochs_of(data.Epochs, name, len(hashes), per_step, seed).order(epoch)
             return set(hashes[order[:position]].tolist()), set(hashes[order[position:]].tolist())
 
         taken, _ = split(old, *orders[0])

@@ -158,11 +158,11 @@ def corrections(machine: Machine) -> str:
     from test_device import logprobs_of, script, settings, trajectories
 
     def correction(cfg, batch) -> list:
-        weights, stats = script.correction(logprobs_of(batch), batch, cfg)
-        return [weights, *stats.values()]
+        weights = script.correction(logprobs_of(batch), batch, cfg)
+        return [weights, *script.mismatch_statistics(logprobs_of(batch), weights, batch, cfg).values()]
 
     def shaped(cfg, batch) -> list:
-        script.shape_rewards(batch, cfg, [0.0, 0.0, 0.0])
+        script.shape_rewards(batch, cfg, {})
         return [batch.rewards]
 
     def left_out(batch) -> list:

@@ -211,7 +211,8 @@ def test_policy_losses(name, old, gpu, complete):
 def test_corrections(mode, outside, gpu, complete):
     batch = sent(complete)
     cfg = settings(correction=mode, correction_mode=outside, reject_below=0.5, off_policy_threshold=0.1)
-    weights, stats = script.correction(logprobs_of(batch), batch, cfg)
+    weights = script.correction(logprobs_of(batch), batch, cfg)
+    stats = script.mismatch_statistics(logprobs_of(batch), weights, batch, cfg)
     assert weights.device == GPU and all(x.device == weights.device for x in stats.values())
 
 
@@ -232,7 +233,7 @@ def test_token_weights(aggregation, gpu, complete):
 @pytest.mark.parametrize("std", ["none", "group", "batch", "running"])
 @pytest.mark.parametrize("mean", ["none", "group", "batch", "running"])
 def test_shaped_rewards(mean, std, gpu, complete):
-    batch, moments = sent(complete), [0.0, 0.0, 0.0]
+    batch, moments = sent(complete), {}
     for kl_in_reward in (False, True):
         cfg = settings(reward_mean=mean, reward_std=std, kl_in_reward=kl_in_reward)
         script.shape_rewards(batch, cfg, moments)
@@ -274,7 +275,7 @@ def test_a_step(case, gpu, small):
     reference, optimizer = script.load_reference(cfg, GPU), script.make_optimizer(policy, cfg)
     batch = script.collate(trajectories(), 0, GPU)
     script.add_logprobs(batch, policy, reference, inner, cfg)
-    metrics = script.shape_rewards(batch, cfg, [0.0, 0.0, 0.0]) | script.add_advantages(batch, cfg)
+    metrics = script.shape_rewards(batch, cfg, {}) | script.add_advantages(batch, cfg)
     script.leave_out(batch, trajectories(), cfg)
     before = [p.detach().cpu().clone() for p in policy.parameters() if p.requires_grad]
     script.start_record(batch)

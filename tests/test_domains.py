@@ -19,7 +19,7 @@ import domains
 import rewards
 import train_grpo as script
 from config import ConfigError, TrainConfig, load_config
-from data import load_data
+from data import Epochs, load_data
 from domains import Mixture
 from runlog import resume, samples
 from runlog.reading import read_metrics
@@ -44,7 +44,7 @@ def samplers(weights: dict, ranks: int, per_step: int = 12, rows: int = 40, **se
     data = [{"domain": name} for name in weights for _ in range(rows)]
     made = [script.PromptSampler(len(data), per_step, cfg.seed, rank, ranks) for rank in range(ranks)]
     for sampler in made:
-        domains.divide(sampler, data, cfg)
+        sampler.draw = domains.Draw(Mixture.of(cfg), data, cfg, Epochs)
     return made
 
 
@@ -66,11 +66,11 @@ def test_shares_are_exact_over_time_and_after_a_resume(weights, ranks):
         for share in shares:  # a rank's share is mixed as the step is
             part = np.bincount(np.array(share) // 40, minlength=len(weights))
             assert np.abs(part - np.array([*weights.values()]) / total * len(share)).max() < 2
-        states = [sampler.mixture.ended(step, {}) for sampler in made]
+        states = [sampler.draw.mixture.ended(step, {}) for sampler in made]
         assert all(state == states[0] for state in states)
         if step == 370:
             for sampler in resumed:
-                sampler.mixture.restore(json.loads(json.dumps(states[0]))["domains"])
+                sampler.draw.mixture.restore(json.loads(json.dumps(states[0]))["domains"])
         if 370 < step < 400:
             assert [sampler.next(step) for sampler in resumed] == shares
     assert most < 1
@@ -101,9 +101,9 @@ class Before(script.PromptSampler):
 
     def next(self, step):
         epoch, start = divmod(step * self.prompts_per_step, self.num_rows)
-        rows = self.order(epoch)[start : start + self.prompts_per_step]
+        rows = self.draw.order(epoch)[start : start + self.prompts_per_step]
         if len(rows) < self.prompts_per_step:
-            rows = np.concatenate([rows, self.order(epoch + 1)[: self.prompts_per_step - len(rows)]])
+            rows = np.concatenate([rows, self.draw.order(epoch + 1)[: self.prompts_per_step - len(rows)]])
         return rows[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
     def extra(self, step, round, count):
@@ -132,7 +132,7 @@ def test_a_sampler_of_ones_own_draws_from_domains():
     cfg = TrainConfig(domains=[{"name": "a"}, {"name": "b"}], prompts_per_step=8)
     plain, mine = (kind(40, 8, 42, memory={}) for kind in (script.PromptSampler, Mine))
     for sampler in (plain, mine):
-        domains.divide(sampler, data, cfg)
+        sampler.draw = domains.Draw(Mixture.of(cfg), data, cfg, Epochs)
     assert mine.next(3) == plain.next(3)
     mine.memory |= {n: 1 for n in plain.next(3)[:2]}
     assert mine.next(3)[:6] == plain.next(3)[2:] and len(mine.next(3)) == 8
@@ -414,7 +414,7 @@ def test_what_is_over_the_batch_is_over_each_domain(advantage):
         alone = batch().select(rows)
         alone.reward_components = alone.reward_components[:, : len(own.reward_funcs)]
         if name not in ("gdpo", "remax"):
-            script.shape_rewards(alone, replace(own, reward_std="running"), [0.0, 0.0, 0.0])
+            script.shape_rewards(alone, replace(own, reward_std="running"), {})
         script.add_advantages(alone, own)
         length = alone.advantages.shape[1]
         assert torch.equal(together.advantages[rows, :length], alone.advantages)
@@ -559,7 +559,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(runs):
     assert evaluations and all(line["eval/rows"] == line["eval/plain/rows"] == 3 for line in evaluations)
     assert not [key for line in evaluations for key in line if key.startswith("eval/tooled")], "it holds no rows out"
     state = json.loads((parts / "checkpoints" / "step_6" / "trainer" / "state.json").read_text(encoding="utf-8"))
-    assert set(state["domain_moments"]) == {"plain", "tooled"} == set(state["domains"]["drawn"])
+    assert set(state["score_moments"]) == {"plain", "tooled"} == set(state["domains"]["drawn"])
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_a_substitute_is_of_the_same_domain():
     settings = dict(prompts_per_step=8, num_generations=2, dynamic_sampling=True, resample_rounds=2)
     cfg = TrainConfig(domains=[{"name": "a", "weight": 3}, {"name": "b"}], **settings)
     sampler = script.PromptSampler(40, 8, 0)
-    domains.divide(sampler, rows, cfg)
+    sampler.draw = domains.Draw(Mixture.of(cfg), rows, cfg, Epochs)
     asked = []
 
     async def rollout(rows, generator, reward_functions, cfg, versions):

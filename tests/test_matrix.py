@@ -67,7 +67,9 @@ def test_corrections_weigh_clamp_and_leave_out(policy):
     batch.sampling_logprobs = (trainer - shift) * batch.loss_mask
 
     def weights(**options):
-        return script.correction(trainer, batch, replace(cfg, **options))
+        own = replace(cfg, **options)
+        w = script.correction(trainer, batch, own)
+        return w, script.mismatch_statistics(trainer, w, batch, own)
 
     sampled = batch.loss_mask > 0
     first, other = sampled[0], sampled[3]
@@ -115,7 +117,7 @@ def test_kl_goes_into_the_reward_and_scores_are_normalised(policy):
     cfg = TrainConfig(compute_dtype="float32", beta=0.5, kl="k1", kl_in_reward=True)
     batch = make_batch(policy, cfg)
     batch.ref_logprobs = batch.old_logprobs - 0.1 * batch.loss_mask
-    before, moments = batch.rewards.clone(), [0.0, 0.0, 0.0]
+    before, moments = batch.rewards.clone(), {}
     metrics = script.shape_rewards(batch, cfg, moments)
     assert torch.allclose(batch.rewards, before - 0.05 * batch.loss_mask) and metrics["kl"] == pytest.approx(
         0.1, rel=1e-4
@@ -125,7 +127,7 @@ def test_kl_goes_into_the_reward_and_scores_are_normalised(policy):
     script.shape_rewards(batch, running, moments)
     expected = (before.sum(1) - before.sum(1).mean()) / before.sum(1).std()
     has_token = batch.loss_mask.any(1)
-    assert torch.allclose(batch.shaped_scores[has_token], expected[has_token], atol=1e-4) and moments[0] == 15
+    assert torch.allclose(batch.shaped_scores[has_token], expected[has_token], atol=1e-4) and moments[""][0] == 15
     assert torch.equal(batch.scores, before.sum(1)), "scores stay as the reward functions gave them"
     assert torch.equal(batch.select([1, 4]).scores, before.sum(1)[[1, 4]])
 
