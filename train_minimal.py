@@ -1,12 +1,13 @@
 """GRPO on one page: rows in, a better model out. Read it from top to bottom; train_grpo.py has what is left out here.
 
-    python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # or any text model: --model_id NAME
+    python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # downloads it. Or any text model: --model_id
     python train_minimal.py --generator hf                                # one process, which samples, too
 
-With a server that samples, and two ranks that train (export VLLM_SERVER_TOKEN=..., the same in both terminals):
+With a server that samples, and two ranks that train, on GPUs 1 and 2 or on CPUs (VLLM_SERVER_TOKEN: any, the same twice):
 
-    python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256                     # terminal 1
-    torchrun --nproc_per_node=2 train_minimal.py --server_urls http://127.0.0.1:8000                   # terminal 2
+    export VLLM_SERVER_TOKEN=...
+    CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256  # terminal 1
+    CUDA_VISIBLE_DEVICES=1,2 torchrun --nproc_per_node=2 train_minimal.py                                  # terminal 2
 
 A step:
 
@@ -17,7 +18,7 @@ A step:
     5. push         the generator gets the new weights; the next step samples from them
 
 Every rank has a copy of the model (DDP): weights and Adam's moments in float32, forward passes in bfloat16. No KL term,
-no reference model. Dimensions: B completions of this rank, T tokens of the longest with its prompt, V vocabulary.
+no reference model. Dimensions: B completions of this rank, T tokens of the longest prompt + completion, V vocabulary.
 """
 # ruff: noqa: E402 - the command line is read before torch is imported, so that a mistake answers at once
 
@@ -45,8 +46,8 @@ class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfi
     rows_per_microbatch: int = 16  # completions in one forward and backward pass; changes memory, not the gradient
     num_iterations: int = 1  # optimizer updates on the completions of a step
     learning_rate: float = 1e-5  # at the first step; it falls to 0 in a line
-    epsilon: float = 0.2  # bad tokens are pushed down until they are this much less likely than when sampled
-    epsilon_high: float = 0.2  # good ones up until they are this much more likely
+    epsilon: float = 0.2  # with several updates: bad tokens are pushed down until they are this much less likely than
+    epsilon_high: float = 0.2  # before the first, good ones up until they are this much more likely
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
@@ -105,12 +106,13 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
                 row=row,
                 group=group,
                 prompt_ids=prompt,
-                token_ids=c.token_ids,  # as they were sampled: text is never tokenised again
+                token_ids=c.token_ids,  # as they were sampled, with the end token: text is never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled. Answers of tools, if there were any, would have 0
-                logprobs=c.logprobs,  # the generator's, which are compared with the trainer's, no more
-                token_rewards=[0.0] * len(c.token_ids),  # `score` puts the reward of the whole on the last token
+                logprobs=c.logprobs,  # the generator's; the ratio below is of the trainer's own, and the gap is logged
+                token_rewards=[0.0]
+                * len(c.token_ids),  # a Trajectory's form. `score` puts the whole reward on the last
                 finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
-                policy_version=c.policy_version,  # of the weights that sampled its first token, and its last
+                policy_version=c.policy_version,  # of the weights that sampled its first token, and its last: here the same
                 policy_version_last=c.policy_version_last,
                 info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},  # for rewards
             )
@@ -147,7 +149,9 @@ def advantages(scores: Tensor, num_generations: int) -> Tensor:
 
     DeepSeekMath (2402.03300) sec. 4.1.2. A prompt's completions stand together, and all of them are on one rank.
     """
-    groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]; equal scores have mean 0
+    groups = scores.double().view(
+        -1, num_generations
+    )  # [prompts, completions of each]. In float64 equal scores are centred to 0
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten().float()
 
@@ -186,7 +190,7 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
     """The gradient of the mean loss over all tokens that *all* ranks have sampled in this step, however many ranks and
     micro-batches there are. Returns the same mean of the loss, and of |trainer - generator| log-prob."""
     count = batch["loss_mask"].sum()
-    dist.all_reduce(count)  # of tokens. A mean of each rank's mean would make tokens of short completions count more
+    dist.all_reduce(count)  # of tokens: the mean over all of them (DAPO's), not over each completion's mean (GRPO's)
     sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
     for part in parts:
         local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # ranks exchange in the last alone
@@ -232,7 +236,7 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
-        for name, weight in model.named_parameters():
+        for name, weight in model.named_parameters():  # tied ones once, which the generator knows
             bucket, size = [*bucket, (name, weight.detach())], size + weight.nbytes
             if size >= BUCKET:
                 generator.send_bucket(bucket)
@@ -270,7 +274,7 @@ def train(cfg: Settings) -> dict[str, float]:
     generator.tokenizer = tokenizer
     cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's, as the time is in it
     log = RunLog(cfg) if rank == 0 else None
-    push_weights(weights, generator, 0)
+    push_weights(weights, generator, 0)  # a server may have those of an earlier run
 
     def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
         """By the weights after `step` steps, or RuntimeError."""
@@ -281,7 +285,7 @@ def train(cfg: Settings) -> dict[str, float]:
         return trajectories
 
     def evaluate(step: int) -> dict[str, float]:
-        k = cfg.eval_generations
+        k = cfg.eval_generations  # 4 by default, at the training temperature
         found = sampled(held_out[rank::world], k, step)
         groups = [found[start : start + k] for start in range(0, len(found), k)]
         metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg).items()}  # over all ranks
@@ -332,7 +336,7 @@ def main(cfg: Settings) -> None:
         ended_by = error
         utils.print_failure(error, cfg)
     finally:
-        utils.end_process(status, lambda: close_all(ended_by))  # with what the log and the report have so far
+        utils.end_process(status, lambda: close_all(ended_by))  # the run folder gets what there is so far
 
 
 if __name__ == "__main__":
