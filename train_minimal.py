@@ -3,7 +3,7 @@
     python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # downloads it. Or any text model: --model_id
     python train_minimal.py --generator hf                                # one process, which samples, too
 
-With a server that samples, and two ranks that train, on GPUs 1 and 2 or on CPUs (VLLM_SERVER_TOKEN: any, the same twice):
+With a server that samples, and two ranks that train, on three GPUs or on CPUs (the token: any, the same in both):
 
     export VLLM_SERVER_TOKEN=...
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256  # terminal 1
@@ -109,11 +109,10 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
                 token_ids=c.token_ids,  # as they were sampled, with the end token: text is never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled. Answers of tools, if there were any, would have 0
                 logprobs=c.logprobs,  # the generator's; the ratio below is of the trainer's own, and the gap is logged
-                token_rewards=[0.0]
-                * len(c.token_ids),  # a Trajectory's form. `score` puts the whole reward on the last
+                token_rewards=[0.0] * len(c.token_ids),  # `score` fills the last; train_grpo.py's may lie on others
                 finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
-                policy_version=c.policy_version,  # of the weights that sampled its first token, and its last: here the same
-                policy_version_last=c.policy_version_last,
+                policy_version=c.policy_version,  # of the weights that sampled its first token;
+                policy_version_last=c.policy_version_last,  # and its last: here the same
                 info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},  # for rewards
             )
             for c in await generator.generate(prompt, **how)
@@ -149,9 +148,7 @@ def advantages(scores: Tensor, num_generations: int) -> Tensor:
 
     DeepSeekMath (2402.03300) sec. 4.1.2. A prompt's completions stand together, and all of them are on one rank.
     """
-    groups = scores.double().view(
-        -1, num_generations
-    )  # [prompts, completions of each]. In float64 equal scores are centred to 0
+    groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]; equal ones are centred to 0
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten().float()
 
