@@ -585,8 +585,9 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
     lost. FSDP2 can reshard it first; FSDP1 gathers module by module and writes back what has changed.
     """
     units, moved = [(reference, policy)], set()
-    if isinstance(reference, FSDPModule):
-        reference.reshard()
+    for model in (reference, policy):
+        if isinstance(model, FSDPModule):
+            model.reshard()
     if isinstance(reference, FSDP):
         units = list(zip(FSDP.fsdp_modules(reference), FSDP.fsdp_modules(policy), strict=True))
     for pair in units:
@@ -627,7 +628,8 @@ def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type
 
 
 def lr_at(update: int, cfg: TrainConfig) -> float:
-    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule, of ours to 0 at the end.
+    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule: constant, to 0 at the end in a line or
+    half a cosine, or one of transformers'.
 
     A function of the update's number, so that resuming needs no scheduler state. Updates are counted from the first
     step, those in which only a critic learns (--critic_warmup) included.
@@ -863,21 +865,21 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 
     moments: count, sum and sum of squares of all scores so far, by domain ("" without any); brought up to date.
     """
-    batch.unshaped = batch.rewards.sum(1)
+    batch.unshaped = batch.rewards.sum(1)  # what batch.scores are from here on
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
     for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
         running = utils.running_moments(part.scores, moments.setdefault(own.domain, [0.0] * 3))
         center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
         last = (part.loss_mask * torch.arange(part.loss_mask.shape[1], device=scale.device)).argmax(1)
         rewards = part.rewards / scale[:, None]
-        # The outcome's reward is on the last sampled token.
+        # Once a completion, since its score is the sum of the row; the outcome's reward is on its last token.
         rewards[torch.arange(len(part)), last] -= (center / scale).to(scale.dtype)
         batch.rewards = placed(rewards, rows, batch.rewards)
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
     batch.rewards = batch.rewards - cfg.beta * kl
-    return {"kl": float(utils.global_moments(kl, batch.loss_mask)[1])}
+    return {"kl": float(utils.global_mean(kl, batch.loss_mask))}
 
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
@@ -892,11 +894,12 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
-    stats["advantages/abs_mean"] = utils.global_moments(batch.advantages.abs(), batch.loss_mask)[1]
-    stats["advantages/frac_zero_groups"] = utils.global_moments(silent)[1]
     values = utils.all_sum(torch.tensor([float(value) for value in stats.values()], dtype=torch.float64))
-    ranks = torch.tensor([*ranks, *[utils.world_size()] * 2], dtype=torch.float64)  # that have such a number
-    return dict(zip(stats, (values / ranks).tolist(), strict=True))
+    ranks = torch.tensor(ranks, dtype=torch.float64)  # that have such a number
+    return dict(zip(stats, (values / ranks).tolist(), strict=True)) | {
+        "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
+        "advantages/frac_zero_groups": float(utils.global_mean(silent)),
+    }
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
@@ -982,12 +985,12 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
     if cfg.old_logprobs == "sampler":
         part.old_logprobs = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
-    elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: ratio 1, with its gradient
+    elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: the ratio is 1
         part.old_logprobs = logprobs.detach()
     with told(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
         per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
-    corrected = correction(logprobs, part, cfg)
-    per_token, stats = per_token * corrected, stats | mismatch_statistics(logprobs, corrected, part, cfg)
+    trust = correction(logprobs, part, cfg)
+    per_token, stats = per_token * trust, stats | mismatch_statistics(logprobs, trust, part, cfg)
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs)  # [B, T]
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
@@ -1001,7 +1004,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     return (weights * per_token).sum(), stats | {"entropy": entropy}
 
 
-@read_once()
+@read_once()  # whether losses are finite is looked at once, at the end: each look waits for the GPU
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
@@ -1019,7 +1022,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = with_chosen(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
-        batch.record.scale = -counts["num_tokens"] / utils.world_size()
+        batch.record.scale = -counts["num_tokens"] / utils.world_size()  # loss gradient -> a token's weight
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, learns)
@@ -1038,7 +1041,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
                 silent = number
         if number >= silent:
             with exchanging(policy, last):
-                with utils.in_part():
+                with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
                     loss, stats = loss_of(policy, part, cfg, counts)
                 (loss * utils.world_size()).backward()
         sums["loss"] += loss.detach().double()
@@ -1053,7 +1056,8 @@ def with_chosen(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
         return batch
     now = all_logprobs(policy, batch, cfg)[0]
     old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
-    seen = replace(batch, old_logprobs=now if old is None or cfg.old_logprobs == "current" else old)
+    old = now if old is None or cfg.old_logprobs == "current" else old.where(~old.isnan(), now)  # nan: not sampled
+    seen = replace(batch, old_logprobs=old)
     return replace(batch, chosen=choose(now, seen, cfg))
 
 
@@ -1522,11 +1526,11 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)
-            state |= run.mixture.ended(step, metrics)  # whose prompts are next
+            state |= run.mixture.ended(step, metrics)  # how many prompts of each domain there were, and how they went
             trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg))
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)
-            metrics |= (foreign := counts_by_origin(trajectories))
+            metrics |= (foreign := counts_by_origin(trajectories))  # of all ranks
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, cfg)

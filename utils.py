@@ -300,6 +300,10 @@ def global_moments(values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, 
     return count, mean.to(values.dtype), variance.sqrt().to(values.dtype)
 
 
+def global_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    return global_moments(values, mask)[1]
+
+
 def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]:
     """Mean and standard deviation of all values so far, on all ranks; adds to moments = [count, sum, squares' sum]."""
     values = values.double()

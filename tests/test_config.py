@@ -98,6 +98,7 @@ def test_values_of_every_type(line, name, value):
         ("--model 1", "Did you mean --model_id?"),  # no silent abbreviations
         ("--use_peft true", "Switches take no value"),
         ("--seed", "--seed: expected one argument. See --help"),
+        ("--strategy fsdp --freeze_vision --ref_sync_steps 1 --beta 0.1", "take fsdp2 or ddp"),
     ],
 )
 def test_mistakes_on_the_command_line(line, says):
