@@ -547,7 +547,7 @@ class Epochs:
         return self.take(step * self.prompts_per_step, self.prompts_per_step)
 
     def extra(self, random: np.random.Generator, step: int, place: int, count: int) -> np.ndarray:
-        """`count` random rows. step, place: of whom they take the places, which matters to domains.Draw."""
+        """`count` random rows. step, place: of whom they take the places, which matters to Draw."""
         return random.choice(self.num_rows, count, replace=count > self.num_rows)
 
     def take(self, start: int, count: int) -> np.ndarray:
@@ -585,6 +585,46 @@ class Epochs:
             spare = head + np.flatnonzero(~held[head:])[: len(clash)]
             order[clash], order[spare] = order[spare], order[clash]
         return order
+
+
+def epochs_of(name: str, count: int, per_step: int, seed: int) -> Epochs:
+    """Of a domain's rows; "" is the whole of a run without domains."""
+    if not name:
+        return Epochs(count, per_step, seed)
+    half = min(per_step, count // 2)
+    epochs = Epochs(count, max(2 * half, 1), zlib.crc32(f"{seed} {name}".encode()))
+    # Steps take more and less of a domain, so where one will straddle two epochs is not known beforehand: an epoch
+    # begins with other rows than the last `half` of the one before.
+    epochs.begun = lambda epoch: half if epoch else 0
+    return epochs
+
+
+class Draw:
+    """In place of Epochs where a run has domains: `mixture` says whose turn each prompt of a step is, and each
+    domain has epochs of its own rows, which lie together, and is as far in them as its turns have gone."""
+
+    def __init__(self, mixture: domains.Mixture, rows: list[dict], cfg):
+        self.mixture, self.parts, first = mixture, [], 0
+        for name, count in domains.sizes(rows, cfg).items():
+            self.parts.append((first, epochs_of(name, count, cfg.prompts_per_step, cfg.seed)))
+            first += count
+
+    def step(self, step: int) -> np.ndarray:
+        drawn = self.mixture.drawn(step)
+        return self._rows(self.mixture.turns(step), lambda number, part, count: part.take(drawn[number], count))
+
+    def extra(self, random: np.random.Generator, step: int, place: int, count: int) -> np.ndarray:
+        """The first is of the domain of the step's row in this place, and so on."""
+        turns = self.mixture.turns(step)
+        turns = [turns[(place + n) % len(turns)] for n in range(count)]
+        return self._rows(turns, lambda number, part, count: part.extra(random, step, place, count))
+
+    def _rows(self, turns: list[int], of_part: Callable) -> np.ndarray:
+        turns = np.array(turns)
+        rows = np.empty_like(turns)
+        for number, (first, part) in enumerate(self.parts):
+            rows[turns == number] = first + of_part(number, part, int((turns == number).sum()))
+        return rows
 
 
 def sources(cfg) -> dict[str, tuple]:

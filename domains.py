@@ -30,12 +30,8 @@ import re
 import sys
 import threading
 import typing
-import zlib
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
-
-import numpy as np
 
 from cli import ConfigError, convert, known_name, shorten
 
@@ -228,18 +224,6 @@ def sizes(rows: list[dict], cfg) -> dict[str, int]:
     return {entry["name"]: counts[entry["name"]] for entry in cfg.domains} or {"": len(rows)}
 
 
-def epochs_of(kind: type, name: str, count: int, per_step: int, seed: int):
-    """Epochs (kind: data.Epochs) of a domain's rows; "" is the whole of a run without domains."""
-    if not name:
-        return kind(count, per_step, seed)
-    half = min(per_step, count // 2)
-    epochs = kind(count, max(2 * half, 1), zlib.crc32(f"{seed} {name}".encode()))
-    # Steps take more and less of a domain, so where one will straddle two epochs is not known beforehand: an epoch
-    # begins with other rows than the last `half` of the one before.
-    epochs.begun = lambda epoch: half if epoch else 0
-    return epochs
-
-
 # ---- whose prompt is next -------------------------------------------------------------------------------------------
 
 
@@ -370,31 +354,3 @@ class Mixture:
         self.start, self._turns = saved["step"], {}
         self._states = {self.start: (due, list(drawn))}
         self.outcomes = {int(s): [seen.get(n, nothing) for n in self.names] for s, seen in saved["outcomes"].items()}
-
-
-class Draw:
-    """In place of data.Epochs where a run has domains: `mixture` says whose turn each prompt of a step is, and each
-    domain has epochs of its own rows, which lie together, and is as far in them as its turns have gone."""
-
-    def __init__(self, mixture: Mixture, rows: list[dict], cfg, kind: type):
-        self.mixture, self.parts, first = mixture, [], 0
-        for name, count in sizes(rows, cfg).items():
-            self.parts.append((first, epochs_of(kind, name, count, cfg.prompts_per_step, cfg.seed)))
-            first += count
-
-    def step(self, step: int) -> np.ndarray:
-        drawn = self.mixture.drawn(step)
-        return self._rows(self.mixture.turns(step), lambda number, part, count: part.take(drawn[number], count))
-
-    def extra(self, random: np.random.Generator, step: int, place: int, count: int) -> np.ndarray:
-        """The first is of the domain of the step's row in this place, and so on."""
-        turns = self.mixture.turns(step)
-        turns = [turns[(place + n) % len(turns)] for n in range(count)]
-        return self._rows(turns, lambda number, part, count: part.extra(random, step, place, count))
-
-    def _rows(self, turns: list[int], of_part: Callable) -> np.ndarray:
-        turns = np.array(turns)
-        rows = np.empty_like(turns)
-        for number, (first, part) in enumerate(self.parts):
-            rows[turns == number] = first + of_part(number, part, int((turns == number).sum()))
-        return rows

@@ -331,7 +331,7 @@ class PromptSampler:
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
         self.rank, self.share = rank, prompts_per_step // world_size
         self.memory = {} if memory is None else memory
-        self.draw: data.Epochs | domains.Draw = data.Epochs(num_rows, prompts_per_step, seed)
+        self.draw: data.Epochs | data.Draw = data.Epochs(num_rows, prompts_per_step, seed)
 
     def next(self, step: int) -> list[int]:
         """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
@@ -1414,7 +1414,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     sampler = None
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
-        sampler.draw = domains.Draw(mixture, rows, cfg, data.Epochs) if cfg.domains else sampler.draw
+        sampler.draw = data.Draw(mixture, rows, cfg) if cfg.domains else sampler.draw
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     lock, first, made_with = resume.begin(cfg, rows, held_out, lr_at)

@@ -218,7 +218,7 @@ def row_differences(state: dict, now: dict, start: int) -> list[str]:
         def split(hashes: np.ndarray, seed: int, per_step: int, name=name) -> tuple[set, set]:
             """Rows of the pass under way that come before step `start`, and from it on."""
             epoch, position = divmod(drawn[name][1] if name in drawn else start * per_step, len(hashes))
-            order = domains.epochs_of(data.Epochs, name, len(hashes), per_step, seed).order(epoch)
+            order = data.epochs_of(name, len(hashes), per_step, seed).order(epoch)
             return set(hashes[order[:position]].tolist()), set(hashes[order[position:]].tolist())
 
         taken, _ = split(old, *orders[0])

@@ -19,7 +19,7 @@ import domains
 import rewards
 import train_grpo as script
 from config import ConfigError, TrainConfig, load_config
-from data import Epochs, load_data
+from data import Draw, load_data
 from domains import Mixture
 from runlog import resume, samples
 from runlog.reading import read_metrics
@@ -44,7 +44,7 @@ def samplers(weights: dict, ranks: int, per_step: int = 12, rows: int = 40, **se
     data = [{"domain": name} for name in weights for _ in range(rows)]
     made = [script.PromptSampler(len(data), per_step, cfg.seed, rank, ranks) for rank in range(ranks)]
     for sampler in made:
-        sampler.draw = domains.Draw(Mixture.of(cfg), data, cfg, Epochs)
+        sampler.draw = Draw(Mixture.of(cfg), data, cfg)
     return made
 
 
@@ -132,7 +132,7 @@ def test_a_sampler_of_ones_own_draws_from_domains():
     cfg = TrainConfig(domains=[{"name": "a"}, {"name": "b"}], prompts_per_step=8)
     plain, mine = (kind(40, 8, 42, memory={}) for kind in (script.PromptSampler, Mine))
     for sampler in (plain, mine):
-        sampler.draw = domains.Draw(Mixture.of(cfg), data, cfg, Epochs)
+        sampler.draw = Draw(Mixture.of(cfg), data, cfg)
     assert mine.next(3) == plain.next(3)
     mine.memory |= {n: 1 for n in plain.next(3)[:2]}
     assert mine.next(3)[:6] == plain.next(3)[2:] and len(mine.next(3)) == 8
@@ -634,7 +634,7 @@ def test_a_substitute_is_of_the_same_domain():
     settings = dict(prompts_per_step=8, num_generations=2, dynamic_sampling=True, resample_rounds=2)
     cfg = TrainConfig(domains=[{"name": "a", "weight": 3}, {"name": "b"}], **settings)
     sampler = script.PromptSampler(40, 8, 0)
-    sampler.draw = domains.Draw(Mixture.of(cfg), rows, cfg, Epochs)
+    sampler.draw = Draw(Mixture.of(cfg), rows, cfg)
     asked = []
 
     async def rollout(rows, generator, reward_functions, cfg, versions):
