@@ -40,6 +40,7 @@ class TrainConfig:
     attn_implementation: str = "auto"  # sdpa where the model has it, else eager; or a name, such as flash_attention_2
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, 1/3 slower; unset: on GPUs
     use_peft: bool = False  # train LoRA adapters instead of all weights
+    load_in: Literal["4bit"] | None = None  # 4bit: LoRA on frozen weights in 4 bits (QLoRA), those of linear layers
     lora_r: int = 32  # LoRA rank
     lora_alpha: float = 64.0  # LoRA scale: the update is alpha / r * B A
     freeze_vision: bool = False  # the image encoder is not trained, and gets no adapters; its connector does
@@ -431,6 +432,20 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "it out."),
         (c.push_lora == "adapters" and c.push_changes,
          "--push_lora adapters --push_changes: adapters travel whole, and nothing else does; leave one out."),
+        (c.load_in and not c.use_peft,
+         "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
+        (c.load_in and c.strategy in ("fsdp", "fsdp2"),
+         f"--load_in 4bit --strategy {c.strategy}: scales of 4-bit weights cannot be cut into shards here; use "
+         "--strategy ddp, with which each GPU has the whole base in 4 bits, or leave --load_in out."),
+        (c.load_in and c.push_lora == "folded",
+         "--load_in 4bit --push_lora folded: nothing can be folded into 4 bits; leave --push_lora out, and start the "
+         "server with --enable-lora."),
+        (c.load_in and c.colocate,
+         "--load_in 4bit --colocate: a server that slept has no weights, and only adapters are pushed; leave "
+         "--colocate out and give the server a share of the GPU (--gpu-memory-utilization), or --generator hf."),
+        (c.load_in and c.generator == "hf" and c.push_steps > 1,
+         f"--load_in 4bit --generator hf --push_steps={c.push_steps}: the policy itself samples, with its newest "
+         "adapters; leave --push_steps out."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         *((path and not os.path.isfile(path), f"--{name}={path}: there is no such file; give a PEM file.")

@@ -236,14 +236,14 @@ def raise_together(error: BaseException | None, what: str) -> None:
 
 
 @contextlib.contextmanager
-def on_rank_0(what: str) -> Iterator[None]:
+def on_rank_0(what: str, everywhere: bool = False) -> Iterator[None]:
     """The models made inside have values on rank 0, elsewhere shapes alone (torch's meta device); see `handed_out`.
 
-    Collective. An error is raised on every rank.
+    Collective. An error is raised on every rank. everywhere: they have values on all.
     """
     error = None
     try:
-        with contextlib.nullcontext() if is_main() else torch.device("meta"):
+        with contextlib.nullcontext() if is_main() or everywhere else torch.device("meta"):
             yield
     except Exception as caught:  # carried to raise_together, which raises it on every rank
         error = caught
@@ -356,6 +356,8 @@ def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
     if reason is None:
         client.adapter, client.adapter_shapes, client.convert = "policy", shapes, lambda named: named
         client.changes = None  # of --push_changes: every matrix of an adapter changes
+    elif cfg.load_in:
+        raise ConfigError(f"--load_in {cfg.load_in}: {reason}. Adapters must travel alone, or use --generator hf.")
     elif cfg.push_lora == "adapters":
         raise ConfigError(f"--push_lora adapters: {reason}. Or have LoRA folded into the weights: --push_lora folded.")
     elif is_main():
@@ -475,7 +477,8 @@ def not_finite(module: torch.nn.Module) -> list[str]:
 
     By their norms: a tenth of the time of isfinite(), which makes a copy (0.05 s for 135 M parameters on two cores).
     """
-    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in module.named_parameters()}
+    own = ((name, p) for name, p in module.named_parameters() if p.is_floating_point())  # not what is in 4 bits
+    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in own}
     norms = [
         torch.linalg.vector_norm(p, dtype=torch.float32 if p.dtype.itemsize < 4 else None).float()
         for p in local.values()
@@ -570,6 +573,8 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1) -> No
             f"Trainer and generator disagree on the sampled tokens: mean |log-prob difference| {difference:.3f}, limit "
             f"{limit:g}. Usual causes: another model on the server, a quantised server, top-k / top-p "
             "sampling, a modified model class. --logprob_diff_limit raises the limit."
+            + " With --load_in 4bit: the server has to have the weights that the 4 bits stand for, which "
+            "scripts/unpacked.py writes; else raise the limit and watch sampling/ess." * bool(cfg.load_in)
         )
 
 
