@@ -86,6 +86,7 @@ class TrainConfig:
     push_bucket_mb: int | None = None  # weights travel in buckets, a push takes three; unset: 256, from 30B on 1024
     push_over: Literal["auto", "memory", "nccl", "gloo"] = "auto"  # how weights travel; auto: the fastest that works
     push_lora: Literal["auto", "adapters", "folded"] = "auto"  # what of LoRA travels; auto: adapters if the server can
+    adapter: str | None = None  # name of this run's adapter on a server that runs share; unset: the run's name
     push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
 
     # --- tools and environments ---
@@ -430,6 +431,11 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.push_lora != "auto" and not (c.use_peft and c.generator == "vllm"),
          f"--push_lora={c.push_lora} says how LoRA travels to a server; add --use_peft, and --generator vllm, or leave "
          "it out."),
+        (c.adapter is not None and (not c.use_peft or c.generator != "vllm" or c.push_lora == "folded"),
+         f"--adapter={c.adapter} names LoRA that travels alone to a server; add --use_peft, and --generator hf and "
+         "--push_lora folded are to be left out, or leave --adapter out."),
+        (c.adapter is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", c.adapter),
+         f"--adapter={c.adapter!r:.80}: at most 64 letters, digits, and any of _ . -."),
         (c.push_lora == "adapters" and c.push_changes,
          "--push_lora adapters --push_changes: adapters travel whole, and nothing else does; leave one out."),
         (c.load_in and not c.use_peft,

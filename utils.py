@@ -18,6 +18,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -333,6 +334,7 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
     client = reach_servers(cfg)
     check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
+    client.run = cfg.run_name
     if cfg.use_peft and cfg.push_lora != "folded":
         push_adapters(client, hf_model, cfg)
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
@@ -354,7 +356,10 @@ def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
             reason = str(error)
     reason = next(filter(None, gather_objects(reason)), None)  # the same on every rank
     if reason is None:
-        client.adapter, client.adapter_shapes, client.convert = "policy", shapes, lambda named: named
+        client.adapter, client.adapter_shapes, client.convert = adapter_name(cfg), shapes, lambda named: named
+        if cfg.run_name:  # the folder is locked: who has it is this run, before and after a resumption
+            folder = Path(cfg.output_dir).resolve() / cfg.run_name
+            client.owner = uuid.uuid5(uuid.NAMESPACE_URL, f"{socket.gethostname()}:{folder}").hex
         client.changes = None  # of --push_changes: every matrix of an adapter changes
     elif cfg.load_in:
         raise ConfigError(f"--load_in {cfg.load_in}: {reason}. Adapters must travel alone, or use --generator hf.")
@@ -362,6 +367,11 @@ def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
         raise ConfigError(f"--push_lora adapters: {reason}. Or have LoRA folded into the weights: --push_lora folded.")
     elif is_main():
         print(f"LoRA is folded into the weights that are pushed: {reason}.")
+
+
+def adapter_name(cfg: TrainConfig) -> str:
+    """Under which the servers know this run's adapter: letters, digits, - . and _, at most 64."""
+    return cfg.adapter or re.sub(r"[^\w.-]", "-", cfg.run_name or "policy", flags=re.ASCII)[:64]
 
 
 def why_no_adapters(client, versions: int, colocate: bool) -> str | None:
@@ -372,7 +382,8 @@ def why_no_adapters(client, versions: int, colocate: bool) -> str | None:
         if held["slots"] < versions:
             return f"{url} holds {held['slots']} versions, and here are up to {versions}: --max-loras {versions} there"
         if info.get("weights_replaced"):
-            return f"{url} has the weights of an earlier push in place of its own: start it anew"
+            by = f" by run {info['weights_run']}" if info.get("weights_run") else ""
+            return f"{url} has the weights of an earlier push{by} in place of its own: start it anew"
     return "with --colocate the server drops its weights at each step, so all are pushed" if colocate else None
 
 
