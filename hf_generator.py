@@ -1,7 +1,8 @@
 """In-process generation (`--generator hf`): no server, one GPU or a laptop, tests. Same interface as `VLLMClient`.
 
 It keeps its own copy of the model in the compute dtype, LoRA folded in: decoding needs neither autocast nor gathering,
-and sharded policies need no care. The copy gets its weights through the same push as a server does.
+and sharded policies need no care. The copy gets its weights through the same push as a server does. Of a base in 4 bits
+there is no copy: `PolicyGenerator`.
 Prompts are run once and their cache is repeated for the n samples, if the model's cache lets itself be repeated: see
 `Way`.
 """

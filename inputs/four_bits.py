@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from config import ConfigError, TrainConfig
-from inputs.lora import is_packed, linear_layers
+from inputs.lora import LINEAR, is_packed, linear_layers
 from utils import world_size
 
 # A number of 4 bits, a scale of 8 bits for each 64 of them, and a scale in float32 for each 256 of those.
@@ -26,8 +26,8 @@ def mark(empty: nn.Module, cfg: TrainConfig) -> None:
     if cfg.load_in and find_spec("bitsandbytes") is None:
         raise ConfigError("--load_in 4bit needs bitsandbytes, which is not installed: pip install bitsandbytes==0.50.2")
     for name in linear_layers(empty) if cfg.load_in else ():
-        weight = empty.get_submodule(name).weight
-        weight.in_4_bits = type(empty.get_submodule(name)) is nn.Linear
+        layer = empty.get_submodule(name)
+        layer.weight.in_4_bits = type(layer) in LINEAR  # those of a class of their own stay
 
 
 def how_to_load(cfg: TrainConfig, make: Callable[[], nn.Module]) -> dict:
