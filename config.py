@@ -40,6 +40,7 @@ class TrainConfig:
     attn_implementation: str = "auto"  # sdpa where the model has it, else eager; or a name, such as flash_attention_2
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, 1/3 slower; unset: on GPUs
     use_peft: bool = False  # train LoRA adapters instead of all weights
+    load_in: Literal["4bit"] | None = None  # 4bit: LoRA on frozen weights in 4 bits (QLoRA), those of linear layers
     lora_r: int = 32  # LoRA rank
     lora_alpha: float = 64.0  # LoRA scale: the update is alpha / r * B A
     freeze_vision: bool = False  # the image encoder is not trained, and gets no adapters; its connector does
@@ -85,6 +86,7 @@ class TrainConfig:
     push_bucket_mb: int | None = None  # weights travel in buckets, a push takes three; unset: 256, from 30B on 1024
     push_over: Literal["auto", "memory", "nccl", "gloo"] = "auto"  # how weights travel; auto: the fastest that works
     push_lora: Literal["auto", "adapters", "folded"] = "auto"  # what of LoRA travels; auto: adapters if the server can
+    adapter: str | None = None  # name of this run's adapter on a server that runs share; unset: the run's name
     push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
 
     # --- tools and environments ---
@@ -432,8 +434,27 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.push_lora != "auto" and not (c.use_peft and c.generator == "vllm"),
          f"--push_lora={c.push_lora} says how LoRA travels to a server; add --use_peft, and --generator vllm, or leave "
          "it out."),
+        (c.adapter is not None and (not c.use_peft or c.generator != "vllm" or c.push_lora == "folded"),
+         f"--adapter={c.adapter} names LoRA that travels alone to a server; add --use_peft, and --generator hf and "
+         "--push_lora folded are to be left out, or leave --adapter out."),
+        (c.adapter is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", c.adapter),
+         f"--adapter={c.adapter!r:.80}: at most 64 letters, digits, and any of _ . -."),
         (c.push_lora == "adapters" and c.push_changes,
          "--push_lora adapters --push_changes: adapters travel whole, and nothing else does; leave one out."),
+        (c.load_in and not c.use_peft,
+         "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
+        (c.load_in and c.strategy in ("fsdp", "fsdp2"),
+         f"--load_in 4bit --strategy {c.strategy}: scales of 4-bit weights cannot be cut into shards here; use "
+         "--strategy ddp, with which each GPU has the whole base in 4 bits, or leave --load_in out."),
+        (c.load_in and c.push_lora == "folded",
+         "--load_in 4bit --push_lora folded: nothing can be folded into 4 bits; leave --push_lora out, and start the "
+         "server with --enable-lora."),
+        (c.load_in and c.colocate,
+         "--load_in 4bit --colocate: a server that slept has no weights, and only adapters are pushed; leave "
+         "--colocate out and give the server a share of the GPU (--gpu-memory-utilization), or --generator hf."),
+        (c.load_in and c.generator == "hf" and c.push_steps > 1,
+         f"--load_in 4bit --generator hf --push_steps={c.push_steps}: the policy itself samples, with its newest "
+         "adapters; leave --push_steps out."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         *((path and not os.path.isfile(path), f"--{name}={path}: there is no such file; give a PEM file.")

@@ -1,12 +1,14 @@
 """In-process generation (`--generator hf`): no server, one GPU or a laptop, tests. Same interface as `VLLMClient`.
 
 It keeps its own copy of the model in the compute dtype, LoRA folded in: decoding needs neither autocast nor gathering,
-and sharded policies need no care. The copy gets its weights through the same push as a server does.
+and sharded policies need no care. The copy gets its weights through the same push as a server does. Of a base in 4 bits
+there is no copy: `PolicyGenerator`.
 Prompts are run once and their cache is repeated for the n samples, if the model's cache lets itself be repeated: see
 `Way`.
 """
 
 import asyncio
+import contextlib
 import inspect
 import time
 from dataclasses import dataclass, replace
@@ -29,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import utils
 from inputs import routing
+from inputs.agreement import evaluating
 from inputs.attention import takes_any
 from inputs.backbone import backbone, text_model
 from inputs.logits import logits_of
@@ -120,12 +123,10 @@ class HFGenerator:
     rope_index = None  # of models whose positions have three axes; see inputs/prompts.py
 
     def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
-        self.model, self.tokenizer, self.max_sequences = model.eval().requires_grad_(False), tokenizer, max_sequences
+        self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
         text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.device, self.weight_dtype = model.device, model.dtype
-        kind = type(text_model(model))
-        if self.device.type == "cpu" and model.config._attn_implementation == "sdpa" and takes_any(kind):
-            use_decode_attention(model)
+        self._prepare()
         self.version, self.vocab_size = 0, model.get_input_embeddings().num_embeddings
         self.random = torch.Generator(self.device)
         ids = model.generation_config.eos_token_id
@@ -140,6 +141,17 @@ class HFGenerator:
         self._queue: list[_Request] = []
         self._missing: set[str] = set()
         self._sampled, self._since = 0.0, None  # seconds in all calls of _sample; when the one under way began
+
+    def _prepare(self) -> None:
+        """What may be changed of a copy."""
+        self.model.eval().requires_grad_(False)
+        attention, kind = self.model.config._attn_implementation, type(text_model(self.model))
+        if self.device.type == "cpu" and attention == "sdpa" and takes_any(kind):
+            use_decode_attention(self.model)
+
+    def _passes(self):
+        """The context in which the model runs."""
+        return torch.inference_mode()
 
     def seed(self, seed: int) -> None:
         self.random.manual_seed(seed)
@@ -202,8 +214,9 @@ class HFGenerator:
         while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
             self._since, batch = time.monotonic(), queue[:1]
             try:
-                batch = self._together(queue)
-                results, error = self._sample(batch, **dict(batch[0].options)), None
+                with self._passes():
+                    batch = self._together(queue)
+                    results, error = self._sample(batch, **dict(batch[0].options)), None
             except Exception as raised:  # whatever the model's own code raises: it belongs to whoever awaits it
                 results, error = [None] * len(batch), raised
             finally:
@@ -233,7 +246,6 @@ class HFGenerator:
         since = self._since
         return self._sampled + (0.0 if since is None else time.monotonic() - since)
 
-    @torch.inference_mode()
     def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):
         """Decode all requests of a batch together; sequences that ended leave it."""
         way, rows = self.way, batch
@@ -340,7 +352,7 @@ class HFGenerator:
     @cached_property
     def way(self) -> Way:
         """The first of WAYS whose hidden states are those of plain passes, tried once, at the first batch."""
-        with torch.inference_mode():
+        with self._passes():
             way = self._find_way()
         said = []
         if not way.cached:
@@ -453,3 +465,35 @@ class HFGenerator:
             outside = ordered.exp().cumsum(1) - ordered.exp() > top_p
             scores = scores.masked_fill(outside.scatter(1, order, outside), -torch.inf)
         return scores.log_softmax(-1) if top_k or min_p or top_p < 1 else scores
+
+
+class PolicyGenerator(HFGenerator):
+    """Samples from the trained model itself, LoRA's layers as PEFT computes them: a base in 4 bits is there once.
+
+    dtype: in which the policy computes. A push copies nothing: the newest adapters are those that sample.
+    """
+
+    adapter = "policy"  # pushes bring adapters alone
+
+    def __init__(self, model: torch.nn.Module, tokenizer, dtype: torch.dtype, max_sequences: int = 256):
+        super().__init__(model, tokenizer, max_sequences)
+        self.weight_dtype = dtype
+
+    def _prepare(self) -> None:
+        """Nothing: it is to be trained."""
+
+    @contextlib.contextmanager
+    def _passes(self):
+        # No inference mode: what modules keep of a pass, such as tables of positions, could not be trained with.
+        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.weight_dtype == torch.bfloat16)
+        with torch.no_grad(), cast, evaluating(self.model):
+            yield
+
+    def begin_push(self) -> None:
+        pass
+
+    def send_bucket(self, named: list[tuple[str, Tensor]]) -> None:
+        pass
+
+    def finish_push(self, version: int) -> None:
+        self.version = version

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from batch import Batch
 from config import TrainConfig
+from inputs import four_bits
 from inputs.backbone import backbone
 from inputs.logits import chunk_size
 from inputs.packing import most_tokens, pack
@@ -104,12 +105,13 @@ COUNTED: dict[tuple, tuple[dict, list]] = {}  # what `pass_bytes` has returned: 
 
 def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig) -> tuple[dict, list]:
     """Bytes by kind at the peaks of a forward and a backward pass, in the layers and in the head, without those of
-    weights and gradients; and what `parameters` says of the policy. cfg: `one_rank`'s."""
+    weights and gradients; and what `parameters` says of the policy, and whether in 4 bits. cfg: `one_rank`'s."""
     if (make_policy, repr(cfg)) in COUNTED:
         return COUNTED[make_policy, repr(cfg)]
     inputs, *where = longest_pass(cfg)
     with torch.device("meta"):
         policy = make_policy(cfg)
+    packed = [getattr(p, "in_4_bits", False) for p in policy.parameters()]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"):
         claim_memory(policy, getattr(torch, cfg.dtype if cfg.strategy == "ddp" else cfg.compute_dtype))
         if inputs["attention_mask"].ndim == 4:  # segments: their kernel keeps what that of causal attention keeps
@@ -140,7 +142,8 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
             layer.register_forward_hook(say_when_backward)
         with live:
             policy(inputs, *where)[0].sum().backward()
-    COUNTED[make_policy, repr(cfg)] = live.most | {"between": between}, parameters(policy)
+    table = [(*row, in_4_bits) for row, in_4_bits in zip(parameters(policy), packed, strict=True)]
+    COUNTED[make_policy, repr(cfg)] = live.most | {"between": between}, table
     return COUNTED[make_policy, repr(cfg)]
 
 
@@ -186,17 +189,20 @@ def rank_bytes(
     sharded = cfg.strategy != "ddp"
     trained_in = 4 if cfg.use_peft else master  # bytes: adapters are float32
     size = {True: 0, False: 0}  # elements on this rank, by whether they are trained
+    in_4_bits = 0  # of those that are not; never sharded
     of_critic = 0  # those that a critic trains
     layers: Counter = Counter()  # elements of each unit of FSDP, and
     learning: Counter = Counter()  # those that are trained
-    for shape, trained, layer, unused in table:
+    for shape, trained, layer, unused, packed in table:
         number = torch.Size(shape).numel()
         own = -(-shape[0] // ranks) * (number // shape[0]) if sharded else number
         size[trained] += own
+        in_4_bits += own * packed
         of_critic += own * (trained and not unused)
         layers[layer] += number
         learning[layer] += number * trained
-    need = Counter(weights=master * size[False] + trained_in * size[True], optimizer=2 * trained_in * size[True])
+    frozen = master * (size[False] - in_4_bits) + round(four_bits.BYTES * in_4_bits)
+    need = Counter(weights=frozen + trained_in * size[True], optimizer=2 * trained_in * size[True])
     # FSDP1 lets go of gradients at the next forward pass only. DDP's buckets stay, and what micro-batches before the
     # last add up does not lie in them.
     keeps = cfg.strategy == "fsdp" or (cfg.strategy == "ddp" and ranks > 1)
@@ -209,17 +215,19 @@ def rank_bytes(
     whole, own = layers.total(), sum(size.values())
     if cfg.beta > 0 and not cfg.use_peft:
         need["reference"] = (4 if cfg.ref_sync_steps else compute) * own
-    if cfg.generator == "hf":
+    if cfg.generator == "hf" and not cfg.load_in:
         need["generator"] = compute * whole
     root, of_root = layers[-1], learning[-1]
     layer, of_layer = max(layers[n] for n in layers if n >= 0), max(learning[n] for n in learning if n >= 0)
     gathered = {"head": 0, "layers": 0, "end": 0}
+    if in_4_bits:  # a layer's weights as it computes with them
+        gathered["layers"] = compute * max(torch.Size(shape).numel() * packed for shape, *_, packed in table)
     if sharded:
-        head = max(torch.Size(shape).numel() * trained for shape, trained, n, _ in table if n < 0)  # most likely
+        head = max(torch.Size(shape).numel() * trained for shape, trained, n, *_ in table if n < 0)  # most likely
         gathered["head"] = compute * root
         gathered["layers"] = compute * (root + 2 * layer + of_layer + head) + 4 * of_layer
         gathered["end"] = (2 * compute + 4) * of_root + 4 * of_root // ranks  # gradients as computed, as summed
-    output = [(torch.Size(shape).numel(), trained) for shape, trained, n, unused in table if n < 0 and unused]
+    output = [(torch.Size(shape).numel(), trained) for shape, trained, n, unused, _ in table if n < 0 and unused]
     if output and cfg.strategy == "fsdp2":  # not tied: units of their own. Gradients of chunks add up in float32
         last, of_last = sum(n for n, _ in output), sum(n * trained for n, trained in output)
         reduced = (compute + 8) * of_last + 4 * of_last // ranks  # as summed, and laid out for the ranks
@@ -232,11 +240,15 @@ def rank_bytes(
         moved = min(need["activations"], peaks["between"].total())
         need["in CPU memory"] += moved
         need["activations"] -= moved
+    if in_4_bits:  # adapters alone travel: rounded copies, and the two buffers that they are packed in
+        buckets = bucket_bytes((torch.Size(shape).numel() for shape, trained, *_ in table if trained), cfg)
+        need["push"] = sending(buckets, cfg) + 2 * max(buckets) + checksum_bytes(buckets)
+        return need
     largest = max(torch.Size(shape).numel() for shape, *_ in table)
     bucket = (cfg.push_bucket_mb or push_bucket_mb(whole)) * 2**20
     full = min(bucket + compute * largest, compute * whole)
     # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
-    fold = cfg.use_peft * 12 * max(torch.Size(shape).numel() for shape, _, n, _ in table if n >= 0)
+    fold = cfg.use_peft * 12 * max(torch.Size(shape).numel() for shape, _, n, *_ in table if n >= 0)
     buckets = bucket_bytes((torch.Size(shape).numel() for shape, *_ in table), cfg)
     before = max(map(sum, zip(buckets, buckets[1:], strict=False)), default=0) - max(buckets)  # sent, and still there
     if cfg.strategy == "ddp":  # live weights, but for what is folded: a bucket, and the one before
@@ -355,7 +367,8 @@ def settled(
         f"(--strategy {cfg.strategy}, {ranks} rank(s), {chosen.tokens_per_microbatch} tokens a micro-batch). "
     )
     sharding = [dict(strategy="fsdp2")] * (ranks > 1) + [dict(strategy="fsdp2", offload=True), dict(use_peft=True)]
-    for change in [*sharding, dict(strategy="fsdp2", use_peft=True)]:
+    changes = [*sharding, dict(strategy="fsdp2", use_peft=True), dict(use_peft=True, load_in="4bit")]
+    for change in changes if not cfg.load_in else ():
         _, other = attempt(replace(cfg, **change))
         if other <= usable:
             words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in change.items()]

@@ -19,10 +19,11 @@ from config import ConfigError, TrainConfig, parse_args
 class PlanConfig(TrainConfig):
     # --- plan ---
     strategy: Literal["auto", "ddp", "fsdp", "fsdp2"] = "auto"  # auto: ddp if it fits, else fsdp2
-    gpus: int = 8  # GPUs in all
+    gpus: int = 8  # GPUs in all; of one, server and trainer have a part each, at the same time
     node_gpus: int = 8  # GPUs of a machine; of several machines each serves or trains
     gpu_memory: float = 80.0  # GiB of each
     cpu_memory: float = 1000.0  # GiB of a machine, for offload
+    server_bytes: float = 2.0  # of a weight on the server; 1 with vLLM's --quantization fp8_per_tensor, say
     server_gpus: int | None = None  # how many of them sample; unset: the split with the shortest step
     prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
@@ -95,6 +96,7 @@ SHAPES = {
 VLLM_SHARE = 0.92  # of a GPU's memory that vLLM takes, unless told (--gpu-memory-utilization)
 VLLM_SPARE = 3 * GIB  # of it, for its activations and graphs
 VLLM_BESIDE = 1 * GIB  # of the rest, for CUDA and NCCL
+HF_SEQUENCES = 256  # that --generator hf decodes at a time
 MAX_SEQUENCES = 1024  # that vLLM samples at the same time
 
 
@@ -130,12 +132,8 @@ def serve(cfg: PlanConfig, config, sizes: list[int], server_gpus: int, sequences
 
 def serve_split(cfg: PlanConfig, config, sizes: list[int], servers: int, split: int, sequences: int) -> dict | None:
     """`serve` by `servers` servers, each with the model split over `split` GPUs."""
-    text = config.get_text_config()
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv = 2 * 2 * text.num_hidden_layers * max(kv_heads // split, 1) * width  # bytes of a token on one GPU
-    parameters = sum(sizes)
-    weights, push = 2 * parameters / split, memory.receiving(sizes, cfg, split)
+    kv, parameters = kv_bytes(config, split), sum(sizes)
+    weights, push = cfg.server_bytes * parameters / split, received(cfg, sizes, split)
     free = 1 - (push + VLLM_BESIDE) / (cfg.gpu_memory * GIB)  # the KV cache stays during a push
     share = min(VLLM_SHARE, int(100 * free) / 100)
     room = cfg.gpu_memory * GIB * share - VLLM_SPARE - weights
@@ -155,6 +153,19 @@ def serve_split(cfg: PlanConfig, config, sizes: list[int], servers: int, split: 
         servers=servers, split=split, weights=weights, kv=room, kv_used=used, at_once=at_once, seconds=seconds,
         push=push, share=share,
     )  # fmt: skip
+
+
+def kv_bytes(config, split: int) -> int:
+    """Of a token's keys and values in 16 bits, on each of `split` GPUs."""
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * 2 * text.num_hidden_layers * max(kv_heads // split, 1) * width
+
+
+def received(cfg: PlanConfig, sizes: list[int], split: int) -> int:
+    """Bytes that a push takes on each GPU of a server. Adapters arrive in CPU memory; vLLM's slots are in its share."""
+    return 0 if cfg.load_in else memory.receiving(sizes, cfg, split)
 
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
@@ -367,12 +378,50 @@ def by_turns(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> str:
     )
 
 
+def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> int:
+    """Print whether a server and the trainer fit on one GPU at the same time, or the trainer with --generator hf, and
+    what to type; 1 if neither does."""
+    cfg = replace(cfg, strategy="ddp" if cfg.strategy == "auto" else cfg.strategy)
+    kv, window_of = kv_bytes(config, 1), cfg.max_prompt_length + cfg.max_completion_length
+    with torch.device("meta"):
+        adapters = sum(p.numel() for p in make_policy(cfg).parameters() if p.requires_grad) * cfg.use_peft
+    own = cfg.server_bytes * sum(sizes) + VLLM_SPARE + 4 * 2 * adapters  # --max-loras 4, in 16 bits
+    caches = {"vllm": cfg.num_generations * kv * window_of}  # at the least
+    caches["hf"] = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window_of
+    found = 1
+    for generator, beside in (("vllm", own + received(cfg, sizes, 1) + caches["vllm"]), ("hf", caches["hf"])):
+        room = usable(cfg) - beside
+        choice, need = memory.fitted(make_policy, replace(cfg, generator=generator), 1, room / (1 - memory.SPARE))
+        both = memory.peak(need) + beside
+        name = "server and trainer at the same time" if generator == "vllm" else "--generator hf, no server"
+        verdict = "yes" if both <= usable(cfg) else "NO"
+        print(f"On one GPU, {name}: {verdict}, {both / GIB:.1f} GiB of {usable(cfg) / GIB:.1f} used")
+        print(f"  {'sampling' if generator == 'hf' else 'server':<15}{beside / GIB:8.1f} GiB at the least")
+        print(f"  {'trainer':<15}{memory.peak(need) / GIB:8.1f} GiB, micro-batches of {choice.tokens_per_microbatch}")
+        print("".join(f"    {kind:<15}{need[kind] / GIB:6.1f} GiB\n" for kind in KINDS.split(",") if need[kind]))
+        if verdict == "NO":
+            continue
+        found = 0
+        if generator == "vllm":
+            share = int(100 * (usable(cfg) - memory.peak(need)) / (cfg.gpu_memory * GIB)) / 100
+            model = shlex.quote(cfg.model_id)
+            if cfg.load_in:
+                print(f"python scripts/unpacked.py {model} unpacked")
+                model = "unpacked"
+            print(
+                f"python vllm_server.py --model {model} --max-model-len {window(choice)} "
+                f"--gpu-memory-utilization {min(share, VLLM_SHARE):g}{' --enable-lora' * cfg.use_peft} &"
+            )
+        print(f"python {script_of(cfg)} {shlex.join(flags(replace(choice, server_timeout=1800.0)))}\n")
+    return found
+
+
 def main(cfg: PlanConfig) -> int:
     """Print the plan; 1 if nothing fits."""
     for name in ("gpus", "node_gpus", "gpu_memory", *RATES):
         if not getattr(cfg, name) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
-    if cfg.gpus < 2 or (cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus):
+    if cfg.gpus < 1 or (cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus):
         raise ConfigError(f"--server_gpus={cfg.server_gpus} of --gpus={cfg.gpus}: server and trainer need one each.")
     several = cfg.gpus > cfg.node_gpus
     if several and (cfg.gpus % cfg.node_gpus or (cfg.server_gpus or 0) % cfg.node_gpus):
@@ -383,7 +432,10 @@ def main(cfg: PlanConfig) -> int:
     config = model_config(cfg.model_id)
     make_policy = partial(empty_policy, config=config)
     with torch.device("meta"):
-        sizes = [p.numel() for p in make_policy(replace(cfg, use_peft=False)).parameters()]
+        sizes = [p.numel() for p in make_policy(replace(cfg, use_peft=False, load_in=None)).parameters()]
+    if cfg.gpus == 1:
+        print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, one GPU of {cfg.gpu_memory:g} GiB\n")
+        return on_one_gpu(cfg, config, make_policy, sizes)
     unit = cfg.node_gpus if several else 1
     shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
     plans = [split(cfg, config, make_policy, sizes, share) for share in shares]

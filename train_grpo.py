@@ -113,7 +113,7 @@ from batch import (
 )
 from envs import formats
 from envs.tools import named_tools
-from inputs import agreement, balance, prompts, routing
+from inputs import agreement, balance, four_bits, prompts, routing
 from inputs.attention import attention_of, chosen, settle, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import chunk_size, logits_of
@@ -444,10 +444,13 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
         how = dict(dtype=dtype, attn_implementation=attention)
         if torch.get_default_device().type == "meta":
             model = auto.from_config(config, **how)
+            four_bits.mark(model, cfg)
         else:
             with loading(cfg.model_id):
+                how |= four_bits.how_to_load(cfg, partial(auto.from_config, config, **how))
                 model = auto.from_pretrained(cfg.model_id, config=config, **how)
             utils.check_finite(model, cfg.model_id)
+            four_bits.settle(model, cfg)
     settle(model, cfg.attn_implementation)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
@@ -479,14 +482,15 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
     """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2).
 
-    Rank 0 has its values and hands them out layer by layer: whole, they are in its CPU memory alone.
+    Rank 0 has its values and hands them out layer by layer: whole, they are in its CPU memory alone. A base in 4 bits
+    (--load_in) each rank has read itself, to where it stays.
     """
     layer_names = set(policy.hf_model._no_split_modules or [])
     layers = [m for m in policy.modules() if type(m).__name__ in layer_names]
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    fill = utils.handed_out(policy, device)
+    fill = four_bits.share_adapters if cfg.load_in else utils.handed_out(policy, device)
     if cfg.strategy == "ddp":
         fill(policy)
         if not trained or utils.world_size() == 1:
@@ -534,7 +538,7 @@ def apart(module: nn.Module, common: tuple[bool, torch.dtype]) -> Iterator[nn.Mo
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
     """(the policy as DDP or FSDP wraps it, which is called; the policy itself). kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # of adapters
-    with utils.on_rank_0("Loading the policy"):
+    with utils.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):
         model = to_train(load_hf_model(cfg, getattr(torch, cfg.dtype)), cfg)
     inner = (kind or Policy)(model, cfg, autocasts(cfg))
     return shard(inner, cfg, device, trained=True), inner
@@ -1175,13 +1179,17 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
 
 
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
-    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process."""
+    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process; of a base in
+    4 bits there is no copy, and the policy itself samples."""
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, hf_model, device)
     else:
-        from hf_generator import HFGenerator
+        from hf_generator import HFGenerator, PolicyGenerator
 
-        generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
+        if cfg.load_in:
+            generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
+        else:
+            generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
     generator.tokenizer, generator.rope_index = processor, prompts.rope_index_of(hf_model)
     routing.ask(generator, hf_model, cfg)
     return generator
@@ -1577,9 +1585,13 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             dtype = generator.weight_dtype
             if log:
                 log.written()  # a resumed run does not sample them again
-            buckets = weight_buckets(policy, cfg.push_bucket_mb * 2**20, dtype)
-            weights = ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets)
-            saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory)
+            if cfg.load_in:  # nothing can be folded into 4 bits
+                adapter = run.inner.model.peft_config["default"]
+                weights = adapter_buckets(policy, cfg.push_bucket_mb * 2**20, torch.float32, scaled=False)
+            else:
+                adapter, buckets = None, weight_buckets(policy, cfg.push_bucket_mb * 2**20, dtype)
+                weights = ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets)
+            saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory, adapter)
 
     saver.wait()
     collector.close()

@@ -18,6 +18,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -236,14 +237,14 @@ def raise_together(error: BaseException | None, what: str) -> None:
 
 
 @contextlib.contextmanager
-def on_rank_0(what: str) -> Iterator[None]:
+def on_rank_0(what: str, everywhere: bool = False) -> Iterator[None]:
     """The models made inside have values on rank 0, elsewhere shapes alone (torch's meta device); see `handed_out`.
 
-    Collective. An error is raised on every rank.
+    Collective. An error is raised on every rank. everywhere: they have values on all.
     """
     error = None
     try:
-        with contextlib.nullcontext() if is_main() else torch.device("meta"):
+        with contextlib.nullcontext() if is_main() or everywhere else torch.device("meta"):
             yield
     except Exception as caught:  # carried to raise_together, which raises it on every rank
         error = caught
@@ -337,6 +338,7 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
     client = reach_servers(cfg)
     check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
     client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
+    client.run = cfg.run_name
     if cfg.use_peft and cfg.push_lora != "folded":
         push_adapters(client, hf_model, cfg)
     client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
@@ -358,12 +360,22 @@ def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
             reason = str(error)
     reason = next(filter(None, gather_objects(reason)), None)  # the same on every rank
     if reason is None:
-        client.adapter, client.adapter_shapes, client.convert = "policy", shapes, lambda named: named
+        client.adapter, client.adapter_shapes, client.convert = adapter_name(cfg), shapes, lambda named: named
+        if cfg.run_name:  # the folder is locked: who has it is this run, before and after a resumption
+            folder = Path(cfg.output_dir).resolve() / cfg.run_name
+            client.owner = uuid.uuid5(uuid.NAMESPACE_URL, f"{socket.gethostname()}:{folder}").hex
         client.changes = None  # of --push_changes: every matrix of an adapter changes
+    elif cfg.load_in:
+        raise ConfigError(f"--load_in {cfg.load_in}: {reason}. Adapters must travel alone, or use --generator hf.")
     elif cfg.push_lora == "adapters":
         raise ConfigError(f"--push_lora adapters: {reason}. Or have LoRA folded into the weights: --push_lora folded.")
     elif is_main():
         print(f"LoRA is folded into the weights that are pushed: {reason}.")
+
+
+def adapter_name(cfg: TrainConfig) -> str:
+    """Under which the servers know this run's adapter: letters, digits, - . and _, at most 64."""
+    return cfg.adapter or re.sub(r"[^\w.-]", "-", cfg.run_name or "policy", flags=re.ASCII)[:64]
 
 
 def why_no_adapters(client, versions: int, colocate: bool) -> str | None:
@@ -374,7 +386,8 @@ def why_no_adapters(client, versions: int, colocate: bool) -> str | None:
         if held["slots"] < versions:
             return f"{url} holds {held['slots']} versions, and here are up to {versions}: --max-loras {versions} there"
         if info.get("weights_replaced"):
-            return f"{url} has the weights of an earlier push in place of its own: start it anew"
+            by = f" by run {info['weights_run']}" if info.get("weights_run") else ""
+            return f"{url} has the weights of an earlier push{by} in place of its own: start it anew"
     return "with --colocate the server drops its weights at each step, so all are pushed" if colocate else None
 
 
@@ -479,7 +492,8 @@ def not_finite(module: torch.nn.Module) -> list[str]:
 
     By their norms: a tenth of the time of isfinite(), which makes a copy (0.05 s for 135 M parameters on two cores).
     """
-    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in module.named_parameters()}
+    own = ((name, p) for name, p in module.named_parameters() if p.is_floating_point())  # not what is in 4 bits
+    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in own}
     norms = [
         torch.linalg.vector_norm(p, dtype=torch.float32 if p.dtype.itemsize < 4 else None).float()
         for p in local.values()
@@ -575,6 +589,8 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
             f"Trainer and generator disagree on the sampled tokens{where}: mean |log-prob difference| "
             f"{difference:.3f}, limit {limit:g}. Usual causes: another model on the server, a quantised server, top-k "
             "/ top-p sampling, a modified model class. --logprob_diff_limit raises the limit."
+            + " With --load_in 4bit: the server has to have the weights that the 4 bits stand for, which "
+            "scripts/unpacked.py writes; else raise the limit and watch sampling/ess." * bool(cfg.load_in)
         )
 
 

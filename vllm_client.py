@@ -21,6 +21,7 @@ a push never are. Answers are checked in serving/answers.py. No part of vLLM is 
 import asyncio
 import base64
 import concurrent.futures
+import contextlib
 import io
 import itertools
 import json
@@ -75,6 +76,7 @@ ROUTES = {"connect": "/init_weight_transfer_engine", "start": "/start_weight_upd
 ROUTES |= {"finish": "/finish_weight_update", "abort": "/abort_weight_update"}
 BUSY = {429, 502, 503, 504}  # too many requests; a proxy or the server is busy, or starts
 BROKEN_SECONDS = 10.0  # for which a server that refuses or cuts connections is asked again; a busy one: `timeout`
+BEAT_SECONDS = 10.0  # after which a run says again that it holds its adapter's name; serving/adapters.py waits LEASE
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds before asking again, twice as long each time; Retry-After may say more
 
 
@@ -258,6 +260,10 @@ class VLLMClient:
         self.tells_experts = False  # whether completions are to come with the experts of their tokens
         # Adapters alone travel: their name on the servers, and [rank, inputs, outputs] of each by its layer.
         self.adapter: str | None = None
+        # The run that holds the adapter's name there, 32 hexadecimal digits; None: whoever connects last has it.
+        self.owner: str | None = None
+        self.run: str | None = None  # the run's name, for those whom a server refuses on its behalf
+        self._beating: threading.Event | None = None  # set to end the thread that says that this run is there
         self.adapter_shapes: dict[str, list[int]] = {}
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -555,7 +561,7 @@ class VLLMClient:
         is asked by letting the workers read a random number there. NCCL where they have different GPUs. Else gloo,
         through host memory.
         """
-        self.close()
+        self._drop_groups()
         self._device, self._infos = torch.device(device), self.server_info()
         self._check_apart()
         self.weight_dtype = getattr(torch, self._infos[0]["dtype"])
@@ -571,7 +577,8 @@ class VLLMClient:
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
             init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes is not None}
             init |= {"probe": probe and probe.place}
-            path, body = self._route("connect", {"session": link.session, "init_info": init})
+            who = {"run": self.run} if self.adapter is None else {"owner": self.owner}
+            path, body = self._route("connect", {"session": link.session, "init_info": init} | who)
             futures.append(in_thread(self._call, url, "POST", path, body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init, probe))
         try:
@@ -586,6 +593,21 @@ class VLLMClient:
             raise
         self.instances = {link.url: form.instance for link, form in zip(self._links, forms, strict=True)}
         self._check_memory()
+        if self.owner is not None and self.adapter is not None and self._beating is None:
+            self._beating = threading.Event()
+            threading.Thread(target=self._beat, args=(self._beating,), daemon=True).start()
+
+    def _beat(self, ended: threading.Event):
+        """In a thread: hold the adapter's name."""
+        while not ended.wait(BEAT_SECONDS):
+            self._say("lease")
+
+    def _say(self, step: str):
+        """Of the adapter's name, to every server; one that is gone is met elsewhere."""
+        body = {"adapter": self.adapter, "owner": self.owner}
+        for url in self.urls:
+            with contextlib.suppress(ServerError):
+                self._call(url, "POST", f"/adapters/{step}", body, min(self.timeout, BEAT_SECONDS), again=False)
 
     def _route(self, step: str, body: dict) -> tuple[str, dict]:
         """Path and body of a step of a push."""
@@ -805,7 +827,14 @@ class VLLMClient:
         concurrent.futures.wait([in_thread(self._call, *call) for call in calls], timeout=10)
 
     def close(self):
-        """Drop the transfer groups; the next push is of all weights."""
+        """Drop the transfer groups, and let go of the adapter's name; the next push is of all weights."""
+        self._drop_groups()
+        if self._beating is not None:
+            self._beating.set()
+            self._beating = None
+            self._say("release")
+
+    def _drop_groups(self):
         links, self._links = self._links, []
         self._described, self._base = [], None
         # In threads: a gloo group waits for its pending sends before it goes. Waited for, but not for long: a process

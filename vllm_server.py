@@ -15,8 +15,8 @@ On top of vLLM's routes:
 * Weight pushes (`VLLMClient.begin_push / send_bucket / finish_push`) on vLLM's life cycle and route names:
   /init_weight_transfer_engine, /start_weight_update (pauses; sequences under way are kept), /update_weights once a
   bucket, /finish_weight_update (checks coverage, takes the version, resumes), /abort_weight_update.
-* With --enable-lora, adapters alone: /adapters/connect, start, bucket, finish, abort (serving/adapters.py). vLLM's own
-  routes for adapters stay closed.
+* With --enable-lora, adapters alone: /adapters/connect, start, bucket, finish, abort; several runs may share the server
+  (serving/adapters.py). vLLM's own routes for adapters stay closed.
 * `/sleep`, `/wake_up` for a trainer on the same GPU: serving/sleep.py.
 * TLS with vLLM's own arguments: --ssl-certfile, --ssl-keyfile and the other --ssl-*. Arguments that would change
   nothing here are refused.
@@ -542,7 +542,8 @@ async def build_app(engine, args: argparse.Namespace, token: str):
     async def server_info():
         version = pushes.version if adapters.newest is None else adapters.newest.number
         state = {"policy_version": version, "weights_error": pushes.broken, "state": sleep.state(pushes)}
-        return description | state | {"weights_replaced": pushes.replaced, "adapter_versions": adapters.served()}
+        state |= {"weights_replaced": pushes.replaced, "weights_run": pushes.run}
+        return description | state | {"adapter_versions": adapters.served(), "runs": adapters.runs()}
 
     app.router.routes[:0] = router.routes  # before vLLM's of the same path
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token, pushes)  # outermost

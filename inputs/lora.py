@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from transformers.pytorch_utils import Conv1D
 from config import ConfigError
 from inputs.backbone import experts_of
 from safety.limits import say_once
+
+# PEFT imports bitsandbytes where it is installed, which then warns of an optional kernel for CPUs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 LINEAR = (nn.Linear, Conv1D)  # the latter is GPT-2's
 
@@ -49,6 +53,8 @@ def is_linear(layer: nn.Module | None) -> bool:
     """Of the classes in LINEAR, or of a class of its own that computes the same, as Falcon's. Routers do more."""
     if type(layer) in LINEAR or not isinstance(layer, nn.Linear):
         return type(layer) in LINEAR
+    if is_packed(layer):
+        return True
     given = layer.weight.new_ones(1, layer.in_features)
     try:
         out = layer(given)
@@ -57,6 +63,11 @@ def is_linear(layer: nn.Module | None) -> bool:
     expected = nn.functional.linear(given, layer.weight, layer.bias)
     same = isinstance(out, torch.Tensor) and out.shape == expected.shape
     return same and (out.is_meta or torch.allclose(out, expected, rtol=1e-2, atol=1e-3))
+
+
+def is_packed(layer: nn.Module) -> bool:
+    """Whether it is a linear layer with its weights in 4 bits (four_bits.py), which were a plain one's."""
+    return isinstance(layer, nn.Linear) and hasattr(layer.weight, "quant_state")
 
 
 def users_of_weights(model: nn.Module) -> Counter:
@@ -177,9 +188,12 @@ def why_not_alone(model: nn.Module) -> str | None:
     return None
 
 
-def adapter_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
+def adapter_buckets(
+    model: nn.Module, max_bytes: int, dtype: torch.dtype, scaled: bool = True
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Lists of (PEFT's name, tensor in `dtype`) of about `max_bytes`: of each layer A, and B times its scale, so that a
-    server adds B A. FSDP1's are gathered here, one by one; FSDP2's come as shards. All ranks call it in step."""
+    server adds B A. FSDP1's are gathered here, one by one; FSDP2's come as shards. All ranks call it in step. scaled:
+    without it B comes as it is, as PEFT's checkpoints have it."""
     if isinstance(model, FSDP):
         model.check_is_root()  # it learns that it is one; else the first part to be gathered would take itself for it
     if isinstance(model, FSDPModule):
@@ -191,7 +205,7 @@ def adapter_buckets(model: nn.Module, max_bytes: int, dtype: torch.dtype) -> Ite
             part = getattr(layer, key)[adapter]
             sharded = isinstance(part, FSDP)
             with FSDP.summon_full_params(part, writeback=False) if sharded else contextlib.nullcontext():
-                weight = (part.weight.detach().float() * scale).to(dtype)
+                weight = (part.weight.detach().float() * (scale if scaled else 1.0)).to(dtype)
             bucket.append((f"{name}.{key}.weight", weight))
             size += weight.numel() * dtype.itemsize
         if size >= max_bytes:

@@ -2,7 +2,8 @@
 
     checkpoints/step_N/
         model*.safetensors  config.json  tokenizer ...   the policy as it is served, LoRA folded in; several files have
-                                                         an index
+                                                         an index. Of a base in 4 bits the adapter alone, as PEFT's:
+                                                         adapter_model.safetensors  adapter_config.json
         trainer/state/                                   sharded weights and optimizer, by torch.distributed.checkpoint
         trainer/rng_R.pt                                 random state of rank R
         trainer/state.json                               step, counters, and what the run was trained with (resume.py)
@@ -140,9 +141,12 @@ def _train_state(modules: dict) -> dict:
             state[name] = {"model": get_model_state_dict(module)}
         else:
             options = StateDictOptions(ignore_frozen_params=True)
-            state[name] = dict(
-                zip(("model", "optimizer"), get_state_dict(module, optimizer, options=options), strict=True)
-            )
+            weights, moments = get_state_dict(module, optimizer, options=options)
+            # Weights in 4 bits are left out, their scales are not.
+            packed = [n.removeprefix("module.") for n, p in module.named_parameters() if not p.is_floating_point()]
+            scales = tuple(f"{name}." for name in packed)
+            weights = {key: weight for key, weight in weights.items() if not key.startswith(scales)}
+            state[name] = {"model": weights, "optimizer": moments}
     return state
 
 
@@ -175,12 +179,15 @@ class Saver:
         self.run_dir, self.keep, self.stalled = Path(run_dir), keep, stalled
         self.thread: threading.Thread | None = None
 
-    def save(self, step: int, modules: dict, hf_model, buckets: Iterable, tokenizer, state: dict, memory: dict) -> None:
+    def save(
+        self, step: int, modules: dict, hf_model, buckets: Iterable, tokenizer, state: dict, memory: dict, adapter=None
+    ) -> None:
         """Begin checkpoints/step_N when the one before is complete: modules["policy"] for `from_pretrained`, and the
         state of all {name: (module, its optimizer or None)} in `trainer/`. They may change as soon as it returns.
 
         buckets: lists of (name, full tensor) of the policy, an iterable that all ranks walk in step.
         state: plain JSON values that come back from `load_checkpoint`; memory: this rank's, see `check_memory`.
+        adapter: PEFT's config of the adapter that the buckets are, in place of all weights.
         Takes memory for this rank's share of the files, until they are written.
         """
         import torch.distributed.checkpoint as dcp
@@ -206,14 +213,18 @@ class Saver:
 
         def others() -> None:
             files["trainer/state.json"] = json.dumps(state | {"step": step}).encode()
-            save_pretrained(self.partial, hf_model, tokenizer, dtype)
+            if adapter is None:
+                save_config(self.partial, hf_model, dtype)
+            else:
+                adapter.save_pretrained(self.partial)
+            tokenizer.save_pretrained(self.partial)
             self.sums |= {path.name: sha256(path) for path in self.partial.iterdir() if path.is_file()}
 
         with self._explained():
             _together(begin, main=True)
             dcp.save(_train_state(modules), storage_writer=_writer(files, "trainer/state"))
             _together(own)
-            dtype = model_files(buckets, hf_model, files)
+            dtype = model_files(buckets, hf_model, files, alone=adapter is not None)
             _together(others, main=True)
         self.progress = time.monotonic()
         self.thread = threading.Thread(target=self._write, args=(files,), daemon=True)
@@ -335,11 +346,12 @@ def _writer(files: dict[str, Buffer], folder: str):
     return writer
 
 
-def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer]) -> torch.dtype:
+def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer], alone: bool = False) -> torch.dtype:
     """Put the policy's weights into `files` as safetensors, the first GiB on one rank, the next on the next, and the
     index on rank 0; returns their dtype. Collective. RuntimeError for weights that are not finite.
 
-    A layer is not divided: published checkpoints hold some of its tensors joined.
+    A layer is not divided: published checkpoints hold some of its tensors joined. alone: they are an adapter's, which
+    PEFT reads from one file.
     """
     from safetensors.torch import save
 
@@ -348,7 +360,7 @@ def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer]) -> torch.
     for bucket in buckets:
         for name, tensor in bucket:
             layer = re.match(r".*?\.\d+\.|", name)[0]
-            if size >= FILE and layer != last:
+            if size >= FILE and layer != last and not alone:
                 number, size = number + 1, 0
             last, size = layer, size + tensor.nbytes
             if number % world == rank:
@@ -357,8 +369,10 @@ def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer]) -> torch.
     hf_model._weight_conversions = utils.gather_objects(getattr(hf_model, "_weight_conversions", None))[0]
     total, held, bad = number + 1, {}, []
     for number in list(mine):
-        weights = dict(utils.as_in_a_checkpoint(hf_model, mine.pop(number)))
+        named = mine.pop(number)
+        weights = dict(named if alone else utils.as_in_a_checkpoint(hf_model, named))
         path = f"model-{number + 1:05}-of-{total:05}.safetensors" if total > 1 else "model.safetensors"
+        path = "adapter_model.safetensors" if alone else path
         held |= {name: (path, tensor.nbytes, tensor.dtype) for name, tensor in weights.items()}
         numbers = [(name, tensor) for name, tensor in weights.items() if tensor.is_floating_point()]
         bad += [name for name, tensor in numbers if not torch.linalg.vector_norm(tensor.float()).isfinite()]
@@ -394,14 +408,13 @@ def room(folder: Path) -> str:
     return f"There are {free / 2**30:.1f} GiB free in {folder}; --save_total_limit keeps fewer checkpoints."
 
 
-def save_pretrained(path: Path, hf_model, tokenizer, dtype: torch.dtype) -> None:
-    """What an ordinary `from_pretrained` folder holds besides the weights, which are of `dtype`."""
+def save_config(path: Path, hf_model, dtype: torch.dtype) -> None:
+    """What an ordinary `from_pretrained` folder says of the model, besides its weights, which are of `dtype`."""
     config = copy.deepcopy(hf_model.config)
     config.dtype = dtype
     config.save_pretrained(path)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------

@@ -154,7 +154,8 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
     num_rows, each, count = len(sizes), cfg.num_generations, cfg.sequences_per_step
     if {*sizes} - {each}:
         each, count = f"{min(sizes)} to {max(sizes)}", round(cfg.prompts_per_step * sum(sizes) / num_rows)
-    trained, total = (sum(p.numel() for p in policy.parameters() if p.requires_grad or not t) for t in (True, False))
+    sizes_of = [(getattr(p, "quant_state", p).shape.numel(), p.requires_grad) for p in policy.parameters()]  # 2 a byte
+    trained, total = sum(n for n, learns in sizes_of if learns), sum(n for n, _ in sizes_of)
     lines = {
         "prompts x generations": f"{cfg.prompts_per_step} x {each} = {count} per step, "
         f"{count // world} on each of {world} rank(s)",

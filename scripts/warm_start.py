@@ -94,6 +94,8 @@ def main(cfg: WarmConfig) -> None:
         raise ConfigError("--demonstrations: give file.py:function, (row, environment, answers) -> text.")
     if cfg.domains:
         raise ConfigError("domains: warm_start.py demonstrates one task; give the settings of one domain as flags.")
+    if cfg.load_in:
+        raise ConfigError(f"--load_in {cfg.load_in}: a warm start is saved whole; leave it out here.")
     function = load_function(cfg.demonstrations)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)
     cfg = formats.settled(cfg, processor)

@@ -10,6 +10,10 @@ A push is announced with the shapes of all its matrices; what is missing, unknow
 finite breaks it off, and the version before goes on. vLLM's manager of adapters gets them from memory: its own routes
 that load them from files stay closed. vLLM imports this module in every worker
 (`--worker-extension-cls serving.adapters.Worker`), vllm_server.py for the routes.
+
+Several runs can share a server, each with an adapter of its own. A trainer holds its adapter's name: it says so every
+few seconds, and loses it LEASE seconds after it was last heard of. Another run cannot connect under that name
+meanwhile, nor can whole weights be pushed, which would end all adapters.
 """
 
 import asyncio
@@ -33,6 +37,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.platforms import current_platform
 
 from serving import cpu_adapters
+from serving.door import Door
 from serving.transfer import (
     Connection,
     InitInfo,
@@ -45,6 +50,8 @@ from serving.transfer import (
     views,
 )
 from serving.wire import fold, some
+
+LEASE = 60.0  # seconds after which a run that was not heard of has lost its adapter's name
 
 # ---- in the workers --------------------------------------------------------------------------------------------------
 
@@ -207,6 +214,22 @@ class Adapter(Session):
     def __init__(self, name: str):
         super().__init__()
         self.name, self.newest = name, None
+        self.owner: str | None = None  # the run that holds the name; None: whoever connects may push
+        self.heard, self.leased = 0.0, False  # of it, by time.monotonic(); whether there ever was one
+
+    @property
+    def held(self) -> bool:
+        return self.owner is not None and time.monotonic() < self.heard + LEASE
+
+    def take(self, owner: str | None) -> None:
+        """HTTPException if another run holds the name."""
+        if self.held and self.owner != owner:
+            raise HTTPException(
+                409,
+                f"adapter {self.name} belongs to another run, heard of {time.monotonic() - self.heard:.0f} s ago. Give "
+                f"this one another name (--adapter); a run that is gone loses its name after {LEASE:g} s",
+            )
+        self.owner, self.heard, self.leased = owner, time.monotonic(), self.leased or owner is not None
 
     async def break_off(self, engine, reason: str):
         """The version before goes on; the trainer has to connect again."""
@@ -227,7 +250,10 @@ class Adapters:
         self.newest: Version | None = None  # of all adapters: what a request gets that names none
         self.numbers = itertools.count(1)
         self.tasks: set[asyncio.Task] = set()  # kept, or they may be collected
+        # Twice what vLLM computes at a time: of a request for several samples some end long before the others.
+        self.door = Door(2 * engine.vllm_config.scheduler_config.max_num_seqs)
         self.sample, engine.generate = engine.generate, self.generate  # under every route that samples
+        self.end, engine.abort = engine.abort, self.abort
 
     async def ask(self, step: str, *args) -> list[list]:
         return await ask_workers(self.engine, "adapter_step", step, *args)
@@ -243,6 +269,38 @@ class Adapters:
             found.setdefault(version.adapter.name, []).append(version.number)
         return found
 
+    def runs(self) -> dict[str, dict]:
+        """Who shares this server, by adapter, for /server_info."""
+        versions, now = self.served(), time.monotonic()
+        return {
+            name: {"held": adapter.held, "heard_seconds_ago": round(now - adapter.heard, 1) if adapter.leased else None}
+            | {"versions": versions.get(name, []), "pushing": adapter.active}
+            | self.door.describe(name)
+            for name, adapter in self.named.items()
+        }
+
+    def check_whole(self) -> None:
+        """HTTPException if whole weights cannot be pushed, because of adapters in use."""
+        if held := sorted(name for name, adapter in self.named.items() if adapter.held):
+            raise HTTPException(
+                409,
+                f"this server's weights are shared by adapters of {some(held)}, and whole weights would end them: give "
+                f"this run a server of its own, or have it push adapters alone (--use_peft). The name of a run that "
+                f"is gone is free after {LEASE:g} s",
+            )
+
+    async def sweep(self) -> None:
+        """Forget adapters of runs that have been gone for as long as a lease again."""
+        for name, adapter in list(self.named.items()):
+            if adapter.leased and not adapter.active and time.monotonic() > adapter.heard + 2 * LEASE:
+                del self.named[name]
+                if self.newest is adapter.newest:
+                    others = (other.newest for other in self.named.values() if other.newest)
+                    self.newest = max(others, key=lambda version: version.request.lora_int_id, default=None)
+                adapter.newest = None
+                self.tidy()
+                await self.ask("abort", name)
+
     def pick(self, name: str | None) -> Version | None:
         """What a request is bound to that begins now and names this adapter. None: the weights alone."""
         if name is None:
@@ -256,7 +314,8 @@ class Adapters:
 
     async def generate(self, *args, lora_request: LoRARequest | None = None, **kwargs):
         """engine.generate, bound to a version: the one given, else the newest. In a mixed batch vLLM's CPU kernels gave
-        others' adapters to requests without one, and what is served is the policy, whoever asks."""
+        others' adapters to requests without one, and what is served is the policy, whoever asks. Runs that share the
+        server take turns."""
         version = self.versions[lora_request.lora_int_id] if lora_request else self.newest
         if version is None:
             async with contextlib.aclosing(self.sample(*args, **kwargs)) as outputs:
@@ -264,13 +323,22 @@ class Adapters:
                     yield output
             return
         version.users += 1  # nothing was awaited since it was chosen
+        given = dict(zip(("prompt", "sampling_params", "request_id"), args, strict=False)) | kwargs
+        how = version.adapter.name, getattr(given["sampling_params"], "n", 1), given["request_id"]
         try:
-            async with contextlib.aclosing(self.sample(*args, lora_request=version.request, **kwargs)) as outputs:
-                async for output in outputs:
-                    yield output
+            async with self.door.passing(*how):
+                async with contextlib.aclosing(self.sample(*args, lora_request=version.request, **kwargs)) as outputs:
+                    async for output in outputs:
+                        yield output
         finally:
             version.users -= 1
             self.tidy()
+
+    async def abort(self, request_id, *args, **kwargs):
+        """engine.abort, of what waits for its turn, too."""
+        ended = {request_id} if isinstance(request_id, str) else set(request_id)
+        self.door.turn_away(HTTPException(409, "ended before its turn"), lambda ticket: ticket.request_id in ended)
+        await self.end(request_id, *args, **kwargs)
 
     def tidy(self) -> None:
         """Drop versions that nothing needs."""
@@ -288,6 +356,7 @@ class Adapters:
             for adapter in self.named.values():
                 adapter.newest = None
             self.versions.clear()
+            self.door.turn_away(HTTPException(409, "whole weights were pushed meanwhile"), lambda ticket: True)
             await self.ask("clear")
 
     async def check(self, modules: dict[str, list[int]]) -> None:
@@ -333,6 +402,12 @@ class AdapterBody(BaseModel):
 
 class InitBody(AdapterBody):
     init_info: dict
+    owner: str | None = Field(None, pattern=r"^[0-9a-f]{32}$")  # the run that takes the name
+
+
+class LeaseBody(BaseModel):
+    adapter: str
+    owner: str
 
 
 class CheckBody(BaseModel):
@@ -366,7 +441,10 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
     def step(body: AdapterBody, during_push: bool) -> PushStep:
         if body.adapter not in adapters.named:
             raise HTTPException(409, f"no trainer has connected for adapter {body.adapter}")
-        return PushStep(engine, adapters.named[body.adapter], body.session, during_push)
+        adapter = adapters.named[body.adapter]
+        if adapter.session == body.session:
+            adapter.heard = time.monotonic()
+        return PushStep(engine, adapter, body.session, during_push)
 
     @router.post("/check")
     async def check(body: CheckBody):
@@ -382,15 +460,34 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
         enabled()
         adapter = adapters.named.setdefault(body.adapter, Adapter(body.adapter))
         async with adapter.lock:
+            adapter.take(body.owner)
+            await adapters.sweep()
             await adapter.connecting(engine, body.session, body.init_info)
             await adapters.ask("connect", adapter.name, body.init_info)
         return {"instance": adapter.instance}
+
+    def leased(body: LeaseBody) -> Adapter:
+        adapter = adapters.named.get(body.adapter)
+        if adapter is None or adapter.owner != body.owner:
+            raise HTTPException(409, f"adapter {body.adapter} is not held by this run")
+        return adapter
+
+    @router.post("/lease")
+    async def lease(body: LeaseBody):
+        leased(body).heard = time.monotonic()
+        return {}
+
+    @router.post("/release")
+    async def release(body: LeaseBody):
+        leased(body).owner = None  # its newest version is served on
+        return {}
 
     @router.post("/start")
     async def start(body: StartBody):
         async with step(body, during_push=False):
             if pushes.active or pushes.broken or pushes.replaced:
-                reason = pushes.broken or "other weights than --model has were pushed to it"
+                by = f", by run {pushes.run}" * (pushes.run is not None)
+                reason = pushes.broken or f"other weights than --model has were pushed to it{by}"
                 raise ValueError(f"this server does not have the weights that adapters belong to: {reason}")
             await adapters.check(body.modules)
             adapter = adapters.named[body.adapter]

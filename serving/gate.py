@@ -32,7 +32,7 @@ PUSH_WAIT = 30.0  # seconds a request of vLLM's own routes waits for a push to e
 
 # They look at the state themselves, and answer at any moment.
 PUSH_ROUTES = {f"/{step}_weight_update" for step in ("start", "finish", "abort")} | {
-    *(f"/adapters/{step}" for step in ("check", "connect", "start", "bucket", "finish", "abort")),
+    *(f"/adapters/{step}" for step in ("check", "connect", "start", "bucket", "finish", "abort", "lease", "release")),
     "/init_weight_transfer_engine",
     "/update_weights",
     "/sleep",

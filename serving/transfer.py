@@ -485,6 +485,7 @@ class Pushes(Session):
         super().__init__()
         self.version = 0
         self.replaced = False  # the weights that --model has, by a push
+        self.run: str | None = None  # the name of the run that connected last
         self.broken: str | None = None  # why the weights are of no policy; None when they are sound
         self.may_be_paused = False  # somebody's POST /pause came in, and no POST /resume since
         self.settled = asyncio.Event()  # set unless a push is under way
@@ -598,6 +599,7 @@ class SessionBody(BaseModel):
 
 class InitBody(SessionBody):
     init_info: dict
+    run: str | None = None  # its name, for others to be told
 
 
 class UpdateBody(SessionBody):
@@ -618,14 +620,17 @@ def push_routes(engine, pushes: Pushes, sleep: Sleep, adapters) -> APIRouter:
 
     @router.post("/init_weight_transfer_engine")
     async def init(body: InitBody):
+        adapters.check_whole()
         async with pushes.lock:
             await pushes.connecting(engine, body.session, body.init_info)
+            pushes.run = body.run
             await engine.collective_rpc("abort_weight_update")  # whatever an earlier trainer left unfinished
             await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=body.init_info))
         return {"policy_version": pushes.version, "instance": pushes.instance}
 
     @router.post("/start_weight_update")
     async def start(body: SessionBody):
+        adapters.check_whole()  # a run may have come since this one connected
         async with PushStep(engine, pushes, body.session, during_push=False):
             pushes.active, pushes.since = True, time.monotonic()
             pushes.settled.clear()

@@ -132,7 +132,9 @@ def measured(cfg: TrainConfig, critic: bool, rank: int, world: int, device) -> d
         step(1)
         kept = seen.now.total()
         seen.next_phase("push")
-        script.push_weights(policy, Sender(rank), 1, cfg.push_bucket_mb)
+        sender = Sender(rank)
+        sender.adapter = "policy" if cfg.load_in else None
+        script.push_weights(policy, sender, 1, cfg.push_bucket_mb)
     return {"kept": kept} | {place: seen.most[place].total() for place in ("update", "push")}
 
 

@@ -45,12 +45,13 @@ def one_rank():
 class Trainer:
     """A policy with adapters, and its connection to a server."""
 
-    def __init__(self, server, name: str = "policy", seed: int = 0):
+    def __init__(self, server, name: str = "policy", seed: int = 0, owner: str | None = None):
         cfg = replace(CFG, model_id=str(server.model_dir), server_urls=[server.url])
         cfg.server_token = server.token
         self.policy, inner = script.load_policy(cfg, torch.device("cpu"))
         self.client = VLLMClient([server.url], server.token, timeout=20)
         self.client.adapter, self.client.adapter_shapes = name, lora.shapes_of(inner.hf_model)
+        self.client.owner = owner
         self.client.weight_dtype = torch.float32
         self.client.connect_weights("cpu")
         self.random = torch.Generator().manual_seed(seed)

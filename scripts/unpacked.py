@@ -1,0 +1,37 @@
+"""What the 4 bits of `--load_in 4bit` stand for, as an ordinary model for the server.
+
+    python scripts/unpacked.py MODEL FOLDER
+    python vllm_server.py --model FOLDER --enable-lora
+    python train_grpo.py --model_id MODEL --use_peft --load_in 4bit
+
+The server then samples by the trainer's own base, rounded once more to 16 bits. Given MODEL itself it would sample by
+another one: docs/serving.md has the measured difference.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from config import TrainConfig  # noqa: E402
+from inputs.processor import load_processor  # noqa: E402
+from train_grpo import load_hf_model  # noqa: E402
+
+
+def main(model_id: str, folder: str) -> None:
+    cfg = TrainConfig(model_id=model_id, use_peft=True, load_in="4bit", compute_dtype="float32")
+    packed = load_hf_model(cfg, torch.float32)
+    weights = packed.dequantize().state_dict()
+    model = load_hf_model(replace(cfg, load_in=None), torch.bfloat16)
+    model.load_state_dict(weights)
+    model.config.use_cache = True
+    model.save_pretrained(folder)
+    load_processor(model_id).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

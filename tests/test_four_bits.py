@@ -1,0 +1,218 @@
+"""A base in 4 bits (--load_in 4bit): the same numbers as PEFT and transformers alone, one base for all that it is used
+for, and what cannot be is refused."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import memory_worker
+import pytest
+import torch
+from four_bits_worker import CFG, CPU, policy_of
+from gradient_worker import local_batch
+from live import EVEN, SMALL, running, trainer
+from server_fixture import make_tiny, start_server
+from test_gradient import relative_difference
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+import memory
+import plan
+import train_grpo as script
+from config import ConfigError, TrainConfig, load_config
+from hf_generator import PolicyGenerator
+from inputs import agreement, four_bits
+from runlog import checkpoints
+from scripts import unpacked
+
+QUANTISED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+FLAGS = SMALL + " --use_peft --load_in 4bit --lora_r 8 --max_steps 4 "
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return replace(CFG, model_id=str(make_tiny()))
+
+
+@pytest.fixture(scope="module")
+def policy(cfg):
+    return policy_of(cfg)
+
+
+def theirs(model_id: str) -> torch.nn.Module:
+    """A base in 4 bits as transformers loads it, by no line of ours. In eval mode bitsandbytes would compute in
+    bfloat16 on some CPUs."""
+    return AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32, quantization_config=QUANTISED).train()
+
+
+def packed(model: torch.nn.Module) -> dict:
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and four_bits.is_packed(m)}
+    return {name.replace(".base_layer", ""): layer.weight for name, layer in layers.items()}
+
+
+def test_the_base_is_what_transformers_makes_of_it(cfg, policy):
+    own, other = packed(policy[1].hf_model), packed(theirs(cfg.model_id))
+    assert own.keys() == other.keys() and len(own) == 14
+    for name, weight in own.items():
+        assert torch.equal(weight, other[name])
+        assert torch.equal(weight.quant_state.absmax, other[name].quant_state.absmax)
+    assert policy[1].hf_model.lm_head.weight.dtype == torch.float32
+
+
+def test_gradient_is_that_of_peft_and_transformers_alone(cfg, policy):
+    """Log-probs of whole logits, row by row, of a model that PEFT has put the same adapters on."""
+    from peft import get_peft_model
+
+    own, inner = policy
+    plain = get_peft_model(theirs(cfg.model_id), inner.model.peft_config["default"])
+    learned = {name: p for name, p in inner.model.named_parameters() if p.requires_grad}
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(learned[name])
+    batch = local_batch(0, 1)
+    own.zero_grad()
+    (script.compute_logprobs(own, batch, cfg)[0] * batch.advantages).sum().backward()
+    for ids, there, advantages in zip(batch.input_ids, batch.attention_mask, batch.advantages, strict=True):
+        ids = ids[: int(there.sum())]
+        logprobs = plain(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        (logprobs * advantages[1 : len(ids)]).sum().backward()
+    found = {name: p.grad for name, p in learned.items()}
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert relative_difference(found, expected) < 1e-5
+
+
+def test_gradient_of_every_cut_and_of_two_ranks(cfg, tmp_path):
+    found = {}
+    for ranks in (1, 2):
+        out, how = tmp_path / f"{ranks}.pt", dict(ranks=ranks, script="tests/four_bits_worker.py")
+        with running(trainer(tmp_path / f"{ranks}.log", cfg.model_id, str(out), **how)) as run:
+            assert run.end() == 0, run.text
+        found |= {(ranks, cut): gradient for cut, gradient in torch.load(out).items()}
+    for case, gradient in found.items():
+        assert relative_difference(gradient, found[1, "one"]) < 1e-5, case
+
+
+def test_the_policy_itself_samples_and_stays_as_it_is(cfg, policy):
+    """In this process there is one base. Adapters count at once, and the policy can be trained afterwards."""
+    own, inner = policy
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
+    generator = script.make_generator(replace(cfg, generator="hf"), inner.hf_model, tokenizer, CPU)
+    assert isinstance(generator, PolicyGenerator) and generator.model is inner.hf_model
+    modes = [module.training for module in inner.modules()]
+    found = asyncio.run(generator.generate([5, 6, 7, 8], n=4, max_tokens=12))
+    batch = agreement.group_of([5, 6, 7, 8], [c.token_ids for c in found], CPU)
+    logprobs = script.compute_logprobs(own, batch, cfg)[0]
+    sampled = torch.tensor(sum((c.logprobs for c in found), []))
+    assert (logprobs[batch.loss_mask.bool()] - sampled).abs().max() < 1e-5
+    assert [module.training for module in inner.modules()] == modes and logprobs.requires_grad
+    logprobs.sum().backward()
+
+
+def test_checkpoints_hold_the_adapter_and_resume_bit_for_bit(cfg, tmp_path):
+    from peft import PeftModel
+
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
+    flags = f"{FLAGS} --reward_funcs {tmp_path}/even.py:even --output_dir {tmp_path} --save_steps 2".split()
+    for name, more in (("whole", []), ("broken", ["--max_steps", "2"]), ("broken", ["--resume"])):
+        with running(trainer(tmp_path / f"{name}.log", *flags, "--run_name", name, *more)) as run:
+            assert run.end() == 0, run.text
+    whole, resumed = (checkpoints.folder_of(tmp_path / name, 4) for name in ("whole", "broken"))
+    for path in (*whole.glob("*.safetensors"), *(whole / "trainer" / "state").glob("*.distcp")):
+        assert path.read_bytes() == (resumed / path.relative_to(whole)).read_bytes(), path
+    assert not list(whole.glob("model*")) and (whole / "tokenizer.json").is_file()
+    loaded = PeftModel.from_pretrained(theirs(cfg.model_id), whole)
+    loaded.train()
+    own = script.load_policy(cfg, CPU)
+    checkpoints.load_checkpoint(tmp_path / "whole", 4, {"policy": (own[0], script.make_optimizer(own[0], cfg))}, {}, [])
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(input_ids=ids).logits, own[1].hf_model(input_ids=ids).logits)
+    assert any(p.any() for name, p in own[1].named_parameters() if "lora_B" in name)
+
+
+def test_what_memory_py_counts(cfg, tmp_path):
+    """Of a model so wide that embeddings are not all of it: weights exactly, update and push within a tenth."""
+    shape = json.loads((Path(cfg.model_id) / "config.json").read_text(encoding="utf-8"))
+    shape |= dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, head_dim=64)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(cfg.model_id).save_pretrained(tmp_path)
+    words = "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 64 --max_steps 2"
+    words += " --tokens_per_microbatch 291 --logprob_chunk 64 --lora_r 8 --use_peft --load_in 4bit --dtype bfloat16"
+    own = load_config(TrainConfig, [*words.split(), "--model_id", str(tmp_path), "--push_bucket_mb", "1"])
+    policy, _ = script.load_policy(own, CPU)
+    bytes_of = 0
+    for parameter in policy.parameters():
+        bytes_of += parameter.nbytes
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            bytes_of += state.absmax.nbytes + state.state2.absmax.nbytes
+    need = memory.rank_bytes(script.empty_policy, own, 1)
+    assert abs(need["weights"] / bytes_of - 1) < 2e-3
+    measured = memory_worker.measured(own, False, 0, 1, CPU)
+    for what, size in memory_worker.predicted(own, 1, False).items():
+        assert abs(size / measured[what] - 1) < 0.1, (what, size, measured[what])
+
+
+def test_one_gpu_is_planned(capsys):
+    """Server and trainer at once, or the trainer alone, with what to type."""
+    words = "--model_id Qwen/Qwen2.5-7B-Instruct --gpus 1 --gpu_memory 24 --use_peft --load_in 4bit --dtype bfloat16"
+    assert plan.main(load_config(plan.PlanConfig, [*words.split(), "--prompts_per_step", "8"])) == 0
+    text = capsys.readouterr().out
+    assert "server and trainer at the same time: NO" in text and "no server: yes" in text
+    assert "--generator hf" in text and "--load_in 4bit" in text
+    assert plan.main(load_config(plan.PlanConfig, [*words.split(), "--server_bytes", "1"])) == 0
+    text = capsys.readouterr().out
+    assert "server and trainer at the same time: yes" in text and "--gpu-memory-utilization" in text
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--no-use_peft", "add --use_peft"),
+        ("--strategy fsdp2", "--strategy ddp"),
+        ("--generator vllm --push_lora folded", "--enable-lora"),
+        ("--generator vllm --colocate", "--gpu-memory-utilization"),
+        ("--push_steps 2", "leave --push_steps out"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(flags, message):
+    with pytest.raises(ConfigError, match=f"--load_in 4bit.*{message}"):
+        load_config(TrainConfig, f"{FLAGS} --reward_funcs length {flags}".split())
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """A live server with the model's own weights, and one with what their 4 bits stand for."""
+    folder = tmp_path_factory.mktemp("unpacked") / "model"
+    unpacked.main(str(make_tiny()), str(folder))
+    words = ["--dtype", "float32", "--max-model-len", "512", "--enable-lora"]
+    started = {"own": start_server(make_tiny(), *words), "unpacked": start_server(folder, *words)}
+    try:
+        yield {name: server.wait() for name, server in started.items()}
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+def test_beside_a_server(servers, cfg, tmp_path):
+    """With the weights of the 4 bits it agrees as closely as any server in 32 bits, but for bfloat16's rounding of the
+    base; with its own the gap is said, and refused above the limit."""
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
+    said = {}
+    for number, (name, more) in enumerate((("unpacked", ""), ("own", ""), ("own", "--logprob_diff_limit 0.005"))):
+        url, token = servers[name].url, servers[name].token
+        flags = f"{FLAGS} --generator vllm --server_urls {url} --reward_funcs {tmp_path}/even.py:even {more}"
+        flags += f" --output_dir {tmp_path} --run_name run{number}"
+        with running(trainer(tmp_path / f"{number}.log", *flags.split(), VLLM_SERVER_TOKEN=token)) as run:
+            assert run.end() == (0 if number < 2 else 1), run.text
+            said[number] = run.text
+    gaps = [float(said[n].split("mean |log-prob difference| ")[1].split()[0].rstrip(".")) for n in said]
+    assert gaps[0] < 2e-3 < 0.01 < gaps[1] < 0.1, gaps
+    assert "scripts/unpacked.py" in said[2] and "limit 0.005" in said[2]
+
+
+def test_a_server_that_cannot_have_adapters_is_refused(server, cfg, tmp_path):
+    flags = f"{FLAGS} --generator vllm --server_urls {server.url} --reward_funcs length --output_dir {tmp_path}"
+    with running(trainer(tmp_path / "log", *flags.split(), VLLM_SERVER_TOKEN=server.token)) as run:
+        assert run.end() == 1
+        assert "--load_in 4bit" in run.text and "--enable-lora" in run.text
