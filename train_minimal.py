@@ -51,7 +51,7 @@ class Settings(TrainConfig):
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
     seed: int = 42  # of the order of prompts, and of --generator hf
     output_dir: str = "runs"  # the run's folder is made here; `python look.py runs/` shows it
-    run_name: str | None = None  # of that folder; unset: model, advantage and time
+    run_name: str | None = None  # name of that folder; unset: model, advantage and time
 
 
 if __name__ == "__main__":
