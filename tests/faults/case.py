@@ -207,7 +207,7 @@ class Case:
     def scripted(self, turns: list[str], flags: str, **how) -> Ended:
         """A run of one step whose model says these turns, the last one again and again."""
         path = self.file("turns.json", json.dumps(turns))
-        return self.train(SCRIPTED + flags, script="benchmarks/faults/scripted.py", first=(str(path),), **how)
+        return self.train(SCRIPTED + flags, script="tests/faults/scripted.py", first=(str(path),), **how)
 
     def python(self, code: str, limit: float | None = None, **env: str) -> Ended:
         """A python program of the fault's own, which imports the project's modules."""
