@@ -24,6 +24,7 @@ from dataclasses import field
 from typing import Literal
 
 from config import TrainConfig, parse_args
+from hf_generator import HFGenerator
 
 
 class Settings(TrainConfig):
@@ -259,8 +260,6 @@ def train(cfg: Settings) -> dict[str, float]:
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, weights, device)  # waits for them, and checks that they serve this model
     else:
-        from hf_generator import HFGenerator
-
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer

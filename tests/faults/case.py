@@ -4,6 +4,8 @@ A fault is a public function of an area_*.py file, `def name(at, limit=60)`: `at
 docstring reads "what is done -> what is wanted", and what is wanted begins with the verdicts that are right, such as
 "survived", "named" or "survived or named: ...". A second argument `server` asks for the shared vLLM server, `doomed`
 for one that it may kill. It returns a Seen: from goes_on, named or either for a run that has ended, or its own.
+
+Modules of ours, and heavy ones, are imported within the faults: `--list` needs none of them.
 """
 
 import contextlib
