@@ -134,25 +134,62 @@ def flags(cls: type) -> list[dataclasses.Field]:
     return [field for field in known if field.metadata.get("flag", True)]
 
 
-def build_parser(cls: type, description: str | None = None) -> argparse.ArgumentParser:
-    hints, helps, groups = typing.get_type_hints(cls), field_help(cls), {}
+def help_page(cls: type, word: str) -> dict[str, str]:
+    """Flag -> heading on the page that `--help WORD` prints, in the order in which they stand there.
+
+    "": those of `cls.first_flags`, by what one wants to do, and those that a script adds; "all": all, by the rulers in
+    the class; another word: those that have it in their name or help text. ConfigError if none has."""
+    names = [field.name for field in flags(cls)]
+    helps = dict.fromkeys(names, ("options", "")) | field_help(cls)
+    base = next((c for c in cls.__mro__ if "first_flags" in vars(c)), None)
+    if word == "all" or (not word and base is None):
+        return {name: helps[name][0] for name in names}
+    if not word:
+        added = names if getattr(cls, "own_flags_alone", False) else set(names) - set(base.__dataclass_fields__)
+        first = {name: wish for wish, listed in base.first_flags.items() for name in listed.split() if name in names}
+        return first | {name: "of this script" for name in names if name in added and name not in first}
+    wanted = word.lstrip("-").replace("-", "_").lower()
+    found = {n: helps[n][0] for n in names if wanted in n or word.lower() in helps[n][1].lower()}
+    if not found:
+        raise ConfigError(f"--help {cut(word)}: no flag has it in its name or text; --help all shows every flag.")
+    return found
+
+
+def build_parser(cls: type, description: str | None = None, page: str = "all") -> argparse.ArgumentParser:
+    """The parser of all flags, whose help text is the page that `help_page` calls so."""
+    hints, helps, shown = typing.get_type_hints(cls), field_help(cls), help_page(cls, page)
+    fields = {f.name: f for f in flags(cls)}
+    rest = len(fields) - len(shown)
     parser = _Parser(
         prog=os.path.basename(sys.argv[0]),
         description=description,
+        epilog=f"{rest} more flags: --help all. Those with a word in name or text: --help WORD." if rest else None,
+        add_help=False,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
         usage="[torchrun --nproc_per_node=N] %(prog)s [--config FILE.yaml] [--flag value ...]",
     )
+
+    class Help(argparse.Action):
+        def __call__(self, parser, namespace, word, option_string=None):
+            build_parser(cls, description, word).print_help()
+            parser.exit()
+
+    text = "the flags one needs first; `all`: every flag; else those with WORD in name or text"
+    options = dict(nargs="?", const="", default=argparse.SUPPRESS, metavar="WORD", help=text)
+    parser.add_argument("--help", "-h", action=Help, **options)
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of `flag: value` lines; the command line wins over it"
     )
-    for f in flags(cls):
-        group, text = helps.get(f.name, ("options", ""))
-        groups.setdefault(group, parser.add_argument_group(group) if group not in groups else None)
+    groups = {heading: parser.add_argument_group(heading) for heading in dict.fromkeys(shown.values())}
+    for f in [fields[name] for name in dict.fromkeys([*shown, *fields])]:  # those on the page in its order
         kind, _ = _split(hints[f.name])
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        shown = " ".join(map(str, default)) if isinstance(default, list) else default
-        options = dict(dest=f.name, default=argparse.SUPPRESS, help=f"{text} [{shown}]".replace("%", "%%"))
+        text = helps.get(f.name, ("", ""))[1]
+        if default not in (None, "", []):
+            text += f" [{' '.join(map(str, default)) if isinstance(default, list) else default}]"
+        text = text.replace("%", "%%") if f.name in shown else argparse.SUPPRESS
+        options = dict(dest=f.name, default=argparse.SUPPRESS, help=text)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is list:
@@ -161,7 +198,7 @@ def build_parser(cls: type, description: str | None = None) -> argparse.Argument
             options["metavar"] = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
         else:
             options["metavar"] = kind.__name__.upper()
-        groups[group].add_argument(f"--{f.name}", **options)
+        groups.get(shown.get(f.name), parser).add_argument(f"--{f.name}", **options)
     return parser
 
 
@@ -184,7 +221,7 @@ def unknown_argument(given: str, hints: dict) -> ConfigError:
         return ConfigError(f"unknown argument {given!r}. Settings of a domain stand in the list of the --config file.")
     guess = nearest(word, flags.values())
     meant = next((flag for flag, name in flags.items() if name == guess), None)
-    hint = f"Did you mean {meant}?" if meant else "See --help."
+    hint = f"Did you mean {meant}?" if meant else "See --help all."
     return ConfigError(f"unknown argument {given!r}. {hint} A knob of your own stands above the line CONFIG = ...")
 
 

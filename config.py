@@ -33,6 +33,15 @@ class TrainConfig:
         for name, value in given.items():
             setattr(cls, name, value)
 
+    first_flags = {  # what `--help` shows; `--help all` shows every flag, under the headings below
+        "your task": "model_id dataset_id reward_funcs tools env",
+        "sampling": "generator server_urls max_completion_length",
+        "learning": "preset prompts_per_step num_generations learning_rate max_steps",
+        "memory, and several GPUs": "use_peft strategy",
+        "seeing whether it learns": "eval_steps report_to",
+        "keeping it, and going on later": "run_name save_steps resume",
+    }
+
     # --- model ---
     model_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # hub id or folder of the policy
     dtype: Literal["float32", "bfloat16"] = "float32"  # master weights; in bfloat16 an update of 1e-6 is rounded away

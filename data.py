@@ -31,12 +31,15 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
+import psutil
 
 import domains
 from cli import ConfigError, known_name, shorten
 from inputs.parts import PartError, parts_of
 from inputs.pictures import opened
 from plugins import function_path, load_function, require
+
+# `datasets`, pyarrow and reasoning_gym are imported where such rows are read: workers import this file, too.
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # of rows whose environment makes the prompt
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
@@ -189,8 +192,6 @@ def check_memory(number: int, what: str) -> None:
 
 def memory_left() -> tuple[int, int]:
     """(free, all) bytes of memory of this machine, or of its container where that may have less."""
-    import psutil
-
     machine = psutil.virtual_memory()
     try:
         most, used = (

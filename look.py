@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder; give the one that run folders are in, such as runs/")
-    try:
+    try:  # here, so that --help and mistakes answer at once
         import uvicorn
 
         from looking.server import Connection, make_app, new_token

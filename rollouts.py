@@ -23,6 +23,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
+from jinja2 import TemplateError
+
 from config import ConfigError, TrainConfig, known_name
 from data import shorten
 from envs import ToolEnvironment, adapters
@@ -605,7 +607,6 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
         return
     if shown_by(processor, processor.chat_template).results == "with their calls":
         return  # the conversation has answers as they were sampled, calls in their text
-    from jinja2 import TemplateError
 
     # The last answer is not the last message: templates treat that one otherwise.
     whole = [*conversation, {"role": "user", "content": ""}]

@@ -53,7 +53,7 @@ class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfi
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
     seed: int = 42  # of the order of prompts, and of --generator hf
     output_dir: str = "runs"  # the run's folder is made here; `python look.py runs/` shows it
-    run_name: str | None = None  # of that folder; unset: made of the model's name and the time
+    run_name: str | None = None  # name of that folder; unset: made of the model's name and the time
 
 
 if __name__ == "__main__":
@@ -72,6 +72,7 @@ from transformers import AutoModelForCausalLM
 
 import utils
 from data import check_step_size, load_data
+from hf_generator import HFGenerator
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids
 from inputs.trajectory import Trajectory
@@ -264,8 +265,6 @@ def train(cfg: Settings) -> dict[str, float]:
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, weights, device)  # waits for them, and checks that they serve this model
     else:
-        from hf_generator import HFGenerator
-
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer

@@ -34,11 +34,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.core_model_loading import revert_weight_conversion
 
 from config import ConfigError, TrainConfig
 from inputs import lora
 from safety import limits
 from safety.storable import text_of, visible
+from vllm_client import VLLMClient
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -318,8 +320,6 @@ def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]
 
 def reach_servers(cfg: TrainConfig):
     """The client of --server_urls, once they are ready; with --colocate they can sleep."""
-    from vllm_client import VLLMClient
-
     options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
     options |= dict(over=cfg.push_over, changes_only=cfg.push_changes, ca=cfg.server_ca, client_cert=cfg.client_cert)
     client = VLLMClient(cfg.server_urls, cfg.server_token, **options)
@@ -428,8 +428,6 @@ def check_servers(client, config, window: int) -> None:
 def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Weights under the names, and in the pieces, that `save_pretrained` writes: transformers renames and fuses some
     when it loads a model (vision towers, experts), and a server's loader knows them as published."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     return list(revert_weight_conversion(hf_model, dict(named)).items())
 
 

@@ -68,6 +68,8 @@ from safety import credentials
 from serving.experts import encoded
 from serving.gate import HEADER_SECONDS, Gate, LimitedProtocol, failure
 
+# vLLM takes seconds, and reads the environment when it is imported: that is set first, and mistakes answer at once.
+
 # vLLM and torch are imported inside functions: a taken port or a missing token must not wait for them.
 
 MAX_N = 1024  # samples a request

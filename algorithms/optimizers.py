@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import utils
 from config import ConfigError, TrainConfig, known_name
 
+# transformers' schedules are imported where one is used: they take seconds.
+
 # transformers' names of torch's classes, where it passes them what `options` does. Its adafactor is another algorithm.
 SAME = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 

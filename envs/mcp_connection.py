@@ -17,6 +17,8 @@ from pathlib import Path
 from inputs.parts import text_part
 from inputs.pictures import PictureError, open_image, read_image
 
+# The MCP SDK and what comes with it take a second, and are imported by connections.
+
 RESTARTS = 3  # of one connection, after its first start
 END_SECONDS = 7.0  # the SDK gives a process .5 s to read what is left, 2 s to end, and 2 each after SIGTERM and SIGKILL
 LOG_BYTES = 10_000_000  # of the log, and as many of the one before

@@ -27,6 +27,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUserError
 from referencing.exceptions import Unresolvable
 
 from cli import shorten
@@ -40,6 +42,8 @@ from safety.limits import run_limited, time_limit, warn_once
 from safety.sandbox import run_python
 from safety.storable import text_of
 from safety.values import UnusableResult
+
+# transformers takes seconds, and is imported where a function becomes a tool.
 
 
 @dataclass(frozen=True)
@@ -317,9 +321,6 @@ def is_json(hint) -> bool:
 def with_objects(tool: Tool, hints: dict[str, type]) -> Tool:
     """The tool with the schemas of arguments that are pydantic models, dataclasses, enums, dates or lists of such, and
     with the values that calls give made into them."""
-    from pydantic import TypeAdapter
-    from pydantic.errors import PydanticUserError
-
     parameters, made, function = tool.parameters, {}, tool.call
     for name, hint in hints.items():
         try:

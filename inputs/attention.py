@@ -20,9 +20,11 @@ from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config import ConfigError
@@ -383,8 +385,6 @@ def attend_in_one_call(
 ) -> Tensor:
     """All segments at once, for GPUs. A prompt's keys are given once per completion, as in plain rows; where there are
     more keys than queries, "causal" lets the last query see the last key (flash-attn: from 2.1 on)."""
-    from torch.nn.attention.varlen import varlen_attn
-    from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
     def give(x):  # in fp32, so that the gradient of a prompt's keys is summed over completions in fp32
         return x[0].transpose(0, 1).float().index_select(0, layout.keys).to(x.dtype)  # [K, kv heads, D]
@@ -396,7 +396,7 @@ def attend_in_one_call(
         if sinks is not None:
             return WithSinks.apply(queries, keys, values, sinks, layout, scale).transpose(0, 1)[None]
         ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=layout.window_size)
-        out = varlen_attn(queries, keys, values, *ends, *layout.longest, enable_gqa=True, **options)
+        out = varlen.varlen_attn(queries, keys, values, *ends, *layout.longest, enable_gqa=True, **options)
     else:
         ends = dict(cu_seq_lens_q=layout.query_ends, cu_seq_lens_k=layout.key_ends)
         ends |= dict(max_length_q=layout.longest[0], max_length_k=layout.longest[1])
@@ -425,11 +425,9 @@ class WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, layout, scale):
         """query [L, heads, D], key, value [K, kv heads, D], sinks [heads] -> [L, heads, D]"""
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
         ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=layout.window_size)
-        options |= dict(return_aux=AuxRequest(lse=True), enable_gqa=True)
-        out, lse = varlen_attn(query, key, value, *ends, *layout.longest, **options)
+        options |= dict(return_aux=varlen.AuxRequest(lse=True), enable_gqa=True)
+        out, lse = varlen.varlen_attn(query, key, value, *ends, *layout.longest, **options)
         by_head = lse.shape == (query.shape[1], len(query))  # the kernel's; torch's documentation has [L, heads]
         out, lse = add_sinks(out, lse.T if by_head else lse, sinks)
         ctx.save_for_backward(query, key, value, sinks, out, lse)

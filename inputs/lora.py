@@ -79,7 +79,7 @@ def users_of_weights(model: nn.Module) -> Counter:
 def names_as_they_are() -> Iterator[None]:
     """In mixtures of experts PEFT takes names such as gate_proj, of dense layers too, for the experts' parameters: once
     such a layer was an expert. Here a name is that of a layer."""
-    from peft.utils import transformers_weight_conversion as conversion
+    from peft.utils import transformers_weight_conversion as conversion  # here, as PEFT takes seconds
 
     known = conversion.convert_peft_config_for_transformers
     conversion.convert_peft_config_for_transformers = lambda *_, **__: None

@@ -18,6 +18,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cli import shorten
 
+# `datasets` takes seconds, and is imported where rows are of one.
+
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a complete file ends in
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow knows 40 more, EPS by way of a program
 MAX_PIXELS = 20_000_000  # an image; read from its header, before it is decoded. The server's limit, too

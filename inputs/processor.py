@@ -9,14 +9,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jinja2
+import jinja2.meta
+import requests
+from huggingface_hub import constants, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+
 from config import ConfigError
+
+# transformers and torch take seconds: they are imported where they are needed.
 
 
 def check_model_id(model_id: str) -> None:
     """ConfigError if it can be neither a folder nor found on the hub; transformers retries for a minute in silence."""
-    import requests
-    from huggingface_hub import constants, try_to_load_from_cache
-
     if os.path.isdir(model_id):
         if not os.path.exists(os.path.join(model_id, "config.json")):
             raise ConfigError(f"--model_id={model_id}: the folder holds no config.json; give one a model was saved to.")
@@ -64,8 +69,6 @@ def model_class(config) -> type:
 @contextlib.contextmanager
 def loading(model_id: str) -> Iterator[None]:
     """ConfigError with folder, file and remedy where transformers' loaders say one of them at best."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except (OSError, json.JSONDecodeError, SafetensorError) as error:
@@ -78,8 +81,6 @@ def loading(model_id: str) -> Iterator[None]:
 
 def unreadable(folder: Path) -> Iterator[str]:
     """Files of a model that are no JSON or no safetensors; their last part may be missing."""
-    from safetensors import SafetensorError, safe_open
-
     for path in sorted(folder.iterdir()):
         try:
             if path.suffix == ".json":
@@ -149,9 +150,6 @@ GENERATION = r"\{%-?\s*(end)?generation\s*-?%\}"
 
 def with_template_kwargs(processor, given: dict | None):
     """The processor, whose chat template is given these from now on. ConfigError for names that it never reads."""
-    import jinja2
-    import jinja2.meta
-
     processor.__dict__.pop("apply_chat_template", None)  # of an earlier run
     if not given:
         return processor

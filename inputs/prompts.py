@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from jinja2 import TemplateError
 from PIL import Image
 
 from cli import shorten
@@ -29,6 +30,8 @@ from data import with_progress
 from inputs.parts import PartError, in_usual_form, parts_of, text_of_parts, text_part
 from inputs.pictures import PictureError, load_image, open_image, read_image, scaled, undecoded, upright_size
 from inputs.special_tokens import END, found_in, guard, process, tokenize
+
+# torch is imported where there are images, so that environments can be tried without it.
 
 # Families whose masks treat images or whole prompts apart, and the token type of what is sampled after a prompt.
 FOLLOWED_BY = {"gemma3": 0, "paligemma": 1}
@@ -182,8 +185,6 @@ def as_template_takes(messages: list[dict], tokenizer) -> list[dict]:
 
 def reads_parts(tokenizer) -> bool:
     """Whether the chat template writes a text in a list of parts as it writes the text itself."""
-    from jinja2 import TemplateError
-
     try:
         plain, listed = (
             tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)

@@ -16,6 +16,8 @@ import re
 import weakref
 from dataclasses import dataclass
 
+# transformers and torch are imported where there are tokenizers and images: environments are tried without them.
+
 # Supplementary private use area A: no text has a reason to contain these, and `guard` takes them out where one does.
 MARKERS = 0xF0000
 END = chr(MARKERS + 0xFFFD)  # stands where an answer ends in a made-up conversation; see prompts.observation_text

@@ -11,8 +11,7 @@
 
 The ranks make a checkpoint together, each its part of the files in its own memory. Then each writes its files in a
 thread while training goes on. The folder is called incomplete_step_N_XXXX until all have; rank 0's thread renames it.
-What is read back is tensors, numbers and text: nothing in a folder that was tampered with can run. Heavy imports happen
-where they are used.
+What is read back is tensors, numbers and text: nothing in a folder that was tampered with can run.
 """
 
 import contextlib
@@ -35,7 +34,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import HfApi
 from safetensors import SafetensorError
+from safetensors.torch import save as as_safetensors
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 import utils
 from config import ConfigError
@@ -133,8 +146,6 @@ def check_sums(run_dir: Path, step: int) -> bool:
 def _train_state(modules: dict) -> dict:
     """Sharded state of {name: (module, optimizer)}, in place for torch.distributed.checkpoint; DDP and FSDP alike. Of a
     module with an optimizer what is trained; without one, all of it."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-
     state = {}
     for name, (module, optimizer) in modules.items():
         if optimizer is None:
@@ -190,8 +201,6 @@ class Saver:
         adapter: PEFT's config of the adapter that the buckets are, in place of all weights.
         Takes memory for this rank's share of the files, until they are written.
         """
-        import torch.distributed.checkpoint as dcp
-
         self.wait()
         self.final = folder_of(self.run_dir, step)
         # A name of its own: whatever a killed run left under another is in nobody's way.
@@ -295,8 +304,6 @@ class Saver:
 
     @contextlib.contextmanager
     def _explained(self):
-        import torch.distributed.checkpoint as dcp
-
         several = (dcp.api.CheckpointException, RuntimeError, OSError, MemoryError, SafetensorError)
         try:
             yield
@@ -319,8 +326,6 @@ def _saved(value) -> Buffer:
 
 def _writer(files: dict[str, Buffer], folder: str):
     """torch.distributed.checkpoint's writer, into memory: all it does there is to agree and to copy."""
-    from torch.distributed.checkpoint import FileSystemWriter
-    from torch.distributed.checkpoint.filesystem import FileSystem
 
     class Stream(io.BytesIO):
         def close(self):  # the writer does; its bytes would be gone
@@ -353,8 +358,6 @@ def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer], alone: bo
     A layer is not divided: published checkpoints hold some of its tensors joined. alone: they are an adapter's, which
     PEFT reads from one file.
     """
-    from safetensors.torch import save
-
     world, rank = utils.world_size(), dist.get_rank() if dist.is_initialized() else 0
     number, size, last, mine = 0, 0, "", defaultdict(list)
     for bucket in buckets:
@@ -377,7 +380,7 @@ def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer], alone: bo
         numbers = [(name, tensor) for name, tensor in weights.items() if tensor.is_floating_point()]
         bad += [name for name, tensor in numbers if not torch.linalg.vector_norm(tensor.float()).isfinite()]
         weights = {name: tensor.contiguous() for name, tensor in weights.items()}
-        files[path] = save(weights, metadata={"format": "pt"})
+        files[path] = as_safetensors(weights, metadata={"format": "pt"})
     fault = ValueError(f"{len(bad)} of {len(held)} tensors hold nan or infinity, first {bad[0]}") if bad else None
     utils.raise_together(fault, "Writing the checkpoint")
     held = {name: place for part in utils.gather_objects(held) for name, place in part.items()}
@@ -444,9 +447,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _reader_and_planner(path: Path) -> dict:
     """How torch.distributed.checkpoint reads here: as it does by itself, but without unpickling what could run."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import StorageMeta
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args, **kwargs):
@@ -482,9 +482,6 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
 
     classes: what the memory may hold instances of.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
-
     path, state = folder_of(run_dir, step), _train_state(modules)
     try:
         dcp.load(state, **_reader_and_planner(path / "trainer" / "state"))
@@ -526,8 +523,6 @@ def _set_rng_state(path: Path) -> None:
 
 def push_to_hub(run_dir: Path, step: int, repo_id: str, private: bool) -> None:
     """Upload the `from_pretrained` part of a checkpoint."""
-    from huggingface_hub import HfApi
-
     api, folder = HfApi(), folder_of(run_dir, step)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)

@@ -34,13 +34,18 @@ from concurrent import futures
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
 from rich.console import Console
 
 from config import PRESETS, ConfigError
+from envs import mcp_tools
 from inputs.parts import without_sources
 from runlog import disk, tokens
 from runlog.panel import Panel
 from runlog.reading import call_text, phases, read_metrics, readable_prompt
+from runlog.report import write_report
 from runlog.trackers import check_trackers, open_trackers
 from safety import limits
 from safety.masking import masked, public_config, secrets_of
@@ -261,8 +266,6 @@ def picture(trajectory, reward_functions: dict) -> bytes | None:
     A reward function may have an attribute `picture(image, completion, row) -> PIL image` (examples/grounding.py draws
     boxes); otherwise it is the row's first image, as the model was shown it.
     """
-    from PIL import Image
-
     if not trajectory.images:
         return None
     image = Image.open(io.BytesIO(trajectory.images[0])).convert("RGB")
@@ -303,8 +306,6 @@ class RunLog:
         self.metrics_path = self.dir / "metrics.jsonl"
         self.hidden = secrets_of(cfg)
         if any(own.mcp_config for own in cfg.by_domain()):
-            from envs import mcp_tools
-
             mcp_tools.log_to(self.dir / "mcp.log")
         self.warnings, self.unwritten = disk.Warnings(), []  # tables that did not fit: paths and rows
         self.num_steps = num_steps or cfg.max_steps
@@ -510,7 +511,6 @@ class RunLog:
         finally:
             self.lines.file.close()
             self._tell(state=state, why=self._reason(why))
-            from runlog.report import write_report
 
             report = None
             try:
@@ -527,9 +527,6 @@ class RunLog:
 
 def write_table(path: Path, rows: list[dict]) -> None:
     """The rows as a parquet file, whole or not at all; in a thread, while training goes on."""
-    import pyarrow
-    import pyarrow.parquet
-
     path.parent.mkdir(exist_ok=True)
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names

@@ -67,7 +67,7 @@ def label(name: str) -> str:
 
 
 def new_figure(width: float, height: float):
-    from matplotlib.figure import Figure  # no pyplot: nothing global, no display needed
+    from matplotlib.figure import Figure  # here, as it takes a second; no pyplot: nothing global, no display needed
 
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from runlog import disk
 
@@ -68,9 +70,6 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
 def write_vocabulary(run_dir: Path, processor) -> None:
     """vocabulary.parquet: id, piece (bytes of UTF-8; of a byte-level BPE perhaps part of a character), special. The
     pieces of a text's ids, joined, are the text; sentencepiece models may put a space before it."""
-    import pyarrow
-    import pyarrow.parquet
-
     path = Path(run_dir) / "vocabulary.parquet"
     if path.exists():  # a resumed run
         return

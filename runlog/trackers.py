@@ -13,6 +13,8 @@ from runlog.reading import readable_prompt
 from safety.masking import public_arguments, public_config
 from safety.storable import visible
 
+# Trackers are optional packages, imported where one is opened.
+
 # It asks for a pillow below ours, and works with ours (requirements-optional.txt).
 TRACKIO = "--no-deps trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 brotli==1.2.1"
 TEXT = 2000  # characters of a prompt or completion in a tracker; the run folder has all of it

@@ -17,6 +17,9 @@ import os
 import time
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
+import requests
+import urllib3
+
 from safety import credentials
 from safety.masking import masked
 
@@ -103,8 +106,6 @@ def warned(message: str) -> None:
 
 
 def ask_once(method: str, url: str, deadline: float, body: dict | None, token: str | None, tls: dict) -> dict:
-    import requests
-
     def present(request):  # as `auth`, since a .netrc would replace the header
         request.headers["Authorization"] = b"Bearer " + token.encode()
         return request
@@ -144,9 +145,6 @@ def ask_once(method: str, url: str, deadline: float, body: dict | None, token: s
 def read_body(answer, most: int, deadline: float, too_much: Exception) -> bytes:
     """The body of an answer whose headers have come; `too_much` if it has over `most` bytes, requests.Timeout if it is
     not there by `deadline` (of time.monotonic)."""
-    import requests
-    import urllib3
-
     text = bytearray()
     try:
         while part := answer.raw.read1(1 << 16):  # what there is; read() would wait for more, however slowly it comes

@@ -3,6 +3,8 @@ surrogate pair, control characters, odd keys, nesting without end."""
 
 import re
 
+# numpy and pyarrow are imported where columns are made: look.py --help needs neither.
+
 # What a terminal obeys, and what turns the direction of text: something else is shown than is there.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 

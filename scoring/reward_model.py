@@ -15,6 +15,8 @@ from cli import shorten
 from inputs.prompts import as_template_takes
 from safety import asking, credentials
 
+# torch and transformers are imported where a model is loaded: one that is served needs no torch.
+
 LOCK = threading.Lock()  # groups are scored in threads of their own; the model takes one batch at a time
 
 

@@ -6,6 +6,8 @@ from functools import cache
 
 from data import parse_gym
 
+# The libraries are optional, and imported by the processes that score.
+
 
 def math_scorer() -> Callable:
     import math_verify

@@ -12,6 +12,7 @@ from collections import Counter
 from decimal import Decimal
 
 from inputs.parts import text_of_parts
+from safety.sandbox import SandboxError, run_tests
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +165,6 @@ code_tests.executes_code = True
 
 
 def passed(program: str, tests: list[str] | None) -> dict | None:
-    from safety.sandbox import SandboxError, run_tests
-
     if not tests:
         return None
     if isinstance(tests, str) or not all(isinstance(test, str) for test in tests):

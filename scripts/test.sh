@@ -21,8 +21,8 @@ ruff format --check .
 
 faults=0
 if [ $# = 0 ]; then
-  printf '\nA tenth of the fault campaign (python benchmarks/faults.py --turn /10):\n'
-  python benchmarks/faults.py --turn /10 --jobs 2 --patience 2 || faults=1
+  printf '\nA tenth of the fault campaign (python tests/faults --turn /10):\n'
+  python tests/faults --turn /10 --jobs 2 --patience 2 || faults=1
 fi
 
 # Three files at a time: most tests wait for processes of their own. With four on two cores some processes get no core

@@ -3,7 +3,7 @@
 A process group needs a store, in which each end leaves the addresses it listens on. torch's TCPStore asks nobody who he
 is. Here every connection to the store begins with both ends proving that they know a secret, which the trainer makes up
 for each connection to a server and hands over on the HTTP route that wants the server's token. Once the group stands,
-its members prove it again through the group itself (vllm_client.open_group): a process group of gloo listens on ports
+its members prove it again through the group itself (wire.open_group): a process group of gloo listens on ports
 of its own, which ask nobody either.
 
 Proofs are HMAC-SHA256 of fresh random numbers, so one that was overheard is of no use. What travels afterwards is not

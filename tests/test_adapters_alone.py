@@ -243,7 +243,7 @@ def test_a_damaged_bucket_breaks_a_push_off(live, trained, monkeypatch):
 
     def send(client):
         with monkeypatch.context() as patch:
-            patch.setattr("vllm_client.checksums", lambda *args: [value + 1 for value in sums(*args)])
+            patch.setattr("serving.pushing.checksums", lambda *args: [value + 1 for value in sums(*args)])
             client.send_bucket(trained.parts())
 
     broken_off(trained, "arrived damaged", send)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Literal
 
 import pytest
 
+import cli
 import config
 from cli import field_help, flags
 from config import PRESETS, ConfigError, TrainConfig, check, convert, load_config
@@ -93,7 +95,7 @@ def test_values_of_every_type(line, name, value):
         ("--learning-rate=1", "Did you mean --learning_rate?"),
         ("--Seed 1", "Did you mean --seed?"),
         ("--no_use_peft", "Did you mean --no-use_peft?"),
-        ("--xyzzyx 1", "unknown argument '--xyzzyx'. See --help"),
+        ("--xyzzyx 1", "unknown argument '--xyzzyx'. See --help all"),
         ("--search.weight 1", "unknown argument '--search.weight'. Settings of a domain stand in the list"),
         ("--model 1", "Did you mean --model_id?"),  # no silent abbreviations
         ("--use_peft true", "Switches take no value"),
@@ -310,7 +312,40 @@ def test_help_shows_every_flag_with_its_default_and_choices():
     for field in flags(TrainConfig):
         assert f"--{field.name}" in text
     assert "--strategy {ddp,fsdp,fsdp2}" in text and "--no-use_peft" in text
-    assert "[1e-06]" in text and "reasoning_gym [None]" in text and "[['" not in text
+    assert "[1e-06]" in text and "[None]" not in text and "[]" not in text and "[['" not in text
+
+
+def test_help_shows_first_what_one_needs_first():
+    """`first_flags` names flags that there are, none twice, and about twenty."""
+    first = [name for names in TrainConfig.first_flags.values() for name in names.split()]
+    assert set(first) <= {field.name for field in flags(TrainConfig)} and len(first) == len(set(first)) <= 20
+    assert list(cli.help_page(TrainConfig, "")) == first
+    text = config.build_parser(TrainConfig, page="").format_help()
+    assert re.findall(r"^  --(\w+)", text, re.M) == ["help", "config", *first]
+    assert f"{len(flags(TrainConfig)) - len(first)} more flags: --help all" in text
+
+
+@pytest.mark.parametrize(
+    "word, found", [("lora", "push_lora"), ("--Lora-r", "lora_r"), ("hub id", "model_id"), ("DAPO", "dynamic_sampling")]
+)
+def test_help_with_a_word(word, found, capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_config(argv=["--help=" + word])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and f"--{found}" in text and "--seed" not in text
+    assert len(cli.help_page(TrainConfig, word)) < 20
+
+
+def test_help_with_a_word_that_no_flag_has():
+    assert "no flag has it" in error("--help xyzzy")
+
+
+def test_scripts_show_what_they_add():
+    assert cli.help_page(Extended, "")["my_coef"] == "of this script" and "beta" not in cli.help_page(Extended, "")
+    for script, added in (("train_async", "max_staleness"), ("train_ppo", "value_clip"), ("train_minimal", "epsilon")):
+        cls = vars(importlib.import_module(script)).get("Settings") or importlib.import_module(script).TrainConfig
+        page = cli.help_page(cls, "")
+        assert page[added] == "of this script" and page["model_id"] == "your task"
 
 
 @dataclasses.dataclass
@@ -403,7 +438,8 @@ def test_a_copied_script_with_its_own_knob(tmp_path, decorator):
     end = source.index("\n\n", where)
     show = "\nif CONFIG is not None:\n    import json\n    print(json.dumps(vars(CONFIG)))\n    raise SystemExit\n"
     script.write_text(source[:where] + knob + source[where:end] + show + source[end:], encoding="utf-8")
-    text = run(script, "--help").stdout
+    assert re.search(r"--my_coef FLOAT +weight of my idea \[0\.1\]", run(script, "--help").stdout)
+    text = run(script, "--help", "all").stdout
     assert re.search(r"--my_coef FLOAT +weight of my idea \[0\.1\]", text) and "my_grpo.py" in text
     assert "distinct prompts per step" in text  # the inherited ones are still there
     shown = json.loads(run(script, "--my_coef", "0.5", "--my_mode", "x", "--preset", "grpo").stdout)

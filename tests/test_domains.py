@@ -1,5 +1,6 @@
 """Several domains in one run: whose prompt is next, which settings, tools and rewards a row gets, and real runs."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -628,8 +629,6 @@ def test_sampling_ahead_of_the_trainer(runs, server):
 
 def test_a_substitute_is_of_the_same_domain():
     """Every group of one domain is silent: as many of it stay, and no other is resampled."""
-    import asyncio
-
     rows = [{"prompt": "?", "domain": name} for name in "ab" for _ in range(20)]
     settings = dict(prompts_per_step=8, num_generations=2, dynamic_sampling=True, resample_rounds=2)
     cfg = TrainConfig(domains=[{"name": "a", "weight": 3}, {"name": "b"}], **settings)

@@ -10,8 +10,7 @@ from live import Process, running
 from transformers import AutoModelForCausalLM
 
 import train_grpo as script
-import vllm_client
-from serving import wire
+from serving import pushing, wire
 from vllm_client import ServerError, VLLMClient
 
 PROMPT = list(range(100, 140))
@@ -89,13 +88,13 @@ def test_where_much_has_changed_the_whole_bucket_travels(client, model):
 def test_a_damaged_change_is_seen_and_the_next_push_is_whole(client, model, monkeypatch):
     whole = push(client, model, 0)
     disturb(model, 0.01, 0)
-    broadcast = vllm_client.broadcast
+    broadcast = pushing.broadcast
 
     def damage(group, bucket):
         bucket[0] ^= 2  # a place of the first value: it lands beside its own
         return broadcast(group, bucket)
 
-    monkeypatch.setattr(vllm_client, "broadcast", damage)
+    monkeypatch.setattr(pushing, "broadcast", damage)
     with pytest.raises(ServerError, match="model.embed_tokens.weight arrived damaged"):
         push(client, model, 1)
     monkeypatch.undo()

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from server_fixture import ROOT
 from transformers import AutoModelForCausalLM
 
-import vllm_client
 from cli import ConfigError
 from safety import credentials
 from serving import gate as vllm_gate
-from serving import rendezvous, transfer, wire
+from serving import pushing, rendezvous, transfer, wire
 from vllm_client import ServerError, VLLMClient
 
 PROMPT = list(range(100, 140))
@@ -98,7 +97,7 @@ def half_a_body(server):
     connection, start = connect(server), time.monotonic()
     connection.sendall(head + token + b'\r\n{"prompt_ids"')
     connection.settimeout(vllm_gate.BODY_SECONDS + 15)
-    answer = vllm_client.in_thread(lambda: (connection.recv(4096), time.monotonic() - start))
+    answer = wire.in_thread(lambda: (connection.recv(4096), time.monotonic() - start))
     yield answer
     connection.close()
 
@@ -348,7 +347,7 @@ def test_weights_that_are_not_finite_are_not_sent(server, client, weights, value
 
 def test_the_server_refuses_weights_that_are_not_finite(server, client, weights, monkeypatch):
     """Of a trainer that does not look: before anything of the bucket is put in place."""
-    monkeypatch.setattr(vllm_client, "not_finite", lambda tensors: [])
+    monkeypatch.setattr(pushing, "not_finite", lambda tensors: [])
     with pytest.raises(ServerError, match=f"422.*nan or inf in {NORM}; the server keeps none of this bucket"):
         push(client, poisoned(weights, NORM, float("nan")), 5)
     with pytest.raises(ServerError, match=f"503.*nan or inf in {NORM}"):
@@ -364,9 +363,9 @@ def test_not_finite_knows_every_dtype():
         good = torch.tensor([1.0, -448.0, 0.0]).to(dtype)
         bad = torch.tensor([1.0, float("nan")]).to(dtype)
         named = [("good", good), ("bad", bad), ("empty", good[:0]), ("count", torch.tensor([1]))]
-        assert vllm_client.not_finite(named) == ["bad"], dtype
-    assert vllm_client.not_finite([("wide", torch.tensor([1e300], dtype=torch.float64))]) == []
-    assert vllm_client.not_finite([("narrow", torch.tensor([1e6]).to(torch.float16))]) == ["narrow"]
+        assert wire.not_finite(named) == ["bad"], dtype
+    assert wire.not_finite([("wide", torch.tensor([1e300], dtype=torch.float64))]) == []
+    assert wire.not_finite([("narrow", torch.tensor([1e6]).to(torch.float16))]) == ["narrow"]
 
 
 # ---- the rendezvous of a push ----------------------------------------------------------------------------------------
@@ -407,7 +406,7 @@ def test_a_false_trainer_is_known():
             connection.recv(64)
             connection.sendall(b"y" * 32)
 
-        pretending = vllm_client.in_thread(pretend)
+        pretending = wire.in_thread(pretend)
         with pytest.raises(PermissionError, match="is not the trainer"):
             rendezvous.Joined("the secret", "127.0.0.1", listener.getsockname()[1], 5)
         pretending.result(5)
@@ -432,7 +431,7 @@ def test_members_of_a_group_prove_the_secret():
     def member(rank, secret):
         return wire.open_group(store, secret, rank, 2, "gloo", 10, "127.0.0.1")
 
-    other = vllm_client.in_thread(member, 1, "guessed")
+    other = wire.in_thread(member, 1, "guessed")
     with pytest.raises(PermissionError, match=r"ranks \[1\] .*do not know the secret"):
         member(0, "right")
     with pytest.raises(PermissionError, match=r"ranks \[0\]"):
@@ -453,6 +452,8 @@ def test_nothing_is_unpickled():
     """Neither by us, nor by vLLM from what clients send: the workers run with its insecure serialization off."""
     for module in (
         "vllm_client",
+        "serving/pushing",
+        "serving/servers",
         "vllm_server",
         "serving/transfer",
         "serving/gate",

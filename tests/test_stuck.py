@@ -19,7 +19,7 @@ import vllm_server
 from serving import gate, transfer
 from serving.receiver import Receiver
 from serving.rendezvous import Joined, Rendezvous
-from vllm_client import broadcast, in_thread, open_group
+from serving.wire import broadcast, in_thread, open_group
 
 BUCKET = {"names": ["w"], "dtypes": ["float32"], "shapes": [[4]], "checksums": [0]}
 

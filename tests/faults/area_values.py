@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 from case import ROOT, Seen, alive, goes_on, named, says, shorten, wait_until
@@ -251,7 +253,6 @@ def logging_huge_numbers(at):
     )
     if isinstance(found, Exception):
         return _rewarded(outcome, [1.0] * 3)
-    from types import SimpleNamespace
 
     logged = rollout_metrics.logged_by_rewards([SimpleNamespace(info=info) for info in found])
     return Seen("survived" if logged["one"] == 1 and logged["big"] != logged["big"] else "silent", str(logged))
@@ -394,8 +395,6 @@ def environment_reward_is_text(at):
 
 def environment_calls_of_its_own(at):
     """an environment's info has `calls`, of other forms than a tool's -> survived: the metrics of the step are made"""
-    from types import SimpleNamespace
-
     from runlog import rollout_metrics
     from safety.storable import calls_in
 
@@ -523,7 +522,6 @@ def sandbox_below_tmp(at):
     folder = at.given / "a venv ünï"  # the campaign's folders are below /tmp
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = (folder / "lib").glob("python3*/site-packages")
-    import sysconfig
 
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     (at.given / "link").symlink_to(folder)

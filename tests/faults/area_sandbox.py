@@ -403,7 +403,7 @@ def parent_killed(at):
 def _trainer_ended(at, name: signal.Signals) -> Seen:
     turns = at.file("turns.json", json.dumps(["```python\nwhile True: pass\n```"]))
     flags = f"{SCRIPTED}{CODING}--reward_timeout 60 {at.known('--allow_uncontained')}"
-    run = at.start(flags, script="benchmarks/faults/scripted.py", first=(str(turns),))
+    run = at.start(flags, script="tests/faults/scripted.py", first=(str(turns),))
     if not (family := _busy(run)):
         return Seen("broken", f"the program did not start: {shorten(run.text[-300:])}")
     os.kill(run.members[0].pid, name)
@@ -472,7 +472,7 @@ def uncontained_by_choice(at, limit=90):
 def _uncontained(at, turn: str, flags: str):
     poor, turns = at.file("poor.py", POOR), at.file("turns.json", json.dumps([turn]))
     flags = f"{SMALL} {BASE}--output_dir {at.runs} --run_name run {SCRIPTED}{CODING}{flags}"
-    script = ["benchmarks/faults/scripted.py", str(turns), *flags.split()]
+    script = ["tests/faults/scripted.py", str(turns), *flags.split()]
     return at.ended(at.command(sys.executable, poor, *script))
 
 

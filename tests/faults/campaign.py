@@ -1,16 +1,15 @@
 """The fault campaign: what is broken on purpose, one fault after another, against real processes on this machine.
 
-    python benchmarks/faults.py                      # all of them, about 25 minutes on two cores
-    python benchmarks/faults.py --turn 3/10          # every tenth, from the third on; /10: the commit says which
-    python benchmarks/faults.py --list               # names, and what is wanted of each
-    python benchmarks/faults.py --area server --only 'freeze|kill'
+    python tests/faults                      # all of them, about 25 minutes on two cores
+    python tests/faults --turn 3/10          # every tenth, from the third on; /10: the commit says which
+    python tests/faults --list               # names, and what is wanted of each
+    python tests/faults --area server --only 'freeze|kill'
 
 Real train scripts, vLLM servers, ranks, MCP servers and model-written code. Each fault has a time limit and runs in a
-process of its own, which notices what is left behind. The areas are the files benchmarks/faults/area_*.py; case.py says
-what a fault looks like. Results are kept in benchmarks/results/faults.json, each with its date and commit: a fault that
-is not run again keeps its last one, marked as old when the code has changed since. The table is written to
-docs/reliability.md. `--turn` is what the tests run: it writes neither of the two, and a fault that was not as wanted is
-tried once more with nothing beside it.
+process of its own, which notices what is left behind. The areas are the files area_*.py here; case.py says what a fault
+looks like. Results are kept in results.json with date and commit: a fault that is not run again keeps its last result,
+marked as old when the code has changed since. The table is written to docs/reliability.md. `--turn` is what the
+tests run: it writes neither of the two, and a fault that was not as wanted is tried once more with nothing beside it.
 """
 
 import argparse
@@ -41,20 +40,20 @@ import psutil
 import requests
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path[:0] = [str(HERE / "faults"), str(ROOT / "tests"), str(ROOT)]
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 import case  # noqa: E402
 import live  # noqa: E402
 import server_fixture  # noqa: E402
 
-RESULTS, TABLE = HERE / "results" / "faults.json", ROOT / "docs" / "reliability.md"
-AREAS = sorted(path.stem.removeprefix("area_") for path in (HERE / "faults").glob("area_*.py"))
+RESULTS, TABLE = HERE / "results.json", ROOT / "docs" / "reliability.md"
+AREAS = sorted(path.stem.removeprefix("area_") for path in HERE.glob("area_*.py"))
 VERDICTS = ["survived", "named", "hung", "silent", "leaked", "ended", "skipped", "broken"]
 CLOSING = 20  # seconds after a fault's limit in which it can still say what it saw
 SUBREAPER, DIE_WITH_PARENT = 36, 1  # prctl
 INTRODUCTION = """# Reliability: the fault campaign
 
-Written by `python benchmarks/faults.py`; do not edit. Every fault is injected into real processes on one machine, with
+Written by `python tests/faults`; do not edit. Every fault is injected into real processes on one machine, with
 a time limit of its own; what it leaves behind is looked for.
 
 * **survived**: the run or server went on and ended with a right result.
@@ -409,7 +408,9 @@ def write_table(results: dict, known: list[Fault]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python tests/faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", metavar="PATTERN", help="faults whose name or description matches")
     parser.add_argument("--area", choices=AREAS, help="faults of one area")
     parser.add_argument("--turn", metavar="K/N", help="every N-th fault from the K-th on; /N: the commit says which")
@@ -486,7 +487,3 @@ def main() -> int:
     print(f"{len(ran)} faults in {(time.monotonic() - start) / 60:.1f} minutes: {counts(ran)}")
     wrong = [name for name, result in ran.items() if not result["ok"] and result["verdict"] != "skipped"]
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

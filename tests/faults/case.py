@@ -4,6 +4,8 @@ A fault is a public function of an area_*.py file, `def name(at, limit=60)`: `at
 docstring reads "what is done -> what is wanted", and what is wanted begins with the verdicts that are right, such as
 "survived", "named" or "survived or named: ...". A second argument `server` asks for the shared vLLM server, `doomed`
 for one that it may kill. It returns a Seen: from goes_on, named or either for a run that has ended, or its own.
+
+Modules of ours, and heavy ones, are imported within the faults: `--list` needs none of them.
 """
 
 import contextlib
@@ -207,7 +209,7 @@ class Case:
     def scripted(self, turns: list[str], flags: str, **how) -> Ended:
         """A run of one step whose model says these turns, the last one again and again."""
         path = self.file("turns.json", json.dumps(turns))
-        return self.train(SCRIPTED + flags, script="benchmarks/faults/scripted.py", first=(str(path),), **how)
+        return self.train(SCRIPTED + flags, script="tests/faults/scripted.py", first=(str(path),), **how)
 
     def python(self, code: str, limit: float | None = None, **env: str) -> Ended:
         """A python program of the fault's own, which imports the project's modules."""

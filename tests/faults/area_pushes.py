@@ -154,7 +154,7 @@ def evaluation_of_other_weights(at, server):
     rows = at.file("held_out.jsonl", '{"prompt": "1 + 1 ="}\n{"prompt": "Count to three:"}\n')
     flags = f"--generator vllm --server_urls {server.url} --max_steps 1 --eval_steps 1 --eval_generations 2 "
     flags += f"--eval_dataset_id {rows} "
-    run = at.start(flags, script="benchmarks/faults/held.py", first=("logged", str(held)))
+    run = at.start(flags, script="tests/faults/held.py", first=("logged", str(held)))
     if not wait_until(held.with_suffix(".reached").exists, 40):
         return Seen("broken", run.text[-300:])
     _push(_client(at), {name: tensor.detach() * 1.5 for name, tensor in _model().items()}, 77)

@@ -164,7 +164,7 @@ def stale_incomplete_file(at):
 def killed_while_saving(at):
     """kill -9 while a checkpoint is half written, then --resume -> survived"""
     held = at.folder / "held"
-    run = at.start("--max_steps 3 --save_steps 2 ", script="benchmarks/faults/held.py", first=("saving", str(held)))
+    run = at.start("--max_steps 3 --save_steps 2 ", script="tests/faults/held.py", first=("saving", str(held)))
     if not wait_until(held.with_suffix(".reached").exists, 30):
         return Seen("broken", run.text[-300:])
     run.kill()

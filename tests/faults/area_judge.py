@@ -1,6 +1,7 @@
 """Judges, reward models and simulated users that answer in odd ways, late, without end or not at all."""
 
 import contextlib
+import gzip
 import http.server
 import json
 import re
@@ -245,8 +246,6 @@ def without_end(at):
 
 def unpacked(at):
     """a gzip body of 30 KB that would be 30 MB -> survived: not unpacked, unrewarded"""
-    import gzip
-
     packed = gzip.compress(b" " * 30_000_000)
     script = lambda handler, body, number: _answer(handler, 200, packed, Content_Encoding="gzip")  # noqa: E731
     end, _ = _run(at, script)
