@@ -227,7 +227,7 @@ def test_a_run_that_asks_for_much_starves_no_other(live, two):
 
 def test_a_run_is_heard_of(live, two, monkeypatch):
     """From its own thread, whatever it is busy with; and is free as soon as it says so."""
-    monkeypatch.setattr("vllm_client.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("serving.pushing.BEAT_SECONDS", 0.1)
     third = run_of(live, "third", "3" * 32)
     time.sleep(1)
     assert runs(live)["third"]["heard_seconds_ago"] < 0.7 < runs(live)["first"]["heard_seconds_ago"]
