@@ -30,6 +30,7 @@ class Settings(TrainConfig):
     """All flags of this script. TrainConfig has many more, which keep their defaults."""
 
     own_flags_alone = True
+    first_run = "--generator hf"
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
