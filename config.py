@@ -41,6 +41,7 @@ class TrainConfig:
         "seeing whether it learns": "eval_steps report_to",
         "keeping it, and going on later": "run_name save_steps resume",
     }
+    first_run = "--config examples/sums.yaml --generator hf"  # what runs anywhere: see first_steps
 
     # --- model ---
     model_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # hub id or folder of the policy
@@ -523,10 +524,26 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     return cfg
 
 
+def first_steps(cfg: TrainConfig) -> str:
+    """What to type, for somebody who started a script without flags and without a server's secret."""
+    script = os.path.basename(sys.argv[0])
+    return f"""no arguments, and no VLLM_SERVER_TOKEN. On GPUs this trains {cfg.model_id} beside
+a server on a GPU of its own, both with that secret: python vllm_server.py --model {cfg.model_id}
+What runs without a GPU: with a server (installs, makes a small model and trains it, 10 minutes), or all in one process:
+  bash scripts/demo.sh
+  python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
+  python {script} {cfg.first_run}"""
+
+
 def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
-    """`load_config` for scripts: a mistake prints one line and exits with status 2. Rank 0 alone speaks."""
+    """`load_config` for scripts: a mistake prints one line and exits with status 2. Rank 0 alone speaks. No arguments
+    and no secret of a server, which every server asks for, is a newcomer's mistake: see `first_steps`."""
     try:
-        return load_config(cls, argv, description)
+        cfg = load_config(cls, argv, description)
+        bare = argv is None and len(sys.argv) == 1 and cfg.generator == "vllm"
+        if bare and not credentials.read("VLLM_SERVER_TOKEN"):
+            raise ConfigError(first_steps(cfg))
+        return cfg
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{os.path.basename(sys.argv[0])}: error: {credentials.mask(str(error))}", file=sys.stderr)

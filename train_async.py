@@ -36,6 +36,8 @@ from train_grpo import Collector, collect, sample_step
 
 
 class TrainConfig(train_grpo.TrainConfig):
+    first_run = f"{train_grpo.TrainConfig.first_run} --max_staleness 0"
+
     # --- overlap ---
     max_staleness: int = 1  # most policy versions between a completion's first token and its training; 0: no overlap
 

@@ -32,6 +32,7 @@ class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfi
     """The flags of this script. What else the code reads of `cfg` is TrainConfig's, and has its default there."""
 
     own_flags_alone = True  # --help and the command line know those below, and no others
+    first_run = "--generator hf"  # what a start without arguments says to type
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need

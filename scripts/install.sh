@@ -47,10 +47,12 @@ check_python() {
 }
 
 make_venv() {
-    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-        "$PYTHON" -m venv --clear .venv ||
-            fail "$PYTHON could not make .venv; on Debian and Ubuntu the package python3-venv may be missing"
+    if .venv/bin/python -m pip --version >/dev/null 2>&1 || # uv's .venv has no pip
+        .venv/bin/python -m ensurepip >/dev/null 2>&1; then
+        return
     fi
+    "$PYTHON" -m venv --clear .venv ||
+        fail "$PYTHON could not make .venv; on Debian and Ubuntu the package python3-venv may be missing"
 }
 
 pip_install() { .venv/bin/python -m pip install --progress-bar off "$@" </dev/null >"$log" 2>&1; }

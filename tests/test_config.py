@@ -418,7 +418,23 @@ def test_help_and_mistakes_import_no_torch(tmp_path):
     for arguments, status in ((["--help"], 0), (["--nonsense"], 2), (["--offload"], 2)):
         done = run(ROOT / "train_grpo.py", *arguments, PYTHONPATH=path)
         assert done.returncode == status and "torch was imported" not in done.stderr
-    assert "torch was imported" in run(ROOT / "train_grpo.py", PYTHONPATH=path).stderr  # the trap works
+    done = run(ROOT / "train_grpo.py", PYTHONPATH=path, VLLM_SERVER_TOKEN="a secret of the server")
+    assert "torch was imported" in done.stderr  # the trap works
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py", "train_async.py", "train_minimal.py"])
+def test_without_arguments_and_server_a_script_says_what_to_type(script, monkeypatch):
+    monkeypatch.delenv("VLLM_SERVER_TOKEN", raising=False)
+    monkeypatch.delenv("VLLM_SERVER_TOKEN_FILE", raising=False)
+    done = run(ROOT / script)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 6 and max(map(len, done.stderr.splitlines())) <= 120
+    demo, made, in_process = re.findall(r"^  (?:bash|python) (.+?)(?:  # .*)?$", done.stderr, re.M)
+    assert demo == "scripts/demo.sh" and made.startswith("scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct")
+    name, *flags = in_process.split()
+    module = importlib.import_module(script.removesuffix(".py"))
+    cfg = load_config(module.Settings if script == "train_minimal.py" else module.TrainConfig, flags)
+    assert name == script and cfg.generator == "hf" and cfg.model_id == "models/SmolLM2-135M-Instruct"
 
 
 def test_only_rank_0_speaks():

@@ -107,6 +107,15 @@ def test_what_is_installed(installation):
     assert installation("run", "gpu")[1] == ["-r requirements.txt"]
 
 
+def test_a_venv_without_pip_as_uv_makes_it_gets_pip_and_keeps_its_packages(installation, tmp_path):
+    python = tmp_path / ".venv/bin/python"
+    uv = '#!/bin/sh\ncase "$*" in *"pip --version"*) [ -e has_pip ] || exit 1 ;; *ensurepip*) touch has_pip ;; esac\n'
+    python.write_text(uv + PIP, encoding="utf-8")
+    done, calls = installation("cpu", "run")
+    assert done.returncode == 0, done.stderr
+    assert python.read_text(encoding="utf-8").startswith(uv) and calls == ["-r requirements-cpu.txt"]
+
+
 def test_without_an_index_of_cpu_wheels_pypi_s_torch_is_taken(installation):
     done, calls = installation("cpu", missing="requirements-cpu.txt")
     assert done.returncode == 0, done.stderr
