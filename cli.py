@@ -145,7 +145,7 @@ def help_page(cls: type, word: str) -> dict[str, str]:
     if word == "all" or (not word and base is None):
         return {name: helps[name][0] for name in names}
     if not word:
-        added = names if getattr(cls, "own_flags_alone", False) else set(names) - set(base.__dataclass_fields__)
+        added = names if getattr(cls, "own_flags_alone", False) else set(names) - {field.name for field in flags(base)}
         first = {name: wish for wish, listed in base.first_flags.items() for name in listed.split() if name in names}
         return first | {name: "of this script" for name in names if name in added and name not in first}
     wanted = word.lstrip("-").replace("-", "_").lower()
@@ -203,6 +203,7 @@ def build_parser(cls: type, description: str | None = None, page: str = "all") -
 
 
 OF_OTHER_SCRIPTS = {"max_staleness": "train_async.py", "asynchronous": "train_async.py, which takes these flags"}
+OF_OTHER_SCRIPTS |= dict.fromkeys(("lam", "critic_warmup"), "train_ppo.py")
 
 
 def unknown_argument(given: str, hints: dict) -> ConfigError:

@@ -155,8 +155,8 @@ class TrainConfig:
     advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
     scale_rewards: Literal["group", "batch", "none"] = "group"  # what grpo divides the centred score by: a std over ...
     gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
-    lam: float = 1.0  # GAE's lambda (train_ppo.py)
-    critic_warmup: int = 0  # steps that train the critic only (train_ppo.py)
+    lam: float = field(default=1.0, metadata={"flag": False})  # of train_ppo.py, where it is a flag
+    critic_warmup: int = field(default=0, metadata={"flag": False})  # the same
     gigpo_step_weight: float = 1.0  # weight of gigpo's step-level advantage
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "seq_mean"  # how tokens are weighted

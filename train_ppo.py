@@ -34,6 +34,7 @@ class TrainConfig(train_grpo.TrainConfig):  # so that a knob of your own there i
 
     # --- algorithm ---
     advantage: str = "gae"  # name in ADVANTAGES (train_grpo.py, and gae here)
+    lam: float = 1.0  # GAE's lambda
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "token_mean"  # how tokens are weighted
     beta: float = 0.001  # weight of the KL term; 0 loads no reference model
     kl: str = "k1"  # name in KL_ESTIMATORS (train_grpo.py)
@@ -42,6 +43,7 @@ class TrainConfig(train_grpo.TrainConfig):  # so that a knob of your own there i
     # --- critic ---
     critic_model_id: str | None = None  # hub id or folder the critic starts from; unset: model_id
     critic_learning_rate: float = 1e-5  # peak learning rate of the critic's AdamW
+    critic_warmup: int = 0  # steps that train the critic only
     critic_iterations: int = 1  # passes over the step's completions for the critic
     value_clip: float = 0.5  # a value may move this far from what it was before the step's updates
 

@@ -10,6 +10,7 @@ two-layer perceptron, starts at random: align it on captions (supervised) before
 
 import argparse
 
+import torch
 import transformers as hf
 
 IMAGE = "<image>"
@@ -36,8 +37,6 @@ def load_tower(name: str):
 
 def compose(tower_name: str, language_name: str, seed: int = 0):
     """(model, processor), the model in float32."""
-    import torch
-
     tower, images = load_tower(tower_name)
     language = hf.AutoModelForCausalLM.from_pretrained(language_name, dtype="float32")
     tokenizer = hf.AutoTokenizer.from_pretrained(language_name)

@@ -26,6 +26,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
 from make_models import (
     CHAT_EOS,
     PACKAGE,
@@ -43,7 +44,7 @@ import counting  # noqa: E402
 import grounding  # noqa: E402
 from scenes import SIZE, stream  # noqa: E402
 
-# torch and transformers take seconds: where the model is there already, nobody waits for them.
+# transformers takes seconds more: where the model is there already, nobody waits for them.
 
 STEPS, BATCH = 820, 16  # BATCH: scenes of each task a step
 MUON_LEARNING_RATE, ADAMW_LEARNING_RATE = 3e-3, 2e-3
@@ -83,7 +84,6 @@ def build_processor(gguf):
 
 
 def build_model(tokenizer, seed):
-    import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     # Of the order of 1 / sqrt(width), as the matrices keep their input's size; the default, 0.02, is for wide models.
@@ -106,8 +106,6 @@ def build_model(tokenizer, seed):
 
 def waves(side, width):
     """Sines and cosines of a patch's row and column, [side * side, width]: neighbours begin as neighbours."""
-    import torch
-
     frequencies = 30.0 ** -(torch.arange(width // 4) / (width // 4))
     angles = torch.arange(side)[:, None] * frequencies
     one = torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, width / 2]
@@ -131,8 +129,6 @@ def encode(processor, rows, known):
     Labels are -100 except on the answer and the <|im_end|> after it. Padding is on the right, where a causal model
     needs no mask for it. `known` collects the ids of each question's prompt, which are the same for any image.
     """
-    import torch
-
     tokenizer, sequences, labels = processor.tokenizer, [], []
     for row in rows:
         if row["prompt"] not in known:
@@ -150,8 +146,6 @@ def encode(processor, rows, known):
 
 def answer_loss(model, input_ids, labels, pixel_values):
     """Mean cross-entropy of the answers' tokens. Only at their positions does the output layer run."""
-    import torch
-
     hidden = model.model(input_ids=input_ids, pixel_values=pixel_values, use_cache=False).last_hidden_state
     chosen = labels[:, 1:] != -100  # [B, T-1]: position t predicts token t + 1
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), labels[:, 1:][chosen])
@@ -160,8 +154,6 @@ def answer_loss(model, input_ids, labels, pixel_values):
 def warm_start(model, processor, steps, seed):
     """Grounding begins with one shape a scene and grows to the task's three over the first half of the steps: where a
     single shape is, is learned quickly. Without that and the waves, boxes were hardly better than blind ones."""
-    import torch
-
     rng, known = stream("warm start", seed), {}
     optimizers = build_optimizers(model)
     decay = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, steps)) for o in optimizers]
@@ -196,8 +188,6 @@ def careless(rng, row):
 
 def build_optimizers(model):
     """Muon for the matrices of the layers, AdamW for everything else."""
-    import torch
-
     named = dict(model.named_parameters())
     inner = {
         name for name, weight in named.items() if weight.ndim == 2 and (".layers." in name or "projection" in name)
@@ -216,8 +206,6 @@ def learning_rate_factor(step, steps):
 
 def sample(model, processor, rows, images):
     """One completion a row, at temperature 1 from the whole distribution."""
-    import torch
-
     texts = [prompt_text(processor, row) for row in rows]
     inputs = processor(text=texts, images=[[i] for i in images], padding=True, padding_side="left", return_tensors="pt")
     with torch.no_grad():

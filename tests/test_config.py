@@ -253,6 +253,8 @@ def test_numbers_and_switches_in_a_config_file_are_those_of_yaml_1_2(tmp_path):
         ("--spare_prompts 9 --dynamic_sampling --generator hf", "--spare_prompts=9", "use --generator vllm"),
         ("--spare_prompts 9 --dynamic_sampling --resample_rounds 0", "--spare_prompts=9", "raise --resample_rounds"),
         ("--max_staleness 1", "--max_staleness", "train_async.py"),
+        ("--lam 0.9", "--lam", "train_ppo.py"),
+        ("--critic_warmup 2", "--critic_warmup", "train_ppo.py"),
         ("--offload --strategy fsdp", "--offload", "last micro-batch alone; use --strategy fsdp2"),
         ("--dual_clip 1", "--dual_clip=1.0", "above 1 (DAPO uses 10)"),
         ("--warmup_ratio 2", "--warmup_ratio=2.0", "between 0 and 1"),
