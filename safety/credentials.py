@@ -115,11 +115,6 @@ def known() -> set[str]:
     return set(_known)
 
 
-def clean_environment() -> dict[str, str]:
-    """os.environ without the variables whose names say that they hold a secret: for processes that need none."""
-    return {name: value for name, value in os.environ.items() if not SECRET_NAME.search(name)}
-
-
 def bearer(token: str) -> dict[str, bytes]:
     """The header that presents `token`; {} for none. In bytes: as text it would have to be Latin-1."""
     return {"Authorization": b"Bearer " + token.encode()} if token else {}
