@@ -1,7 +1,7 @@
 """What a step of train_grpo.py does on GPUs that are not there: bytes, collectives, launches, waits and seconds.
 
     python benchmarks/simulate.py --model qwen2.5-7b --gpus 8                   one table, in a minute
-    python benchmarks/simulate.py --write                                       benchmarks/results/simulate.md
+    python benchmarks/simulate_tables.py                                        benchmarks/results/simulate.md
 
 Takes every flag of plan.py; --gpus are the trainer's. The script's own functions run as one rank runs them (`--rank`):
 load_policy, all_logprobs, update (micro-batches, clipping, AdamW), push_weights, and what a checkpoint copies. torch's
@@ -31,6 +31,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
 
@@ -56,10 +57,12 @@ import memory_worker  # noqa: E402
 import memory  # noqa: E402
 import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
+import utils  # noqa: E402
 from config import ConfigError, parse_args  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
 from memory import GIB  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
+from runlog import checkpoints  # noqa: E402
 from serving import wire  # noqa: E402
 
 GPU, aten = claimed.GPU, torch.ops.aten
@@ -74,14 +77,16 @@ class SimulateConfig(plan.PlanConfig):
     layers: int | None = None  # so many of its decoder layers; unset: all
     matrix_tflops: float = 600.0  # 10^12 operations a second of large products in bfloat16 (H100: 60 % of 989)
     launch: float = 6.0  # microseconds that the host takes for an operation
-    write: bool = False  # the tables of benchmarks/results/simulate.md
 
 
 MOE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, head_dim=128)
 MOE |= dict(num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, vocab_size=151936)
+QWEN3 = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, head_dim=128, num_attention_heads=64)
+QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False)
 MODELS = {
     **{f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("1.5b", "7b", "32b", "72b")},
     **{"llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3.3-70b": "meta-llama/Llama-3.3-70B"},
+    "qwen3-32b": ("qwen3", QWEN3),
     "qwen3-30b-a3b": ("qwen3_moe", MOE | dict(norm_topk_prob=True, tie_word_embeddings=False)),
 }
 
@@ -435,7 +440,7 @@ class Server(memory_worker.Sender):
 
     def __init__(self, rank: int):
         super().__init__(rank)
-        self._transport, self.arrived = GPU, 0.0
+        self._transport, self.arrived = torch.device("cpu") if Machine.now.cfg.colocate else GPU, 0.0
 
     def _send(self, described, bucket: Tensor, changed: int | None) -> None:
         self._checksums += described.checksums
@@ -546,8 +551,16 @@ def simulate(cfg: SimulateConfig) -> Result:
         with mock.patch.object(script, "clip_gradients", clip):
             script.update(policy, optimizer, batch, cfg, 0, pass_loss)
         machine.enter("push")
+        if cfg.colocate:
+            moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None)
+            utils.move(moves, torch.device("cpu"))
         kept = machine.alive[GPU.type]
         script.push_weights(policy, Server(dist.get_rank()), 1, cfg.push_bucket_mb or memory.push_bucket_mb(0))
+        machine.enter("save")
+        files: dict = {}
+        buckets = script.weight_buckets(policy, (cfg.push_bucket_mb or 256) * 2**20, torch.bfloat16)
+        with mock.patch("safetensors.torch.save", lambda weights, metadata: b""):  # numbers to write there are not
+            checkpoints.model_files(buckets, inner.hf_model, files)
         machine.enter("end")
         parameters, tokens = sum(p.numel() for p in policy.parameters()), most_tokens(cfg)
     return Result(cfg, machine.phases, kept, parameters, tokens, time.perf_counter() - begun)
