@@ -116,7 +116,8 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         claim_memory(policy, getattr(torch, cfg.dtype if cfg.strategy == "ddp" else cfg.compute_dtype))
         if inputs["attention_mask"].ndim == 4:  # segments: their kernel keeps what that of causal attention keeps
             policy.hf_model.set_attn_implementation("sdpa")
-            inputs["attention_mask"] = None
+            # One for all pairs: without any, transformers makes one of L x L of positions that begin anew.
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
         elif inputs["attention_mask"].ndim == 2:
             rows, length = inputs["attention_mask"].shape
             inputs["attention_mask"] = torch.ones(rows, 1, length, length, dtype=torch.bool)
@@ -129,12 +130,18 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
                 existing.append(parameter.grad)
         vocabulary = policy.hf_model.config.get_text_config().vocab_size
         between: Counter = Counter()  # layers: what is kept of each with gradient checkpointing
+        turn: Counter = Counter()  # what is alive when the head's backward pass has ended and that of layers begins
         policy.chunk = policy.chunk or chunk_size(vocabulary, on_gpu=True)
         live = LiveBytes(vocabulary, [*existing, *policy.parameters(), *policy.buffers()])
 
         def say_when_backward(module, inputs, returned) -> None:
+            def enter(gradient: Tensor) -> None:
+                if live.place == "head":
+                    turn.update(live.now)
+                live.enter("layers")
+
             returned = tree_leaves(returned)[0]
-            returned.register_hook(lambda gradient: live.enter("layers"))
+            returned.register_hook(enter)
             if live.place == "head":  # not when it is computed again
                 between["activations"] += returned.untyped_storage().nbytes()
 
@@ -143,7 +150,7 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         with live:
             policy(inputs, *where)[0].sum().backward()
     table = [(*row, in_4_bits) for row, in_4_bits in zip(parameters(policy), packed, strict=True)]
-    COUNTED[make_policy, repr(cfg)] = live.most | {"between": between}, table
+    COUNTED[make_policy, repr(cfg)] = live.most | {"turn": turn, "between": between}, table
     return COUNTED[make_policy, repr(cfg)]
 
 
@@ -167,11 +174,16 @@ def decoder_layers(policy: nn.Module) -> list[nn.Module]:
 
 
 def parameters(policy: nn.Module) -> list[tuple]:
-    """(shape, whether trained, number of its decoder layer or -1, whether a critic has no use for it) of each
-    parameter. A critic has no output layer; tied to the embeddings, it is needed all the same."""
+    """(shape, whether trained, number of its decoder layer or -1, whether a critic has no use for it, number of the
+    module whose own it is) of each parameter. A critic has no output layer; tied to the embeddings, it is needed all
+    the same."""
+    owner = {id(p): n for n, m in enumerate(policy.modules()) for p in m.parameters(recurse=False)}
     layer_of = {id(p): number for number, layer in enumerate(decoder_layers(policy)) for p in layer.parameters()}
     used = {id(p) for p in backbone(policy.hf_model).parameters()}
-    return [(tuple(p.shape), p.requires_grad, layer_of.get(id(p), -1), id(p) not in used) for p in policy.parameters()]
+    return [
+        (tuple(p.shape), p.requires_grad, layer_of.get(id(p), -1), id(p) not in used, owner[id(p)])
+        for p in policy.parameters()
+    ]
 
 
 def rank_bytes(
@@ -193,7 +205,7 @@ def rank_bytes(
     of_critic = 0  # those that a critic trains
     layers: Counter = Counter()  # elements of each unit of FSDP, and
     learning: Counter = Counter()  # those that are trained
-    for shape, trained, layer, unused, packed in table:
+    for shape, trained, layer, unused, _, packed in table:
         number = torch.Size(shape).numel()
         own = -(-shape[0] // ranks) * (number // shape[0]) if sharded else number
         size[trained] += own
@@ -223,16 +235,21 @@ def rank_bytes(
     if in_4_bits:  # a layer's weights as it computes with them
         gathered["layers"] = compute * max(torch.Size(shape).numel() * packed for shape, *_, packed in table)
     if sharded:
-        head = max(torch.Size(shape).numel() * trained for shape, trained, n, *_ in table if n < 0)  # most likely
+        # Its gradient waits for the rest of the root's; tied, it is counted with the pass.
+        of_head = [torch.Size(shape).numel() * trained for shape, trained, n, unused, *_ in table if n < 0 and unused]
+        head = max(of_head, default=0)
         gathered["head"] = compute * root
         gathered["layers"] = compute * (root + 2 * layer + of_layer + head) + 4 * of_layer
         gathered["end"] = (2 * compute + 4) * of_root + 4 * of_root // ranks  # gradients as computed, as summed
-    output = [(torch.Size(shape).numel(), trained) for shape, trained, n, unused, _ in table if n < 0 and unused]
-    if output and cfg.strategy == "fsdp2":  # not tied: units of their own. Gradients of chunks add up in float32
+    output = [(torch.Size(shape).numel(), trained) for shape, trained, n, unused, *_ in table if n < 0 and unused]
+    if output and cfg.strategy == "fsdp2":  # not tied: units of their own
         last, of_last = sum(n for n, _ in output), sum(n * trained for n, trained in output)
-        reduced = (compute + 8) * of_last + 4 * of_last // ranks  # as summed, and laid out for the ranks
-        gathered["head"] = compute * last + 4 * of_last
-        gathered["layers"] = max(compute * (2 * layer + of_layer) + 4 * (of_layer + of_last), reduced)
+        summed = compute * (last + 3 * of_last)  # a chunk's gradient, the sum of those before, and the new one
+        reduced = (compute + 4) * of_last + 4 * of_last // ranks  # the sum, laid out for the ranks
+        gathered["head"] = compute * last
+        # A layer's backward pass begins when the one before, the first time the output layer, is on its way.
+        gathered["layers"] = compute * (2 * layer + of_layer) + 4 * max(of_layer, of_last)
+        gathered["turn"] = compute * layer + max(summed, reduced)
         gathered["end"] = (compute + 4) * (of_root - of_last) + 4 * (of_root - of_last) // ranks
     place = max(gathered, key=lambda place: peaks.get(place, Counter()).total() + gathered[place])
     need += Counter(peaks.get(place, Counter())) + Counter(gathered=gathered[place])
@@ -249,12 +266,16 @@ def rank_bytes(
     full = min(bucket + compute * largest, compute * whole)
     # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
     fold = cfg.use_peft * 12 * max(torch.Size(shape).numel() for shape, _, n, *_ in table if n >= 0)
-    buckets = bucket_bytes((torch.Size(shape).numel() for shape, *_ in table), cfg)
+    modules: Counter = Counter()  # elements that each has of its own: a bucket ends with one
+    for shape, _, _, _, owner, _ in table:
+        modules[owner] += torch.Size(shape).numel()
+    buckets = bucket_bytes(modules.values(), cfg)
     before = max(map(sum, zip(buckets, buckets[1:], strict=False)), default=0) - max(buckets)  # sent, and still there
     if cfg.strategy == "ddp":  # live weights, but for what is folded: a bucket, and the one before
         need["push"] = cfg.use_peft * (2 * bucket + fold // 6) + fold
         full = before = 0
     elif cfg.strategy == "fsdp2":  # a bucket's shards are rounded, and laid out to be gathered; or one is folded
+        full = max(buckets)
         need["push"] = full + max(full // ranks * (1 + (master != compute)), fold // ranks)
     else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
         at_root = (master + compute) * root - trained_in * of_root // ranks

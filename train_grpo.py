@@ -399,8 +399,8 @@ class Policy(nn.Module):
 
     def _gather_once(self, output: nn.Module | None, chunks: list[Tensor]) -> None:
         """An output layer that is a unit of FSDP2, whose hooks run in each chunk, stays gathered from the first one to
-        the end of the backward pass, which goes from the last chunk to the first. Its gradient is added up in float32
-        and reduced with the first chunk's."""
+        the end of the backward pass, which goes from the last chunk to the first. Its gradient, added up by autograd
+        in the compute dtype, is reduced with the first chunk's."""
         if not isinstance(output, FSDPModule):
             return
         if not chunks[0].requires_grad:

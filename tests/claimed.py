@@ -129,7 +129,7 @@ def line() -> str:
     frame = sys._getframe(2)
     while frame:
         path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
-        if not path.startswith(("/", "tests/", ".venv", "<")):
+        if not path.startswith(("/", "tests/", "benchmarks/", ".venv", "<")):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "tests"

@@ -1,0 +1,624 @@
+"""What a step of train_grpo.py does on GPUs that are not there: bytes, collectives, launches, waits and seconds.
+
+    python benchmarks/simulate.py --model qwen2.5-7b --gpus 8                   one table, in a minute
+    python benchmarks/simulate_tables.py                                        benchmarks/results/simulate.md
+
+Takes every flag of plan.py; --gpus are the trainer's. The script's own functions run as one rank runs them (`--rank`):
+load_policy, all_logprobs, update (micro-batches, clipping, AdamW), push_weights, and what a checkpoint copies. torch's
+FSDP2 is the real one, too. Tensors have shapes and no memory (FakeTensorMode); they claim a device "gpu", as in
+tests/claimed.py. The other ranks are torch's fake process group. Small tensors whose values decide what is done next
+(lengths, masks, segments) have values.
+
+    simulated   bytes       each storage once while it is alive, in blocks of 512, as CUDA's allocator counts
+                collectives each with the bytes that a rank ends or begins with, within a machine or between several
+                launches    operations on the GPU that are no views; one of them may launch several kernels
+                waits       of the host for the GPU: reads, copies that block; by source line
+                seconds     streams and events are FSDP2's own. An operation takes what its products take at
+                            --matrix_tflops or its bytes at --memory_bandwidth, and begins when the host has come to it
+                            (--launch microseconds each) and its stream is free; a collective takes RING's latencies
+                            and the slower of the links within and between machines, one at a time in each group
+    not         kernels' own work space, fragmentation, a server, sampling, rewards, ranks that differ in length,
+                values: nothing here says that a gradient is right; DDP and FSDP1
+
+Only three passes of an update are simulated; of more, those in the middle are alike.
+"""
+
+import contextlib
+import sys
+import time
+import weakref
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import claimed  # noqa: E402
+import memory_worker  # noqa: E402
+
+import memory  # noqa: E402
+import plan  # noqa: E402
+import train_grpo as script  # noqa: E402
+import utils  # noqa: E402
+from config import ConfigError, parse_args  # noqa: E402
+from inputs.packing import most_tokens  # noqa: E402
+from memory import GIB  # noqa: E402
+from rollouts import Trajectory  # noqa: E402
+from runlog import checkpoints  # noqa: E402
+from serving import wire  # noqa: E402
+
+GPU, aten = claimed.GPU, torch.ops.aten
+
+
+class SimulateConfig(plan.PlanConfig):
+    strategy: Literal["fsdp2"] = "fsdp2"  # the one that is simulated
+    # --- simulate ---
+    model: str = "qwen2.5-7b"  # a name in MODELS (benchmarks/simulate.py)
+    hsdp: bool = False  # --shard_size: copies of the model on each machine, in shards
+    rank: int = 0  # whose view; -1: the last one's
+    layers: int | None = None  # so many of its decoder layers; unset: all
+    matrix_tflops: float = 600.0  # 10^12 operations a second of large products in bfloat16 (H100: 60 % of 989)
+    launch: float = 6.0  # microseconds that the host takes for an operation
+
+
+MOE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, head_dim=128)
+MOE |= dict(num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, vocab_size=151936)
+QWEN3 = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, head_dim=128, num_attention_heads=64)
+QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False)
+MODELS = {
+    **{f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("1.5b", "7b", "32b", "72b")},
+    **{"llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3.3-70b": "meta-llama/Llama-3.3-70B"},
+    "qwen3-32b": ("qwen3", QWEN3),
+    "qwen3-30b-a3b": ("qwen3_moe", MOE | dict(norm_topk_prob=True, tie_word_embeddings=False)),
+}
+
+# ---- a machine without memory ----------------------------------------------------------------------------------------
+
+SMALL = 2**21  # elements of a tensor whose value is kept, if it is known
+RING = dict(base=8.4, within=3.4, between=9.6)  # microseconds: NCCL's own model of a ring's steps (src/graph/tuning.cc)
+READS_PART = {aten.embedding, aten.index, aten.index_select, aten.gather, torch.ops.fsdp.all_gather_copy_in}
+IN_OUT = {"allgather": 0, "reduce_scatter": 1, "allreduce": 0, "broadcast": 0}  # which argument is the larger
+
+
+def held(tensor: Tensor) -> Tensor | None:
+    """What a tensor holds, if that is known: a real tensor."""
+    value = getattr(tensor, "held", None) if isinstance(tensor, FakeTensor) else tensor
+    forgotten = value is not None and value.numel() and not value.untyped_storage().nbytes()
+    return None if forgotten else value
+
+
+class Stream:
+    """As torch.cuda.Stream. `free`: when it has done what it was given, in seconds."""
+
+    def __init__(self, *_, **__):
+        self.free = 0.0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.free = max(self.free, other.free)
+
+    def wait_event(self, event: "Event") -> None:
+        self.free = max(self.free, event.at)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return (event or Event()).record(self)
+
+
+class Event:
+    at = 0.0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def record(self, stream: Stream | None = None) -> "Event":
+        self.at = (stream or Machine.now.stream).free
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Machine.now.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        Machine.now.host = max(Machine.now.host, self.at)
+
+
+@dataclass
+class Phase:
+    begun: float  # seconds, of the host
+    seconds: float = 0.0
+    busy: float = 0.0  # seconds of the GPU's own work, and
+    flops: float = 0.0  # its products
+    peak: Counter = field(default_factory=Counter)  # bytes by device
+    launches: int = 0
+    waits: Counter = field(default_factory=Counter)  # by source line
+    collectives: Counter = field(default_factory=Counter)  # (kind, where) -> number
+    moved: Counter = field(default_factory=Counter)  # (kind, where) -> bytes
+    talking: float = 0.0  # seconds of collectives
+
+
+class Machine(TorchDispatchMode):
+    """One rank: its clock, its memory, what it knows of values."""
+
+    now: "Machine"  # the one in use
+
+    def __init__(self, cfg: SimulateConfig):
+        super().__init__()
+        Machine.now = self
+        self.cfg, self.aside = cfg, False
+        self.host, self.stream, self.groups = 0.0, Stream(), defaultdict(float)
+        self.alive, self.sizes = Counter(), {}
+        self.phases: dict[str, Phase] = {}
+        self.enter("start")
+
+    def enter(self, name: str) -> None:
+        """What comes from now on belongs to this phase."""
+        end = max(self.host, self.stream.free)
+        if self.phases:
+            self.phase.seconds = end - self.phase.begun
+        self.phase = self.phases[name] = Phase(end, peak=self.alive.copy())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, packet = kwargs or {}, func.overloadpacket
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if self.aside:
+            return func(*args, **kwargs)
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:  # a device mesh looks at its ranks
+            return compute(func, args, kwargs)
+        if packet in (aten._pin_memory, aten.is_pinned):
+            return args[0].clone() if packet is aten._pin_memory else True
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        known = all(held(x) is not None for x in tensors)
+        dynamic = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+        if packet in claimed.INDEXING:
+            dynamic = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        if packet is torch.ops.c10d.allgather_into_tensor_coalesced_:  # which the meta device does not know
+            out = FakeWork().boxed()
+        elif dynamic:
+            out = self.look(func, args, kwargs, tensors, known)
+        else:
+            out = func(*args, **kwargs)
+            self.remember(func, args, kwargs, tensors, out, known)
+        made = [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
+        for tensor in made:
+            self.add(tensor)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.collective(func, args)
+        else:
+            self.work(func, args, kwargs, tensors, made)
+        return out
+
+    # -- values --
+
+    def look(self, func, args, kwargs, tensors: list[Tensor], known: bool):
+        """An operation whose result or its shape depends on values. What is read and is not known is 1, or true."""
+        if known:
+            return tree_map(partial(self.shaped, like=tensors[0]), compute(func, args, kwargs))
+        if func.overloadpacket is not aten._local_scalar_dense:
+            raise RuntimeError(f"{func} of a tensor without values, at {claimed.line()}")
+        return True if tensors[0].dtype == torch.bool else 1.0 if tensors[0].is_floating_point() else 1
+
+    def shaped(self, value, like: Tensor):
+        if not isinstance(value, Tensor):
+            return value
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=like.device)
+        tensor.held = value
+        return tensor
+
+    def remember(self, func, args, kwargs, tensors: list[Tensor], out, known: bool) -> None:
+        """Compute small results of known tensors; forget what was overwritten by something unknown."""
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        random = torch.Tag.nondeterministic_seeded in func.tags or func.__name__.startswith("empty")
+        small = all(x.numel() <= SMALL and x.device.type != "meta" for x in made)
+        if known and small and not random and func.namespace == "aten":
+            values = [x for x in tree_leaves(compute(func, args, kwargs)) if isinstance(x, Tensor)]
+            for tensor, value in zip(made, values, strict=True):
+                if isinstance(tensor, FakeTensor) and not any(tensor is given for given in tensors):
+                    tensor.held = value
+            return
+        if not func._schema.is_mutable or func.namespace == "c10d":  # of which the other ranks bring the same
+            return
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(given):
+                    if isinstance(tensor, FakeTensor) and (value := held(tensor)) is not None:
+                        value.untyped_storage().resize_(0)
+
+    # -- memory --
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = tensor.device.type, 0
+            self.resize(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self.drop, storage._cdata)
+
+    def resize(self, key: int, size: int) -> None:
+        kind, old = self.sizes[key]
+        size = -(-size // 512) * 512
+        self.alive[kind] += size - old
+        self.sizes[key] = kind, size
+        self.phase.peak[kind] = max(self.phase.peak[kind], self.alive[kind])
+
+    def drop(self, key: int) -> None:
+        kind, size = self.sizes.pop(key)
+        self.alive[kind] -= size
+
+    # -- time --
+
+    def launch(self, seconds: float, stream: Stream | None = None) -> None:
+        stream = stream or self.stream
+        self.host += self.cfg.launch * 1e-6
+        stream.free = max(stream.free, self.host) + seconds
+        self.phase.launches += 1
+
+    def wait(self) -> None:
+        self.host = max(self.host, self.stream.free)
+        self.phase.waits[claimed.line()] += 1
+
+    def work(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor]) -> None:
+        packet, everything = func.overloadpacket, tensors + made
+        on_gpu = [x for x in everything if x.device.type == GPU.type]
+        if packet in claimed.READS and on_gpu:
+            return self.wait()
+        if not (made or func._schema.is_mutable) or is_view(func) or func.__name__.startswith(("empty", "new_empty")):
+            return None
+        if packet in READS_PART:
+            everything = 2 * (made if packet is not torch.ops.fsdp.all_gather_copy_in else tree_leaves(args[0]))
+        moved = sum(x.nbytes for x in everything)
+        if len(on_gpu) < len(tensors + made) and packet in claimed.COPIES and on_gpu:  # from or to the host
+            self.launch(moved / 2 / (self.cfg.cpu_bandwidth * 1e9))
+            blocks = kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
+            if not blocks and not all(x.numel() <= 1 and x.device.type == "cpu" for x in tensors):
+                self.wait()
+        elif on_gpu:
+            flops = flops_of(func, args, kwargs, made)
+            dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
+            rate = self.cfg.matrix_tflops * 1e12 / (1 if dtype.itemsize == 2 else 8)  # float32 and 64: H100's 67 of 989
+            seconds = max(flops / rate, moved / (self.cfg.memory_bandwidth * 1e9))
+            self.phase.busy += seconds
+            self.phase.flops += flops
+            self.launch(seconds)
+        elif all(x.device.type == "cpu" for x in everything) and moved > 2**20:  # of small ones the launch is enough
+            self.host += moved / (self.cfg.cpu_bandwidth * 1e9)
+        return None
+
+    def collective(self, func, args) -> None:
+        name = func.__name__.partition(".")[0].strip("_").removesuffix("_")
+        if "wait" in name:
+            return
+        kind = next(kind for kind in IN_OUT if kind in name.replace("all_", "all"))
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        sent = [x for x in tree_leaves(args[IN_OUT[kind]]) if isinstance(x, Tensor)] or tensors
+        group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
+        group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
+        ranks, size = dist.get_process_group_ranks(group), max(sum(x.nbytes for x in sent), 1)
+        self.talk(kind, ranks, size, tensors[0].device.type == GPU.type)
+
+    def talk(self, kind: str, ranks: list[int], size: int, on_gpu: bool = True) -> None:
+        """size: bytes of the whole that is gathered, reduced or sent."""
+        nodes = Counter(rank // self.cfg.node_gpus for rank in ranks)
+        n, here = len(ranks), nodes[ranks[0] // self.cfg.node_gpus]
+        steps = 2 if kind == "allreduce" else 1
+        within = steps * (n - 1) / n * size / (self.cfg.link_bandwidth * 1e9)
+        between = steps * (n - here) / n * size / (here * self.cfg.node_bandwidth * 1e9)  # by all its network cards
+        hops = (n - len(nodes)) * RING["within"] + (len(nodes) - 1) * RING["between"]
+        seconds = max(within, between) + (RING["base"] + steps * hops) * 1e-6
+        place = (kind, ("between machines" if len(nodes) > 1 else "within one") if on_gpu else "on the host, by gloo")
+        self.phase.collectives[place] += 1
+        self.phase.moved[place] += size
+        if not on_gpu:
+            self.host += seconds
+            return
+        begin = max(self.stream.free, self.groups[tuple(ranks)], self.host + self.cfg.launch * 1e-6)
+        self.launch(0.0)
+        self.stream.free = self.groups[tuple(ranks)] = begin + seconds
+        self.phase.talking += seconds
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+
+def compute(func, args, kwargs):
+    """An operation on what its tensors hold, on the CPU."""
+
+    def real(x):
+        return held(x) if isinstance(x, Tensor) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+    with no_dispatch():
+        args, kwargs = tree_map(real, (args, kwargs))
+        return func(*args, **{name: x for name, x in kwargs.items() if name != "pin_memory"})
+
+
+def is_view(func) -> bool:
+    infos = [each.alias_info for each in func._schema.returns]
+    return func.__name__.startswith(("_unsafe_view", "lift", "detach")) or any(x and not x.is_write for x in infos)
+
+
+def flops_of(func, args, kwargs, made: list[Tensor]) -> float:
+    packet, name = func.overloadpacket, str(func)
+    if "_varlen_attn" in name:
+        backward = "backward" in name
+        query, ends = args[1 if backward else 0], args[6:8] if backward else args[3:5]
+        queries, keys = (held(x).diff().tolist() for x in ends)
+        pairs = sum(a * (b - a) + a * (a + 1) / 2 for a, b in zip(queries, keys, strict=True))
+        return (10 if backward else 4) * query.shape[1] * query.shape[2] * pairs
+    if packet is aten._grouped_mm:  # [tokens, in] x [experts, in, out], or [in, tokens] x [tokens, out]
+        a, b = args[:2]
+        return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
+    return flop_registry[packet](*args, **kwargs, out_val=made[0]) if packet in flop_registry else 0.0
+
+
+def as_list(tensor: Tensor) -> list:
+    """Tensor.tolist, which torch refuses to tensors without values: one copy to the host."""
+    tensor, value = tensor.cpu(), held(tensor)
+    with no_dispatch():
+        return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
+
+
+@cache
+def register() -> torch.library.Library:
+    """Make torch know the device, and that it has a kernel for silu's backward pass: else that is taken apart."""
+    claimed.register()
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library.impl("silu_backward", lambda *arguments: NotImplemented)  # never called: shapes are all there is
+    return library
+
+
+@contextlib.contextmanager
+def simulated(cfg: SimulateConfig):
+    """Within, tensors have no memory, GPU is a device, and this process is rank --rank of --gpus."""
+    register()
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage, size):
+        resize(storage, size)
+        if storage._cdata in machine.sizes:  # FSDP2 frees what it has gathered in this way
+            machine.resize(storage._cdata, size)
+        return storage
+
+    def shape_of(*arguments, find=ShardingPropagator._propagate_tensor_meta_non_cached):
+        machine.aside = True  # DTensor has it computed on tensors without shards
+        try:
+            return find(*arguments)
+        finally:
+            machine.aside = False
+
+    def gather(out, value, group=None):
+        out[:] = [value] * len(out)
+        machine.talk("objects", list(range(cfg.gpus)), 4096 * cfg.gpus, on_gpu=False)
+
+    cuda_like = dict(Stream=Stream, Event=Event, stream=lambda s: machine.on(s), current_stream=lambda: machine.stream)
+    dist.init_process_group("fake", store=FakeStore(), rank=cfg.rank % cfg.gpus, world_size=cfg.gpus)
+    try:
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resized),
+            mock.patch.multiple(FakeTensor, create=True, tolist=as_list, is_cuda=property(lambda x: x.device == GPU)),
+            mock.patch.multiple(torch.gpu, create=True, **cuda_like),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shape_of),
+            mock.patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module),  # PEFT has nothing to move
+            mock.patch.object(dist, "all_gather_object", gather),
+            mock.patch.object(dist.ProcessGroup, "set_timeout", lambda *_: None),
+            mock.patch.object(script, "CPUOffloadPolicy", partial(script.CPUOffloadPolicy, pin_memory=True)),
+            mock.patch.dict(wire.PIECE, {GPU.type: wire.PIECE["cuda"]}),
+            torch.autograd.set_multithreading_enabled(False),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            Machine(cfg) as machine,
+        ):
+            yield machine
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+class Server(memory_worker.Sender):
+    """Takes a push at --push_bandwidth: a bucket travels while the next one is packed."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank)
+        self._transport, self.arrived = torch.device("cpu") if Machine.now.cfg.colocate else GPU, 0.0
+
+    def _send(self, described, bucket: Tensor, changed: int | None) -> None:
+        self._checksums += described.checksums
+        self.arrived = Machine.now.host + len(bucket) / (Machine.now.cfg.push_bandwidth * 1e9)
+
+    def _settle(self) -> None:
+        Machine.now.host = max(Machine.now.host, self.arrived)
+
+
+def config_of(cfg: SimulateConfig):
+    """transformers' config of --model, with --layers of its layers."""
+    from transformers import AutoConfig
+
+    if cfg.model not in MODELS:
+        raise ConfigError(f"--model={cfg.model}: known are {', '.join(MODELS)}.")
+    shape = MODELS[cfg.model]
+    config = plan.model_config(shape) if isinstance(shape, str) else AutoConfig.for_model(shape[0], **shape[1])
+    text = config.get_text_config()
+    text.num_hidden_layers = cfg.layers or text.num_hidden_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    return config
+
+
+def settled(cfg: SimulateConfig) -> SimulateConfig:
+    """With what a run would choose by itself."""
+    if cfg.hsdp:
+        cfg = replace(cfg, shard_size=cfg.node_gpus)
+    usual = dict(tokens_per_microbatch=cfg.tokens_per_microbatch or memory.BUDGETS[0], max_steps=1)
+    return replace(cfg, prompts_per_step=max(cfg.prompts_per_step, 8 * cfg.gpus), rates=None, **usual)
+
+
+def batch_of(cfg: SimulateConfig, passes: int) -> script.Batch:
+    """Completions that fill so many passes, the last of each shortened."""
+    prompt, longest, lengths = cfg.max_prompt_length, cfg.max_completion_length, []
+    room = most_tokens(cfg)
+    while (room := room - prompt * (len(lengths) % cfg.num_generations == 0)) > 0:
+        lengths.append(min(longest, room))
+        room -= lengths[-1]
+    rows = []
+    for number in range(passes):
+        for place, length in enumerate(lengths):
+            group = number * len(lengths) + place // cfg.num_generations
+            ids, known = [5 + group % 90] * prompt, [1] * length
+            scores = [0.0] * (length - 1) + [place % 2.0]
+            rows.append(Trajectory({}, group, ids, [7] * length, known, [-1.0] * length, scores))
+    batch = script.collate(rows, 0, GPU)
+    batch.advantages = torch.where(torch.arange(len(rows), device=GPU) % 2 == 0, 1.0, -1.0)[:, None] * batch.loss_mask
+    return batch
+
+
+@dataclass
+class Result:
+    cfg: SimulateConfig
+    phases: dict[str, Phase]
+    kept: int  # bytes on the GPU between two steps
+    parameters: int
+    tokens: int  # of a pass
+    took: float  # seconds of the simulation
+
+    def seconds(self, passes: int) -> float:
+        """Of an update of so many passes, the optimizer's step included."""
+        first, middle, last, step = (self.phases[name].seconds for name in (*PASSES, "optimizer"))
+        return (first * (passes > 1) + middle * max(passes - 2, 0) + last) + step
+
+
+PASSES = ("first pass", "middle pass", "last pass")
+
+
+def simulate(cfg: SimulateConfig) -> Result:
+    """A step, phase by phase."""
+    begun, cfg, config, real = time.perf_counter(), settled(cfg), config_of(cfg), script.load_hf_model
+
+    def load(cfg, dtype, given=None):
+        with torch.device("meta"):
+            model = real(cfg, dtype, given or config)
+        if torch.get_default_device().type != "meta":
+            memory.claim_memory(model, dtype)
+        return model
+
+    with mock.patch.object(script, "load_hf_model", load), simulated(cfg) as machine:
+        machine.enter("load")
+        policy, inner = script.load_policy(cfg, GPU)
+        if reason := script.why_not_shared(inner.hf_model, cfg):
+            raise ConfigError(f"prompts are not shared: {reason}")
+        optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES))
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        for parameter in trained:  # makes the optimizer's state
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        number = len(script.micro_batches(batch, cfg))
+        assert number == len(PASSES), f"{number} passes"
+        machine.enter("old log-probs")
+        script.all_logprobs(policy, batch.select(list(range(len(batch) // number))), cfg)
+        names = iter(PASSES)
+
+        def pass_loss(*arguments):
+            machine.enter(next(names))
+            return script.micro_loss(*arguments)
+
+        def clip(*arguments, clip=script.clip_gradients):
+            machine.enter("optimizer")
+            return clip(*arguments)
+
+        machine.enter("before the update")
+        script.start_record(batch)
+        with mock.patch.object(script, "clip_gradients", clip):
+            script.update(policy, optimizer, batch, cfg, 0, pass_loss)
+        machine.enter("push")
+        if cfg.colocate:
+            moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None)
+            utils.move(moves, torch.device("cpu"))
+        kept = machine.alive[GPU.type]
+        script.push_weights(policy, Server(dist.get_rank()), 1, cfg.push_bucket_mb or memory.push_bucket_mb(0))
+        machine.enter("save")
+        files: dict = {}
+        buckets = script.weight_buckets(policy, (cfg.push_bucket_mb or 256) * 2**20, torch.bfloat16)
+        with mock.patch("safetensors.torch.save", lambda weights, metadata: b""):  # numbers to write there are not
+            with contextlib.suppress(ValueError):  # a rank without a file has its dtype from those that have one
+                checkpoints.model_files(buckets, inner.hf_model, files)
+        machine.enter("end")
+        parameters, tokens = sum(p.numel() for p in policy.parameters()), most_tokens(cfg)
+    return Result(cfg, machine.phases, kept, parameters, tokens, time.perf_counter() - begun)
+
+
+def predicted(cfg: SimulateConfig) -> Counter:
+    """What memory.py says of the same."""
+    cfg = settled(cfg)
+    return memory.rank_bytes(partial(script.empty_policy, config=config_of(cfg)), cfg, cfg.gpus)
+
+
+def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
+    """(bytes simulated, bytes that memory.py says) on the GPU: kept between steps, in an update, in a push."""
+    kept = memory.kept(need)
+    update = max(found.phases[name].peak[GPU.type] for name in (*PASSES, "optimizer"))
+    push = found.phases["push"].peak[GPU.type]
+    return {
+        "kept": (found.kept, kept), "update": (update, memory.update_peak(need)), "push": (push, kept + need["push"]),
+    }  # fmt: skip
+
+
+def words(cfg: SimulateConfig) -> str:
+    return f"fsdp2{' --shard_size 8' * cfg.hsdp}{' --offload' * cfg.offload}{' LoRA' * cfg.use_peft}"
+
+
+def report(found: Result, need: Counter) -> str:
+    cfg, lines = found.cfg, []
+    name = cfg.model + f", {cfg.layers} layers" * bool(cfg.layers)
+    lines.append(
+        f"{name}: {found.parameters / 1e9:.2f} B parameters, rank {cfg.rank % cfg.gpus} of {cfg.gpus}, {words(cfg)}, "
+        f"passes of {found.tokens} tokens. Simulated, in {found.took:.0f} s.\n"
+    )
+    lines.append("phase              GPU GiB   CPU GiB   seconds   GPU works   talks   launches   waits")
+    for name, phase in found.phases.items():
+        if phase.launches:
+            lines.append(
+                f"{name:<17}{phase.peak[GPU.type] / GIB:9.2f} {phase.peak['cpu'] / GIB:9.2f} {phase.seconds:9.3f} "
+                f"{phase.busy:11.3f} {phase.talking:7.3f} {phase.launches:10} {phase.waits.total():7}"
+            )
+    lines.append("\nCollectives                                    number       GiB")
+    for name, phase in found.phases.items():
+        for (kind, where), number in phase.collectives.items():
+            lines.append(f"{name:<17} {kind:<15}{where:<20} {number:<7} {phase.moved[kind, where] / GIB:9.3f}")
+    waits = found.phases[PASSES[1]].waits.items()
+    lines.append("\nWaits of a middle pass: " + ", ".join(f"{number} x {at}" for at, number in waits))
+    lines.append("\nBytes on the GPU         simulated   memory.py")
+    for what, (simulated, said) in errors(found, need).items():
+        lines.append(f"{what:<22}{simulated / GIB:8.2f} GiB{said / GIB:8.2f} GiB {said / max(simulated, 1) - 1:+.1%}")
+    return "\n".join(lines)
+
+
+def main(cfg: SimulateConfig) -> None:
+    print(report(simulate(cfg), predicted(cfg)))
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args(SimulateConfig, description=__doc__.split("\n")[0]))
+    except ConfigError as error:
+        sys.exit(f"simulate.py: error: {error}")
