@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_said(capsys):
     assert "1.54 B parameters" in printed and "does NOT fit" in printed and "To type" not in printed
 
 
-@pytest.mark.parametrize("words", ["--gpus 1", "--server_gpus 8", "--tflops 0", "--critic --overlap"])
+@pytest.mark.parametrize("words", ["--gpus 0", "--server_gpus 8", "--tflops 0", "--critic --overlap"])
 def test_mistakes_are_named(words):
     with pytest.raises(ConfigError, match="one each|above 0|no critic"):
         plan.main(load_config(plan.PlanConfig, words.split()))

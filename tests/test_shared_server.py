@@ -14,6 +14,7 @@ from test_adapters_alone import PROMPT, Trainer
 
 import utils
 from config import ConfigError, TrainConfig, load_config
+from runlog import checkpoints
 from runlog.reading import read_metrics
 from serving.door import Door
 from vllm_client import ServerError, VLLMClient
@@ -269,29 +270,40 @@ def test_a_run_that_is_gone_frees_its_name_and_its_adapter():
 
 
 def test_two_trainers_at_once_and_one_is_killed_in_mid_push(live, tmp_path):
-    """Processes: different learning rates, one server. The one that is left ends well, with numbers of its own."""
+    """Processes on one server. Who would take a name or the weights is refused; the one that is left goes on with
+    numbers of its own, and the one that was killed has its name back when it is resumed."""
     (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     flags = "--model_id models/tiny --compute_dtype float32 --dataset_id examples/sums.py:rows --prompts_per_step 4 "
-    flags += "--num_generations 4 --max_prompt_length 64 --max_completion_length 8 --print_samples_every 0 --use_peft "
-    flags += f"--server_urls {live.url} --reward_funcs {tmp_path}/even.py:even --output_dir {tmp_path}"
+    flags += "--num_generations 4 --max_prompt_length 64 --max_completion_length 8 --print_samples_every 0 "
+    flags += f"--server_urls {live.url} --reward_funcs {tmp_path}/even.py:even --output_dir {tmp_path} --max_steps 5000"
 
     def start(name: str, *more: str):
         words = [*flags.split(), "--run_name", name, *more]
         return trainer(tmp_path / f"{name}.log", *words, VLLM_SERVER_TOKEN=live.token)
 
-    with running(start("killed", "--max_steps", "2000")) as one, running(start("left", "--max_steps", "12")) as other:
-        one.until(lambda: "step 3/" in one.text)
+    def steps(name: str) -> list[dict]:
+        return [line for line in read_metrics(tmp_path / name) if "sampling/logprob_diff_mean" in line]
+
+    with (
+        running(start("killed", "--use_peft", "--save_steps", "2")) as one,
+        running(start("left", "--use_peft")) as two,
+    ):
+        one.until(lambda: checkpoints.steps_saved(tmp_path / "killed"))
+        two.until(lambda: "step 1/" in two.text)
+        with running(start("rival", "--use_peft", "--adapter", "left")) as rival, running(start("whole")) as whole:
+            assert rival.end() == whole.end() == 1
+        assert "adapter left belongs to another run" in rival.text
+        assert "shared by adapters of killed, left" in whole.text
         one.until(lambda: runs(live)["killed"]["pushing"])
         one.kill()
-        assert other.end() == 0, other.text
-    lines = [line for line in read_metrics(tmp_path / "left") if "sampling/logprob_diff_mean" in line]
-    assert len(lines) == 12 and max(line["sampling/logprob_diff_mean"] for line in lines) < 1e-5
-    with running(start("rival", "--adapter", "killed", "--max_steps", "1")) as rival:  # too early: the name is held
-        assert rival.end() == 1 and "adapter killed belongs to another run" in rival.text
-    whole = [word for word in flags.split() if word != "--use_peft"]
-    words = [*whole, "--run_name", "whole", "--max_steps", "1"]
-    with running(trainer(tmp_path / "whole.log", *words, VLLM_SERVER_TOKEN=live.token)) as run:
-        assert run.end() == 1 and "shared by adapters of killed" in run.text
+        done = len(steps("left"))
+        two.until(lambda: len(steps("left")) >= done + 5)
+        until = str(checkpoints.last_step(tmp_path / "killed") + 2)
+        with running(start("killed", "--use_peft", "--resume", "--max_steps", until)) as again:
+            assert again.end() == 0, again.text
+        two.kill()
+    for name in ("killed", "left"):
+        assert max(line["sampling/logprob_diff_mean"] for line in steps(name)) < 1e-5
 
 
 @pytest.mark.parametrize("flags", ["", "--use_peft --generator hf", "--use_peft --push_lora folded"])
