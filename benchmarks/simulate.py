@@ -559,7 +559,7 @@ def simulate(cfg: SimulateConfig) -> Result:
         machine.enter("save")
         files: dict = {}
         buckets = script.weight_buckets(policy, (cfg.push_bucket_mb or 256) * 2**20, torch.bfloat16)
-        with mock.patch.object(checkpoints, "as_safetensors", lambda weights, metadata: b""):  # numbers to write there are not
+        with mock.patch.object(checkpoints, "as_safetensors", lambda weights, metadata: b""):  # no numbers
             with contextlib.suppress(ValueError):  # a rank without a file has its dtype from those that have one
                 checkpoints.model_files(buckets, inner.hf_model, files)
         machine.enter("end")
