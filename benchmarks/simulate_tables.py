@@ -126,7 +126,7 @@ HEAD = """# A step, simulated
 
 Written by `python benchmarks/simulate_tables.py`; what is simulated, and what is not: `benchmarks/simulate.py`. Nothing
 here was measured on a GPU. Prompts of 500 tokens, completions of 4,000, passes of 18,022 tokens
-(`--tokens_per_microbatch 16384` and a tenth), gradient checkpointing, float32 wmores computed in bfloat16. *Simulated*
+(`--tokens_per_microbatch 16384` and a tenth), gradient checkpointing, float32 weights computed in bfloat16. *Simulated*
 are the script's own functions at 3 and 6 layers; the columns are on the line through the two, at the model's number of
 layers (of a push's buffers: those of 6, and which tensors fill a bucket together depends on their number). Checked
 against all 28 layers of the 7B: {checked}.
@@ -139,7 +139,7 @@ Rates (assumptions, H100): products {c.matrix_tflops:g} TFLOP/s, memory {c.memor
 
 memory.py speaks of rank 0, which has the largest shards and sends a push. With all layers, by simulate.py alone: 7B on
 8 GPUs update +1.9 %, push +2.2 %; the mixture on 8 GPUs update +2.1 %, push +2.7 %. A push is never the peak of a step;
-memory.py is over there, by .1 to .8 GiB.
+memory.py is over there, by .1 to 1.8 GiB.
 
 | | kept | memory.py | | update | memory.py | | push | memory.py | |
 |---|---|---|---|---|---|---|---|---|---|
