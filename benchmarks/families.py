@@ -394,6 +394,8 @@ def said(column: dict) -> str:
         return "not in vLLM" if column else ""
     if "difference" in column:
         return f"{column['difference']:.0e}" + (" (bf16)" if column.get("dtype") == "bfloat16" else "")
+    if "cannot compute in bfloat16" in column.get("refused", ""):
+        return "refused: `--compute_dtype float32` alone"
     if "refused" in column:
         return "refused: " + shorten(column["refused"].split(": ", 1)[-1], 120)
     text = column["failed"]
