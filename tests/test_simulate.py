@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import simulate  # noqa: E402
@@ -20,6 +21,8 @@ WORDS = "--layers 4 --prompt 500 --completion 4000 --max_prompt_length 500 --max
 @cache
 def run(words: str) -> tuple[simulate.Result, dict]:
     cfg = load_config(simulate.SimulateConfig, f"{words} {WORDS}".split())
+    if dist.is_initialized():  # by a test before, in this process
+        dist.destroy_process_group()
     found = simulate.simulate(cfg)
     return found, simulate.errors(found, simulate.predicted(cfg))
 
