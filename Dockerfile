@@ -7,7 +7,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap g++ 
 WORKDIR /grpo
 COPY requirements*.txt ./
 COPY scripts/install.sh scripts/torchvision_shim.py scripts/
-RUN bash scripts/install.sh gpu && rm -rf /root/.cache/pip
+RUN PIP_NO_CACHE_DIR=1 bash scripts/install.sh gpu
 COPY . .
 ENV PATH="/grpo/.venv/bin:$PATH" NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 CMD ["python", "train_grpo.py"]
