@@ -206,7 +206,8 @@ def ask(generator, hf_model: nn.Module, cfg: TrainConfig, rows: list[dict]) -> l
         samples = await asyncio.gather(*calls)
         for some in samples if prompt.images else ():
             prompts.check_echo(prompt, some)
-        return prompt, *zip(*((c.token_ids, c.logprobs) for c in sum(samples, [])), strict=True)
+        completions = sum(samples, [])
+        return prompt, [c.token_ids for c in completions], [c.logprobs for c in completions]
 
     try:
         for prompt in asked(generator, hf_model, cfg, rows) if own else ():
