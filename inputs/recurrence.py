@@ -35,17 +35,24 @@ WASTE = 0.25  # of places that are padding, at most
 
 
 @cache
-def takes_state(kind: type) -> bool:
-    """Whether modules of this class keep a recurrent state in transformers' cache."""
+def states_of(kind: type) -> set[str]:
+    """What modules of this class keep in transformers' cache, read in their source: "conv", "recurrent"."""
     try:
         source = inspect.getsource(kind.forward)
     except (OSError, TypeError):  # not of Python
-        return False
-    return any(call in source for call in (".update_conv_state(", ".update_recurrent_state("))
+        return set()
+    return {state for state in ("conv", "recurrent") if f".update_{state}_state(" in source}
+
+
+@cache
+def cache_argument(kind: type) -> str:
+    """The name by which a layer's forward is given transformers' cache."""
+    names = inspect.signature(kind.forward).parameters
+    return next(name for name in names if name in ("cache_params", "past_key_values"))
 
 
 def mixers_of(hf_model: nn.Module) -> list[nn.Module]:
-    return [module for module in text_model(hf_model).modules() if takes_state(type(module))]
+    return [module for module in text_model(hf_model).modules() if states_of(type(module))]
 
 
 def why_not_states(hf_model: nn.Module) -> str | None:
@@ -107,7 +114,7 @@ def forward(module: nn.Module, *args, **kwargs) -> Tensor:
 
 def chunk_of(module: nn.Module) -> int:
     """How many tokens the layer computes at a time: linear attention 64, an argument of its functions in no config."""
-    if ".update_recurrent_state(" not in inspect.getsource(type(module).forward):  # convolutions
+    if "recurrent" not in states_of(type(module)):
         return 1
     return getattr(module, "chunk_size", 64)
 
@@ -209,12 +216,7 @@ def bundle_of(rows: list[Row], parents: list[int] | None, device: torch.device) 
 
 def in_segments(module: nn.Module, own, hidden: Tensor, layout: Layout) -> Tensor:
     """[L, H] -> [L, H]"""
-    name = next(
-        name
-        for name in inspect.signature(type(module).forward).parameters
-        if name in ("cache_params", "past_key_values")
-    )
-    found, states, before = [], [], None
+    name, found, states, before = cache_argument(type(module)), [], [], None
     goes_on = layout.bundles[-1].parents is not None
     for bundle in layout.bundles:
         if bundle.parents is not None and before is None:
