@@ -205,6 +205,17 @@ def test_balancing_is_transformers_loss_over_the_tokens_learned_from(name, check
     assert expected.norm() > 0 and (found - expected).norm() < 1e-4 * expected.norm()
 
 
+def test_a_router_without_topk_is_not_balanced(monkeypatch):
+    """It is seen at the first update, before anything is learned."""
+    phimoe = AutoConfig.for_model("phimoe", vocab_size=1000, num_local_experts=4, num_experts_per_tok=2, **SHAPE)
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: AutoModelForCausalLM.from_config(phimoe).to(dtype))
+    cfg = TrainConfig(compute_dtype="float32", router_aux_coef=0.3, beta=0.0)
+    policy, _ = script.load_policy(cfg, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--router_aux_coef: no layer of this mixture of experts chooses by topk"):
+        script.accumulate_gradients(policy, local_batch(0, 1), cfg)
+    assert not gradient_of(policy).any()
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_no_cut_changes_how_experts_are_balanced(replay, monkeypatch):
     """Micro-batches, shared prompts, rows without advantage: one gradient; also with experts of the generator, which
