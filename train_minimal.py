@@ -18,14 +18,15 @@ A step:
     5. push         the generator gets the new weights; the next step samples from them
 
 Every rank has a copy of the model (DDP): weights and Adam's moments in float32, forward passes in bfloat16. No KL term,
-no reference model. Dimensions: B completions of this rank, T tokens of the longest prompt + completion, V vocabulary.
+no reference model. Dimensions: B completions (of this rank's step, or of a `part`), T tokens of the longest prompt
++ completion, V vocabulary.
 """
 # ruff: noqa: E402 - the command line is read before torch is imported, so that a mistake answers at once
 
 from dataclasses import field
 from typing import Literal
 
-from config import TrainConfig, parse_args
+from config import ConfigError, TrainConfig, parse_args
 
 
 class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfig
@@ -36,19 +37,20 @@ class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfi
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
-    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, or FILE.py:FUNCTION
+    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, which says what they are
+    # given and return, or of your own: FILE.py:FUNCTION. Several are added up
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
     prompts_per_step: int = 8  # of all ranks together
-    num_generations: int = 8  # completions of each prompt
+    num_generations: int = 8  # completions of each prompt, 2 or more
     max_prompt_length: int = 128  # tokens; rows with longer prompts are left out
     max_completion_length: int = 12  # tokens; what is longer is cut off
     temperature: float = 1.0  # of sampling, and of the log-probs that are trained
     rows_per_microbatch: int = 16  # completions in one forward and backward pass; changes memory, not the gradient
     num_iterations: int = 1  # optimizer updates on the completions of a step
     learning_rate: float = 1e-5  # at the first step; it falls to 0 in a line
-    epsilon: float = 0.2  # with several updates: bad tokens are pushed down until they are this much less likely than
-    epsilon_high: float = 0.2  # before the first, good ones up until they are this much more likely
+    epsilon: float = 0.2  # a bad token is pushed down until it is this much less likely than before the step
+    epsilon_high: float = 0.2  # a good one is pushed up until it is this much more likely (both: in later updates)
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
@@ -148,7 +150,8 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
 def advantages(scores: Tensor, num_generations: int) -> Tensor:
     """(score - mean) / std, each over the completions of one prompt; 0 where all scored the same.  [B] -> [B]
 
-    DeepSeekMath (2402.03300) sec. 4.1.2. A prompt's completions stand together, and all of them are on one rank.
+    DeepSeekMath (2402.03300) sec. 4.1.2. A prompt's completions are found by their place: they stand together, as many
+    of each prompt, all of them on one rank.
     """
     groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]; equal ones are centred to 0
     centred = groups - groups.mean(1, keepdim=True)
@@ -159,30 +162,32 @@ def advantages(scores: Tensor, num_generations: int) -> Tensor:
 
 
 def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Tensor]]:
-    """The batch in parts of `rows_per_microbatch` completions. All ranks have as many completions (`train` checks that
-    prompts_per_step can be shared out), and so as many parts: one with more would wait for the others for ever."""
+    """The batch in parts of `rows_per_microbatch` completions, wherever that cuts a group. All ranks have equally many
+    completions (`train` checks that prompts_per_step can be shared out), and so equally many parts: a rank with more
+    would wait for the others for ever."""
     parts = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
     return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
 
 
-def token_logprobs(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> Tensor:
+def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """Log-prob of every token after those before it; 0 for the first.  [B, T]"""
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+    ids, mask = part["input_ids"], part["attention_mask"]
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):  # the default
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
     logprobs = (logits.float() / cfg.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return nn.functional.pad(logprobs, (1, 0))
 
 
-def policy_loss(logprobs: Tensor, batch: dict[str, Tensor], cfg: Settings) -> Tensor:
-    """PPO's clipped ratio, per token.  [B, T]
+def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
+    """PPO's clipped ratio, per token.  [B, T]. Of prompts and padding, too, finite: the caller leaves those out. A mean
+    over `part` would depend on how the batch is cut.
 
     The ratio is 1 in the first update of a step, so its gradient is A grad log pi there. In later ones a token with
     A > 0 has no gradient any more once the ratio is above 1 + epsilon_high, and one with A < 0 below 1 - epsilon.
     """
-    ratio = (logprobs - batch["old_logprobs"]).exp()
+    ratio = (logprobs - part["old_logprobs"]).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
-    return -torch.min(ratio * batch["advantages"], clipped * batch["advantages"])
+    return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
 
 
 def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> dict[str, float]:
@@ -216,7 +221,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
         numbers = accumulate_gradients(model, batch, cfg)
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
         if not np.isfinite(norm):
-            raise RuntimeError(f"step {step}: the gradient norm is {norm}. Look at rewards and logprob_diff_mean.")
+            raise RuntimeError(f"step {step}: the gradient norm is {norm} ({numbers}), so nothing was updated.")
         metrics = metrics or numbers | {"grad_norm": norm}  # of the first update, whose weights are the generator's
         optimizer.step()
         optimizer.zero_grad()
@@ -230,8 +235,9 @@ BUCKET = 256 * 2**20  # bytes
 
 
 def push_weights(model: nn.Module, generator, version: int) -> None:
-    """Sends the weights, some at a time. The generator refuses what is damaged, missing or unknown; from
-    here on its completions say that they are of `version`."""
+    """Sends the weights, some at a time, in float32: the generator casts them. It refuses what is damaged, missing or
+    unknown to it; from here on its completions say that they are of `version`. model: the one without DDP, whose names
+    the generator knows."""
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
@@ -251,14 +257,16 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 
 def train(cfg: Settings) -> dict[str, float]:
     """Returns the metrics of the last evaluation."""
+    if cfg.num_generations < 2:
+        raise ConfigError(f"--num_generations={cfg.num_generations}: a prompt's completions are compared; at least 2.")
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # of torchrun, or one process
     tokenizer, reward_functions = load_processor(cfg.model_id), get_reward_functions(cfg)
 
-    def lengths(rows: list[dict], name: str) -> list[int]:
+    def lengths(rows: list[dict], _) -> list[int]:
         return [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
 
     rows, held_out = load_data(cfg, format_row=lambda row: row, measure=lengths)  # without those that are too long
-    check_step_size(len(rows), cfg.prompts_per_step, world)  # as many prompts on every rank
+    check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     # In eval mode, as it is loaded: without dropout the ratio of a step's first update is 1.
     weights = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
     model = DistributedDataParallel(weights) if world > 1 else weights
@@ -268,7 +276,7 @@ def train(cfg: Settings) -> dict[str, float]:
     else:
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
-    generator.tokenizer = tokenizer
+    generator.tokenizer = tokenizer  # for `sample`; a server's client has none
     cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's, as the time is in it
     log = RunLog(cfg) if rank == 0 else None
     push_weights(weights, generator, 0)  # a server may have those of an earlier run
@@ -300,7 +308,7 @@ def train(cfg: Settings) -> dict[str, float]:
             scores = [sum(t.token_rewards) for t in trajectories]
             gains = advantages(torch.tensor(scores), cfg.num_generations)  # [B]
             batch = tensors(trajectories, device)
-            batch["advantages"] = gains.to(device)[:, None] * batch["loss_mask"]  # every token of a completion alike
+            batch["advantages"] = gains.to(device)[:, None].expand_as(batch["loss_mask"])  # every token alike  [B, T]
             with clock(metrics, "update"):
                 metrics |= update(model, optimizer, batch, step, cfg)
             if step == 0:  # another model on the server, another temperature, ...: ends the run

@@ -1,12 +1,25 @@
 #!/usr/bin/env bash
 # Installs, lints and tests, on a bare machine: bash scripts/test.sh [pytest options]
 #
+# `bash scripts/test.sh quick` is for every edit: it installs nothing, lints and runs the test files that are marked so.
+#
 # Without options a tenth of the fault campaign comes first, another one at each commit. Ends with pytest's exit code, or
 # with 1 if all tests passed and a fault was twice not as wanted. One test may take TEST_TIMEOUT seconds (default 300),
 # after which every thread's stack is printed and the test fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null # nothing here asks anything
+
+if [ "${1:-}" = quick ]; then
+  if [ ! -f .venv/installed ]; then
+    echo "Nothing is installed here yet: bash scripts/install.sh, or bash scripts/test.sh, comes first." >&2
+    exit 2
+  fi
+  . .venv/bin/activate
+  ruff check .
+  ruff format --check .
+  OMP_NUM_THREADS=1 exec python -m pytest -q -m quick -n 2 --dist loadfile "${@:2}"
+fi
 
 bash scripts/install.sh
 . .venv/bin/activate

@@ -19,6 +19,8 @@ from inputs.logits import logits_of
 from inputs.processor import load_processor
 from runlog.reading import read_metrics
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 IDS = torch.arange(20, 140, 10)[None]
 TOY = ROOT / "benchmarks" / "toy.py"

@@ -15,6 +15,8 @@ from algorithms import checks
 from config import TrainConfig
 from train_grpo import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, Batch, normalize, token_weights
 
+pytestmark = pytest.mark.quick
+
 OWN = sorted(ADVANTAGES.keys() - {"gae"})  # train_ppo.py's, which another test file imports, wants a critic
 
 FOLDER = Path(__file__).parent / "golden"

@@ -17,6 +17,8 @@ import train_grpo as script
 from config import TrainConfig
 from inputs import attention, packing, reach, recurrence
 
+pytestmark = pytest.mark.quick
+
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)

@@ -19,6 +19,8 @@ import config
 from cli import field_help, flags
 from config import PRESETS, ConfigError, TrainConfig, check, convert, load_config
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 
 

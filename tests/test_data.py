@@ -27,6 +27,8 @@ from plugins import load_function
 from scoring.text import completion_text
 from train_grpo import PromptSampler
 
+pytestmark = pytest.mark.quick
+
 WORDS = "<unk> <s> </s> user assistant system : What is 2 + 3 a b c d"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }} : {{ m['content'] }}{% if not loop.last %} </s> {% endif %}"

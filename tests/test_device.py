@@ -26,6 +26,8 @@ from runlog import checkpoints
 from runlog.tokens import token_columns
 from safety import limits
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def gpu():

@@ -15,6 +15,8 @@ from inputs.processor import load_processor, with_template_kwargs
 from inputs.prompts import shown_by
 from rollouts import play
 
+pytestmark = pytest.mark.quick
+
 TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TOLD = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 ROOMS = ("algorithms", "envs", "inputs", "looking", "runlog", "safety", "scoring", "serving")
 

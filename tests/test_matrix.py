@@ -21,6 +21,8 @@ from inputs.prompts import Prompt
 from rollouts import Trajectory
 from vllm_client import Completion
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def policy():

@@ -23,6 +23,8 @@ from safety.masking import public_config
 from serving import answers
 from vllm_client import Completion
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 ENVIRONMENTS = Path(__file__).parent.parent / "docs" / "environments.md"
 

@@ -37,6 +37,8 @@ from rollouts import Trajectory
 from runlog import rollout_metrics
 from safety.workers import WorkerPool
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parent.parent
 CFG = TrainConfig()
 

@@ -19,6 +19,8 @@ from plugins import load_function
 from rewards import math_equal
 from scoring.instructions import instructions
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
 import instructions as followed  # noqa: E402

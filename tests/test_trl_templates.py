@@ -36,7 +36,7 @@ def tokenizer_with(template: str):
 def test_three_turns_under_a_template_of_trl(path):
     if path.stem.removesuffix("_training") in OF_IMAGES:
         pytest.skip("needs its processor")
-    tokenizer = tokenizer_with(path.read_text())
+    tokenizer = tokenizer_with(path.read_text(encoding="utf-8"))
     turn, _ = formats.rendered_call(tokenizer)
     if turn == "":  # describes tools, and shows no calls
         with pytest.raises(ConfigError, match="--tool_parser=auto: .* shows none. Name the parser"):

@@ -27,6 +27,8 @@ from rollouts import TrajectoryError, check_rollout, measure, multi_turn, play
 from runlog.log import shown_turn
 from vllm_client import Completion
 
+pytestmark = pytest.mark.quick
+
 TEMPLATES = Path(__file__).parent / "templates"
 ENDS = {"smollm2": "<|im_end|>", "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>"}
 
