@@ -40,7 +40,7 @@ def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 distill.needs = ("teacher_logprobs",)
-distill.compares_group = lambda cfg: any([1.0] if cfg.reward_weights is None else cfg.reward_weights)
+distill.compares_group = lambda cfg: set(cfg.reward_funcs) != {"zero"}  # else one completion a prompt is enough
 
 
 def with_rest(logprobs: Tensor, known: Tensor) -> Tensor:
