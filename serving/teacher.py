@@ -31,6 +31,7 @@ PROBE = 24  # tokens of the fixed text
 ALIKE = 0.1  # nats; by more, on average over that text, the same model does not differ from itself in bfloat16
 PAUSE = 5.0  # seconds without an answer in which a server may have been started anew
 PIECE = 2048  # tokens of the vocabulary that are compared at a time
+REMEDY = "Look at its terminal; start it again, or raise --teacher_timeout"
 TOKEN_BYTES = 160  # of JSON, at most, for one token and its log-prob
 
 
@@ -107,27 +108,35 @@ class TeacherServers:
 
         images: base64 of files, in the order of their placeholders in `ids`, one each; expanded: `ids` as the
         trainer knows them, placeholders expanded."""
-        return await asyncio.wrap_future(in_thread(self._score, ids, top, images or (), expanded))
+        call = asyncio.wrap_future(in_thread(self._score, ids, top, images or (), expanded))
+        try:
+            return await asyncio.wait_for(call, self.seconds + 5)  # past the limits within: a header, letter by letter
+        except TimeoutError:
+            where = " and ".join(asking.place(server.url) for server in self.servers)
+            raise TeacherError(f"the teacher at {where} gave no answer within {self.seconds:g} s. {REMEDY}.") from None
 
     def _score(self, ids: list[int], top: int, images, expanded) -> Said:
-        deadline, causes = time.monotonic() + self.seconds, []
-        for server in sorted(self.servers, key=lambda server: server.load):
+        end, causes = time.monotonic() + self.seconds, []
+        known = sorted(self.servers, key=lambda server: server.load)
+        for others, server in zip(reversed(range(len(known))), known, strict=True):
+            now = time.monotonic()
+            deadline = now + (end - now) / (others + 1)  # one that hangs leaves time to ask the others
             server.load += 1
             try:
                 self._recognise(server, top, deadline)
                 said = self._ask(server, ids, top, images, deadline, expanded)
+                self._recognise(server, top, deadline)  # it may have been asked again and again, until it was back
                 server.answered = time.monotonic()
                 return said
             except asking.NoAnswer as error:
                 server.answered = 0.0
-                causes.append(str(error))
-                if not error.again and error.status not in asking.BUSY:
+                causes.append(str(error).rstrip("."))
+                if 0 < error.status < 500 and error.status not in asking.BUSY:
                     break  # the question is at fault: another server of the same model would say so, too
-                asking.warned(f"the teacher at {error}" + "; the next one is asked" * (len(self.servers) > 1))
+                asking.warned(f"the teacher at {error}" + "; the next one is asked" * bool(others))
             finally:
                 server.load -= 1
-        remedy = "Look at its terminal; start it again, or raise --teacher_timeout"
-        raise TeacherError(f"the teacher gave no log-probs: {'; '.join(causes)}. {remedy} (now {self.seconds:g} s).")
+        raise TeacherError(f"the teacher gave no log-probs: {'; '.join(causes)}. {REMEDY} (now {self.seconds:g} s).")
 
     # ---- who is it --------------------------------------------------------------------------------------------------
 

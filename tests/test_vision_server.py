@@ -133,7 +133,8 @@ def test_images_travel_to_a_teacher(served, family, prompt):
     for t in trajectories:
         assert len(t.teacher_logprobs) == len(t.token_ids) and t.teacher_top[0].shape == (len(t.token_ids), 4)
         apart = max(abs(a - b) for a, b in zip(t.teacher_logprobs, t.logprobs, strict=True))
-        assert (apart < 1e-3) == (prompt == "the same")
+        # Sampling leaves out placeholders of images, which a teacher gives their small share.
+        assert (apart < 3e-3) == (prompt == "the same")
     client.close()
 
 
