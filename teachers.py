@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+import utils
 from batch import Batch, collate
 from config import ConfigError, TrainConfig
 from data import shorten
@@ -185,6 +186,14 @@ def complete(batch: Batch, cfg: TrainConfig) -> None:
     if cfg.distill_topk and batch.teacher_top is None:
         batch.teacher_top = mask.new_zeros(*mask.shape, cfg.distill_topk, dtype=torch.int64)
         batch.teacher_top_logprobs = mask.new_full(batch.teacher_top.shape, -math.inf)
+
+
+def seconds(trajectories: list[Trajectory]) -> dict[str, float]:
+    """What servers took, from asking to the answer, over all ranks, which all call it."""
+    took = [t.info["teacher_seconds"] for t in trajectories if "teacher_seconds" in t.info]
+    values, longest = torch.tensor(took or [0.0]), utils.all_max(max(took, default=0.0))
+    mean = float(utils.global_mean(values, torch.full_like(values, bool(took))))
+    return {"distill/seconds": mean, "distill/seconds_max": longest} if longest else {}
 
 
 def in_this_process(cfg: TrainConfig) -> bool:

@@ -892,15 +892,17 @@ def add_teacher(batch: Batch, run: SimpleNamespace, trajectories: list[Trajector
     """What a teacher in this process says of the sampled tokens (its servers have said it while sampling). Metrics."""
     if not cfg.has_teacher:
         return {}
+    metrics = teachers.seconds(trajectories)
     teachers.complete(batch, cfg)
     if teachers.in_this_process(cfg):
         teacher, inner = run.teacher or (run.policy, run.inner)
         seen, inner.top = teachers.as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk
-        logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
+        with clock(metrics, "teacher"):
+            logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
         run.inner.top = 0
         teachers.enter(batch, seen, trajectories, logprobs, top, cfg)
     teachers.drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
-    return distill_metrics(batch)
+    return metrics | distill_metrics(batch)
 
 
 # ==== 8 update =======================================================================================================
@@ -1589,8 +1591,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             trajectories = sorted(trajectories, key=lambda t: t.group)
             metrics |= (foreign := counts_by_origin(trajectories))  # of all ranks
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
-            with clock(metrics, "teacher"):
-                metrics |= add_teacher(batch, run, trajectories, pad_id, cfg)
+            metrics |= add_teacher(batch, run, trajectories, pad_id, cfg)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])

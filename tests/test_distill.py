@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
 import torch
 from hypothesis import given, settings
@@ -448,7 +449,11 @@ def test_a_run_with_a_teachers_server(teacher, tmp_path):
         assert process.end() == 0, process.text
     assert abs(learned(tmp_path / "x", "distill/reverse_kl")[0]) < 1e-3
     assert learned(tmp_path / "x", "distill/asked") == [1, 1]
-    assert learned(tmp_path / "x", "time/teacher")[0] > 0
+    longest, mean = (learned(tmp_path / "x", f"distill/seconds{end}")[0] for end in ("_max", ""))
+    assert longest >= mean > 0 and not learned(tmp_path / "x", "time/teacher")
+    columns = pandas.read_parquet(next((tmp_path / "x" / "completions").glob("step_*1.parquet")))
+    for row in columns.to_dict("records"):  # half precision
+        assert row["tokens/teacher_logprob"] == pytest.approx(row["tokens/sampler_logprob"], abs=0.02)
     assert teacher.token not in process.text
 
 
