@@ -58,7 +58,8 @@ def held_out(lines: list[dict]) -> dict[str, float]:
 
 def table(runs: dict[str, dict]) -> str:
     steps = sorted({int(step) for run in runs.values() for step in run["right"]})
-    text = f"| | seed | {' | '.join(map(str, steps))} | sampled tokens | s a step |\n|---|---|{'---|' * (len(steps) + 2)}\n"
+    text = f"| | seed | {' | '.join(map(str, steps))} | sampled tokens | s a step |\n"
+    text += f"|---|---|{'---|' * (len(steps) + 2)}\n"
     for run in runs.values():
         shares = (f"{run['right'][str(step)]:.2f}" if str(step) in run["right"] else "" for step in steps)
         text += f"| {run['case']} | {run['seed']} | {' | '.join(shares)} | {run['tokens']:.0f} | {run['step']:.1f} |\n"
