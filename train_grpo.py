@@ -432,7 +432,7 @@ class Policy(nn.Module):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]
             squares = (p.detach() ** 2).sum(-1) if self.squares else torch.zeros_like(entropy)
-        found = log_p.gather(1, targets.view(len(targets), -1)).view_as(targets)
+        found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
         return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
 
 

@@ -1,6 +1,6 @@
 """Two-digit sums (sums.py) without a reward: the policy is its own teacher, which is shown the answer.
 
-The column `hint` has the question with its worked answer. Behind it the policy says how likely it finds each token that
+The column `hint` has the question behind two turns in which it is answered. There the policy says how likely it finds each token that
 it wrote without it, and learns from the difference (--teacher_prompt hint --advantage distill). Rewards are only looked
 at: their weight is 0.
 
@@ -15,10 +15,6 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
 
 
 def hint(row: dict) -> list[dict]:
-    """The question behind the same question with its answer: what follows has the form of an answer to it."""
-    question = row["prompt"][0]["content"]
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": row["answer"]},
-        {"role": "user", "content": question},
-    ]
+    """The question, behind the same question answered twice: so shown, the model as it is writes the answer again."""
+    answered = [row["prompt"][0], {"role": "assistant", "content": row["answer"]}]
+    return [*answered, *answered, row["prompt"][0]]
