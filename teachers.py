@@ -14,6 +14,7 @@ trajectory has its rewards (`trajectory.info["rewards"]`); None from it: no teac
 import asyncio
 import functools
 import math
+import os
 import time
 from dataclasses import replace
 
@@ -56,7 +57,11 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
             )
         window = cfg.max_prompt_length + cfg.max_completion_length
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-        servers(cfg).connect(decode, len(tokenizer), window, cfg.distill_topk)
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"waiting up to {cfg.server_timeout:g} s for the teacher at {', '.join(cfg.teacher_urls)}", flush=True
+            )
+        servers(cfg).connect(decode, len(tokenizer), window, cfg.distill_topk, cfg.server_timeout)
 
 
 def check_vocabulary(tokenizer, cfg: TrainConfig) -> None:

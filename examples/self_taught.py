@@ -1,8 +1,8 @@
 """Two-digit sums (sums.py) without a reward: the policy is its own teacher, which is shown the answer.
 
-The column `hint` has the question behind two turns in which it is answered. There the policy says how likely it finds each token that
-it wrote without it, and learns from the difference (--teacher_prompt hint --advantage distill). Rewards are only looked
-at: their weight is 0.
+The column `hint` has the question behind two turns in which it is answered. There the policy says how likely it finds
+each token that it wrote without them, and learns from the difference (--teacher_prompt hint --advantage distill).
+Rewards are only looked at: their weight is 0.
 
     python train_grpo.py --config examples/self_taught.yaml --generator hf
 """

@@ -79,22 +79,28 @@ class TeacherServers:
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.model, self.token, self.seconds, self.tls, self.changes = model, token, seconds, (ca, client_cert), changes
 
-    def connect(self, decode: Callable[[list[int]], str], vocab_size: int, window: int, top: int = 0) -> None:
+    def connect(
+        self, decode: Callable[[list[int]], str], vocab_size: int, window: int, top: int = 0, ready: float = 0.0
+    ) -> None:
         """ConfigError unless every server serves one and the same model, by the policy's vocabulary.
 
         decode: of the policy's tokenizer, special tokens included. vocab_size: tokens it knows. window: most tokens of
-        a prompt with its completion. top: likeliest tokens that will be asked for.
+        a prompt with its completion. top: likeliest tokens that will be asked for. ready: seconds in which a server
+        that is not there yet may come.
         """
+        end = time.monotonic() + ready
         for server in self.servers:
             try:
-                self._look(server)
+                self._wait(server, end, ready)
                 self._check_window(server, window)
                 self._check_vocabulary(server, decode, vocab_size)
                 ids = [(7919 * n + 13) % vocab_size for n in range(PROBE)]
                 server.probe = self._ask(server, ids, top, (), time.monotonic() + self.seconds).logprobs
                 server.answered = time.monotonic()
             except (TeacherError, asking.NoAnswer) as error:
-                raise ConfigError(f"--teacher_urls: {error}") from None
+                remedies = {401: "TEACHER_TOKEN holds the secret", 400: f"--max-logprobs {top} there, or a smaller k"}
+                remedy = remedies.get(getattr(error, "status", None))
+                raise ConfigError(f"--teacher_urls: {error}" + (f" ({remedy})." if remedy else "")) from None
         self.probe_ids, first = ids, self.servers[0]
         for server in self.servers[1:]:
             if not self.changes and (apart := distance(server.probe, first.probe)) > ALIKE:
@@ -139,6 +145,20 @@ class TeacherServers:
         raise TeacherError(f"the teacher gave no log-probs: {'; '.join(causes)}. {REMEDY} (now {self.seconds:g} s).")
 
     # ---- who is it --------------------------------------------------------------------------------------------------
+
+    def _wait(self, server: Server, end: float, ready: float) -> None:
+        """`_look`, once the server is there."""
+        while True:
+            try:
+                return self._look(server)
+            except asking.NoAnswer as error:
+                if error.status and error.status not in asking.BUSY:
+                    raise
+                if time.monotonic() > end:
+                    raise TeacherError(
+                        f"{error}. It was waited for {ready:g} s (--server_timeout). Is it started, at this address?"
+                    ) from error
+            time.sleep(0.5)
 
     def _look(self, server: Server) -> None:
         """Which model is served."""

@@ -174,8 +174,10 @@ def dies(at, limit=90):
 
 def never_there(at):
     """nothing listens at the address -> named: before anything is loaded"""
-    end = at.train(FLAGS + "--teacher_urls http://127.0.0.1:9 ")
-    return Seen("ended", "after loading") if "Loading the policy" in end.text else named(end, "cannot be reached", "")
+    end = at.train(FLAGS + "--teacher_urls http://127.0.0.1:9 --server_timeout 2 ")
+    if "Loading the policy" in end.text:
+        return Seen("ended", "after loading")
+    return named(end, "cannot be reached", "started, at this address")
 
 
 def comes_back_as_another(at, limit=90):
@@ -367,7 +369,7 @@ def two_servers_of_two_models(at):
 def the_wrong_token(at):
     """401 to every request -> named: the token, which is not shown"""
     end = _run(at, lambda path, number, answer: (401, {}, {"error": f"no {OURS}"}))
-    return Seen("leaked", "the token is shown") if OURS in end.text else named(end, "401", "look at the token")
+    return Seen("leaked", "the token is shown") if OURS in end.text else named(end, "401", "TEACHER_TOKEN")
 
 
 # ---- what the teacher is shown --------------------------------------------------------------------------------------
