@@ -40,7 +40,8 @@ def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 distill.needs = ("teacher_logprobs",)
-distill.compares_group = lambda cfg: set(cfg.reward_funcs) != {"zero"}  # else one completion a prompt is enough
+# Where no reward counts, one completion a prompt is enough.
+distill.compares_group = lambda cfg: set(cfg.reward_funcs) != {"zero"} and any(cfg.reward_weights or [1.0])
 
 
 def with_rest(logprobs: Tensor, known: Tensor) -> Tensor:

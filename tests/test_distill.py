@@ -198,8 +198,9 @@ def test_settings_that_cannot_teach_are_refused_before_anything_is_loaded(flags,
         script.check_algorithm(load_config(TrainConfig, [*flags.split(), "--generator", "hf"]))
 
 
-def test_one_completion_a_prompt_is_enough_where_rewards_count_for_nothing():
-    flags = "--teacher_id models/tiny --advantage distill --num_generations 1 --reward_funcs zero"
+@pytest.mark.parametrize("rewards", ["--reward_funcs zero", "--reward_funcs last_number --reward_weights 0"])
+def test_one_completion_a_prompt_is_enough_where_rewards_count_for_nothing(rewards):
+    flags = f"--teacher_id models/tiny --advantage distill --num_generations 1 {rewards}"
     script.check_algorithm(load_config(TrainConfig, [*flags.split(), "--generator", "hf"]))
 
 
