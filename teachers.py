@@ -25,7 +25,7 @@ import utils
 from batch import Batch, collate
 from config import ConfigError, TrainConfig
 from data import shorten
-from inputs.processor import load_processor
+from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
 from inputs.trajectory import Trajectory, TrajectoryError
 from plugins import function_path, load_function
@@ -48,6 +48,12 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         load_function(cfg.teacher_prompt)
     tokenizer = getattr(processor, "tokenizer", processor)
     if cfg.teacher_id:
+        ours, theirs = load_config(cfg.model_id), load_config(cfg.teacher_id)
+        if takes_images(ours) and ours.model_type != theirs.model_type:
+            raise ConfigError(
+                f"--teacher_id={cfg.teacher_id} is a {theirs.model_type}, and the policy a {ours.model_type}: it would "
+                "get images as the policy's processor prepares them. Serve it: --teacher_urls of a vllm_server.py."
+            )
         check_vocabulary(tokenizer, cfg)
     if cfg.teacher_urls:
         if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
