@@ -41,6 +41,10 @@ class Batch:
     sampling_logprobs: Tensor | None = None  # [B, T] the generator's, 0 where loss_mask is 0
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if beta is 0
+    teacher_logprobs: Tensor | None = None  # [B, T] of a teacher; nan where none was asked, None without any
+    teacher_top: Tensor | None = None  # [B, T, k] int64: the tokens that it finds likeliest (--distill_topk), and
+    teacher_top_logprobs: Tensor | None = None  # [B, T, k] their log-probs; -inf: fewer are known
+    top_logprobs: Tensor | None = None  # [B, T, k] the policy's of the same tokens, with gradient; `compute_logprobs`
     values: Tensor | None = None  # [B, T] of a critic, before the step's updates (train_ppo.py), and
     returns: Tensor | None = None  # [B, T] what they are fitted to
     baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt
@@ -79,7 +83,7 @@ class Batch:
             if isinstance(value, dict):
                 return {name: take(entry) for name, entry in value.items()}
             if isinstance(value, Tensor) and value.ndim:
-                by_token = value.shape == self.input_ids.shape or value is self.routed_experts
+                by_token = value.shape[:2] == self.input_ids.shape
                 at = places if value.device == places.device else torch.tensor(rows)
                 return value[at, :longest] if by_token else value[at]
             return [value[row] for row in rows] if isinstance(value, list) and value else value
@@ -119,6 +123,8 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
             setattr(batch, name, values.nan_to_num(posinf=math.inf))
     batch.extras = {name: extra.to(device) for name, extra in collated_extras(trajectories, length).items()}
     batch.routed_experts = collated([t.info.get("routed_experts") for t in trajectories], rows, length)
+    for name, values in collated_teacher(trajectories, length).items():
+        setattr(batch, name, values.to(device))
     if any("states" in t.info for t in trajectories):
         batch.states = number_states(trajectories, length).to(device)
     return batch
@@ -149,6 +155,24 @@ def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
             elif not by_token:
                 tensors[name][row] = float(values)
     return tensors
+
+
+def collated_teacher(trajectories: list, length: int) -> dict[str, Tensor]:
+    """What teachers' servers have said, as fields of Batch: nan, and -inf, for trajectories of which none was asked."""
+    known, rows = {}, len(trajectories)
+    if any(t.teacher_logprobs is not None for t in trajectories):
+        known["teacher_logprobs"] = torch.full((rows, length), math.nan)
+    if top := [t.teacher_top for t in trajectories if t.teacher_top is not None]:
+        k = top[0][0].shape[1]
+        known["teacher_top"] = torch.zeros(rows, length, k, dtype=torch.int64)
+        known["teacher_top_logprobs"] = torch.full((rows, length, k), -math.inf)
+    for row, t in enumerate(trajectories):
+        span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids))
+        if t.teacher_logprobs is not None:
+            known["teacher_logprobs"][row, span] = torch.tensor(t.teacher_logprobs, dtype=torch.float)
+        if t.teacher_top is not None:
+            known["teacher_top"][row, span], known["teacher_top_logprobs"][row, span] = t.teacher_top
+    return known
 
 
 def start_record(batch: Batch) -> None:

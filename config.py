@@ -150,6 +150,18 @@ class TrainConfig:
     group_mean_min: float = -math.inf  # ... and their mean is at least this (not too hard)
     group_mean_max: float = math.inf  # ... and at most this (not too easy); others leave the loss
 
+    # --- teacher: on-policy distillation, docs/algorithms.md ---
+    teacher_urls: list[str] = field(default_factory=list)  # servers of a teacher that scores what the policy samples
+    teacher_model: str | None = None  # its name there; unset: the only one that is served
+    teacher_id: str | None = None  # or a hub id or folder: a frozen teacher in this process, sharded as the policy is
+    teacher_prompt: str | None = None  # prompt that it sees instead: a column, file.py:function; alone: of the policy
+    teacher_timeout: float = 120.0  # seconds its servers may take to score a completion
+    distill_coef: float = 1.0  # weight of what the teacher says, beside the rewards; 0: it is only watched
+    distill_gamma: float = 0.0  # distill: discount of the tokens after; 0: each token counts for itself
+    distill_clip: float = 20.0  # distill: a token's log p_teacher - log p_policy is kept within this
+    distill_topk: int = 0  # a term beside the loss over the teacher's k likeliest tokens; 0: none
+    distill_jsd: float = 0.0  # of that term: 0 forward KL, 1 reverse KL, between them GKD's generalised JSD
+
     # --- algorithm ---
     preset: str | None = None  # a published recipe's settings, printed at start; flags still win over it
     advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
@@ -279,6 +291,11 @@ class TrainConfig:
         return self.domains[0]["name"] if len(self.domains) == 1 else ""
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher scores what is sampled; one of a run with domains, of some of them."""
+        return any(own.teacher_urls or own.teacher_id or own.teacher_prompt for own in self.by_domain())
+
+    @property
     def prefix(self) -> str:
         """What names of the domain's metrics and reward functions begin with."""
         return f"{self.domain}/" if self.domain else ""
@@ -326,6 +343,7 @@ def check_ranges(cfg: TrainConfig) -> None:
     positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
     positive += "learning_rate eval_generations reward_timeout judge_max_tokens "
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
+    positive += "teacher_timeout distill_clip "
     positive += "request_timeout rollout_timeout dist_timeout push_steps "
     positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
     positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
@@ -336,7 +354,7 @@ def check_ranges(cfg: TrainConfig) -> None:
     for name in (
         "min_completion_length beta weight_decay eval_temperature print_samples_every log_tokens_every epsilon_high "
         "resample_rounds spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step "
-        "router_aux_coef kl_cov_coef kimi_tau dro_beta adam_epsilon"
+        "router_aux_coef kl_cov_coef kimi_tau dro_beta adam_epsilon distill_coef distill_topk"
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
@@ -350,7 +368,7 @@ def check_ranges(cfg: TrainConfig) -> None:
         raise ConfigError(f"--seed={cfg.seed}: must be between 0 and 2^32 - 1.")
     for name in (
         "epsilon warmup_ratio adam_beta1 adam_beta2 top_p min_p gamma lam ref_sync_alpha top_entropy_quantile "
-        "clip_cov_ratio kl_cov_ratio max_failed"
+        "clip_cov_ratio kl_cov_ratio max_failed distill_gamma distill_jsd"
     ).split():
         if getattr(cfg, name) is not None and not 0 <= getattr(cfg, name) <= 1:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be between 0 and 1.")
@@ -465,6 +483,15 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.load_in and c.generator == "hf" and c.push_steps > 1,
          f"--load_in 4bit --generator hf --push_steps={c.push_steps}: the policy itself samples, with its newest "
          "adapters; leave --push_steps out."),
+        (c.teacher_urls and c.teacher_id,
+         f"--teacher_urls and --teacher_id={c.teacher_id} are two teachers; leave one out."),
+        (c.teacher_model and not c.teacher_urls,
+         f"--teacher_model={c.teacher_model} is a name on a server; add --teacher_urls, or give --teacher_id FOLDER."),
+        (c.has_teacher and c.temperature != 1,
+         f"--temperature={c.temperature}: a teacher's log-probs are those at temperature 1, to which the policy would "
+         "be pulled at this one; leave --temperature out."),
+        (c.distill_jsd and not c.distill_topk,
+         f"--distill_jsd={c.distill_jsd} is a kind of the term over the teacher's top tokens; add --distill_topk 20."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         *((path and not os.path.isfile(path), f"--{name}={path}: there is no such file; give a PEM file.")
@@ -515,6 +542,7 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
         cfg.server_urls = addresses.checked(cfg.server_urls)
     for own in cfg.by_domain():
         with domains.named(own):
+            addresses.checked(own.teacher_urls, "--teacher_urls", "TEACHER_TOKEN")
             check(own)
     if (cfg.eval_steps or cfg.eval_only) and all(own.eval_split is None for own in cfg.by_domain()):
         raise ConfigError("evaluation and eval_split none in every domain contradict each other; give one a split.")

@@ -43,6 +43,7 @@ BY_DOMAIN = {
     *"env tools mcp_config tool_parser max_turns max_turn_length max_tool_result max_calls_per_turn".split(),
     *"tool_timeout tool_concurrency tool_cache env_errors tokenization_check".split(),
     *"reward_funcs reward_weights reward_model judge_url judge_model judge_max_tokens judge_template".split(),
+    *"teacher_urls teacher_model teacher_prompt teacher_timeout".split(),
     *"reward_timeout reward_on_timeout group_std_min group_mean_min group_mean_max".split(),
 }
 OWN_KEYS = ("name", "weight")
@@ -50,7 +51,7 @@ OWN_KEYS = ("name", "weight")
 TAKEN = (
     "advantages async clip_ratio completions dynamic_sampling eval images kl kl_cov lr ranks rewards rollout".split()
 )
-TAKEN += "sampling staleness time tools turns value".split()
+TAKEN += "distill sampling staleness time tools turns value".split()
 LARGEST = ("max_prompt_length", "max_completion_length")  # of the whole run: that of the domain with the most
 
 FLOOR = 0.1  # least weight by success: what is always or never solved is tried again now and then

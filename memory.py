@@ -206,8 +206,7 @@ def rank_bytes(
     layers: Counter = Counter()  # elements of each unit of FSDP, and
     learning: Counter = Counter()  # those that are trained
     for shape, trained, layer, unused, _, packed in table:
-        number = torch.Size(shape).numel()
-        own = -(-shape[0] // ranks) * (number // shape[0]) if sharded else number
+        number, own = torch.Size(shape).numel(), largest_share(shape, ranks if sharded else 1)
         size[trained] += own
         in_4_bits += own * packed
         of_critic += own * (trained and not unused)
@@ -227,6 +226,11 @@ def rank_bytes(
     whole, own = layers.total(), sum(size.values())
     if cfg.beta > 0 and not cfg.use_peft:
         need["reference"] = (4 if cfg.ref_sync_steps else compute) * own
+    if cfg.teacher_id:
+        with torch.device("meta"):
+            teacher = make_policy(replace(cfg, model_id=cfg.teacher_id, use_peft=False, load_in=None))
+        shares = (largest_share(p.shape, ranks if sharded else 1) for p in teacher.parameters())
+        need["reference"] += compute * sum(shares)
     if cfg.generator == "hf" and not cfg.load_in:
         need["generator"] = compute * whole
     root, of_root = layers[-1], learning[-1]
@@ -284,6 +288,11 @@ def rank_bytes(
         need["push"] = max(at_root, at_layer)
     need["push"] = sending(buckets, cfg) + max(need["push"] + before, full + checksum_bytes(buckets))
     return need
+
+
+def largest_share(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a parameter on the first of the ranks that share it by its rows."""
+    return -(-shape[0] // ranks) * (torch.Size(shape).numel() // shape[0])
 
 
 def push_bucket_mb(parameters: int) -> int:

@@ -113,6 +113,11 @@ def overlong(completion_ids, cfg, **columns) -> list[float]:
     return [-min(max((len(ids) - start) / buffer, 0.0), 1.0) for ids in completion_ids]
 
 
+def zero(completions, **columns) -> list[float]:
+    """No reward: for what is learned from a teacher alone (--advantage distill, --distill_topk)."""
+    return [0.0] * len(completions)
+
+
 def length(completion_ids, cfg, **columns) -> list[float]:
     """-(tokens / max_completion_length), from 0 to -1: a small weight prefers short ones, a negative one long ones."""
     return [-len(ids) / cfg.max_completion_length for ids in completion_ids]
@@ -209,6 +214,7 @@ REWARDS: dict[str, Callable] = {
     "repetition": repetition,
     "format": format_tags,
     "overlong": overlong,
+    "zero": zero,
     "length": length,
     "reasoning_gym": reasoning_gym,
     "reward_model": reward_model,

@@ -162,6 +162,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
                     "completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
                     "model_inputs": prompt.model_inputs,
                     "routed_experts": joined(None, sample),
+                    "sent": (prompt.sent_ids, sample.token_ids, len(prompt.images)),
                     **told,
                 },
             )
@@ -552,7 +553,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
     seen = so_far if len(so_far.images) > len(prompt.images) else prompt
     info |= {"messages": sum(map(messages_of, turns), []), "model_inputs": seen.model_inputs}
-    info |= {"routed_experts": experts}
+    sent = so_far.sent_ids[len(prompt.sent_ids) :]  # for a teacher: as a server takes them
+    info |= {"routed_experts": experts, "sent": (prompt.sent_ids, sent, len(prompt.images))}
     if any(state is not None for state in states):
         info["states"] = states
     if cfg.env:  # rewards may ask for it, as TRL's do for `environments`

@@ -70,6 +70,7 @@ from torch.utils.checkpoint import checkpoint
 
 import data
 import domains
+import teachers
 import utils
 from algorithms import optimizers
 from algorithms.advantages import MORE_ADVANTAGES
@@ -86,6 +87,7 @@ from algorithms.checks import (
     told,
     with_numbers,
 )
+from algorithms.distillation import check_teacher, distill_metrics, divergence
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
     Batch,
@@ -160,7 +162,8 @@ from safety import sandbox
 # An advantage or a policy loss is a plain function. What the loop has to know of it, it says as attributes:
 #
 #     mine.needs = ("entropy",)         fields of Batch computed beforehand, constants without gradient: old_logprobs,
-#                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion)
+#                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion),
+#                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk)
 #     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what is of a group,
 #                                       of the step or of all ranks, computed once, after the advantages and before
 #                                       leave_out; a loss finds it in batch.extras[name], cut as its micro-batch is
@@ -194,6 +197,7 @@ def check_algorithm(cfg: TrainConfig) -> None:
         if fault := getattr(function, "check", lambda cfg: None)(cfg):
             raise ConfigError(f"{name}: {fault}.")
     check_shaping(ADVANTAGES[cfg.advantage], cfg)
+    check_teacher(in_use(cfg), cfg)
     compares = getattr(ADVANTAGES[cfg.advantage], "compares_group", True)
     if (compares(cfg) if callable(compares) else compares) and cfg.num_generations < 2:
         raise ConfigError(
@@ -365,6 +369,7 @@ class Policy(nn.Module):
         self.routing = routing.of(self.hf_model, cfg) if self.replays else None
         self.last_pass = True  # of an update: in it, copies of shards (--shard_size) add up their gradients
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
+        self.top = 0  # how many of the likeliest tokens are told, and their log-probs (of a teacher)
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.
         several = utils.world_size() > 1 and takes_images(model.config)
@@ -374,9 +379,9 @@ class Policy(nn.Module):
     def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob of `targets` [N], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy and sum
-        of squared probabilities of the distribution it is drawn from.  [N] each"""
+    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        """Log-prob of `targets` [N] or [N, m], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy
+        and sum of squared probabilities of the distribution it is drawn from [N]; of a teacher `top`'s, [N, k]."""
         device = targets.device.type
         # Without its cache, in which chunks would share one cast weight, and sum its gradient in bfloat16.
         casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
@@ -415,8 +420,8 @@ class Policy(nn.Module):
         chunks[-1].register_hook(partial(ends, False))
         chunks[0].register_hook(partial(ends, True))
 
-    def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]"""
+    def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
         logits = logits_of(self.hf_model, hidden).float()  # [n, V]
         if self.never:
             logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
@@ -427,7 +432,8 @@ class Policy(nn.Module):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]
             squares = (p.detach() ** 2).sum(-1) if self.squares else torch.zeros_like(entropy)
-        return log_p.gather(1, targets[:, None])[:, 0], entropy, squares
+        found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
+        return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
 
 
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Module:
@@ -572,13 +578,26 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     """
     if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
         return None
-    with utils.on_rank_0("Loading the reference model"):
-        model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     replays = cfg.router_replay if cfg.router_replay_reference else "off"
+    return load_frozen(replace(cfg, router_replay=replays), device, "the reference model")[0]
+
+
+def load_frozen(cfg: TrainConfig, device: torch.device, what: str, top: int = 0) -> tuple[nn.Module, Policy]:
+    """A model that is not trained, as `load_policy` returns one."""
+    with utils.on_rank_0(f"Loading {what}"):
+        model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     autocast = bool(cfg.ref_sync_steps) and autocasts(cfg)
-    frozen = replace(cfg, router_replay=replays, router_aux_coef=0.0)
-    inner = Policy(model.eval().requires_grad_(False), frozen, autocast)
-    return shard(inner, cfg, device, trained=False)
+    inner = Policy(model.eval().requires_grad_(False), replace(cfg, router_aux_coef=0.0), autocast)
+    inner.top = top
+    return shard(inner, cfg, device, trained=False), inner
+
+
+def load_teacher(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Policy] | None:
+    """The frozen teacher of --teacher_id, in the compute dtype; None without one."""
+    if cfg.teacher_id is None:
+        return None
+    own = replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None, router_replay="off", load_in=None)
+    return load_frozen(own, device, "the teacher", cfg.distill_topk)
 
 
 @torch.no_grad()
@@ -669,8 +688,9 @@ async def rollout(
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
+        scored = asyncio.ensure_future(score(played, own_functions(reward_functions, cfg), cfg, generator.tokenizer))
         try:
-            await score(played, own_functions(reward_functions, cfg), cfg, generator.tokenizer)
+            await asyncio.gather(scored, teachers.tell(played, generator, cfg, scored))
         except RewardError as error:
             if cfg.env_errors == "stop":
                 raise
@@ -823,11 +843,19 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     With gradient (the entropy only if there is a bonus on it).  [B, T] each
     """
     where = batch.loss_mask.nonzero(as_tuple=True)
-    empty = torch.zeros(batch.loss_mask.shape, device=batch.loss_mask.device)
-    found = policy(*pack(batch, cfg))  # [N] each
+    *inputs, targets = pack(batch, cfg)
+    if batch.teacher_top is not None:  # beside the sampled token those that a teacher finds likeliest
+        targets = torch.cat([targets[:, None], batch.teacher_top[where]], 1)  # [N, 1 + k]
+
+    def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
+        return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
+
+    logprobs, *others = policy(*inputs, targets)  # [N] each
+    if logprobs.ndim > 1:
+        batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
     if batch.record is not None and torch.is_grad_enabled():
-        record(batch, where, *found[:2])
-    return tuple(empty.index_put(where, values) for values in found)  # [N] -> [B, T]
+        record(batch, where, logprobs, others[0])
+    return tuple(map(placed_back, (logprobs, *others)))
 
 
 @torch.no_grad()
@@ -836,7 +864,7 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Ten
     out: list[Tensor] = []
     for rows in micro_batches(batch, cfg):
         parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)
-        out = out or [torch.zeros_like(batch.loss_mask) for _ in parts]
+        out = out or [part.new_zeros(*batch.loss_mask.shape, *part.shape[2:]) for part in parts]
         for whole, values in zip(out, parts if rows else (), strict=False):
             whole[rows, : values.shape[1]] = values
     return tuple(out)
@@ -858,6 +886,23 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
         seen = batch if cfg.router_replay_reference else replace(batch, routed_experts=None)
         with inner.model.disable_adapter():
             batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
+
+
+def add_teacher(batch: Batch, run: SimpleNamespace, trajectories: list[Trajectory], pad_id: int, cfg) -> dict:
+    """What a teacher in this process says of the sampled tokens (its servers have said it while sampling). Metrics."""
+    if not cfg.has_teacher:
+        return {}
+    metrics = teachers.seconds(trajectories)
+    teachers.complete(batch, cfg)
+    if teachers.in_this_process(cfg):
+        teacher, inner = run.teacher or (run.policy, run.inner)
+        seen, inner.top = teachers.as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk
+        with clock(metrics, "teacher"):
+            logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
+        run.inner.top = 0
+        teachers.enter(batch, seen, trajectories, logprobs, top, cfg)
+    teachers.drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
+    return metrics | distill_metrics(batch)
 
 
 # ==== 8 update =======================================================================================================
@@ -998,6 +1043,9 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs)  # [B, T]
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
+    if part.top_logprobs is not None:
+        term, seen = divergence(part, cfg)  # [B, T]
+        per_token, stats = per_token + cfg.distill_coef * term, stats | seen
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
     with told("own_term", own_term, part):
         own, own_stats = own_term(logprobs, entropy, part, cfg)
@@ -1392,6 +1440,8 @@ def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict
             parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, read)
             columns = [set(row) for row in parts[0] or parts[1]]
             functions = get_reward_functions(own, set.intersection(*columns) if columns else None)
+            if own.has_teacher and not cfg.eval_only:
+                teachers.connect(own, processor, parts[0])
         rows, held_out = rows + parts[0], held_out + parts[1]
         reward_functions |= {own.prefix + name: function for name, function in functions.items()}
         tools |= {own.prefix + tool.name: tool.call for tool in named_tools(own)}
@@ -1429,11 +1479,12 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
     home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # of what moves
     policy, inner = load_policy(cfg, home)
-    reference = load_reference(cfg, home)
-    if cfg.shared_prefix and (reason := why_not_shared(inner.hf_model, cfg)):
-        cfg = replace(cfg, shared_prefix=False)
-        if rank == 0:
-            print(f"Prompts are computed once per completion, not once per group: {reason}.")
+    reference, teacher = load_reference(cfg, home), load_teacher(cfg, home)
+    for one in (inner, *(teacher or ())[1:]):
+        if cfg.shared_prefix and (reason := why_not_shared(one.hf_model, cfg)):
+            cfg = replace(cfg, shared_prefix=False)
+            if rank == 0:
+                print(f"Prompts are computed once per completion, not once per group: {reason}.")
     optimizer = optimizer_of(make_optimizer, policy, cfg)
     critic = make_critic(cfg, home) if make_critic else None
     generator = make_generator(cfg, inner.hf_model, processor, device)
@@ -1455,8 +1506,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     run = SimpleNamespace(
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
         mixture=mixture, rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
-        policy=policy, inner=inner, reference=reference, optimizer=optimizer, critic=critic, modules=modules,
-        generator=generator, checks=[],
+        policy=policy, inner=inner, reference=reference, teacher=teacher, optimizer=optimizer, critic=critic,
+        modules=modules, generator=generator, checks=[],
     )  # fmt: skip
     first_push(run, cfg)
     TRAINER_STATE.max_steps = cfg.max_steps
@@ -1540,6 +1591,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             trajectories = sorted(trajectories, key=lambda t: t.group)
             metrics |= (foreign := counts_by_origin(trajectories))  # of all ranks
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
+            metrics |= add_teacher(batch, run, trajectories, pad_id, cfg)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])

@@ -442,7 +442,8 @@ def move(run, device: torch.device) -> None:
     Shards of FSDP2 are in CPU memory (--offload) and stay there; what is gathered of them goes: after a forward pass
     alone a root module is still whole.
     """
-    for module, optimizer in (run.modules | {"reference": (run.reference, None)}).values():
+    frozen = {"reference": (run.reference, None), "teacher": ((run.teacher or (None,))[0], None)}
+    for module, optimizer in (run.modules | frozen).values():
         parts = module.modules() if module is not None else ()
         if sharded := [part for part in parts if isinstance(part, FSDPModule)]:
             for part in sharded:

@@ -9,8 +9,9 @@ On top of vLLM's routes:
   file that --token-file or VLLM_SERVER_TOKEN_FILE names. Without one, a token is made up and printed - on loopback
   only; any other --host wants its own. Limits on what a request costs before its token is seen: serving/gate.py.
 * Nothing is fetched for a request: pictures come as data: URLs, unless --allowed-media-domains names hosts.
-* `POST /generate`: token ids (and base64 images) in; token ids, log-probs, finish reason and policy version out. With
-  a request_id, POST /abort_requests {"request_ids": [...]} ends it.
+* `POST /generate`: token ids (and base64 images) in; token ids, log-probs, finish reason and policy version out; on
+  request with log-probs of the prompt (a teacher's, of pictures, too). With a request_id, POST /abort_requests
+  {"request_ids": [...]} ends it.
 * `GET /server_info`: what is served, and which version of the weights.
 * Weight pushes (`VLLMClient.begin_push / send_bucket / finish_push`) on vLLM's life cycle and route names:
   /init_weight_transfer_engine, /start_weight_update (pauses; sequences under way are kept), /update_weights once a
@@ -347,6 +348,7 @@ class GenerateRequest(BaseModel):
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=0, lt=2**63)
     routed_experts: bool = False  # with the experts that every token went through
+    prompt_logprobs: int | None = Field(None, ge=0)  # with those of the prompt's tokens and of so many likeliest ones
     adapter: str | None = None  # whose newest version samples; unset: the newest of all that were pushed
     request_id: str | None = Field(None, pattern="^[0-9a-f]{32}$")  # by which POST /abort_requests ends it
 
@@ -366,6 +368,8 @@ def check_request(body: GenerateRequest, model_config, placeholders: list[int], 
         )
     elif body.min_tokens > body.max_tokens:
         problem = f"min_tokens={body.min_tokens} is more than max_tokens={body.max_tokens}"
+    elif (body.prompt_logprobs or 0) > (most := model_config.max_logprobs) >= 0:
+        problem = f"prompt_logprobs={body.prompt_logprobs} are more than this server gives, {most}: --max-logprobs"
     elif bad := [t for t in [*body.prompt_ids, *(body.stop_token_ids or [])] if not 0 <= t < vocab]:
         problem = f"token id {bad[0]} is outside the vocabulary of {vocab} tokens"
     elif images and not model_config.is_multimodal_model:
@@ -407,6 +411,15 @@ def describe_sample(output, with_experts: bool = False) -> dict:
         raise HTTPException(500, "log-probs are not finite: the weights or the logits hold nan or inf")
     sample = {"token_ids": list(output.token_ids), "logprobs": logprobs, "finish_reason": output.finish_reason}
     return sample | ({"routed_experts": encoded(output.routed_experts)} if with_experts else {})
+
+
+def describe_prompt(scored) -> list[dict | None]:
+    """As vLLM's /v1/completions has it: {token: {"logprob": its log-prob}} of each place but the first; of what cannot
+    come next -9999, since JSON has no infinity."""
+    found = [{str(token): {"logprob": max(one.logprob, -9999.0)} for token, one in at.items()} for at in scored if at]
+    if any(math.isnan(one["logprob"]) for at in found for one in at.values()):
+        raise HTTPException(500, "log-probs of the prompt are nan: the weights or the logits hold nan or inf")
+    return [None, *found]
 
 
 async def run_generation(engine, body: GenerateRequest, images: list[Image.Image], placeholders: list[int], adapter):
@@ -475,6 +488,8 @@ def generate_route(engine, pushes, adapters, placeholders: list[int]):
         if bound is not None:  # to the end
             versions = {"policy_version": bound.number, "policy_version_last": bound.number, "instance": bound.instance}
         prompt = {"prompt_ids": list(final.prompt_token_ids), "cached_tokens": final.num_cached_tokens}
+        if body.prompt_logprobs is not None:
+            prompt["prompt_logprobs"] = describe_prompt(final.prompt_logprobs)
         return JSONResponse({"samples": samples} | prompt | versions)
 
     return generate

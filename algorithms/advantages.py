@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import utils
+from algorithms.distillation import distill
 from batch import (
     Batch,
     by_turn,
@@ -184,5 +185,5 @@ def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
 MORE_ADVANTAGES = {
     "lite_ppo": lite_ppo, "opo": opo, "gpg": gpg, "gdpo": gdpo, "grpo_passk": grpo_passk, "remax": remax,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "turn": turn, "gigpo": gigpo, "otb": otb,
-    "tir_otb": tir_otb,
+    "tir_otb": tir_otb, "distill": distill,
 }  # fmt: skip

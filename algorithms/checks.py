@@ -9,7 +9,8 @@ from torch import Tensor
 
 from config import ConfigError, TrainConfig, known_name
 
-FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines")  # of Batch, if a function asks
+# Of Batch, if a function asks.
+FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
 
 
 def names_in(function: Callable) -> set[str]:

@@ -27,10 +27,14 @@ class Trajectory:
     turns: int = 1
     policy_version: int = 0  # of the oldest weights that sampled any of it, and
     policy_version_last: int | None = None  # of the newest; None: the same
+    teacher_logprobs: list[float] | None = None  # a teacher's, as `logprobs`; None: no server was asked
+    teacher_top: tuple | None = None  # tensors [n, k]: the tokens that it finds likeliest, and their log-probs
     info: dict = field(default_factory=dict)  # completion text, rewards by function, counters
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
+        said = {"teacher_logprobs": self.teacher_logprobs, "teacher_top": self.teacher_top and self.teacher_top[0]}
+        lengths |= {name: len(values) for name, values in said.items() if values is not None}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"a trajectory's per-token lists must have one length, got {lengths}")
 

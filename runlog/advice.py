@@ -223,6 +223,35 @@ def stale(curves: Curves, config: dict) -> list[dict]:
     return found
 
 
+def teacher(curves: Curves) -> list[dict]:
+    """Where teacher and policy do not speak of the same thing: no more training makes them agree."""
+    found = []
+    steps, first = curves.all("distill/first_gap")
+    _, apart = curves.all("distill/reverse_kl")
+    if len(first) >= 3 and len(apart) == len(first):
+        odd = (first < -2) & (-first > 3 * np.abs(apart))
+        if (start := since(steps, odd)) is not None:
+            text = f"The first token of an answer is {-now(first):.1f} nats less likely to the teacher since step "
+            text += f"{start}, tokens on average {now(apart):.2f}. Does it know the prompt's form? A base model, "
+            text += "another chat template, or one that begins answers otherwise (<think>) looks like this. Read a few "
+            text += "answers in the token view, coloured by teacher minus policy."
+            found.append(note("bad", "Teacher and template", text, "another-template"))
+    steps, outside = curves.all("distill/outside_top")
+    if len(outside) >= 3 and (start := since(steps, outside > 0.3)) is not None:
+        text = f"{now(outside):.0%} of the sampled tokens are not among those that the teacher finds likeliest, since "
+        text += f"step {start}; these have {now(curves.all('distill/top_mass')[1]):.0%} of its probability. There the "
+        text += "term says little: --advantage distill, which scores every sampled token, a larger --distill_topk, or "
+        text += "first a supervised pass over answers of the teacher."
+        found.append(note("watch", "Outside the teacher's top tokens", text, "far-from-teacher"))
+    steps, far = curves.all("distill/far_below")
+    if len(far) >= 3 and (start := since(steps, far > 0.2)) is not None:
+        text = f"{now(far):.0%} of the sampled tokens have less than a twentieth of their probability for the teacher, "
+        text += f"since step {start}. It corrects a policy that is near it; far away, a supervised pass over its "
+        text += "answers comes first, or --distill_clip 2."
+        found.append(note("watch", "Far from the teacher", text, "far-from-teacher"))
+    return found
+
+
 def left_behind(curves: Curves, config: dict) -> list[dict]:
     """A domain that earns nothing, or falls, while the others rise."""
     found, known = [], domains(curves, config)
@@ -297,7 +326,7 @@ def of_curves(curves: Curves, config: dict) -> list[dict]:
     """Notes on the metrics; the bad ones first."""
     apart = pulled_apart(curves)
     found = [*lost_rewards(curves, config), *stale(curves, config), *apart, *length(curves, config, apart)]
-    found += [*entropy(curves), *left_behind(curves, config)]
+    found += [*entropy(curves), *left_behind(curves, config), *teacher(curves)]
     found += [*silent_groups(curves, apart), *failures(curves, config)]
     return sorted(found, key=lambda note: note["level"] != "bad")
 

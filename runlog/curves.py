@@ -24,6 +24,7 @@ PANELS = [
     ("Entropy", "towards 0 the policy has stopped exploring", ["entropy"]),
     ("Clipped tokens", "share of tokens the policy loss clips", ["clip_ratio/*"]),
     ("KL", "distance from the reference model", ["kl", "kl/*"]),
+    ("Distance from the teacher", "nats a token", ["distill/reverse_kl", "distill/divergence"]),
     ("Gradient norm", "before clipping", ["grad_norm"]),
     ("Trainer against generator", "small and flat", ["sampling/logprob_diff_mean", "sampling/kl"]),
     ("Age of the weights that sample", "optimizer steps behind", ["policy_lag", "staleness/max", "staleness/mean"]),

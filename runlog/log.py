@@ -130,6 +130,7 @@ def code_files(cfg) -> list[str]:
     for own in cfg.by_domain():
         specs += [*own.reward_funcs, own.dataset_id, *own.tools, own.env]
         asked |= {own.mcp_config, own.judge_template}
+        specs += [own.teacher_prompt] if own.teacher_prompt and ".py:" in own.teacher_prompt else []
     specs = [spec.partition("?")[0] for spec in [*specs, *asked] if spec]
     paths = [spec.rpartition(":")[0] if ".py:" in spec else spec for spec in specs]
     folders = {Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parent.parent}

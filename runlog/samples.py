@@ -20,7 +20,8 @@ from runlog.curves import is_number
 from runlog.reading import readable_prompt
 
 KINDS = ("completions", "evaluations")
-TOKEN_COLUMNS = ("trained", "advantage", "weight", "logprob", "entropy", "sampler_logprob", "version")
+TOKEN_COLUMNS = ("trained", "advantage", "weight", "logprob", "entropy", "sampler_logprob", "teacher_logprob")
+TOKEN_COLUMNS += ("version",)
 KNOWN = {"prompt", "completion", "reward", "advantage", "finish_reason", "row_number", "origin", "turns", "group"}
 KNOWN |= {"domain", "policy_version", "length", "prompt_ids", "token_ids", "picture"}
 PREVIEW = 160  # characters of a completion in a list

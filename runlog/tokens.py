@@ -9,6 +9,7 @@ Columns of completions/step_N.parquet, a list each as long as token_ids; a numbe
     tokens/advantage         half
     tokens/logprob           half    the trainer's, in the last pass of the step's updates that saw it, and
     tokens/entropy           half    the entropy of the distribution it was drawn from
+    tokens/teacher_logprob   half    a teacher's, where one was asked
     tokens/weight            half    minus the derivative of the update's loss by its log-prob, times its loss tokens
 """
 
@@ -46,6 +47,8 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
     known = {"trained": (batch.loss_mask > 0).cpu().numpy()}  # [B, T] each
     if batch.advantages is not None:
         known["advantage"] = half(batch.advantages)
+    if batch.teacher_logprobs is not None:
+        known["teacher_logprob"] = half(batch.teacher_logprobs)
     if batch.record is not None:
         known |= {name: half(getattr(batch.record, name)) for name in ("weight", "logprob", "entropy")}
     ids, sampler = batch.input_ids.int().cpu().numpy(), half(batch.sampling_logprobs)
@@ -55,6 +58,8 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
         sampled = np.array(t.loss_mask, bool)
         row = {"prompt_ids": ids[number, :start], "token_ids": ids[number, start:end]}
         row |= {f"tokens/{name}": values[number, start:end] for name, values in known.items()}
+        for name in {"tokens/teacher_logprob"} & row.keys():
+            row[name] = np.where(sampled, row[name], np.float16(np.nan))
         row["tokens/sampler_logprob"] = np.where(sampled, sampler[number, start:end], np.float16(np.nan))
         versions = np.where(sampled, np.int32(t.policy_version), np.int32(0))
         for turn in t.info.get("turns") or ():

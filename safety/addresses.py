@@ -14,8 +14,9 @@ def place_of(url: str) -> tuple[str, str, int]:
     return parts.scheme, parts.hostname or "", parts.port or PORTS.get(parts.scheme, 0)
 
 
-def checked(urls: list[str], flag: str = "--server_urls") -> list[str]:
-    """`urls` without a slash at their ends. ConfigError for what is no address of a server, and for one given twice."""
+def checked(urls: list[str], flag: str = "--server_urls", secret: str = "VLLM_SERVER_TOKEN") -> list[str]:
+    """`urls` without a slash at their ends. ConfigError for what is no address of a server, and for one given twice.
+    secret: the variable with the token."""
     places: dict[tuple, str] = {}
     for url in urls:
         shown = credentials.mask(url if "://" in url else f"http://{url}")
@@ -32,7 +33,7 @@ def checked(urls: list[str], flag: str = "--server_urls") -> list[str]:
         if parts.username is not None or parts.query or parts.fragment:
             raise ConfigError(
                 f"{flag}={shown}: give the address alone, {parts.scheme}://HOST:PORT. The server knows its clients by "
-                "a token: VLLM_SERVER_TOKEN, or a file that VLLM_SERVER_TOKEN_FILE names."
+                f"a token: {secret}, or a file that {secret}_FILE names."
             )
         if place in places:
             raise ConfigError(

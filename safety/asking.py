@@ -4,8 +4,8 @@
 
 Within its seconds a call asks again where that is safe: as often as a server is busy (429, 503; after its Retry-After,
 if it has one), and ATTEMPTS times in all where the connection breaks or the server fails. No answer has more than
-MOST_BYTES. Redirections are refused: they would take the question elsewhere. Messages name scheme, host and port of
-the server; the rest of its address may hold keys.
+MOST_BYTES, or what the caller allows. Redirections are refused: they would take the question elsewhere. Messages name
+scheme, host and port of the server; the rest of its address may hold keys.
 """
 
 import email.utils
@@ -73,8 +73,9 @@ def ask(
     token: str | None = None,
     ca: str | None = None,
     client_cert: str | None = None,
+    most: int = MOST_BYTES,
 ) -> dict:
-    """The JSON object that the server answers with. NoAnswer if there is none within `seconds`.
+    """The JSON object that the server answers with, at most `most` bytes. NoAnswer if there is none within `seconds`.
 
     ca: PEM file by which an https server's certificate is checked; when not given, what SSL_CERT_FILE or
     REQUESTS_CA_BUNDLE names, else the usual authorities. client_cert: PEM file to show to servers that ask for one.
@@ -83,7 +84,7 @@ def ask(
     deadline, failures, wait = time.monotonic() + seconds, 0, WAIT
     while True:
         try:
-            return ask_once(method, url, deadline, body, token, dict(verify=ca, cert=client_cert))
+            return ask_once(method, url, deadline, body, token, dict(verify=ca, cert=client_cert), most)
         except NoAnswer as error:
             failures += error.status not in BUSY
             pause = wait if error.wait is None else error.wait
@@ -105,7 +106,9 @@ def warned(message: str) -> None:
         logger.warning(message)
 
 
-def ask_once(method: str, url: str, deadline: float, body: dict | None, token: str | None, tls: dict) -> dict:
+def ask_once(
+    method: str, url: str, deadline: float, body: dict | None, token: str | None, tls: dict, most: int
+) -> dict:
     def present(request):  # as `auth`, since a .netrc would replace the header
         request.headers["Authorization"] = b"Bearer " + token.encode()
         return request
@@ -113,10 +116,10 @@ def ask_once(method: str, url: str, deadline: float, body: dict | None, token: s
     where, left = place(url), max(deadline - time.monotonic(), 0.001)
     options = dict(json=body, auth=present if token else None, headers={"Accept-Encoding": "identity"})
     options |= dict(timeout=(min(left, 10), left), allow_redirects=False, stream=True) | tls
-    over = f"{where} answered with over {MOST_BYTES >> 20} MiB; is it the right server?"
+    over = f"{where} answered with over {most >> 20} MiB; is it the right server?"
     try:
         with requests.request(method, url, **options) as answer:
-            text = read_body(answer, MOST_BYTES, deadline, NoAnswer(over, answer.status_code))
+            text = read_body(answer, most, deadline, NoAnswer(over, answer.status_code))
     except requests.Timeout:
         raise NoAnswer(f"{where} gave no answer in time; it hangs or is overloaded", again=True) from None
     except requests.ConnectionError as error:

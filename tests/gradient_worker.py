@@ -119,10 +119,11 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
     speak = (number != 1) & (number != 3)
     batch = replace(batch, ref_logprobs=None, advantages=batch.advantages * speak[:, None])
     script.POLICY_LOSSES["foreign"] = foreign_loss
-    for loss in [*losses, "foreign", "foreign term", "entropy"]:
+    for loss in [*losses, "foreign", "foreign term", "entropy", "teacher"]:
         cfg = replace(base, policy_loss=loss, beta=0.0, tokens_per_microbatch=40, **SETTINGS.get(loss, {}))
-        if loss in ("foreign term", "entropy"):
+        if loss in ("foreign term", "entropy", "teacher"):
             cfg = replace(cfg, policy_loss="ppo", entropy_coef=0.1 * (loss == "entropy"))
+        batch = taught(batch) if loss == "teacher" else batch
         inner.entropy_gradient = cfg.entropy_coef != 0
         loss_of = with_foreign_term if loss == "foreign term" else script.micro_loss
         result[base.use_peft, loss, "silent", "cut"] = gradients(policy, inner, batch, cfg, loss_of)
@@ -130,6 +131,14 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
             whole = replace(cfg, tokens_per_microbatch=100_000)
             result[base.use_peft, loss, "silent", "one"] = gradients(policy, inner, batch, whole, loss_of)
     return result
+
+
+def taught(batch: script.Batch) -> script.Batch:
+    """What a teacher might say: three likely tokens of each place; of some rows, nothing."""
+    top = batch.input_ids[..., None] * torch.tensor([3, 7, 11], device=batch.input_ids.device) % 1000  # [B, T, 3]
+    asked = (batch.input_ids[:, 3] % 3 > 0)[:, None, None]
+    logprobs = torch.tensor([0.5, 0.3, 0.1], device=top.device).log().expand(top.shape).where(asked, -torch.inf)
+    return replace(batch, teacher_top=top, teacher_top_logprobs=logprobs)
 
 
 def foreign_loss(logprobs, batch, cfg):

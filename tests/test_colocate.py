@@ -201,7 +201,9 @@ def test_everything_moves_and_stays_what_the_optimizer_knows():
     policy, reference = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2))
     policy[0].weight = torch.nn.Parameter(torch.randn(4, 4).T)  # not in rows
     optimizer = torch.optim.AdamW(policy.parameters())
-    run = SimpleNamespace(policy=policy, reference=reference, critic=None, modules={"policy": (policy, optimizer)})
+    run = SimpleNamespace(
+        policy=policy, reference=reference, teacher=None, critic=None, modules={"policy": (policy, optimizer)}
+    )
     homes = []
     for _ in range(2):
         policy(torch.randn(3, 4)).sum().backward()
@@ -228,7 +230,7 @@ def test_memory_of_what_moves_is_pinned_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", pinning)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("emptied"))
-    utils.move(SimpleNamespace(reference=None, modules={"policy": (module, None)}), torch.device("cpu"))
+    utils.move(SimpleNamespace(reference=None, teacher=None, modules={"policy": (module, None)}), torch.device("cpu"))
     assert asked == [True, True, "emptied"]
 
 
@@ -252,7 +254,7 @@ def test_shards_in_cpu_memory_leave_the_gpu_to_the_server(tmp_path, monkeypatch)
     utils.init_distributed(60)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     reference, optimizer = script.load_reference(cfg, torch.device("cpu")), script.make_optimizer(policy, cfg)
-    run = SimpleNamespace(reference=reference, modules={"policy": (policy, optimizer)})
+    run = SimpleNamespace(reference=reference, teacher=None, modules={"policy": (policy, optimizer)})
     batch = batch_of(cfg, 1, torch.device("cpu"))
     script.update(policy, optimizer, batch, cfg, 0)  # makes the optimizer's state
     state = [value for each in optimizer.state.values() for value in each.values()]

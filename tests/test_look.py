@@ -601,6 +601,15 @@ WENT_WRONG = {
         {"One update too far": "from 1.9.* to 0.82 between two steps, before step 2;.*it was 0.003"},
         "explores",
     ),
+    "a teacher that knows another template": (
+        {},
+        {
+            "distill/reverse_kl": [0.4] * 12, "distill/first_gap": [-4.0] * 12, "distill/far_below": [0.05] * 12,
+            "distill/outside_top": [0.4] * 12, "distill/top_mass": [0.97] * 12,
+        },
+        {"Teacher and template": "4.0 nats less likely", "Outside the teacher's top tokens": "^40% .* 97%"},
+        "far away",
+    ),
     "a critic of one update a step": (
         {"critic_iterations": 1, "num_minibatches": 1},
         {"value/explained_variance": [0, 0, 0.001, 0.002, 0.006, 0.005, 0.003, 0.002] * 4},

@@ -250,3 +250,15 @@ def test_a_strategy_that_cannot_fit_is_said_with_one_that_can(wide):
     just = memory.peak(memory.rank_bytes(empty_policy, shards, 7)) / (1 - memory.SPARE) + 1
     assert memory.settled(empty_policy, shards, 7, just) == (shards, "")
     assert "--offload needs" in memory.settled(empty_policy, shards, 7, just, critic=True)[1]
+
+
+def test_a_teacher_in_the_process_counts_as_a_reference_does():
+    """Of the same size it takes what a reference takes, sharded or not; beside one, as much again."""
+    for strategy, ranks in (("ddp", 1), ("fsdp2", 4)):
+        cfg = TrainConfig(model_id="models/tiny", strategy=strategy, tokens_per_microbatch=1024, max_prompt_length=64)
+        cfg = replace(cfg, max_completion_length=64, gradient_checkpointing=False, prompts_per_step=8)
+        alone, both, taught = (
+            memory.rank_bytes(empty_policy, replace(cfg, **more), ranks)["reference"]
+            for more in (dict(beta=0.1), dict(beta=0.1, teacher_id="models/tiny"), dict(teacher_id="models/tiny"))
+        )
+        assert alone == taught > 0 and both == 2 * alone

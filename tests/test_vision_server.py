@@ -18,6 +18,7 @@ from test_server import generate, push
 from tiny_vlms import picture, rows_of
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+import teachers
 import train_grpo as script
 from config import TrainConfig
 from inputs import prompts
@@ -102,6 +103,38 @@ def test_server_and_trainer_see_the_same(served, family):
     prompts.check_echo(prompt, samples)
     with pytest.raises(RuntimeError, match=r"the trainer \d+; they differ from token \d+ on"):
         prompts.check_echo(wrong, samples)
+    client.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompt", ["the same", "another"])
+def test_images_travel_to_a_teacher(served, family, prompt):
+    """The policy's own server as its teacher: behind the same prompt it says what it said when it sampled."""
+    server = served[family]
+    how = dict(model_id=str(server.model_dir), server_urls=[server.url], server_token=server.token)
+    how |= dict(compute_dtype="float32", max_prompt_length=256, max_completion_length=12, num_generations=2)
+    how |= dict(teacher_urls=[server.url], distill_topk=4, env_errors="stop")
+    cfg = TrainConfig(**how, teacher_prompt="hint" if prompt == "another" else None)
+    rows = [row | {"hint": [{"role": "user", "content": "Another one."}]} for row in rows_of(family)]
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    processor = load_processor(cfg.model_id)
+    client = script.make_generator(cfg, inner.hf_model, processor, torch.device("cpu"))
+    script.push_weights(policy, client, 0, 1)
+    teachers.connect(cfg, processor, rows)
+
+    async def told() -> list:
+        trajectories = await single_turn(rows, client, cfg)
+        scored = asyncio.ensure_future(asyncio.sleep(0))
+        await teachers.tell(trajectories, client, cfg, scored)
+        return trajectories
+
+    trajectories = asyncio.run(told())
+    assert any(t.images for t in trajectories)
+    for t in trajectories:
+        assert len(t.teacher_logprobs) == len(t.token_ids) and t.teacher_top[0].shape == (len(t.token_ids), 4)
+        apart = max(abs(a - b) for a, b in zip(t.teacher_logprobs, t.logprobs, strict=True))
+        # Sampling leaves out placeholders of images, which a teacher gives their small share.
+        assert (apart < 3e-3) == (prompt == "the same")
     client.close()
 
 

@@ -4,10 +4,9 @@ import { nodes, short } from "./text.js";
 
 const CHUNK = 4000; // tokens in the document at first, and with each "more"
 
-const difference = (columns) =>
-  columns.logprob && columns.sampler_logprob
-    ? columns.logprob.map((value, n) =>
-        value === null || columns.sampler_logprob[n] === null ? null : value - columns.sampler_logprob[n])
+const minusSampler = (values, sampler) =>
+  values && sampler
+    ? values.map((value, n) => (value === null || sampler[n] === null ? null : value - sampler[n]))
     : undefined;
 
 // name: [label, what it is, its colours]
@@ -20,6 +19,9 @@ export const QUANTITIES = {
   entropy: ["entropy", "of the policy at this token; the darker, the less certain", "up"],
   difference: ["trainer minus sampler", "of the log-probs of the same token; blue: the trainer finds it likelier; " +
     "white: they agree", "signed"],
+  teacher_logprob: ["teacher's log-prob", "the darker, the less likely the teacher finds it", "down"],
+  gap: ["teacher minus policy", "of the log-probs of the same token; blue: the teacher finds it likelier; orange: less " +
+    "likely, and it is pushed down where that is learned from", "signed"],
   version: ["policy version", "the weights that sampled it, a colour each", "kinds"],
 };
 
@@ -37,7 +39,7 @@ function scale(kind, values, name, trained) {
     return [colour, known.slice(0, 12).map((value) => [colour(value), String(value)])];
   }
   const sizes = values.map((value) => (value === null ? null : Math.abs(value)));
-  const least = { difference: 0.05, logprob: 0.5, entropy: 0.1 }[name] ?? 1e-6;
+  const least = { difference: 0.05, gap: 0.5, logprob: 0.5, teacher_logprob: 0.5, entropy: 0.1 }[name] ?? 1e-6;
   const top = Math.max(quantile(sizes, 0.98), least);
   const part = (value) => Math.min(Math.abs(value) / top, 1);
   const hue = { up: "270 85%", down: "350 90%" }[kind];
@@ -79,7 +81,12 @@ export function tokenView(data, chosen, onChoice = () => {}) {
   const side = data.completion;
   side.specials = new Set(side.special);
   data.prompt.specials = new Set(data.prompt.special);
-  const columns = { ...data.columns, difference: difference(data.columns) };
+  const sampler = data.columns.sampler_logprob;
+  const columns = {
+    ...data.columns,
+    difference: minusSampler(data.columns.logprob, sampler),
+    gap: minusSampler(data.columns.teacher_logprob, sampler),
+  };
   const known = Object.keys(QUANTITIES).filter((name) => columns[name]);
   const count = side.ids.length;
   const view = element("section", "token-view");

@@ -1,0 +1,110 @@
+"""On-policy distillation: the policy samples, a teacher says how likely it finds each of the sampled tokens.
+
+What it says is learned from as an advantage (`distill`), or, with its likeliest tokens, as a term beside the loss
+(`divergence`). Where no teacher was asked (a domain without one, a demonstration) both are 0.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import utils
+from batch import Batch, normalize, returns_to_go, spread
+from config import ConfigError, TrainConfig
+
+FAR = 3.0  # nats: the teacher gives a token less than a twentieth of what the policy does
+NOTHING = -1e4  # a log-prob whose probability is 0, and 0 times which is no nan
+
+
+def gap(batch: Batch) -> Tensor:
+    """log p_teacher - log p_policy of the sampled tokens, whose mean is minus the reverse KL; 0 elsewhere.  [B, T]"""
+    if batch.teacher_logprobs is None:
+        return torch.zeros_like(batch.loss_mask)
+    policy = batch.sampling_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    difference = batch.teacher_logprobs - policy
+    return difference.where((batch.loss_mask > 0) & ~difference.isnan(), 0)
+
+
+def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """grpo's advantage + distill_coef * sum of gamma^(s - t) (log p_teacher - log p_policy) over s >= t, gamma of
+    --distill_gamma: the sampled reverse KL. With all rewards 0 it is pure distillation.
+
+    K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025 (gamma 0); 2306.08543 eq. 3 (gamma 1).  [B, T]
+    """
+    said = gap(batch).clamp(-cfg.distill_clip, cfg.distill_clip)
+    rewarded = spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
+    return rewarded + cfg.distill_coef * returns_to_go(replace(batch, rewards=said), cfg.distill_gamma)
+
+
+distill.needs = ("teacher_logprobs",)
+# Where no reward counts, one completion a prompt is enough.
+distill.compares_group = lambda cfg: set(cfg.reward_funcs) != {"zero"} and any(cfg.reward_weights or [1.0])
+
+
+def with_rest(logprobs: Tensor, known: Tensor) -> Tensor:
+    """Log-probs of k tokens, and behind them of all others together.  [..., k], [..., k] -> [..., k + 1]"""
+    logprobs = logprobs.masked_fill(~known, NOTHING)
+    mass = logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)  # by rounding it may be above 1
+    return torch.cat([logprobs, torch.log1p(-mass)], -1)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) of log-probs [..., n].  [...]"""
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def divergence(part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """Distance of teacher T and policy S over the teacher's k likeliest tokens and the rest as one more, with its whole
+    gradient, not that of the sampled token alone; statistics.  [B, T]
+
+    b = --distill_jsd: KL(T || S) at 0, KL(S || T) at 1, between them GKD's b KL(T || M) + (1 - b) KL(S || M) with
+    M = b T + (1 - b) S.  2306.13649 eq. 1 and sec. 3
+    """
+    known, b = part.teacher_top_logprobs > -math.inf, cfg.distill_jsd
+    teacher, policy = with_rest(part.teacher_top_logprobs, known), with_rest(part.top_logprobs, known)
+    if b == 0:
+        term = kl(teacher, policy)
+    elif b == 1:
+        term = kl(policy, teacher)
+    else:
+        mixed = torch.logaddexp(teacher + math.log(b), policy + math.log(1 - b))
+        term = b * kl(teacher, mixed) + (1 - b) * kl(policy, mixed)
+    covered = part.top_logprobs.detach().exp().where(known, 0).sum(-1)
+    return term, {"distill/divergence": term, "distill/policy_mass": covered}
+
+
+@torch.no_grad()
+def distill_metrics(batch: Batch) -> dict[str, float]:
+    """How far teacher and policy are apart on the tokens that it was asked about, over all ranks, which all call it."""
+    differs = batch.teacher_logprobs - batch.sampling_logprobs
+    known = ((batch.loss_mask > 0) & differs.isfinite()).float()
+    first = known * (known.cumsum(1) == 1)
+    means = {"reverse_kl": (-differs, known), "far_below": ((differs < -FAR).float(), known)}
+    means |= {"first_gap": (differs, first), "asked": (known, batch.loss_mask)}
+    if batch.teacher_top is not None:
+        top = batch.teacher_top_logprobs.exp()
+        among = ((batch.teacher_top == batch.input_ids[..., None]) & (top > 0)).any(-1)
+        means |= {"top_mass": (top.sum(-1), known), "outside_top": ((~among).float(), known)}
+    return {f"distill/{name}": float(utils.global_mean(*values)) for name, values in means.items()}
+
+
+def check_teacher(functions: dict[str, Callable], cfg: TrainConfig) -> None:
+    """ConfigError where something asks for a teacher that is not there, or a teacher teaches nothing."""
+    asked = [flag for flag, function in functions.items() if "teacher_logprobs" in getattr(function, "needs", ())]
+    top = [flag for flag, function in functions.items() if "teacher_top" in getattr(function, "needs", ())]
+    uses = [*asked, *top, *([f"--distill_topk {cfg.distill_topk}"] if cfg.distill_topk else [])]
+    if uses and not cfg.has_teacher:
+        raise ConfigError(
+            f"{uses[0]}: there is no teacher to learn from; give --teacher_urls http://HOST:PORT of a vLLM server, "
+            "--teacher_id FOLDER, or --teacher_prompt COLUMN with which the policy is its own."
+        )
+    if top and not cfg.distill_topk:
+        raise ConfigError(f"{top[0]} reads batch.teacher_top, which --distill_topk K asks for; add --distill_topk 20.")
+    if cfg.has_teacher and not uses and cfg.distill_coef:
+        raise ConfigError(
+            "there is a teacher, and nothing learns from it: add --advantage distill, or --distill_topk 20; or "
+            "--distill_coef 0, with which it is only watched."
+        )

@@ -1,0 +1,20 @@
+"""Two-digit sums (sums.py) without a reward: the policy is its own teacher, which is shown the answer.
+
+The column `hint` has the question behind two turns in which it is answered. There the policy says how likely it finds
+each token that it wrote without them, and learns from the difference (--teacher_prompt hint --advantage distill).
+Rewards are only looked at: their weight is 0.
+
+    python train_grpo.py --config examples/self_taught.yaml --generator hf
+"""
+
+import sums
+
+
+def rows(split: str = "train", seed: int = 42) -> list[dict]:
+    return [row | {"hint": hint(row)} for row in sums.rows(split, seed)]
+
+
+def hint(row: dict) -> list[dict]:
+    """The question, behind the same question answered twice: so shown, the model as it is writes the answer again."""
+    answered = [row["prompt"][0], {"role": "assistant", "content": row["answer"]}]
+    return [*answered, *answered, row["prompt"][0]]

@@ -1,0 +1,250 @@
+"""Who teaches a trajectory, behind which prompt, and what comes of it: between rollouts and serving/teacher.py.
+
+A teacher is one of three, by the settings of the row's domain:
+
+    --teacher_urls      servers: asked about each trajectory as it ends, beside its rewards (`tell`)
+    --teacher_id        a frozen model in this process: asked about the whole step (train_grpo.py, add_teacher)
+    --teacher_prompt    without either of these: the policy itself, which sees more than it saw when it sampled
+
+With --teacher_prompt the teacher sees another prompt, and behind it the tokens as they were sampled: a column of the
+data set, or a function (trajectory) -> text or chat messages, rendered as prompts are. A function is called when the
+trajectory has its rewards (`trajectory.info["rewards"]`); None from it: no teacher for this one.
+"""
+
+import asyncio
+import functools
+import math
+import os
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import utils
+from batch import Batch, collate
+from config import ConfigError, TrainConfig
+from data import shorten
+from inputs.processor import load_config, load_processor, takes_images
+from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
+from inputs.trajectory import Trajectory, TrajectoryError
+from plugins import function_path, load_function
+from safety import credentials, values
+from safety.addresses import place_of
+from safety.limits import run_limited
+from serving.teacher import TeacherError, TeacherServers
+from vllm_client import encode_image
+
+
+def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
+    """ConfigError for a teacher that cannot teach this policy, before anything is trained. rows: of the domain."""
+    if cfg.teacher_prompt and not function_path(cfg.teacher_prompt):
+        if lacking := next((row for row in rows if cfg.teacher_prompt not in row), None):
+            raise ConfigError(
+                f"--teacher_prompt={cfg.teacher_prompt} is no column of the row with prompt "
+                f"{shorten(lacking['prompt'])}, which has {', '.join(lacking)}; name one, or file.py:function."
+            )
+    elif cfg.teacher_prompt:
+        load_function(cfg.teacher_prompt)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if cfg.teacher_id:
+        ours, theirs = load_config(cfg.model_id), load_config(cfg.teacher_id)
+        if takes_images(ours) and ours.model_type != theirs.model_type:
+            raise ConfigError(
+                f"--teacher_id={cfg.teacher_id} is a {theirs.model_type}, and the policy a {ours.model_type}: it would "
+                "get images as the policy's processor prepares them. Serve it: --teacher_urls of a vllm_server.py."
+            )
+        check_vocabulary(tokenizer, cfg)
+    if cfg.teacher_urls:
+        if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
+            raise ConfigError(
+                "--teacher_urls names the policy's own server, which may hold adapters beside its base, and what it "
+                "says would be the base's. Leave it out: with --teacher_prompt alone the policy is its own teacher."
+            )
+        window = cfg.max_prompt_length + cfg.max_completion_length
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"waiting up to {cfg.server_timeout:g} s for the teacher at {', '.join(cfg.teacher_urls)}", flush=True
+            )
+        servers(cfg).connect(decode, len(tokenizer), window, cfg.distill_topk, cfg.server_timeout)
+
+
+def check_vocabulary(tokenizer, cfg: TrainConfig) -> None:
+    """ConfigError unless the teacher of --teacher_id reads every token as the policy does."""
+    theirs = load_processor(cfg.teacher_id)
+    theirs = {token: text for text, token in getattr(theirs, "tokenizer", theirs).get_vocab().items()}
+    for text, token in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
+        if theirs.get(token) != text:
+            raise ConfigError(
+                f"--teacher_id={cfg.teacher_id} has another vocabulary: token {token} is {text!r} for the policy and "
+                f"{theirs.get(token)!r} there, so its log-probs would be of other texts. Take a teacher of the "
+                "policy's family, or train on a teacher's answers (supervised) first."
+            )
+
+
+def own_server(cfg: TrainConfig) -> bool:
+    """Whether a teacher is asked at one of the policy's own servers, whose weights follow the policy."""
+    ours = map(place_of, cfg.server_urls) if cfg.generator == "vllm" else ()
+    return bool({*map(place_of, cfg.teacher_urls)} & {*ours})
+
+
+def servers(cfg: TrainConfig) -> TeacherServers:
+    token = credentials.read("TEACHER_TOKEN")
+    if own_server(cfg):
+        token = token or credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
+    named = (tuple(cfg.teacher_urls), cfg.teacher_model, token or None, cfg.teacher_timeout)
+    return _servers(*named, cfg.server_ca, cfg.client_cert, own_server(cfg))
+
+
+@functools.cache
+def _servers(urls: tuple, *how) -> TeacherServers:  # one a process, which knows what was said at start
+    return TeacherServers(list(urls), *how)
+
+
+# ---- trajectories ---------------------------------------------------------------------------------------------------
+
+
+async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scored: asyncio.Future) -> None:
+    """Have the teacher's servers say what they find of each trajectory: teacher_logprobs, teacher_top and
+    info["teacher_seconds"]; of a teacher in this process, what it is to see: info["teacher_prompt"].
+
+    scored: ends when the trajectories have their rewards. One that could not be scored is left out (info["failure"]),
+    or ends the run: --env_errors.
+    """
+    if not cfg.has_teacher or cfg.purpose != "train":
+        return
+    if cfg.teacher_prompt and function_path(cfg.teacher_prompt):
+        await asyncio.wait([scored])
+
+    async def one(trajectory: Trajectory) -> None:
+        try:
+            shown = await shown_to_teacher(trajectory, generator, cfg)
+            if shown is not None and cfg.teacher_urls:
+                await ask(trajectory, shown, cfg)
+            elif shown is not None and cfg.teacher_prompt:
+                if later_images(trajectory):
+                    raise TeacherError(
+                        "images of tools cannot be shown to a teacher in this process behind --teacher_prompt; give "
+                        "--teacher_urls of a vllm_server.py"
+                    )
+                trajectory.info["teacher_prompt"] = shown
+        except TeacherError as error:
+            failure = TrajectoryError(str(error), trajectory.row)
+            if cfg.env_errors == "stop":
+                raise failure from error
+            trajectory.info["failure"] = failure
+
+    await asyncio.gather(*map(one, trajectories))
+
+
+async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) -> Prompt | None:
+    """The prompt behind which the teacher sees the sampled tokens; None where it is not to be asked."""
+    if not cfg.teacher_prompt:
+        sent, *_ = trajectory.info.get("sent", (trajectory.prompt_ids,))
+        return Prompt(trajectory.prompt_ids, sent, trajectory.images)
+    messages, row = trajectory.row.get(cfg.teacher_prompt), trajectory.row
+    if function_path(cfg.teacher_prompt):
+        function = functools.partial(load_function(cfg.teacher_prompt), trajectory)
+        outcome = await run_limited(function, {}, cfg.reward_timeout, values.unread)
+        if outcome is None:
+            took = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
+            raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {took}")
+        messages, error = outcome
+        if error is not None:
+            raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} raised {error!r:.300}") from error
+    if messages is None:
+        return None
+    try:
+        row, processor = row | {"prompt": messages}, generator.tokenizer
+        if is_vision(processor):
+            prompt = vision_prompt(row, processor, generator.rope_index, cfg, trajectory.row)
+            return replace(prompt, images=[*prompt.images, *later_images(trajectory)])
+        ids = prompt_ids(row, processor, cfg)
+    except Exception as error:  # templates and image decoders raise whatever they like
+        raise TeacherError(
+            f"--teacher_prompt {cfg.teacher_prompt} gave what the chat template cannot show, {shorten(messages)}: "
+            f"{error!r:.300}. Give text, or chat messages"
+        ) from error
+    return Prompt(ids, ids)
+
+
+def later_images(trajectory: Trajectory) -> list:
+    """Those of tools and environments, behind the prompt's."""
+    return trajectory.images[trajectory.info["sent"][2] :] if "sent" in trajectory.info else []
+
+
+async def ask(trajectory: Trajectory, shown: Prompt, cfg: TrainConfig) -> None:
+    began, mask = time.perf_counter(), trajectory.loss_mask
+    _, after, _ = trajectory.info.get("sent", (None, trajectory.token_ids, None))
+    images, expanded = [encode_image(image) for image in shown.images], shown.token_ids + trajectory.token_ids
+    said = await servers(cfg).score(shown.sent_ids + after, cfg.distill_topk, images, expanded)
+    start = len(shown.token_ids) - 1  # said[0] is of the second token
+    trajectory.teacher_logprobs = [p if m else 0.0 for p, m in zip(said.logprobs[start:], mask, strict=True)]
+    if cfg.distill_topk:
+        trajectory.teacher_top = said.top_ids[start:].clone(), said.top_logprobs[start:].clone()
+    trajectory.info["teacher_seconds"] = time.perf_counter() - began
+
+
+# ---- a step ---------------------------------------------------------------------------------------------------------
+
+
+def complete(batch: Batch, cfg: TrainConfig) -> None:
+    """The same fields on every rank, also where no server was asked: nan, and no likeliest tokens."""
+    mask = batch.loss_mask
+    if batch.teacher_logprobs is None:
+        batch.teacher_logprobs = torch.full_like(mask, math.nan)
+    if cfg.distill_topk and batch.teacher_top is None:
+        batch.teacher_top = mask.new_zeros(*mask.shape, cfg.distill_topk, dtype=torch.int64)
+        batch.teacher_top_logprobs = mask.new_full(batch.teacher_top.shape, -math.inf)
+
+
+def seconds(trajectories: list[Trajectory]) -> dict[str, float]:
+    """What servers took, from asking to the answer, over all ranks, which all call it."""
+    took = [t.info["teacher_seconds"] for t in trajectories if "teacher_seconds" in t.info]
+    values, longest = torch.tensor(took or [0.0]), utils.all_max(max(took, default=0.0))
+    mean = float(utils.global_mean(values, torch.full_like(values, bool(took))))
+    return {"distill/seconds": mean, "distill/seconds_max": longest} if longest else {}
+
+
+def in_this_process(cfg: TrainConfig) -> bool:
+    """Whether a model in this process is asked, for any domain."""
+    return any(own.teacher_id or (own.teacher_prompt and not own.teacher_urls) for own in cfg.by_domain())
+
+
+def as_seen(batch: Batch, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig) -> Batch:
+    """The batch behind the prompts that the teacher sees (--teacher_prompt); each row has the same sampled tokens."""
+    if not any(own.teacher_prompt for own in cfg.by_domain()):
+        return replace(batch, routed_experts=None, teacher_top=None)
+
+    def seen(t: Trajectory) -> Trajectory:
+        shown = t.info.get("teacher_prompt", Prompt(t.prompt_ids, [], [], t.info.get("model_inputs", {})))
+        info = {"model_inputs": shown.model_inputs}
+        return replace(t, prompt_ids=shown.token_ids, teacher_logprobs=None, teacher_top=None, info=info)
+
+    made = collate([seen(t) for t in trajectories], pad_id, batch.input_ids.device)
+    return replace(made, groups=batch.groups)
+
+
+def enter(
+    batch: Batch, seen: Batch, trajectories: list[Trajectory], logprobs: Tensor, top: list[Tensor], cfg: TrainConfig
+) -> None:
+    """What a teacher in this process said of `seen`, [B, T'] and [B, T', k], into the batch; of the trajectories that
+    it was to be asked about. Their sampled tokens are the same, in the same order."""
+    here = [
+        "teacher_prompt" in t.info if own.teacher_prompt else own.teacher_id is not None
+        for t, own in ((t, cfg.of(t.row)) for t in trajectories)
+    ]
+    here = torch.tensor(here, device=logprobs.device)[:, None]  # [B, 1]
+    ours, theirs = here & (batch.loss_mask > 0), here & (seen.loss_mask > 0)
+    batch.teacher_logprobs[ours] = logprobs[theirs]
+    if top:
+        batch.teacher_top_logprobs[ours], batch.teacher_top[ours] = (values[theirs] for values in top)
+
+
+def drop_unknown(batch: Batch, vocab_size: int) -> None:
+    """Likeliest tokens that the policy's logits do not have: a larger model's are padded to a larger number."""
+    if batch.teacher_top is not None:
+        unknown = batch.teacher_top >= vocab_size
+        batch.teacher_top_logprobs.masked_fill_(unknown, -math.inf)
+        batch.teacher_top.masked_fill_(unknown, 0)

@@ -1,0 +1,476 @@
+"""On-policy distillation: the signals against independent loops, a teacher in this process, and live teachers."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live import EVEN, SMALL, running, trainer
+from server_fixture import make_tiny, start_server
+
+import teachers
+import train_grpo as script
+from algorithms.distillation import distill_metrics, divergence
+from batch import collate
+from config import ConfigError, TrainConfig, load_config
+from inputs.trajectory import Trajectory
+from serving.teacher import TeacherServers
+
+CPU = torch.device("cpu")
+
+
+def trajectories(teacher=True) -> list[Trajectory]:
+    """Two groups of two; a hole, another length, and one of which no teacher was asked."""
+    made = []
+    for number, mask in enumerate([[1, 1, 0, 1], [1, 1], [1, 0, 0, 1, 1], [1, 1, 1]]):
+        n = len(mask)
+        sampled = [-0.3 - 0.1 * t * m if m else 0.0 for t, m in enumerate(mask)]
+        said = [-0.2 - 0.9 * ((t + number) % 3) if m else 0.0 for t, m in enumerate(mask)]
+        rewards = [0.0] * (n - 1) + [float(number % 2)]
+        made.append(Trajectory({}, number // 2, [5, 6, 7], [10 + number + t for t in range(n)], mask, sampled, rewards))
+        made[-1].teacher_logprobs = said if teacher and number < 3 else None
+    return made
+
+
+# ---- the advantage --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma, clip, coef", [(0.0, 20.0, 1.0), (1.0, 20.0, 1.0), (0.5, 0.4, 2.0)])
+def test_the_advantage_is_that_of_a_loop(gamma, clip, coef):
+    """Later tokens count by gamma for each sampled token between; a tool's text neither counts nor discounts."""
+    said = trajectories()
+    batch = collate(said, 0, CPU)
+    cfg = TrainConfig(distill_gamma=gamma, distill_clip=clip, distill_coef=coef, scale_rewards="none")
+    ours = script.ADVANTAGES["distill"](batch, cfg)
+    for row, t in enumerate(said):
+        mean = 0.5  # each group has one 0 and one 1
+        score, later = sum(t.token_rewards) - mean, 0.0
+        for place in reversed(range(len(t.token_ids))):
+            if not t.loss_mask[place]:
+                assert ours[row, 3 + place] == 0
+                continue
+            apart = t.teacher_logprobs[place] - t.logprobs[place] if t.teacher_logprobs else 0.0
+            later = max(-clip, min(clip, apart)) + gamma * later
+            assert float(ours[row, 3 + place]) == pytest.approx(score + coef * later, abs=1e-6)
+    assert not ours[:, :3].any()
+
+
+def test_without_any_answer_it_is_grpo():
+    batch = collate(trajectories(teacher=False), 0, CPU)
+    assert torch.equal(script.ADVANTAGES["distill"](batch, TrainConfig()), script.grpo(batch, TrainConfig()))
+
+
+def test_the_gradient_of_the_advantage_is_that_of_the_reverse_kl():
+    """A categorical policy and a fixed teacher: the mean of A grad log pi over all tokens, by their probability, is
+    minus the gradient of KL(policy || teacher)."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(7, dtype=torch.float64, requires_grad=True), torch.randn(7, dtype=torch.float64)
+    log_p, log_t = logits.log_softmax(-1), teacher.log_softmax(-1)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), logits, retain_graph=True)
+    mask = torch.ones(7, 1, dtype=torch.float64)
+    batch = script.Batch(torch.arange(7)[:, None], mask, mask, torch.zeros_like(mask), torch.arange(7))
+    batch.sampling_logprobs, batch.teacher_logprobs = log_p.detach()[:, None], log_t[:, None]
+    advantages = script.ADVANTAGES["distill"](batch, TrainConfig(reward_weights=[0.0]))[:, 0]
+    (ours,) = torch.autograd.grad(-(log_p.detach().exp() * advantages * log_p).sum(), logits)
+    assert torch.allclose(ours, exact, atol=1e-12)
+
+
+# ---- the term -------------------------------------------------------------------------------------------------------
+
+
+def term_by_hand(teacher: list[float], policy: list[float], b: float) -> float:
+    """Probabilities of the k tokens -> the divergence over them and the rest."""
+    p, q = [*teacher, 1 - sum(teacher)], [*policy, 1 - sum(policy)]
+
+    def kl(a, c):
+        return sum(x * math.log(x / y) for x, y in zip(a, c, strict=True))
+
+    if b in (0, 1):
+        return kl(p, q) if b == 0 else kl(q, p)
+    m = [b * x + (1 - b) * y for x, y in zip(p, q, strict=True)]
+    return b * kl(p, m) + (1 - b) * kl(q, m)
+
+
+shares = st.lists(st.floats(0.01, 1), min_size=4, max_size=4).map(lambda xs: [x / sum(xs) for x in xs][:3])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shares, shares, st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+def test_the_term_is_that_of_a_loop(teacher, policy, b):
+    part = SimpleNamespace(
+        teacher_top_logprobs=torch.tensor(teacher, dtype=torch.float64).log()[None, None],
+        top_logprobs=torch.tensor(policy, dtype=torch.float64).log()[None, None].requires_grad_(),
+    )
+    term, stats = divergence(part, TrainConfig(distill_topk=3, distill_jsd=b))
+    assert float(term.detach()) == pytest.approx(term_by_hand(teacher, policy, b), abs=1e-9)
+    assert float(stats["distill/policy_mass"]) == pytest.approx(sum(policy), abs=1e-9)
+    (gradient,) = torch.autograd.grad(term.sum(), part.top_logprobs)
+    step = 1e-6
+    for index in range(3):  # a log-prob that moves takes from the rest
+        moved = list(policy)
+        moved[index] *= math.exp(step)
+        slope = (term_by_hand(teacher, moved, b) - term_by_hand(teacher, policy, b)) / step
+        assert float(gradient[0, 0, index]) == pytest.approx(slope, abs=1e-4)
+
+
+def test_the_term_over_all_tokens_has_the_gradient_of_cross_entropy():
+    """Forward KL over the whole vocabulary: softmax(policy) - softmax(teacher), known in closed form."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(5, requires_grad=True), torch.randn(5).softmax(-1)
+    part = SimpleNamespace(
+        teacher_top_logprobs=teacher.log()[:4][None, None], top_logprobs=logits.log_softmax(-1)[:4][None, None]
+    )
+    (ours,) = torch.autograd.grad(divergence(part, TrainConfig(distill_topk=4))[0].sum(), logits)
+    assert torch.allclose(ours, logits.softmax(-1).detach() - teacher, atol=1e-6)
+
+
+@pytest.mark.parametrize("b", [0.0, 0.5, 1.0])
+def test_nothing_known_is_no_term_and_no_gradient(b):
+    policy = torch.zeros(2, 3, 4, requires_grad=True)
+    part = SimpleNamespace(teacher_top_logprobs=torch.full((2, 3, 4), -math.inf), top_logprobs=policy)
+    term, _ = divergence(part, TrainConfig(distill_topk=4, distill_jsd=b))
+    term.sum().backward()
+    assert not term.any() and not policy.grad.any()
+
+
+def test_certain_teachers_and_policies_give_finite_gradients():
+    """Float rounding may put the mass of k tokens at 1 or above."""
+    for b in (0.0, 0.3, 1.0):
+        policy = torch.tensor([[[1e-7, -17.0]], [[-40.0, 0.0]]], requires_grad=True)
+        teacher = torch.tensor([[[0.0, -100.0]], [[1e-7, -9999.0]]])
+        part = SimpleNamespace(teacher_top_logprobs=teacher, top_logprobs=policy)
+        term, _ = divergence(part, TrainConfig(distill_topk=2, distill_jsd=b))
+        term.sum().backward()
+        assert term.isfinite().all() and policy.grad.isfinite().all()
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_asked_tokens_alone():
+    batch = collate(trajectories(), 0, CPU)
+    batch.teacher_top = batch.input_ids[..., None].clone()
+    batch.teacher_top[0, 3] += 1  # its first sampled token is another one
+    batch.teacher_top_logprobs = torch.full(batch.teacher_top.shape, math.log(0.25))
+    found = distill_metrics(batch)
+    apart = [
+        p - s
+        for t in trajectories()[:3]
+        for p, s, m in zip(t.teacher_logprobs, t.logprobs, t.loss_mask, strict=True)
+        if m
+    ]
+    assert found["distill/reverse_kl"] == pytest.approx(-sum(apart) / len(apart), abs=1e-6)
+    assert found["distill/asked"] == pytest.approx(len(apart) / (len(apart) + 3))
+    assert found["distill/first_gap"] == pytest.approx(sum(-0.2 - 0.9 * n + 0.3 for n in range(3)) / 3, abs=1e-6)
+    assert found["distill/top_mass"] == pytest.approx(0.25)
+    assert found["distill/outside_top"] == pytest.approx(1 / len(apart))
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--advantage distill", "no teacher to learn from; give --teacher_urls"),
+        ("--distill_topk 20", "no teacher to learn from"),
+        ("--teacher_id models/tiny", "nothing learns from it: add --advantage distill"),
+        ("--teacher_id x --teacher_urls http://a:1", "two teachers"),
+        ("--teacher_model x", "add --teacher_urls"),
+        ("--teacher_urls a:1 --advantage distill", "begins with http"),
+        ("--teacher_urls http://u:p@a:1 --advantage distill", "TEACHER_TOKEN"),
+        ("--teacher_id models/tiny --advantage distill --temperature 0.7", "leave --temperature out"),
+        ("--teacher_id models/tiny --advantage distill --distill_jsd 0.5", "add --distill_topk"),
+        ("--teacher_id models/tiny --distill_topk 5 --distill_jsd 1.5", "between 0 and 1"),
+        ("--teacher_id models/tiny --advantage distill --num_generations 1", "at least 2"),
+    ],
+)
+def test_settings_that_cannot_teach_are_refused_before_anything_is_loaded(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        script.check_algorithm(load_config(TrainConfig, [*flags.split(), "--generator", "hf"]))
+
+
+@pytest.mark.parametrize("rewards", ["--reward_funcs zero", "--reward_funcs last_number --reward_weights 0"])
+def test_one_completion_a_prompt_is_enough_where_rewards_count_for_nothing(rewards):
+    flags = f"--teacher_id models/tiny --advantage distill --num_generations 1 {rewards}"
+    script.check_algorithm(load_config(TrainConfig, [*flags.split(), "--generator", "hf"]))
+
+
+# ---- a teacher in this process --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """(cfg, run as add_teacher sees it) with models/tiny as the policy, in float32."""
+    cfg = TrainConfig(
+        model_id="models/tiny", generator="hf", compute_dtype="float32", advantage="distill", distill_topk=5
+    )
+    policy, inner = script.load_policy(cfg, CPU)
+    return cfg, SimpleNamespace(policy=policy, inner=inner, teacher=None, device=CPU)
+
+
+def all_logits(model, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("shown", ["the same prompt", "another prompt"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_a_teacher_here_says_is_what_its_model_says(tiny, shown, shared):
+    """Behind the prompt that it is shown, of sampled tokens alone: a tool's text is context."""
+    cfg, run = tiny
+    said = trajectories(teacher=False)
+    if shown == "another prompt":
+        cfg = replace(cfg, teacher_prompt="hint")
+        for number, t in enumerate(said[:3]):
+            prompt = list(range(20, 22 + 5 * number))
+            t.info["teacher_prompt"] = teachers.Prompt(prompt, prompt)
+        asked = [True] * 3 + [False]
+    else:
+        cfg = replace(cfg, teacher_id="models/tiny")
+        asked = [True] * 4
+    cfg = replace(cfg, shared_prefix=shared)
+    batch = collate(said, 0, CPU)
+    script.add_teacher(batch, run, said, 0, cfg)
+    for row, t in enumerate(said):
+        prompt = t.info["teacher_prompt"].token_ids if "teacher_prompt" in t.info else t.prompt_ids
+        logprobs = all_logits(run.inner.hf_model, prompt + t.token_ids)
+        for place, mask in enumerate(t.loss_mask):
+            ours, top = batch.teacher_logprobs[row, 3 + place], batch.teacher_top[row, 3 + place]
+            if not mask or not asked[row]:
+                assert ours.isnan()
+                continue
+            at = logprobs[len(prompt) + place - 1]
+            assert float(ours) == pytest.approx(float(at[t.token_ids[place]]), abs=2e-5)
+            assert torch.equal(top, at.topk(5).indices)
+            assert torch.allclose(batch.teacher_top_logprobs[row, 3 + place], at[top], atol=2e-5)
+
+
+def test_the_policy_tells_the_teachers_tokens_with_their_gradient(tiny):
+    cfg, run = tiny
+    said = trajectories()
+    batch = collate(said, 0, CPU)
+    batch.teacher_top = (batch.input_ids[..., None] * torch.tensor([3, 7])) % 1000
+    batch.teacher_top_logprobs = torch.full(batch.teacher_top.shape, -1.0)
+    logprobs, *_ = script.compute_logprobs(run.policy, batch, cfg)
+    for row, t in enumerate(said):
+        at = all_logits(run.inner.hf_model, t.prompt_ids + t.token_ids)
+        for place in (place for place, mask in enumerate(t.loss_mask) if mask):
+            expected = at[2 + place, batch.teacher_top[row, 3 + place]]
+            assert torch.allclose(batch.top_logprobs[row, 3 + place], expected, atol=2e-5)
+            assert float(logprobs[row, 3 + place]) == pytest.approx(float(at[2 + place, t.token_ids[place]]), abs=2e-5)
+    assert batch.top_logprobs.requires_grad
+    part = batch.select([2, 0])
+    assert part.teacher_top.shape == (2, 8, 2) and torch.equal(part.teacher_top[1], batch.teacher_top[0])
+
+
+def test_tokens_beyond_the_policys_logits_are_no_targets(tiny):
+    cfg, run = tiny
+    said = trajectories()
+    for t in said:
+        ids = torch.tensor([[99_999, 5]] * len(t.token_ids))
+        t.teacher_top = ids, torch.full(ids.shape, -1.0)
+    batch = collate(said, 0, CPU)
+    script.add_teacher(batch, run, said, 0, replace(cfg, teacher_urls=["http://a:1"], distill_topk=2))
+    assert batch.teacher_top.max() == 5 and (batch.teacher_top_logprobs[0, 3] == torch.tensor([-math.inf, -1])).all()
+
+
+def learned(run: Path, key: str) -> list[float]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line[key] for line in map(json.loads, lines) if key in line]
+
+
+@pytest.fixture(scope="module")
+def even_tiny(tmp_path_factory):
+    """A teacher: models/tiny, taught to write nothing but tokens of even ids."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("teacher") / "teacher"
+    model = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    for _ in range(30):
+        ids = torch.randint(0, model.config.vocab_size, (8, 24))
+        even = model(ids).logits.log_softmax(-1)[..., ::2].logsumexp(-1)
+        optimizer.zero_grad()
+        (-even.mean()).backward()
+        optimizer.step()
+    assert even.exp().mean() > 0.9
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained("models/tiny").save_pretrained(folder)
+    return folder
+
+
+TAUGHT = SMALL + " --reward_funcs zero --max_steps 12 --learning_rate 3e-3 "
+
+
+@pytest.mark.parametrize("how", ["--advantage distill", "--distill_topk 1024"])
+def test_the_policy_learns_what_its_teacher_can_without_any_reward(how, even_tiny, tmp_path):
+    """The share of even tokens is looked at, and counts for nothing."""
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
+    flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --reward_weights 0 --max_steps 50 {how} "
+    flags += f"--teacher_id {even_tiny} --num_generations 8 --output_dir {tmp_path} --run_name x"
+    with running(trainer(tmp_path / "log", *flags.split())) as process:
+        assert process.end() == 0, process.text
+    shares, apart = (learned(tmp_path / "x", key) for key in ("rewards/even/mean", "distill/reverse_kl"))
+    assert shares[0] < 0.65 and sum(shares[-3:]) / 3 > 0.7, shares
+    assert sum(apart[-3:]) < 0.5 * sum(apart[:3]), apart
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_sharded_teacher_says_the_same(strategy, even_tiny, tmp_path):
+    found = []
+    for ranks, sharding in ((1, "ddp"), (2, strategy)):
+        flags = f"{TAUGHT} --max_steps 1 --advantage distill --distill_topk 4 --teacher_id {even_tiny} "
+        flags += f"--strategy {sharding} --output_dir {tmp_path} --run_name {sharding} --temperature 1"
+        with running(trainer(tmp_path / "log", *flags.split(), ranks=ranks)) as process:
+            assert process.end() == 0, process.text
+        found.append(learned(tmp_path / sharding, "distill/top_mass")[0])
+    assert found[0] == pytest.approx(found[1], rel=0.2)  # other samples of the same prompts
+
+
+def test_the_policy_is_its_own_teacher_behind_another_prompt(tmp_path):
+    (tmp_path / "hints.py").write_text(
+        "def shown(trajectory):\n"
+        "    assert trajectory.info['rewards']\n"
+        "    return None if trajectory.row['answer'] == '30' else f\"Say {trajectory.row['answer']}.\"\n",
+        encoding="utf-8",
+    )
+    for name, prompt in (("column", "answer"), ("function", f"{tmp_path}/hints.py:shown")):
+        flags = f"{TAUGHT} --max_steps 2 --advantage distill --teacher_prompt {prompt} --output_dir {tmp_path} "
+        with running(trainer(tmp_path / "log", *flags.split(), "--run_name", name)) as process:
+            assert process.end() == 0, process.text
+        assert learned(tmp_path / name, "distill/reverse_kl")[0] != 0
+        assert learned(tmp_path / name, "distill/asked")[0] > 0.5
+
+
+def test_another_vocabulary_is_refused_token_by_token(tmp_path):
+    import shutil
+
+    folder = tmp_path / "other"
+    shutil.copytree("models/tiny", folder)
+    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = words["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[500:502]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
+    cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
+    with pytest.raises(ConfigError, match=f"token {vocabulary[second]} is"):
+        teachers.connect(cfg, script.load_processor("models/tiny"), [])
+
+
+def test_a_teacher_is_asked_while_training_alone():
+    said = trajectories(teacher=False)
+    cfg = TrainConfig(teacher_urls=["http://127.0.0.1:9"], advantage="distill", purpose="eval")
+    asyncio.run(teachers.tell(said, None, cfg, None))
+    assert all(t.teacher_logprobs is None for t in said)
+
+
+# ---- live teachers --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    """vllm_server.py with models/tiny in float32, which nobody pushes to."""
+    server = start_server(make_tiny(), "--dtype", "float32", "--max-logprobs", "64")
+    try:
+        yield server.wait()
+    finally:
+        server.stop()
+
+
+def asked(server, **how) -> TeacherServers:
+    tokenizer = script.load_processor("models/tiny")
+    found = TeacherServers([server.url], token=server.token, **how)
+    found.connect(partial(tokenizer.decode, skip_special_tokens=False), len(tokenizer), 128, 5)
+    return found
+
+
+def test_a_server_says_what_its_model_says(teacher, tiny):
+    _, run = tiny
+    ids = list(range(40, 80))
+    said = asyncio.run(asked(teacher).score(ids, 5))
+    logprobs = all_logits(run.inner.hf_model, ids)
+    assert len(said.logprobs) == 39 and said.top_ids.shape == (39, 5)
+    for place, token in enumerate(ids[1:]):
+        assert said.logprobs[place] == pytest.approx(float(logprobs[place, token]), abs=1e-4)
+        assert torch.allclose(said.top_logprobs[place], logprobs[place].topk(5).values, atol=1e-4)
+        assert torch.allclose(logprobs[place, said.top_ids[place]], said.top_logprobs[place], atol=1e-4)
+
+
+def test_our_route_tells_log_probs_of_a_prompt(teacher):
+    """As vLLM's own does, with the same numbers; without being asked, nothing."""
+    ids = list(range(40, 60))
+    body = {"prompt_ids": ids, "max_tokens": 1, "prompt_logprobs": 2}
+    ours = teacher.request("POST", "/generate", json=body).json()["prompt_logprobs"]
+    body = {"model": str(teacher.model_dir), "prompt": ids, "max_tokens": 1, "prompt_logprobs": 2}
+    theirs = teacher.request("POST", "/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
+    assert ours[0] is None and len(ours) == len(theirs) == 20
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        assert {k: v["logprob"] for k, v in a.items()} == pytest.approx({k: v["logprob"] for k, v in b.items()})
+    plain = teacher.request("POST", "/generate", json={"prompt_ids": ids, "max_tokens": 1}).json()
+    assert "prompt_logprobs" not in plain
+    body = {"prompt_ids": ids, "max_tokens": 1, "prompt_logprobs": 65}
+    refused = teacher.request("POST", "/generate", json=body)
+    assert refused.status_code == 400 and "--max-logprobs" in refused.text
+
+
+def test_what_cannot_be_the_teacher_is_refused_at_start(teacher):
+    with pytest.raises(ConfigError, match="not --teacher_model=other"):
+        asked(teacher, model="other")
+    with pytest.raises(ConfigError, match="look at the token"):
+        asked(SimpleNamespace(url=teacher.url, token="another"))
+    tokenizer = script.load_processor("models/tiny")
+
+    def decode(ids):  # of a vocabulary in which one token reads otherwise
+        return "".join("??" if token == 3001 else tokenizer.decode([token]) for token in ids)
+
+    servers = TeacherServers([teacher.url], token=teacher.token)
+    with pytest.raises(ConfigError, match="another vocabulary: token"):
+        servers.connect(decode, len(tokenizer), 128)
+    with pytest.raises(ConfigError, match="--max-model-len 100001"):
+        servers.connect(tokenizer.decode, len(tokenizer), 100_000)
+    with pytest.raises(ConfigError, match="max"):
+        servers.connect(partial(tokenizer.decode, skip_special_tokens=False), len(tokenizer), 128, top=65)
+
+
+def test_a_run_with_a_teachers_server(teacher, tmp_path):
+    """The policy is its teacher at first, so the first gaps are 0; the token columns have what it said."""
+    flags = f"{TAUGHT} --max_steps 2 --advantage distill --distill_topk 3 --teacher_urls {teacher.url} "
+    flags += f"--output_dir {tmp_path} --run_name x"
+    with running(trainer(tmp_path / "log", *flags.split(), TEACHER_TOKEN=teacher.token)) as process:
+        assert process.end() == 0, process.text
+    assert abs(learned(tmp_path / "x", "distill/reverse_kl")[0]) < 1e-3
+    assert learned(tmp_path / "x", "distill/asked") == [1, 1]
+    longest, mean = (learned(tmp_path / "x", f"distill/seconds{end}")[0] for end in ("_max", ""))
+    assert longest >= mean > 0 and not learned(tmp_path / "x", "time/teacher")
+    columns = pandas.read_parquet(next((tmp_path / "x" / "completions").glob("step_*1.parquet")))
+    for row in columns.to_dict("records"):  # half precision
+        assert row["tokens/teacher_logprob"] == pytest.approx(row["tokens/sampler_logprob"], abs=0.02)
+    assert teacher.token not in process.text
+
+
+def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):
+    (tmp_path / "two.yaml").write_text(
+        "domains:\n"
+        f"  - {{name: taught, dataset_id: 'examples/sums.py:rows', teacher_urls: ['{teacher.url}']}}\n"
+        "  - {name: rest, dataset_id: 'examples/sums.py:rows'}\n",
+        encoding="utf-8",
+    )
+    flags = TAUGHT.replace("--dataset_id examples/sums.py:rows ", "")
+    flags += f"--config {tmp_path}/two.yaml --max_steps 2 --advantage distill --distill_topk 3 "
+    flags += f"--output_dir {tmp_path} --run_name x"
+    for ranks in (1, 2):
+        more = ("--run_name", f"ranks{ranks}")
+        with running(trainer(tmp_path / "log", *flags.split(), *more, ranks=ranks, TEACHER_TOKEN=teacher.token)) as one:
+            assert one.end() == 0, one.text
+        shares = learned(tmp_path / f"ranks{ranks}", "distill/asked")
+        assert all(0 < share < 1 for share in shares), shares
