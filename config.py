@@ -41,6 +41,7 @@ class TrainConfig:
         "seeing whether it learns": "eval_steps report_to",
         "keeping it, and going on later": "run_name save_steps resume",
     }
+    starts_ranks = True  # False for a script that speaks of ranks that others start, so that WORLD_SIZE is not theirs
     first_run = "--config examples/sums.yaml --generator hf"  # what runs anywhere: see first_steps
 
     # --- model ---
@@ -399,7 +400,9 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--strategy fsdp2."),
         (c.shard_size is not None and c.strategy == "ddp",
          f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
-        (c.shard_size is not None and (c.shard_size < 1 or world % c.shard_size),
+        (c.shard_size is not None and c.shard_size < 1,
+         f"--shard_size={c.shard_size}: at least 1; usual is the number of GPUs of a node."),
+        (c.shard_size is not None and c.starts_ranks and world % c.shard_size,
          f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
         (c.offload_activations and c.gradient_checkpointing is False,
          "--offload_activations moves what --gradient_checkpointing keeps; leave out --no-gradient_checkpointing."),

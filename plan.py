@@ -17,6 +17,8 @@ from config import ConfigError, TrainConfig, parse_args
 
 
 class PlanConfig(TrainConfig):
+    starts_ranks = False
+
     # --- plan ---
     strategy: Literal["auto", "ddp", "fsdp", "fsdp2"] = "auto"  # auto: ddp if it fits, else fsdp2
     gpus: int = 8  # GPUs in all; of one, server and trainer have a part each, at the same time
@@ -33,7 +35,7 @@ class PlanConfig(TrainConfig):
     tflops: float | None = None  # 10^12 operations a second of a GPU in bfloat16; unset: 350 (H100: 40 % of 989)
     memory_bandwidth: float | None = None  # GB/s of a GPU reading its memory; unset: 2000 (H100: 60 % of 3350)
     link_bandwidth: float | None = None  # GB/s at which a GPU gathers or reduces shards in a machine; unset: 150
-    node_bandwidth: float | None = None  # GB/s at which it does so between machines; unset: 40 (400 Gb/s a GPU: 80 %)
+    node_bandwidth: float | None = None  # GB/s of each GPU's network card; unset: 40 (400 Gb/s: 80 %)
     cpu_bandwidth: float | None = None  # GB/s of each GPU to CPU memory, and of AdamW there; unset: 25
     push_bandwidth: float | None = None  # GB/s of a weight push; unset: 2
     tokens_per_second: float | None = None  # sampled by one server GPU; unset: by memory bandwidth
@@ -218,9 +220,10 @@ def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, 
     forward = (2 * parameters * tokens + attention) / ranks / (cfg.tflops * 1e12)
     passes = -(-tokens // ranks // (cfg.tokens_per_microbatch or 16384))
     size = cfg.shard_size or ranks  # of a copy, cut into shards
-    link = (cfg.link_bandwidth if size <= cfg.node_gpus else cfg.node_bandwidth) * 1e9
-    gather = parameters * 2 * (size - 1) / size / link if cfg.strategy != "ddp" else 0
-    reduce = parameters * 4 * (size - 1) / size / link * (0 if cfg.use_peft else 1)
+    here = min(size, cfg.node_gpus)  # whose network cards carry together what comes from other machines
+    byte = max((size - 1) / cfg.link_bandwidth, (size - here) / (here * cfg.node_bandwidth)) / size / 1e9  # seconds
+    gather = parameters * 2 * byte * (cfg.strategy != "ddp")
+    reduce = parameters * 4 * byte * (not cfg.use_peft)
     # Once an update the copies add up their shards' gradients, there and back.
     among = 0 if cfg.use_peft else 2 * parameters * 4 / size * (1 - size / ranks) / (cfg.node_bandwidth * 1e9)
     backward = forward * ((1 if cfg.use_peft else 2) + cfg.gradient_checkpointing)
@@ -427,6 +430,8 @@ def main(cfg: PlanConfig) -> int:
     if several and (cfg.gpus % cfg.node_gpus or (cfg.server_gpus or 0) % cfg.node_gpus):
         given = f"--gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
         raise ConfigError(f"{given}: more than --node_gpus={cfg.node_gpus} are whole machines; give multiples of it.")
+    if cfg.gpus == 1 and cfg.shard_size:
+        raise ConfigError(f"--shard_size={cfg.shard_size} of --gpus=1: there is nothing to divide; leave it out.")
     if cfg.critic and cfg.overlap:
         raise ConfigError("--critic --overlap: train_async.py has no critic; plan them one at a time.")
     config = model_config(cfg.model_id)
@@ -438,6 +443,10 @@ def main(cfg: PlanConfig) -> int:
         return on_one_gpu(cfg, config, make_policy, sizes)
     unit = cfg.node_gpus if several else 1
     shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
+    shares = [share for share in shares if (cfg.gpus - share) % (cfg.shard_size or 1) == 0]
+    if not shares:
+        given = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
+        raise ConfigError(f"{given}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
     plans = [split(cfg, config, make_policy, sizes, share) for share in shares]
     best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
     print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")

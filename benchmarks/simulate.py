@@ -510,8 +510,8 @@ class Result:
 PASSES = ("first pass", "middle pass", "last pass")
 
 
-def simulate(cfg: SimulateConfig) -> Result:
-    """A step, phase by phase."""
+def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
+    """A step, phase by phase. Without `passes` a push and a checkpoint alone, in less time."""
     begun, cfg, config, real = time.perf_counter(), settled(cfg), config_of(cfg), script.load_hf_model
 
     def load(cfg, dtype, given=None):
@@ -532,24 +532,8 @@ def simulate(cfg: SimulateConfig) -> Result:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-        number = len(script.micro_batches(batch, cfg))
-        assert number == len(PASSES), f"{number} passes"
-        machine.enter("old log-probs")
-        script.all_logprobs(policy, batch.select(list(range(len(batch) // number))), cfg)
-        names = iter(PASSES)
-
-        def pass_loss(*arguments):
-            machine.enter(next(names))
-            return script.micro_loss(*arguments)
-
-        def clip(*arguments, clip=script.clip_gradients):
-            machine.enter("optimizer")
-            return clip(*arguments)
-
-        machine.enter("before the update")
-        script.start_record(batch)
-        with mock.patch.object(script, "clip_gradients", clip):
-            script.update(policy, optimizer, batch, cfg, 0, pass_loss)
+        if passes:
+            run_passes(machine, policy, optimizer, batch, cfg)
         machine.enter("push")
         if cfg.colocate:
             moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None)
@@ -565,6 +549,28 @@ def simulate(cfg: SimulateConfig) -> Result:
         machine.enter("end")
         parameters, tokens = sum(p.numel() for p in policy.parameters()), most_tokens(cfg)
     return Result(cfg, machine.phases, kept, parameters, tokens, time.perf_counter() - begun)
+
+
+def run_passes(machine, policy, optimizer, batch: script.Batch, cfg: SimulateConfig) -> None:
+    """Log-probs of a pass, and an update."""
+    number = len(script.micro_batches(batch, cfg))
+    assert number == len(PASSES), f"{number} passes"
+    machine.enter("old log-probs")
+    script.all_logprobs(policy, batch.select(list(range(len(batch) // number))), cfg)
+    names = iter(PASSES)
+
+    def pass_loss(*arguments):
+        machine.enter(next(names))
+        return script.micro_loss(*arguments)
+
+    def clip(*arguments, clip=script.clip_gradients):
+        machine.enter("optimizer")
+        return clip(*arguments)
+
+    machine.enter("before the update")
+    script.start_record(batch)
+    with mock.patch.object(script, "clip_gradients", clip):
+        script.update(policy, optimizer, batch, cfg, 0, pass_loss)
 
 
 def predicted(cfg: SimulateConfig) -> Counter:

@@ -1,10 +1,10 @@
 """benchmarks/results/simulate.md: what simulate.py says of models and machines up to 256 GPUs, beside memory.py and
 beside published step times.
 
-    python benchmarks/simulate_tables.py [PART OF A CASE'S WORDS ...]        a quarter of an hour on one core
+    python benchmarks/simulate_tables.py [PART OF A CASE'S WORDS ...]        half an hour on one core, by estimate
 
-Three and six layers are simulated, and from these a line is drawn to all of them; the first case is simulated whole,
-too, which shows what that costs.
+Three and six layers are simulated, and from these a line is drawn to all of them; pushes, which no line describes, and
+the first case, which shows what the line costs, are simulated whole.
 """
 
 import sys
@@ -69,8 +69,8 @@ def whole(cfg: SimulateConfig) -> Result:
     found = replace(few[0], phases=drawn, **{
         name: line(getattr(few[0], name), getattr(few[1], name), layers) for name in ("kept", "parameters")
     })  # fmt: skip
-    deep = few[1]  # a push takes what its largest buckets take, however many layers there are
-    drawn["push"].peak[GPU.type] = found.kept + deep.phases["push"].peak[GPU.type] - deep.kept
+    # Which tensors fill a bucket together depends on the number of layers, and is on no line.
+    drawn["push"] = simulate.simulate(cfg, passes=False).phases["push"]
     return found
 
 
@@ -128,7 +128,7 @@ Written by `python benchmarks/simulate_tables.py`; what is simulated, and what i
 here was measured on a GPU. Prompts of 500 tokens, completions of 4,000, passes of 18,022 tokens
 (`--tokens_per_microbatch 16384` and a tenth), gradient checkpointing, float32 weights computed in bfloat16. *Simulated*
 are the script's own functions at 3 and 6 layers; the columns are on the line through the two, at the model's number of
-layers (of a push's buffers: those of 6, and which tensors fill a bucket together depends on their number). Checked
+layers. Pushes are simulated at all layers: which tensors fill a bucket together depends on their number. Checked
 against all 28 layers of the 7B: {checked}.
 
 Rates (assumptions, H100): products {c.matrix_tflops:g} TFLOP/s, memory {c.memory_bandwidth:g} GB/s, within a machine
@@ -137,9 +137,8 @@ Rates (assumptions, H100): products {c.matrix_tflops:g} TFLOP/s, memory {c.memor
 
 ## Bytes on a GPU, GiB: simulated, by memory.py, how far memory.py is off
 
-memory.py speaks of rank 0, which has the largest shards and sends a push. With all layers, by simulate.py alone: 7B on
-8 GPUs update +1.9 %, push +2.2 %; the mixture on 8 GPUs update +2.1 %, push +2.7 %. A push is never the peak of a step;
-memory.py is over there, by .1 to 1.8 GiB.
+memory.py speaks of rank 0, which has the largest shards and sends a push; a push is never the peak of a step here. With
+all layers, updates too, by simulate.py alone: 7B on 8 GPUs update +1.9 %, the mixture on 8 GPUs update +2.1 %.
 
 | | kept | memory.py | | update | memory.py | | push | memory.py | |
 |---|---|---|---|---|---|---|---|---|---|

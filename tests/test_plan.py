@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from dataclasses import replace
 from unittest import mock
@@ -141,12 +142,38 @@ def test_several_machines_get_lines_of_their_own(more, capsys):
 
 def test_rates_between_machines_make_shards_within_each_pay():
     """Gathered within one, they take a fraction of the time; the copies' gradients are added up once an update."""
-    cfg = replace(load_config(plan.PlanConfig, "--gpus 24 --strategy fsdp2".split()), tokens_per_microbatch=4096)
+    words = "--gpus 24 --strategy fsdp2 --node_bandwidth 1".split()
+    cfg = replace(load_config(plan.PlanConfig, words), tokens_per_microbatch=4096)
     config = plan.model_config("Qwen/Qwen2.5-7B")
     assert [c.shard_size for c in plan.strategies(cfg, 16)] == [8, None]
     across, within = (plan.seconds(replace(cfg, shard_size=n), config, 7.6e9, 16)["update"] for n in (None, 8))
     assert within < across / 2
     assert [c.shard_size for c in plan.strategies(cfg, 8)] == [None]
+
+
+@pytest.mark.parametrize("node_bandwidth, gather", [(40, 15 / 16 / 150), (3, 8 / 16 / (8 * 3))])
+def test_all_network_cards_of_a_machine_carry_a_gather(node_bandwidth, gather):
+    """Of 16 ranks on two machines half of the weights come from the other one, over eight cards; where these are fast,
+    the links within a machine are what counts."""
+    words = f"--gpus 24 --strategy fsdp2 --tflops 1e9 --node_bandwidth {node_bandwidth}".split()
+    cfg = replace(load_config(plan.PlanConfig, words), prompts_per_step=16)
+    config, tokens = plan.model_config("Qwen/Qwen2.5-7B"), 16 * (cfg.prompt + cfg.num_generations * cfg.completion)
+    passes = -(-tokens // 16 // 16384)
+    found = plan.seconds(cfg, config, 7_600_000_000, 16)["update"]  # 4 bytes gathered in two passes, 4 reduced
+    assert found == pytest.approx(passes * 7.6 * 8 * gather)
+
+
+def test_ranks_that_share_a_copy_can_be_given(capsys):
+    """Without torchrun: the number of ranks is that of the plan, and splits that leave another one are left out."""
+    words = "--model_id models/tiny --prompt 20 --completion 30 --gpu_memory 8 --strategy fsdp2 --shard_size 2".split()
+    assert plan.main(load_config(plan.PlanConfig, [*words, "--gpus", "5"])) == 0
+    printed = capsys.readouterr().out
+    assert "--shard_size 2" in printed.splitlines()[-1] and re.findall(r"^\d +(\d) +fsdp2", printed, re.M) == ["4", "2"]
+    for more in ("--gpus 4 --server_gpus 1", "--gpus 1", "--gpus 2"):
+        with pytest.raises(ConfigError, match="--shard_size=2"):
+            plan.main(load_config(plan.PlanConfig, [*words, *more.split()]))
+    with pytest.raises(ConfigError, match="--shard_size=2 does not divide the 1 rank"):
+        load_config(TrainConfig, ["--strategy", "fsdp2", "--shard_size", "2"])
 
 
 def test_a_push_leaves_less_to_the_server_of_a_small_gpu():
