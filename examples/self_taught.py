@@ -1,8 +1,11 @@
 """Two-digit sums (sums.py) without a reward: the policy is its own teacher, which is shown the answer.
 
-The column `hint` has the question behind two turns in which it is answered. There the policy says how likely it finds
-each token that it wrote without them, and learns from the difference (--teacher_prompt hint --advantage distill).
+The column `hint` has the question behind two turns in which it is answered. There the policy says, for each token that
+it wrote without them, which ones it would find likeliest, and learns those (--teacher_prompt hint --distill_topk 20).
 Rewards are only looked at: their weight is 0.
+
+Tried for 20 steps, one seed: the distance fell from .76 to .13 nats a token by step 14, and the form of an answer was
+learned; of the 60 held-out sums none was right yet.
 
     python train_grpo.py --config examples/self_taught.yaml --generator hf
 """
