@@ -13,7 +13,7 @@ A step:
 
     1. prompts      every rank takes its share of `prompts_per_step` rows
     2. completions  the generator samples `num_generations` of each; reward functions score them
-    3. advantages   how much better than the other completions of the same prompt, in standard deviations
+    3. advantages   how much better than the mean completion of the same prompt, in standard deviations
     4. update       make tokens of good completions more likely, of bad ones less, not too far at once
     5. push         the generator gets the new weights; the next step samples from them
 
@@ -32,8 +32,8 @@ from config import ConfigError, TrainConfig, parse_args
 class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfig
     """The flags of this script. What else the code reads of `cfg` is TrainConfig's, and has its default there."""
 
-    own_flags_alone = True  # --help and the command line know those below, and no others
-    first_run = "--generator hf"  # what a start without arguments says to type
+    own_flags_alone = True  # --help and the command line know the flags below, and no others (these two are none)
+    first_run = "--generator hf"  # what to type, says a start without a server's secret and without arguments
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
@@ -50,7 +50,7 @@ class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfi
     num_iterations: int = 1  # optimizer updates on the completions of a step
     learning_rate: float = 1e-5  # at the first step; it falls to 0 in a line
     epsilon: float = 0.2  # a bad token is pushed down until it is this much less likely than before the step
-    epsilon_high: float = 0.2  # a good one is pushed up until it is this much more likely (both: in later updates)
+    epsilon_high: float = 0.2  # a good one up until it is this much more likely; with one update both do nothing
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
@@ -104,15 +104,16 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
 
     async def of_row(group: int, row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
+        # From the whole distribution: the generator knows no top_p or top_k unless it is told.
         how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
         trajectories = [
             Trajectory(
                 row=row,
-                group=group,
+                group=group,  # a number within this rank, for metrics and logs; `advantages` goes by place
                 prompt_ids=prompt,
                 token_ids=c.token_ids,  # as they were sampled, with the end token: text is never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled. Answers of tools, if there were any, would have 0
-                logprobs=c.logprobs,  # the generator's; the ratio below is of the trainer's own, and the gap is logged
+                logprobs=c.logprobs,  # the generator's, which rounds otherwise; logged, the ratio has the trainer's
                 token_rewards=[0.0] * len(c.token_ids),  # `score` fills the last; train_grpo.py's may lie on others
                 finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
                 policy_version=c.policy_version,  # of the weights that sampled its first token;
@@ -148,12 +149,13 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
 
 
 def advantages(scores: Tensor, num_generations: int) -> Tensor:
-    """(score - mean) / std, each over the completions of one prompt; 0 where all scored the same.  [B] -> [B]
+    """(score - mean) / std (of n - 1), over the completions of one prompt; 0 where all scored the same.  [B] -> [B]
 
     DeepSeekMath (2402.03300) sec. 4.1.2. A prompt's completions are found by their place: they stand together, as many
     of each prompt, all of them on one rank.
     """
-    groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]; equal ones are centred to 0
+    # In float64: in float32 the mean of equal scores can be off by rounding, and 1e-6 below makes that an advantage.
+    groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten().float()
 
@@ -162,9 +164,8 @@ def advantages(scores: Tensor, num_generations: int) -> Tensor:
 
 
 def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Tensor]]:
-    """The batch in parts of `rows_per_microbatch` completions, wherever that cuts a group. All ranks have equally many
-    completions (`train` checks that prompts_per_step can be shared out), and so equally many parts: a rank with more
-    would wait for the others for ever."""
+    """The batch in parts of `rows_per_microbatch` completions, wherever that cuts a group: every tensor, along its
+    rows. A rank needs at least one part, as its last one takes part in the exchange of gradients."""
     parts = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
     return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
 
@@ -179,11 +180,13 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 
 
 def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
-    """PPO's clipped ratio, per token.  [B, T]. Of prompts and padding, too, finite: the caller leaves those out. A mean
-    over `part` would depend on how the batch is cut.
+    """PPO's clipped ratio, per token.  [B, T]
 
-    The ratio is 1 in the first update of a step, so its gradient is A grad log pi there. In later ones a token with
-    A > 0 has no gradient any more once the ratio is above 1 + epsilon_high, and one with A < 0 below 1 - epsilon.
+    part: what `tensors` made, `advantages` and `old_logprobs`, of some rows [B, T]. A mean over them would depend on
+    how the batch is cut. The loss must be finite at prompts and padding, too: the caller multiplies it by loss_mask,
+    and infinity times 0 is nan.
+    The ratio is 1 in the first update of a step: the loss is -A, its gradient -A grad log pi. In later ones a token
+    with A > 0 has no gradient any more once the ratio is above 1 + epsilon_high, one with A < 0 below 1 - epsilon.
     """
     ratio = (logprobs - part["old_logprobs"]).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
@@ -221,8 +224,9 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
         numbers = accumulate_gradients(model, batch, cfg)
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
         if not np.isfinite(norm):
-            raise RuntimeError(f"step {step}: the gradient norm is {norm} ({numbers}), so nothing was updated.")
-        metrics = metrics or numbers | {"grad_norm": norm}  # of the first update, whose weights are the generator's
+            raise RuntimeError(f"step {step}: the gradient norm is {norm} ({numbers}), so this update was not made.")
+        # Of the first update, whose weights are the generator's. Its loss is -mean(A): watch the reward, not the loss.
+        metrics = metrics or numbers | {"grad_norm": norm}
         optimizer.step()
         optimizer.zero_grad()
     return metrics | {"lr": optimizer.param_groups[0]["lr"]}
@@ -238,6 +242,7 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
     """Sends the weights, some at a time, in float32: the generator casts them. It refuses what is damaged, missing or
     unknown to it; from here on its completions say that they are of `version`. model: the one without DDP, whose names
     the generator knows."""
+    # All ranks have sampled: they have exchanged gradients since.
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
@@ -262,12 +267,13 @@ def train(cfg: Settings) -> dict[str, float]:
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # of torchrun, or one process
     tokenizer, reward_functions = load_processor(cfg.model_id), get_reward_functions(cfg)
 
-    def lengths(rows: list[dict], _) -> list[int]:
+    def lengths(rows: list[dict], split: str) -> list[int]:
         return [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
 
-    rows, held_out = load_data(cfg, format_row=lambda row: row, measure=lengths)  # without those that are too long
+    # Rows as they are, without those that are too long.
+    rows, held_out = load_data(cfg, format_row=lambda row: row, measure=lengths)
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
-    # In eval mode, as it is loaded: without dropout the ratio of a step's first update is 1.
+    # In eval mode, as it is loaded: without dropout, as the generator is.
     weights = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
     model = DistributedDataParallel(weights) if world > 1 else weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
@@ -284,7 +290,7 @@ def train(cfg: Settings) -> dict[str, float]:
     def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
         """By the weights after `step` steps, or RuntimeError."""
         if cfg.generator == "hf":
-            generator.seed(hash((cfg.seed, step, count, rank)))  # of numbers: the same in every run
+            generator.seed(hash((cfg.seed, step, count, rank)))  # of numbers: the same in every run and on no two ranks
         trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
         utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)
         return trajectories
