@@ -275,18 +275,22 @@ def rank_bytes(
         modules[owner] += torch.Size(shape).numel()
     buckets = bucket_bytes(modules.values(), cfg)
     before = max(map(sum, zip(buckets, buckets[1:], strict=False)), default=0) - max(buckets)  # sent, and still there
+    buffers = sending(buckets, cfg)
     if cfg.strategy == "ddp":  # live weights, but for what is folded: a bucket, and the one before
-        need["push"] = cfg.use_peft * (2 * bucket + fold // 6) + fold
-        full = before = 0
+        gathering = buffers + cfg.use_peft * (2 * bucket + fold // 6) + fold
+        full = 0
     elif cfg.strategy == "fsdp2":  # a bucket's shards are rounded, and laid out to be gathered; or one is folded
-        full = max(buckets)
-        need["push"] = full + max(full // ranks * (1 + (master != compute)), fold // ranks)
+        full, rounded = max(buckets), master != compute and not cfg.offload  # in CPU memory, then
+        gathering = max(
+            sending(buckets[:n], cfg) + last + size + max(size // ranks * (1 + rounded), fold // ranks)
+            for n, (last, size) in enumerate(zip([0, *buckets], buckets, strict=False))
+        )
     else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
         at_root = (master + compute) * root - trained_in * of_root // ranks
         at_root += compute * root // ranks * (master == compute)
         at_layer = min(bucket, compute * (whole - layer)) + (master + compute) * layer + fold - need["kept gradients"]
-        need["push"] = max(at_root, at_layer)
-    need["push"] = sending(buckets, cfg) + max(need["push"] + before, full + checksum_bytes(buckets))
+        gathering = buffers + max(at_root, at_layer) + before
+    need["push"] = max(gathering, buffers + full + checksum_bytes(buckets))
     return need
 
 
@@ -316,7 +320,7 @@ def sending(buckets: list[int], cfg: TrainConfig) -> int:
     NCCL is packed in CPU memory."""
     if cfg.generator != "vllm" or cfg.colocate or cfg.push_over not in ("auto", "nccl"):
         return 0
-    return max(buckets[::2]) + max(buckets[1::2], default=0)
+    return max(buckets[::2], default=0) + max(buckets[1::2], default=0)
 
 
 def checksum_bytes(buckets: list[int]) -> int:
