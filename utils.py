@@ -351,8 +351,8 @@ def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device)
 def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
     """Have adapters alone travel, where every server can put them in place. Else LoRA is folded into the weights, which
     is said; ConfigError under --push_lora adapters. Collective."""
-    shapes, versions = lora.shapes_of(hf_model), getattr(cfg, "max_staleness", 0) + 2  # the arriving one included
-    reason = lora.why_not_alone(hf_model) or why_no_adapters(client, versions, cfg.colocate)
+    shapes = lora.shapes_of(hf_model)
+    reason = lora.why_not_alone(hf_model) or why_no_adapters(client, getattr(cfg, "max_staleness", 0) + 2, cfg.colocate)
     if reason is None:
         try:
             client.check_adapters(shapes)
@@ -361,7 +361,6 @@ def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
     reason = next(filter(None, gather_objects(reason)), None)  # the same on every rank
     if reason is None:
         client.adapter, client.adapter_shapes, client.convert = adapter_name(cfg), shapes, lambda named: named
-        client.slots = versions
         if cfg.run_name:  # the folder is locked: who has it is this run, before and after a resumption
             folder = Path(cfg.output_dir).resolve() / cfg.run_name
             client.owner = uuid.uuid5(uuid.NAMESPACE_URL, f"{socket.gethostname()}:{folder}").hex

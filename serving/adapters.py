@@ -21,7 +21,6 @@ import contextlib
 import itertools
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -36,7 +35,6 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 
 from serving import cpu_adapters
 from serving.door import Door
@@ -218,8 +216,6 @@ class Adapter(Session):
         self.name, self.newest = name, None
         self.owner: str | None = None  # the run that holds the name; None: whoever connects may push
         self.heard, self.leased = 0.0, False  # of it, by time.monotonic(); whether there ever was one
-        self.slots = 1  # versions of it that may sample or arrive at a time
-        self.tokens = 0  # that were sampled with it
 
     @property
     def held(self) -> bool:
@@ -278,24 +274,10 @@ class Adapters:
         versions, now = self.served(), time.monotonic()
         return {
             name: {"held": adapter.held, "heard_seconds_ago": round(now - adapter.heard, 1) if adapter.leased else None}
-            | {"versions": versions.get(name, []), "slots": adapter.slots, "pushing": adapter.active}
-            | {"tokens": adapter.tokens}
+            | {"versions": versions.get(name, []), "pushing": adapter.active}
             | self.door.describe(name)
             for name, adapter in self.named.items()
         }
-
-    def check_slots(self, adapter: Adapter, wanted: int) -> None:
-        """HTTPException if this run's versions and those of the others that share the server are more than its slots:
-        their requests would wait for each other, without a word."""
-        held = {other.name: other.slots for other in self.named.values() if other.held and other is not adapter}
-        if held and (needed := sum(held.values()) + wanted) > self.config.max_loras:
-            taken = [f"{name} ({slots})" for name, slots in sorted(held.items())]
-            raise HTTPException(
-                409,
-                f"adapter {adapter.name} wants {wanted} of this server's {self.config.max_loras} slots; others "
-                f"have some: {some(taken)}. Start the server with --max-loras {needed}, or give this run one of its "
-                f"own; the slots of a run that is gone are free after {LEASE:g} s",
-            )
 
     def check_whole(self) -> None:
         """HTTPException if whole weights cannot be pushed, because of adapters in use."""
@@ -343,16 +325,10 @@ class Adapters:
         version.users += 1  # nothing was awaited since it was chosen
         given = dict(zip(("prompt", "sampling_params", "request_id"), args, strict=False)) | kwargs
         how = version.adapter.name, getattr(given["sampling_params"], "n", 1), given["request_id"]
-        counted: Counter = Counter()  # tokens, by sample: each output has all of them so far, or the new ones
-        only_new = getattr(given["sampling_params"], "output_kind", None) == RequestOutputKind.DELTA
         try:
             async with self.door.passing(*how):
                 async with contextlib.aclosing(self.sample(*args, lora_request=version.request, **kwargs)) as outputs:
                     async for output in outputs:
-                        for one in output.outputs:
-                            known = 0 if only_new else counted[one.index]
-                            version.adapter.tokens += len(one.token_ids) - known
-                            counted[one.index] = len(one.token_ids)
                         yield output
         finally:
             version.users -= 1
@@ -427,7 +403,6 @@ class AdapterBody(BaseModel):
 class InitBody(AdapterBody):
     init_info: dict
     owner: str | None = Field(None, pattern=r"^[0-9a-f]{32}$")  # the run that takes the name
-    slots: int = Field(1, ge=1)  # versions that it has here at a time
 
 
 class LeaseBody(BaseModel):
@@ -483,11 +458,9 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
     @router.post("/connect")
     async def connect(body: InitBody):
         enabled()
-        adapter = adapters.named.get(body.adapter) or Adapter(body.adapter)
+        adapter = adapters.named.setdefault(body.adapter, Adapter(body.adapter))
         async with adapter.lock:
-            adapters.check_slots(adapter, body.slots)
             adapter.take(body.owner)
-            adapter.slots, adapters.named[body.adapter] = body.slots, adapter  # one that is refused leaves nothing
             await adapters.sweep()
             await adapter.connecting(engine, body.session, body.init_info)
             await adapters.ask("connect", adapter.name, body.init_info)

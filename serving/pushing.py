@@ -106,7 +106,6 @@ class Pusher(Servers):
         self.adapter: str | None = None
         # The run that holds the adapter's name there, 32 hexadecimal digits; None: whoever connects last has it.
         self.owner: str | None = None
-        self.slots = 1  # of the servers': versions of the adapter that may sample or arrive at a time
         self.run: str | None = None  # the run's name, for those whom a server refuses on its behalf
         self._beating: threading.Event | None = None  # set to end the thread that says that this run is there
         self.adapter_shapes: dict[str, list[int]] = {}
@@ -144,7 +143,7 @@ class Pusher(Servers):
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
             init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes is not None}
             init |= {"probe": probe and probe.place}
-            who = {"run": self.run} if self.adapter is None else {"owner": self.owner, "slots": self.slots}
+            who = {"run": self.run} if self.adapter is None else {"owner": self.owner}
             path, body = self._route("connect", {"session": link.session, "init_info": init} | who)
             futures.append(in_thread(self._call, url, "POST", path, body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init, probe))

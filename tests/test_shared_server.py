@@ -2,12 +2,8 @@
 a name or the weights is said to whom it is refused."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +20,6 @@ from serving.door import Door
 from vllm_client import ServerError, VLLMClient
 
 ONE, OTHER = "1" * 32, "2" * 32  # runs
-ROOT = Path(__file__).resolve().parent.parent
 
 
 # ---- the door -------------------------------------------------------------------------------------------------------
@@ -187,50 +182,6 @@ def test_a_name_has_one_run(live, two):
     rival.owner = OTHER
     rival.connect_weights("cpu")
     rival.close()
-
-
-def test_tokens_are_counted_by_run(live, two):
-    """However they are asked for: at once, or streamed by a route of vLLM's, which gets the newest adapter."""
-    for run in two:
-        run.push(1)
-    before = runs(live)
-    found = two[0].sample(n=3, max_tokens=20)
-    body = {"model": str(live.model_dir), "prompt": PROMPT, "max_tokens": 9, "ignore_eos": True, "stream": True}
-    assert live.request("POST", "/v1/completions", json=body).status_code == 200
-    used = {name: told["tokens"] - before[name]["tokens"] for name, told in runs(live).items() if name in before}
-    assert used["first"] == sum(len(one.token_ids) for one in found) and used["second"] == 9
-    assert not any(tokens for name, tokens in used.items() if name not in ("first", "second"))
-
-
-def test_slots_are_counted_over_all_runs(live, two, tmp_path):
-    """The server has 4, each run wants 2 and more with --max_staleness: who would make others wait is refused at start,
-    with nothing left of it, and comes in when another has gone."""
-    for run in two:
-        run.client.slots = 2
-        run.client.close()
-        run.client.connect_weights("cpu")
-        run.push(1)
-    words = "train_async.py --model_id models/tiny --compute_dtype float32 --dataset_id examples/sums.py:rows "
-    words += f"--use_peft --max_prompt_length 64 --reward_funcs length --server_urls {live.url} "
-    words += f"--output_dir {tmp_path} --prompts_per_step 4 --num_generations 4 --max_completion_length 8 "
-    words += "--max_steps 2 --run_name third"
-
-    def third(staleness: int):
-        command = [sys.executable, *words.split(), "--max_staleness", str(staleness)]
-        environment = os.environ | {"VLLM_SERVER_TOKEN": live.token}
-        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=200, env=environment, cwd=ROOT)
-
-    ended = third(0)
-    assert ended.returncode == 1 and "third" not in runs(live)
-    assert "third wants 2 of this server's 4 slots; others have some: first (2), second (2)." in ended.stderr
-    assert "--max-loras 6" in ended.stderr
-    two[0].push(2)
-    two[0].client.close()
-    ended = third(1)
-    assert ended.returncode == 1 and "--max-loras 5" in ended.stderr
-    ended = third(0)
-    assert ended.returncode == 0, ended.stderr
-    assert two[1].difference(two[1].sample()) < 1e-4 and runs(live)["third"]["slots"] == 2
 
 
 def test_whole_weights_are_refused_while_adapters_live(live, two):
