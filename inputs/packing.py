@@ -36,9 +36,13 @@ def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
 
 
 def on_host(batch: Batch) -> Batch:
-    """The batch with what packing looks at on the CPU: else the GPU would be waited for at every prompt."""
-    names = ("input_ids", "attention_mask", "loss_mask", "groups")
-    return replace(batch, **{name: getattr(batch, name).cpu() for name in names})
+    """The batch with what packing looks at on the CPU, by one read: else the GPU would be waited for at every prompt.
+    float64 holds masks, ids and group numbers exactly."""
+    looked_at = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "loss_mask", "groups")}
+    sizes = [x.numel() for x in looked_at.values()]
+    read = torch.cat([x.double().flatten() for x in looked_at.values()]).cpu().split(sizes)
+    pairs = zip(looked_at.items(), read, strict=True)
+    return replace(batch, **{name: there.view(x.shape).to(x.dtype) for (name, x), there in pairs})
 
 
 def runs(groups: Tensor) -> list[list[int]]:
