@@ -54,7 +54,7 @@ class Batch:
     entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
     chosen: Tensor | None = None  # [B, T] of bool: tokens that a policy loss with `choose` treats apart
-    unshaped: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
+    given_scores: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
     extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...] that are cut as the rest is
     routed_experts: Tensor | None = None  # [B, T, layers, k] that the generator took, -1 unknown; see inputs/routing.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def scores(self) -> Tensor:  # [B] as the reward functions gave them, weighted and added up
-        return self.rewards.sum(1) if self.unshaped is None else self.unshaped
+        return self.rewards.sum(1) if self.given_scores is None else self.given_scores
 
     @property
     def shaped_scores(self) -> Tensor:  # [B] with what --reward_mean, --reward_std and --kl_in_reward make of them

@@ -165,8 +165,9 @@ from safety import sandbox
 #                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion),
 #                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk)
 #     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what is of a group,
-#                                       of the step or of all ranks, computed once, after the advantages and before
-#                                       leave_out; a loss finds it in batch.extras[name], cut as its micro-batch is
+#                                       of the step or of all ranks, computed once: an advantage's before advantages,
+#                                       others' after them and before leave_out. It is in batch.extras[name], cut as the
+#                                       micro-batch is
 #     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
 #                                       function cfg -> bool
 #     mine.choose = function            a loss that treats some tokens of the whole update apart, by the log-probs of
@@ -208,6 +209,8 @@ def check_algorithm(cfg: TrainConfig) -> None:
 
 # ==== 2 advantages: (batch, cfg) -> [B, T], or ([B, T], statistics {name: number}) ===================================
 
+# Statistics have the same names on every rank, and are logged as their mean over ranks.
+
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """(s - group mean) / (std + 1e-6); --scale_rewards says which std.  DeepSeekMath (2402.03300) eq. 3.  [B, T]"""
@@ -240,6 +243,8 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 # ==== 3 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} ==============
 
+# cfg is the run's, with domains, too: a micro-batch may hold several. An advantage gets its domain's.
+#
 # A statistic is logged as its mean over the tokens that are learned from, 0 where a micro-batch does not have it; one
 # whose name ends in _max, as its largest value.
 
@@ -357,7 +362,7 @@ class Policy(nn.Module):
     The wrapper exists because DDP and FSDP want everything that uses parameters inside one `forward`.
     """
 
-    replays = True  # experts that the generator chose; a critic has others
+    replays = True  # experts as the generator chose them (--router_replay); a critic routes by itself
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
@@ -414,7 +419,7 @@ class Policy(nn.Module):
 
         def ends(end: bool, gradient: Tensor) -> None:
             output.set_requires_gradient_sync(end)
-            output.set_requires_all_reduce(self.last_pass)
+            output.set_requires_all_reduce(self.last_pass)  # which the line above sets, too
             output.set_reshard_after_backward(end)
 
         chunks[-1].register_hook(partial(ends, False))
@@ -523,7 +528,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
     for module in [*layers, *([] if tied else [first, last]), policy]:
         if module is not None:
-            fill(module)
+            fill(module)  # but for what is filled already
             fully_shard(module, reshard_after_forward=False if module is last else None, **how)
     if not tied:
         first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights
@@ -544,7 +549,7 @@ def apart(module: nn.Module, common: tuple[bool, torch.dtype]) -> Iterator[nn.Mo
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
     """(the policy as DDP or FSDP wraps it, which is called; the policy itself). kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # of adapters
-    with utils.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):
+    with utils.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
         model = to_train(load_hf_model(cfg, getattr(torch, cfg.dtype)), cfg)
     inner = (kind or Policy)(model, cfg, autocasts(cfg))
     return shard(inner, cfg, device, trained=True), inner
@@ -602,7 +607,7 @@ def load_teacher(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Pol
 
 @torch.no_grad()
 def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """ref <- alpha * policy + (1 - alpha) * ref. Both are wrapped alike; all ranks call it.
+    """ref <- alpha * policy + (1 - alpha) * ref. Both have the same modules and shards; all ranks call it.
 
     After a forward pass without a backward one the root module stays unsharded, and what is written to it would be
     lost. FSDP2 can reshard it first; FSDP1 gathers module by module and writes back what has changed.
@@ -618,8 +623,8 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
             for unit, changed in zip(pair, (True, False), strict=True):
                 if isinstance(unit, FSDP):
                     gathered.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=changed))
-            own = [[p for _, m in walk("", unit, FSDP) for p in m.parameters(recurse=False)] for unit in pair]
-            for old, new in zip(*own, strict=True):
+            weights = [[p for _, m in walk("", unit, FSDP) for p in m.parameters(recurse=False)] for unit in pair]
+            for old, new in zip(*weights, strict=True):
                 if old not in moved:  # a tied weight is met twice
                     old.lerp_(new.to(old.dtype), alpha)
                     moved.add(old)
@@ -682,7 +687,7 @@ async def rollout(
     """
     start, ended_at = time.perf_counter(), []
 
-    async def together(row: dict, cfg: TrainConfig) -> list[Trajectory]:
+    async def together(row: dict, cfg: TrainConfig) -> list[Trajectory]:  # cfg: of the row's domain, for this part
         trajectories = await call_rollout(row, generator, cfg)
         ended_at.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
@@ -699,13 +704,14 @@ async def rollout(
             trajectory.info["domain"] = cfg.domain
         return trajectories
 
-    # A config for each part of a row's group, by its num_generations.
+    # A config for each part of a row's group, by its num_generations. The first parts of all rows are asked for first.
     configs = [sampled_by(row, cfg) for row in rows]
     divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
     groups: list[list[Trajectory]] = [[] for _ in rows]
-    for (i, _), part in zip(calls, await asyncio.gather(*(together(rows[i], part) for i, part in calls)), strict=True):
-        groups[i] += part
+    parts = await asyncio.gather(*(together(rows[i], part) for i, part in calls))
+    for (i, _), trajectories in zip(calls, parts, strict=True):
+        groups[i] += trajectories
     seconds = {"time/generate": max(ended_at) - start, "time/score": time.perf_counter() - max(ended_at)}
     return groups, seconds
 
@@ -787,11 +793,11 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     if cfg.dynamic_sampling:
         totals = utils.all_sum(torch.tensor(list(counts.values()))).tolist()
         metrics |= {f"dynamic_sampling/{name}": n for name, n in zip(counts, totals, strict=True)}
-    groups, balance = utils.balanced([group for group in without_failed(groups) if group])
+    groups, moved = utils.balanced([group for group in without_failed(groups) if group])
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
-    return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | balance
+    return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
 
 
 class Collector:
@@ -876,8 +882,8 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
     several = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     asked = needs(cfg)
     inner.squares = "sum_pi_squared" in asked  # a pass over [n, V] that nothing else needs
-    own = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
-    if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or own:
+    of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
+    if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
         batch.old_logprobs, batch.entropy, squares = all_logprobs(policy, batch, cfg)
         batch.sum_pi_squared = squares if inner.squares else None
     if reference is not None:
@@ -914,7 +920,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 
     moments: count, sum and sum of squares of all scores so far, by domain ("" without any); brought up to date.
     """
-    batch.unshaped = batch.rewards.sum(1)  # what batch.scores are from here on
+    batch.given_scores = batch.rewards.sum(1)  # batch.scores are these from here on; shaped_scores, rewards.sum(1)
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
     for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
         running = utils.running_moments(part.scores, moments.setdefault(own.domain, [0.0] * 3))
@@ -934,18 +940,19 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
     batch.extras |= prepared({f"--advantage {cfg.advantage}": ADVANTAGES[cfg.advantage]}, batch, cfg)
-    whole, stats, ranks = torch.zeros_like(batch.rewards), {}, []
+    whole, stats, num_ranks = torch.zeros_like(batch.rewards), {}, []
     for own, rows, part, count in by_domain(batch, cfg):  # what is taken over the batch is over a domain's part of it
         advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
         whole = placed(advantages, rows, whole)
+        # Without rows here `part` is a stand-in, for the sums over ranks.
         stats |= {own.prefix + name: float(value) if rows else 0.0 for name, value in numbers.items()}
-        ranks += [count] * len(numbers)
+        num_ranks += [count] * len(numbers)
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
     values = utils.all_sum(torch.tensor([float(value) for value in stats.values()], dtype=torch.float64))
-    ranks = torch.tensor(ranks, dtype=torch.float64)  # that have such a number
-    return dict(zip(stats, (values / ranks).tolist(), strict=True)) | {
+    num_ranks = torch.tensor(num_ranks, dtype=torch.float64)  # that have rows of the number's domain
+    return dict(zip(stats, (values / num_ranks).tolist(), strict=True)) | {
         "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
         "advantages/frac_zero_groups": float(utils.global_mean(silent)),
     }
@@ -1033,9 +1040,10 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
     if cfg.old_logprobs == "sampler":
-        part.old_logprobs = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
+        old = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
+        part = replace(part, old_logprobs=old)
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: the ratio is 1
-        part.old_logprobs = logprobs.detach()
+        part = replace(part, old_logprobs=logprobs.detach())
     with told(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
         per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     trust = correction(logprobs, part, cfg)
@@ -1048,10 +1056,10 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         per_token, stats = per_token + cfg.distill_coef * term, stats | seen
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
     with told("own_term", own_term, part):
-        own, own_stats = own_term(logprobs, entropy, part, cfg)
-    if own is not None:
-        per_token = per_token + check_term("own_term", own, part)
-    stats = stats | check_statistics("own_term", own_stats, part)
+        term, seen = own_term(logprobs, entropy, part, cfg)
+    if term is not None:
+        per_token = per_token + check_term("own_term", term, part)
+    stats = stats | check_statistics("own_term", seen, part)
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
     return (weights * per_token).sum(), stats | {"entropy": entropy}
 
@@ -1074,7 +1082,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = with_chosen(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
-        batch.record.scale = -counts["num_tokens"] / utils.world_size()  # loss gradient -> a token's weight
+        # d loss / d logprob -> a token's weight: under token_mean and a ratio of 1 it is its advantage.
+        batch.record.scale = -counts["num_tokens"] / utils.world_size()
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, learns)
@@ -1123,7 +1132,7 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
 
 def exchanging(policy: nn.Module, last: bool) -> contextlib.AbstractContextManager:
     """Gradients are summed over ranks once an update, in its last backward pass; of shards (FSDP) once a pass, but
-    between copies of them (--shard_size) in the last alone."""
+    between copies of them (--shard_size) in the last alone (fsdp2)."""
     if isinstance(policy, FSDPModule):
         policy.last_pass = last
         policy.set_requires_all_reduce(last)
@@ -1263,13 +1272,13 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
             return caught
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
-    sharded, size = generator.changes is not None, bucket_mb * 2**20
+    compares, size = generator.changes is not None, bucket_mb * 2**20
     alone = getattr(generator, "adapter", None) is not None  # which a generator of your own need not have
-    buckets = adapter_buckets(policy, size, dtype) if alone else weight_buckets(policy, size, dtype, active, sharded)
+    buckets = adapter_buckets(policy, size, dtype) if alone else weight_buckets(policy, size, dtype, active, compares)
     for number, bucket in enumerate(buckets):
-        found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if sharded else None
+        found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if compares else None
         if found is None:
-            error = attempt(generator.send_bucket, gathered(bucket, active))
+            error = attempt(generator.send_bucket, gathered(bucket, active) if compares else bucket)
         else:
             error = attempt(generator.send_changes, found)
         utils.raise_together(error, "Sending weights")
@@ -1277,7 +1286,7 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
 
 def weight_buckets(
-    model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True, sharded: bool = False
+    model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True, as_shards: bool = False
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
 
@@ -1285,7 +1294,7 @@ def weight_buckets(
     gathers one wrapped module at a time, FSDP2 a bucket; the extra memory is a bucket and one module.
     LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights, in theirs: read
     them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With keep=False a
-    rank only takes part in the gathering. sharded: FSDP2's tensors come as they are, for `gathered`, on every rank.
+    rank only takes part in the gathering. as_shards: FSDP2's tensors come as they are, for `gathered`, on every rank.
     """
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass without a backward one, its own parameters still were whole
@@ -1310,10 +1319,10 @@ def weight_buckets(
                     elif keep:
                         bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
         if size >= max_bytes:
-            yield bucket if sharded else gathered(bucket, keep)
+            yield bucket if as_shards else gathered(bucket, keep)
             bucket, size = [], 0
     if size:
-        yield bucket if sharded else gathered(bucket, keep)
+        yield bucket if as_shards else gathered(bucket, keep)
 
 
 def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
@@ -1415,7 +1424,8 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or a server is touched."""
     check_algorithm(cfg)
     with torch.device("meta"):  # what cannot be built is refused here
-        balance.check(backbone(hf_model := load_hf_model(cfg, torch.float32)), cfg)
+        hf_model = load_hf_model(cfg, torch.float32)
+        balance.check(backbone(hf_model), cfg)
     cfg = replace(cfg, push_bucket_mb=cfg.push_bucket_mb or push_bucket_mb(hf_model.num_parameters()))
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
@@ -1434,10 +1444,10 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
 
 def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict], dict[str, Callable]]:
     """Training rows, held-out rows and reward functions, of all domains if there are any."""
-    rows, held_out, reward_functions, tools, read = [], [], {}, {}, {}
+    rows, held_out, reward_functions, tools, files_read = [], [], {}, {}, {}
     for own in cfg.by_domain():
         with domains.named(own):
-            parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, read)
+            parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, files_read)
             columns = [set(row) for row in parts[0] or parts[1]]
             functions = get_reward_functions(own, set.intersection(*columns) if columns else None)
             if own.has_teacher and not cfg.eval_only:
