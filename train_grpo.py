@@ -1625,7 +1625,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                     utils.move(run, torch.device("cpu"))
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
+                    used = getattr(generator, "used", {})
                     push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
+                    metrics |= utils.server_usage(generator, used)
                     collector.pushed(pushed, cfg)
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:

@@ -364,6 +364,7 @@ def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
         if cfg.run_name:  # the folder is locked: who has it is this run, before and after a resumption
             folder = Path(cfg.output_dir).resolve() / cfg.run_name
             client.owner = uuid.uuid5(uuid.NAMESPACE_URL, f"{socket.gethostname()}:{folder}").hex
+        client.versions = getattr(cfg, "max_staleness", 0) + 1
         client.changes = None  # of --push_changes: every matrix of an adapter changes
     elif cfg.load_in:
         raise ConfigError(f"--load_in {cfg.load_in}: {reason}. Adapters must travel alone, or use --generator hf.")
@@ -371,6 +372,12 @@ def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
         raise ConfigError(f"--push_lora adapters: {reason}. Or have LoRA folded into the weights: --push_lora folded.")
     elif is_main():
         print(f"LoRA is folded into the weights that are pushed: {reason}.")
+
+
+def server_usage(generator, before: dict[str, float]) -> dict[str, float]:
+    """Metrics of what this run used of a server that runs share, since `before` = generator.used; {} elsewhere."""
+    used = getattr(generator, "used", {})
+    return {f"server/{key}": value - before.get(key, 0) for key, value in used.items()}
 
 
 def adapter_name(cfg: TrainConfig) -> str:

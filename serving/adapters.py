@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -35,6 +36,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 
 from serving import cpu_adapters
 from serving.door import Door
@@ -216,6 +218,7 @@ class Adapter(Session):
         self.name, self.newest = name, None
         self.owner: str | None = None  # the run that holds the name; None: whoever connects may push
         self.heard, self.leased = 0.0, False  # of it, by time.monotonic(); whether there ever was one
+        self.slots = 1  # versions that its owner samples with at a time
 
     @property
     def held(self) -> bool:
@@ -289,6 +292,19 @@ class Adapters:
                 f"is gone is free after {LEASE:g} s",
             )
 
+    def check_slots(self, name: str, versions: int) -> None:
+        """HTTPException if this many versions of an adapter have no room beside those of the runs that are here."""
+        others = {other: adapter.slots for other, adapter in self.named.items() if adapter.held and other != name}
+        needed = sum(others.values()) + versions + 1  # the one that a push brings
+        if others and needed > self.config.max_loras:
+            beside = some([f"{other} ({slots})" for other, slots in sorted(others.items())])
+            raise HTTPException(
+                409,
+                f"adapter {name} needs {versions} slots, beside {beside} and one for what is pushed: {needed}, and "
+                f"this server has {self.config.max_loras}. Start it with --max-loras {needed}, or wait until a run "
+                "has ended",
+            )
+
     async def sweep(self) -> None:
         """Forget adapters of runs that have been gone for as long as a lease again."""
         for name, adapter in list(self.named.items()):
@@ -324,13 +340,19 @@ class Adapters:
             return
         version.users += 1  # nothing was awaited since it was chosen
         given = dict(zip(("prompt", "sampling_params", "request_id"), args, strict=False)) | kwargs
-        how = version.adapter.name, getattr(given["sampling_params"], "n", 1), given["request_id"]
+        params, run = given["sampling_params"], version.adapter.name
+        adds = getattr(params, "output_kind", None) is RequestOutputKind.DELTA
+        how = run, getattr(params, "n", 1), given["request_id"]
+        counted: Counter = Counter()  # tokens, by sample
         try:
             async with self.door.passing(*how):
                 async with contextlib.aclosing(self.sample(*args, lora_request=version.request, **kwargs)) as outputs:
                     async for output in outputs:
+                        for part in getattr(output, "outputs", ()):  # which a pooled prompt has not
+                            counted[part.index] = counted[part.index] * adds + len(part.token_ids)
                         yield output
         finally:
+            self.door.tokens[run] += counted.total()
             version.users -= 1
             self.tidy()
 
@@ -403,6 +425,7 @@ class AdapterBody(BaseModel):
 class InitBody(AdapterBody):
     init_info: dict
     owner: str | None = Field(None, pattern=r"^[0-9a-f]{32}$")  # the run that takes the name
+    versions: int = Field(1, ge=1)  # of the adapter that are sampled with at a time
 
 
 class LeaseBody(BaseModel):
@@ -458,9 +481,12 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
     @router.post("/connect")
     async def connect(body: InitBody):
         enabled()
-        adapter = adapters.named.setdefault(body.adapter, Adapter(body.adapter))
-        async with adapter.lock:
+        adapter = adapters.named.get(body.adapter) or Adapter(body.adapter)
+        async with adapter.lock:  # nothing is awaited for a new one: there are no two of a name
+            adapters.check_slots(body.adapter, body.versions)
             adapter.take(body.owner)
+            adapter.slots = body.versions
+            adapters.named[body.adapter] = adapter
             await adapters.sweep()
             await adapter.connecting(engine, body.session, body.init_info)
             await adapters.ask("connect", adapter.name, body.init_info)
@@ -506,7 +532,7 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
         async with step(body, during_push=True):
             report = await adapters.complete(adapters.named[body.adapter], body.weight_version)
             adapters.named[body.adapter].active = False
-        return {"policy_version": body.weight_version} | report
+        return {"policy_version": body.weight_version} | report | {"used": adapters.door.used(body.adapter)}
 
     @router.post("/abort")
     async def abort(body: AbortBody):

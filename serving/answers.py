@@ -92,6 +92,7 @@ class Finished(Answer):
     policy_version: Natural
     checksum: Natural
     seconds: dict[str, float]
+    used: dict[str, float] = {}  # by this run since the server's start, where runs share it
 
 
 Form = TypeVar("Form", bound=Answer)

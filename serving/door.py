@@ -28,7 +28,9 @@ class Door:
         self.most = most
         self.inside: Counter = Counter()  # sequences, by run
         self.waiting: dict[str, deque[Ticket]] = {}
-        self.seconds: Counter = Counter()  # that requests have waited, by run
+        self.waited: Counter = Counter()  # seconds of requests that waited, by run
+        self.seconds: Counter = Counter()  # of requests inside
+        self.tokens: Counter = Counter()  # that were sampled, as `sampled` was told
         self.turns, self.last = itertools.count(1), Counter()
 
     @contextlib.asynccontextmanager
@@ -42,8 +44,12 @@ class Door:
             try:
                 await ticket.admitted
             finally:
+                self.waited[run] += time.monotonic() - began
+            began = time.monotonic()
+            try:
+                yield
+            finally:
                 self.seconds[run] += time.monotonic() - began
-            yield
         finally:
             self._leave(run, ticket)
 
@@ -77,4 +83,9 @@ class Door:
     def describe(self, run: str) -> dict[str, int | float]:
         """Of one run, for /server_info."""
         waiting = sum(ticket.size for ticket in self.waiting.get(run, ()))
-        return {"under_way": self.inside[run], "waiting": waiting, "waited_seconds": round(self.seconds[run], 1)}
+        return {"under_way": self.inside[run], "waiting": waiting} | self.used(run)
+
+    def used(self, run: str) -> dict[str, int | float]:
+        """By one run since the server's start: tokens sampled; seconds of its requests inside and waiting, summed."""
+        seconds = {"sampling_seconds": self.seconds[run], "waited_seconds": self.waited[run]}
+        return {"tokens": self.tokens[run]} | {key: round(value, 3) for key, value in seconds.items()}

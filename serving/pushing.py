@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -109,6 +110,8 @@ class Pusher(Servers):
         self.run: str | None = None  # the run's name, for those whom a server refuses on its behalf
         self._beating: threading.Event | None = None  # set to end the thread that says that this run is there
         self.adapter_shapes: dict[str, list[int]] = {}
+        self.versions = 1  # of the adapter that are sampled with at a time
+        self.used: dict[str, float] = {}  # of all servers by this run's requests, as of the last push
         self.server_seconds: dict[str, float] = {}  # of the last push, at the first server: receive, check, load
         self._links, self._infos = [], []  # open connections; what the servers say of themselves
         self._device: torch.device | None = None
@@ -143,7 +146,7 @@ class Pusher(Servers):
             init = {"secret": link.store.secret, "address": address, "port": link.store.port, "backend": backend}
             init |= {"timeout": self.timeout, "world_size": 1 + info["world_size"], "keep": self.changes is not None}
             init |= {"probe": probe and probe.place}
-            who = {"run": self.run} if self.adapter is None else {"owner": self.owner}
+            who = {"run": self.run} if self.adapter is None else {"owner": self.owner, "versions": self.versions}
             path, body = self._route("connect", {"session": link.session, "init_info": init} | who)
             futures.append(in_thread(self._call, url, "POST", path, body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init, probe))
@@ -246,14 +249,17 @@ class Pusher(Servers):
             raise ServerError("finish_push outside a push: call begin_push first")
         sums, self._checksums = self._checksums, None
         finished = self._step("finish", [{"weight_version": version} for _ in self._links])
+        used: Counter = Counter()
         for link, answer in zip(self._links, finished, strict=True):
             what = f"POST {self._route('finish', {})[0]}"
             form = self._checked(link.url, what, answers.checked, answer, answers.Finished)
+            used.update(form.used)
             if form.checksum != fold(sums) or form.policy_version != version:
                 raise ServerError(
                     f"{link.url} has version {form.policy_version}, checksum {form.checksum:016x} after the "
                     f"push of version {version}, checksum {fold(sums):016x}: the weights did not arrive as sent."
                 )
+        self.used = dict(used)
         if self._transport.type == "cuda":  # torch's allocator has them for the next push, and passes until then
             self._buffers = [None, None]
         self._base = None if self.changes is None else self._push

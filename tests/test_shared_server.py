@@ -67,7 +67,8 @@ def test_who_leaves_the_door_leaves_no_place_taken():
             asyncio.create_task(stay("c", 7)),
         ]
         await asyncio.sleep(0.01)
-        assert door.describe("a") == {"under_way": 2, "waiting": 0, "waited_seconds": 0.0}
+        used = {"tokens": 0, "sampling_seconds": 0, "waited_seconds": 0}
+        assert door.describe("a") == {"under_way": 2, "waiting": 0} | used
         assert door.describe("b")["waiting"] == 3
         waiting[0].cancel()
         door.turn_away(KeyError("gone"), lambda ticket: ticket.request_id == "b2")
@@ -224,6 +225,35 @@ def test_a_run_that_asks_for_much_starves_no_other(live, two):
         return before
 
     assert asyncio.run(both()) < 60
+
+
+def test_what_each_run_used_is_told_to_it_and_to_who_asks(live, two):
+    first, second = two
+    for run in two:
+        run.push(1)
+    before = dict(first.client.used), dict(second.client.used)
+    sampled = sum(len(one.token_ids) for one in first.sample(n=4))
+    body = {"model": str(live.model_dir), "prompt": "x", "max_tokens": 5, "min_tokens": 5, "stream": True}
+    for run in two:
+        run.push(2)
+    assert live.request("POST", "/v1/completions", json=body).status_code == 200  # of the newest: second
+    second.push(3)
+    own = utils.server_usage(first.client, before[0])
+    assert own["server/tokens"] == sampled and own["server/sampling_seconds"] > 0 <= own["server/waited_seconds"]
+    assert utils.server_usage(second.client, before[1])["server/tokens"] == 5
+    assert runs(live)["first"]["tokens"] == first.client.used["tokens"]
+
+
+def test_runs_that_have_no_slots_left_are_refused_at_start(live, two):
+    """Four slots: two runs with one each, one for what arrives, so one more run with one, and none with two."""
+    wide = VLLMClient([live.url], live.token, timeout=20)
+    wide.adapter, wide.owner, wide.versions = "wide", "4" * 32, 2
+    with pytest.raises(ServerError, match=r"wide needs 2 slots, beside first \(1\), second \(1\).*--max-loras 5"):
+        wide.connect_weights("cpu")
+    assert "wide" not in runs(live)
+    wide.versions = 1
+    wide.connect_weights("cpu")
+    wide.close()
 
 
 def test_a_run_is_heard_of(live, two, monkeypatch):

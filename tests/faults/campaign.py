@@ -77,7 +77,7 @@ class Fault:
     done: str
     wanted: str
     limit: float
-    needs: str  # "", "server", "doomed" (a server that it may kill) or "eyes" (one of a vision model)
+    needs: str  # "", "server", "doomed" (a server that it may kill), "eyes" (one of a vision model), "adapted"
 
     @property
     def area(self) -> str:
@@ -98,6 +98,9 @@ class Running:
     received: bytes = b""
 
 
+NEEDS = ("server", "doomed", "eyes", "adapted")
+
+
 def find_faults() -> list[Fault]:
     found = []
     for area in AREAS:
@@ -109,7 +112,7 @@ def find_faults() -> list[Fault]:
                 continue
             done, _, wanted = " ".join((call.__doc__ or "").split()).partition(" -> ")
             limit = parameters["limit"].default if "limit" in parameters else 60
-            needs = next((n for n in ("server", "doomed", "eyes") if n in parameters), "")
+            needs = next((n for n in NEEDS if n in parameters), "")
             found.append(Fault(f"{area}.{name}", call, done, wanted, limit, needs))
     return found
 
@@ -225,12 +228,12 @@ def tiny_vision_model(folder: Path) -> Path:
 class SharedServer:
     """One vLLM server for all faults that need one, started again after one of them killed it."""
 
-    def __init__(self, make_model):
-        self.make_model, self.live = make_model, None
+    def __init__(self, make_model, *flags: str):
+        self.make_model, self.flags, self.live = make_model, flags, None
 
     def begin(self) -> None:
         if self.live is None or self.live.process.poll() is not None:
-            flags = ["--dtype", "float32", "--max-model-len", "512"]
+            flags = ["--dtype", "float32", "--max-model-len", "512", *self.flags]
             self.live = server_fixture.start_server(self.make_model(), *flags)
 
     def ready(self) -> bool:
@@ -265,12 +268,14 @@ class SharedServer:
 
 
 class Servers:
-    """The servers by what a fault needs: of models/tiny, and (`eyes`) of a small vision model. One is up at a time."""
+    """The servers by what a fault needs: of models/tiny, (`adapted`) the same with adapters, (`eyes`) of a small vision
+    model. One is up at a time."""
 
     def __init__(self, base: Path):
         text = SharedServer(server_fixture.make_tiny)
         vision = SharedServer(lambda: tiny_vision_model(base / "vlm"))
-        self.of = {"server": text, "doomed": text, "eyes": vision}
+        lora = SharedServer(server_fixture.make_tiny, "--enable-lora", "--max-loras", "8")
+        self.of = {"server": text, "doomed": text, "eyes": vision, "adapted": lora}
 
     def prepare(self, pending: list[Fault]) -> None:
         """Start what the next faults need, stop what none needs any more."""
