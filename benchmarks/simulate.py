@@ -536,7 +536,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
             run_passes(machine, policy, optimizer, batch, cfg)
         machine.enter("push")
         if cfg.colocate:
-            moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None)
+            moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None, teacher=None)
             utils.move(moves, torch.device("cpu"))
         kept = machine.alive[GPU.type]
         script.push_weights(policy, Server(dist.get_rank()), 1, cfg.push_bucket_mb or memory.push_bucket_mb(0))
