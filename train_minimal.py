@@ -100,11 +100,12 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 
 
 async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
-    """`count` completions of each row, one row's after another's, scored. All rows are sampled at the same time."""
+    """Exactly `count` completions of each row, one row's after another's, scored: `advantages` and `evaluate` find a
+    prompt's by their place. All rows are sampled at the same time."""
 
     async def of_row(group: int, row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
-        # From the whole distribution: the generator knows no top_p or top_k unless it is told.
+        # From softmax(logits / temperature), as token_logprobs has it: the model's own top_p, top_k do not count.
         how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
         trajectories = [
             Trajectory(
@@ -196,14 +197,18 @@ def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Ten
 def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> dict[str, float]:
     """The gradient of the mean loss over all tokens that *all* ranks have sampled in this step, however many ranks and
     micro-batches there are. Returns the same mean of the loss, and of |trainer - generator| log-prob."""
+    # Every token counts alike, in long completions, too (DAPO's mean; GRPO's is over each completion's mean). Those of
+    # groups without an advantage are among them: the more there are, the smaller is the gradient.
     count = batch["loss_mask"].sum()
-    dist.all_reduce(count)  # of tokens: the mean over all of them (DAPO's), not over each completion's mean (GRPO's)
+    dist.all_reduce(count)
     sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
     for part in parts:
         local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # ranks exchange in the last alone
         with model.no_sync() if local else contextlib.nullcontext():
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
-            part.setdefault("old_logprobs", logprobs.detach())  # with one update a step nothing has moved yet
+            # With one update a step nothing has moved yet. The trainer's own, so that the clip sees what updates have
+            # moved, and not how the generator rounds. With several updates, `update` has put it there.
+            part.setdefault("old_logprobs", logprobs.detach())
             loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
         apart = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / count
@@ -242,7 +247,7 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
     """Sends the weights, some at a time, in float32: the generator casts them. It refuses what is damaged, missing or
     unknown to it; from here on its completions say that they are of `version`. model: the one without DDP, whose names
     the generator knows."""
-    # All ranks have sampled: they have exchanged gradients since.
+    # No rank is still sampling: all have exchanged gradients since, and before version 0 none has begun.
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
@@ -264,10 +269,10 @@ def train(cfg: Settings) -> dict[str, float]:
     """Returns the metrics of the last evaluation."""
     if cfg.num_generations < 2:
         raise ConfigError(f"--num_generations={cfg.num_generations}: a prompt's completions are compared; at least 2.")
-    rank, world, device = utils.init_distributed(cfg.dist_timeout)  # of torchrun, or one process
+    rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
     tokenizer, reward_functions = load_processor(cfg.model_id), get_reward_functions(cfg)
 
-    def lengths(rows: list[dict], split: str) -> list[int]:
+    def lengths(rows: list[dict], split: str) -> list[int]:  # of prompts; `load_data` calls it, with the split's name
         return [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
 
     # Rows as they are, without those that are too long.
@@ -280,6 +285,7 @@ def train(cfg: Settings) -> dict[str, float]:
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, weights, device)  # waits for them, and checks that they serve this model
     else:
+        # In the precision of a server, and changed by a push alone.
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
@@ -290,7 +296,7 @@ def train(cfg: Settings) -> dict[str, float]:
     def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
         """By the weights after `step` steps, or RuntimeError."""
         if cfg.generator == "hf":
-            generator.seed(hash((cfg.seed, step, count, rank)))  # of numbers: the same in every run and on no two ranks
+            generator.seed(hash((cfg.seed, step, count, rank)))  # of numbers, so the same in every run; no two ranks'
         trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
         utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)
         return trajectories
@@ -323,7 +329,7 @@ def train(cfg: Settings) -> dict[str, float]:
                 push_weights(weights, generator, step + 1)
         completions = utils.gather_lists(completion_rows(trajectories, scores, gains.tolist()))
         if log:
-            log.step(step + 1, metrics, completions)
+            log.step(step + 1, metrics, completions)  # steps that are done; the completions are of the weights before
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or step + 1 == cfg.max_steps):
             last_eval = evaluate(step + 1)
     if log:
