@@ -296,7 +296,8 @@ def train(cfg: Settings) -> dict[str, float]:
     def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
         """By the weights after `step` steps, or RuntimeError."""
         if cfg.generator == "hf":
-            generator.seed(hash((cfg.seed, step, count, rank)))  # of numbers, so the same in every run; no two ranks'
+            # Of numbers, so the same in every run, and another one on each rank. An evaluation may share a step's.
+            generator.seed(hash((cfg.seed, step, rank)))
         trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
         utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)
         return trajectories
@@ -342,13 +343,13 @@ def train(cfg: Settings) -> dict[str, float]:
 
 def main(cfg: Settings) -> None:
     """Train, and end the process for good: no thread or process group keeps a failed run alive."""
-    utils.watch_process()  # from now on Ctrl-C and SIGTERM are exceptions
+    utils.watch_process()  # from now on Ctrl-C raises KeyboardInterrupt, and SIGTERM an exception of its own
     status, ended_by = 1, None
     try:
         train(cfg)
         status = 0
     except KeyboardInterrupt as error:
-        ended_by, status = error, utils.explain_interrupt()  # 130
+        ended_by, status = error, utils.explain_interrupt()  # says so; 130
     except BaseException as error:
         ended_by = error
         utils.print_failure(error, cfg)
