@@ -81,10 +81,10 @@ from algorithms.checks import (
     check_statistics,
     check_term,
     computed,
+    explained,
     prepared,
     read_once,
     reads,
-    told,
     with_numbers,
 )
 from algorithms.distillation import check_teacher, distill_metrics, divergence
@@ -646,7 +646,8 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 
 
 def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type | None = None):
-    """make(module, cfg), once its groups are certain to be those of the unsharded model. kind: as in load_policy."""
+    """make(module, cfg), once its groups are certain to be those of the unsharded model: it is made for that, too, on
+    torch's meta device, and for the shards with whole shapes. kind: as in load_policy."""
 
     def unsharded() -> Policy:
         with torch.device("meta"):
@@ -705,7 +706,7 @@ async def rollout(
         return trajectories
 
     # A config for each part of a row's group, by its num_generations. The first parts of all rows are asked for first.
-    configs = [sampled_by(row, cfg) for row in rows]
+    configs = [sampled_by(row, cfg) for row in rows]  # its domain's, with a num_generations that the row may have
     divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
     groups: list[list[Trajectory]] = [[] for _ in rows]
@@ -722,6 +723,7 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     if not len(scores):
         return False
     window = cfg.group_mean_min <= float(scores.mean()) <= cfg.group_mean_max
+    # One completion a prompt (without a group to compare) has; one of several, if the others failed, has not.
     return window and (len(group) == 1 or (len(scores) > 1 and float(scores.std()) > cfg.group_std_min + 1e-6))
 
 
@@ -860,7 +862,7 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     if logprobs.ndim > 1:
         batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
     if batch.record is not None and torch.is_grad_enabled():
-        record(batch, where, logprobs, others[0])
+        record(batch, where, logprobs, others[0])  # in place of what an earlier pass over these rows has left
     return tuple(map(placed_back, (logprobs, *others)))
 
 
@@ -881,11 +883,12 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
     log-probs the ratio is 1 by construction, and no forward pass is made."""
     several = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     asked = needs(cfg)
-    inner.squares = "sum_pi_squared" in asked  # a pass over [n, V] that nothing else needs
+    inner.squares = "sum_pi_squared" in asked  # a pass over [n, V], which updates do not need
     of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
     if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
         batch.old_logprobs, batch.entropy, squares = all_logprobs(policy, batch, cfg)
         batch.sum_pi_squared = squares if inner.squares else None
+    inner.squares = False
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
     elif cfg.beta > 0 or "ref_logprobs" in asked:
@@ -969,7 +972,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     filters = [(own.group_mean_min, own.group_mean_max, own.group_std_min) for own in map(cfg.of, rows)]
     lowest, highest, smallest = torch.tensor(filters, dtype=torch.float64).unbind(1)  # [B] each
     keep &= (mean >= lowest) & (mean <= highest)  # neither too hard nor too easy
-    keep &= (std > smallest) | (group_index(groups)[1] == 1) | (smallest == 0)  # a group of one has no std to be small
+    # Without --group_std_min equal scores stay, as a KL or an entropy may learn from them; a group of one has no std.
+    keep &= (std > smallest) | (group_index(groups)[1] == 1) | (smallest == 0)
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
@@ -1044,7 +1048,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         part = replace(part, old_logprobs=old)
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: the ratio is 1
         part = replace(part, old_logprobs=logprobs.detach())
-    with told(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
+    with explained(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
         per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     trust = correction(logprobs, part, cfg)
     per_token, stats = per_token * trust, stats | mismatch_statistics(logprobs, trust, part, cfg)
@@ -1055,7 +1059,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         term, seen = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * term, stats | seen
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
-    with told("own_term", own_term, part):
+    with explained("own_term", own_term, part):
         term, seen = own_term(logprobs, entropy, part, cfg)
     if term is not None:
         per_token = per_token + check_term("own_term", term, part)
@@ -1587,7 +1591,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(step, 0)
             trajectories, collected = collector.take(step, pushed, cfg)
-            if cfg.colocate:  # the GPU is the trainer's until the push, which wakes the server
+            if cfg.colocate:  # the GPU is the trainer's until the push, in each step, which wakes the server
                 generator.sleep()
                 utils.move(run, run.device)
                 for check in run.checks if step == run.first else ():
@@ -1595,7 +1599,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)
-            state |= run.mixture.ended(step, metrics)  # how many prompts of each domain there were, and how they went
+            state |= run.mixture.ended(step, metrics)  # by NAME/prompts and NAME/solved
             trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg))
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)

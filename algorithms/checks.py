@@ -55,7 +55,7 @@ def prepared(functions: dict[str, Callable], batch, cfg: TrainConfig) -> dict:
     found: dict = {}
     for name, function in functions.items():
         if prepare := getattr(function, "prepare", None):
-            with told(f"{name}: .prepare", prepare, batch, says=function):
+            with explained(f"{name}: .prepare", prepare, batch, says=function):
                 extras = prepare(batch, cfg)
             if not isinstance(extras, dict):
                 raise TypeError(f"{name}: .prepare must return a dict, {{name: tensor or number}}; got {type(extras)}.")
@@ -75,7 +75,7 @@ def prepared(functions: dict[str, Callable], batch, cfg: TrainConfig) -> dict:
 
 
 @contextlib.contextmanager
-def told(what: str, function: Callable, batch, says: Callable | None = None) -> Iterator[None]:
+def explained(what: str, function: Callable, batch, says: Callable | None = None) -> Iterator[None]:
     """An error within that comes of a field that nobody computed says how to ask for it: below `says`."""
     try:
         yield
@@ -101,7 +101,7 @@ def told(what: str, function: Callable, batch, says: Callable | None = None) -> 
 
 def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """(what an advantage computes, its statistics), if it can be trained on."""
-    with told(f"advantage {cfg.advantage!r}", advantage, batch):
+    with explained(f"advantage {cfg.advantage!r}", advantage, batch):
         result = advantage(batch, cfg)
     advantages, stats = result if isinstance(result, tuple) else (result, {})
     return check_advantages(advantages, batch, cfg), dict(stats)
