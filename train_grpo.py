@@ -370,6 +370,7 @@ class Policy(nn.Module):
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads(own_term, "entropy", 1)
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
+            # Which computes plain rows as before, if the run turns out to have none that are shared.
             use_shared_attention(self.hf_model, chosen(cfg.attn_implementation, self.hf_model))
         self.routing = routing.of(self.hf_model, cfg) if self.replays else None
         self.last_pass = True  # of an update: in it, copies of shards (--shard_size) add up their gradients
@@ -517,7 +518,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             policy,
             auto_wrap_policy=CustomPolicy(lambda module: module in units),
             param_init_fn=partial(fill, recurse=False),
-            mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT brings adapters float32
+            mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT makes some float32
             use_orig_params=True,
             device_id=device,
             **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if mesh.ndim > 1 else {}),
@@ -587,13 +588,12 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     return load_frozen(replace(cfg, router_replay=replays), device, "the reference model")[0]
 
 
-def load_frozen(cfg: TrainConfig, device: torch.device, what: str, top: int = 0) -> tuple[nn.Module, Policy]:
+def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> tuple[nn.Module, Policy]:
     """A model that is not trained, as `load_policy` returns one."""
     with utils.on_rank_0(f"Loading {what}"):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     autocast = bool(cfg.ref_sync_steps) and autocasts(cfg)
     inner = Policy(model.eval().requires_grad_(False), replace(cfg, router_aux_coef=0.0), autocast)
-    inner.top = top
     return shard(inner, cfg, device, trained=False), inner
 
 
@@ -602,7 +602,7 @@ def load_teacher(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Pol
     if cfg.teacher_id is None:
         return None
     own = replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None, router_replay="off", load_in=None)
-    return load_frozen(own, device, "the teacher", cfg.distill_topk)
+    return load_frozen(own, device, "the teacher")
 
 
 @torch.no_grad()
@@ -706,7 +706,7 @@ async def rollout(
         return trajectories
 
     # A config for each part of a row's group, by its num_generations. The first parts of all rows are asked for first.
-    configs = [sampled_by(row, cfg) for row in rows]  # its domain's, with a num_generations that the row may have
+    configs = [sampled_by(row, cfg) for row in rows]  # its domain's; in training with the row's own number of them
     divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
     groups: list[list[Trajectory]] = [[] for _ in rows]
@@ -799,6 +799,7 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
+    # A stand-in has no token, so no loss; it counts as a completion under --loss_agg constant, and as a silent group.
     return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
 
 
@@ -850,8 +851,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 
     With gradient (the entropy only if there is a bonus on it).  [B, T] each
     """
-    where = batch.loss_mask.nonzero(as_tuple=True)
-    *inputs, targets = pack(batch, cfg)
+    where = batch.loss_mask.nonzero(as_tuple=True)  # row by row, and
+    *inputs, targets = pack(batch, cfg)  # in this order, wherever prompts are shared
     if batch.teacher_top is not None:  # beside the sampled token those that a teacher finds likeliest
         targets = torch.cat([targets[:, None], batch.teacher_top[where]], 1)  # [N, 1 + k]
 
@@ -904,11 +905,11 @@ def add_teacher(batch: Batch, run: SimpleNamespace, trajectories: list[Trajector
     metrics = teachers.seconds(trajectories)
     teachers.complete(batch, cfg)
     if teachers.in_this_process(cfg):
-        teacher, inner = run.teacher or (run.policy, run.inner)
+        teacher, inner = run.teacher or (run.policy, run.inner)  # which teaches itself, seeing another prompt
         seen, inner.top = teachers.as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk
         with clock(metrics, "teacher"):
             logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
-        run.inner.top = 0
+        inner.top = 0
         teachers.enter(batch, seen, trajectories, logprobs, top, cfg)
     teachers.drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
     return metrics | distill_metrics(batch)
@@ -925,7 +926,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     """
     batch.given_scores = batch.rewards.sum(1)  # batch.scores are these from here on; shaped_scores, rewards.sum(1)
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
-    for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
+    for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():  # a stand-in adds nothing to sums over ranks
         running = utils.running_moments(part.scores, moments.setdefault(own.domain, [0.0] * 3))
         center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
         last = (part.loss_mask * torch.arange(part.loss_mask.shape[1], device=scale.device)).argmax(1)
@@ -1086,7 +1087,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = with_chosen(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
-        # d loss / d logprob -> a token's weight: under token_mean and a ratio of 1 it is its advantage.
+        # In the backward pass d loss / d logprob -> a token's weight: its advantage under token_mean and a ratio of 1.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
@@ -1331,7 +1332,7 @@ def weight_buckets(
 
 def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
     """The tensors of a bucket made whole, FSDP2's in one collective; all ranks call it. With keep=False none is
-    returned. Shards that wait in CPU memory (--offload) go to the GPU first, and travel from there.
+    returned. Shards that wait in CPU memory (--offload, --colocate) go to the GPU first, and travel from there.
     """
     whole, sent = dict(bucket), []
     for name, tensor in bucket:
@@ -1346,7 +1347,7 @@ def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Te
     if sent:
         group = mesh.get_group(mesh.ndim - 1)
         with torch.distributed._coalescing_manager(group):
-            for arrived, padded in sent:
+            for arrived, padded in sent:  # torch's new name of all_gather_into_tensor
                 torch.distributed.all_gather_single(arrived, padded, group)
     return list(whole.items()) if keep else []
 
@@ -1529,8 +1530,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 
 
 def first_push(run: SimpleNamespace, cfg: TrainConfig) -> None:
-    """The generator gets the weights. The policy must give a text what its model gives it, and what the generator
-    samples the generator's log-probs; with --colocate that is looked at when the GPU is the trainer's."""
+    """The generator gets the weights. The policy's log-probs must equal those of its plain model on a text, and the
+    generator's on what that samples; with --colocate they are compared when the GPU is the trainer's."""
 
     def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
         return all_logprobs(run.policy, batch, cfg)[0]
@@ -1599,7 +1600,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)
-            state |= run.mixture.ended(step, metrics)  # by NAME/prompts and NAME/solved
+            state |= run.mixture.ended(step, metrics)  # reads NAME/prompts and NAME/solved, or dynamic_sampling/'s
             trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg))
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)
@@ -1653,7 +1654,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             dtype = generator.weight_dtype
             if log:
                 log.written()  # a resumed run does not sample them again
-            if cfg.load_in:  # nothing can be folded into 4 bits
+            if cfg.load_in:  # nothing can be folded into 4 bits: adapters alone, as PEFT saves them
                 adapter = run.inner.model.peft_config["default"]
                 weights = adapter_buckets(policy, cfg.push_bucket_mb * 2**20, torch.float32, scaled=False)
             else:
