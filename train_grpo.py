@@ -1283,7 +1283,7 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
     for number, bucket in enumerate(buckets):
         found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if compares else None
         if found is None:
-            error = attempt(generator.send_bucket, gathered(bucket, active) if compares else bucket)
+            error = attempt(generator.send_bucket, gathered(bucket, active))  # what is whole stays as it is
         else:
             error = attempt(generator.send_changes, found)
         utils.raise_together(error, "Sending weights")

@@ -29,6 +29,7 @@ COLUMNS = {  # one row for every reward that reads text; it is what the row's ow
 }
 OTHERS = {  # not over text, or not of the text alone, or tested where the other side is
     "code_tests", "repetition", "overlong", "length", "reward_model", "judge", "environment", "tool_use", "few_turns",
+    "zero",
 }  # fmt: skip
 IN_PROCESSES = ("math", "reasoning_gym")  # other people's parsers, each with a time limit
 SIZE = 100_000
