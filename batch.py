@@ -76,7 +76,7 @@ class Batch:
 
     def select(self, rows: list[int]) -> "Batch":
         """The given rows, cut to the longest of them."""
-        places = torch.tensor(rows, device=self.input_ids.device)  # sent once, not for every field
+        places = utils.sent(torch.tensor(rows), self.input_ids.device)  # once, not for every field
         longest = int(self.attention_mask[places].sum(1).max())
 
         def take(value):

@@ -464,6 +464,11 @@ def move(run, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device, from pinned memory: with any other copy the host waits for the GPU."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def on_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory that is the tensor's from now on, as copies to and from fresh memory take longer."""
     if tensor not in HOSTED:

@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import utils
 from config import ConfigError
 from inputs.backbone import text_model
 from inputs.reach import Layer, layers_of, window_of
@@ -226,12 +227,12 @@ class Places:
     size: int
 
     @classmethod
-    def of(cls, runs: list[tuple[int, int]], size: int, backwards: bool = False, device=None) -> "Places":
+    def of(cls, runs: list[tuple[int, int]], size: int, device: torch.device, backwards: bool = False) -> "Places":
         """runs: (first place, one behind the last)"""
         if len(runs) == 1 and not backwards:
             return cls(slice(*runs[0]), 1, size)
         places = torch.tensor([start for start, _ in runs])[:, None] + torch.arange(size)
-        return cls((places.flip(1) if backwards else places).flatten().to(device), len(runs), size)
+        return cls(utils.sent((places.flip(1) if backwards else places).flatten(), device), len(runs), size)
 
     def take(self, x: Tensor) -> Tensor:
         """[L, heads, D] -> [count, heads, size, D]"""
@@ -253,12 +254,17 @@ class Places:
 class Layout:
     """Segments as the kernels want them."""
 
-    pieces: list[Piece]  # for the CPU. Each query is met first in a piece with itself
+    segments: list[tuple[int, int, int, int]]
     keys: Tensor  # [K] for the GPU: what each segment sees of its prefix and itself, one after the other
     query_ends: Tensor  # [S + 1] int32: where segments begin and end among the queries,
     key_ends: Tensor  # [S + 1] int32: and among `keys`
     longest: tuple[int, int]  # segment, in queries and in keys
     window: int
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """For the CPU. Each query is met first in a piece with itself."""
+        return pieces_of(self.segments, self.window, self.keys.device)
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -274,9 +280,8 @@ def layout_of(table: Tensor, window: int = 0) -> Layout:
         segments = [(a, b, max(c, min(d, d - window + 1)), d) for a, b, c, d in segments]
     keys = torch.cat([torch.cat([torch.arange(c, d), torch.arange(a, b)]) for a, b, c, d in segments])
     sizes = torch.tensor([[0, 0], *([b - a, b - a + d - c] for a, b, c, d in segments)])  # [S + 1, 2]
-    ends = sizes.cumsum(0).int().T.contiguous().to(device)  # [2, S + 1]
-    pieces = pieces_of(segments, window, device)
-    return Layout(pieces, keys.to(device), *ends, tuple(sizes.amax(0).tolist()), window)
+    ends = utils.sent(sizes.cumsum(0).int().T.contiguous(), device)  # [2, S + 1]
+    return Layout(segments, utils.sent(keys, device), *ends, tuple(sizes.amax(0).tolist()), window)
 
 
 def pieces_of(segments: list, window: int, device: torch.device) -> list[Piece]:
@@ -312,17 +317,17 @@ def pieces_of(segments: list, window: int, device: torch.device) -> list[Piece]:
             if begin > start:
                 look_back(begin, size, begin - reach, reach, 1)
         look_back(start, stop - start, first, end - first, end - first - reach + 1)
-    pieces = [(places := Places.of(runs, size, device=device), places, True) for size, runs in in_order.items()]
+    pieces = [(places := Places.of(runs, size, device), places, True) for size, runs in in_order.items()]
     for size, pairs in backwards.items():
-        pieces.append((*(Places.of(list(runs), size, True, device) for runs in zip(*pairs, strict=True)), True))
+        pieces.append((*(Places.of(list(runs), size, device, True) for runs in zip(*pairs, strict=True)), True))
     for keys, runs in all_of.items():
         queries = joined(runs)
         if len(queries) > 1:
-            places = torch.cat([torch.arange(*run) for run in queries]).to(device)
+            places = utils.sent(torch.cat([torch.arange(*run) for run in queries]), device)
             queries = Places(places, 1, len(places))
         else:
-            queries = Places.of(queries, queries[0][1] - queries[0][0])
-        pieces.append((queries, Places.of([keys], keys[1] - keys[0]), False))
+            queries = Places.of(queries, queries[0][1] - queries[0][0], device)
+        pieces.append((queries, Places.of([keys], keys[1] - keys[0], device), False))
     return pieces
 
 

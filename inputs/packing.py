@@ -149,7 +149,7 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     """
     device, batch = batch.input_ids.device, on_host(batch)
     rows, places = batch.loss_mask.nonzero(as_tuple=True)  # [N] each
-    before, targets = places - 1, batch.input_ids[rows, places].to(device)  # [N] each
+    before, targets = places - 1, utils.sent(batch.input_ids[rows, places], device)  # [N] each
     axes = positions_of(batch)  # [axes, B, T]
     if not cfg.shared_prefix:
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
@@ -160,7 +160,8 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
             inputs["token_type_ids"] = token_types(batch)
         if batch.routed_experts is not None:
             inputs["routed_experts"] = batch.routed_experts
-        return {name: x.to(device) for name, x in inputs.items()}, rows.to(device), before.to(device), targets
+        inputs = {name: utils.sent(x, device) for name, x in inputs.items()}
+        return inputs, utils.sent(rows, device), utils.sent(before, device), targets
     lengths = batch.attention_mask.sum(1).long().tolist()
     spans, segments, places, images, end = [], [], [], [], 0
     for members in sharing(batch):
@@ -184,8 +185,8 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
         inputs["routed_experts"] = torch.cat([batch.routed_experts[row, span] for row, span in spans])[None]
     prefix, prompt, shift = torch.tensor(places)[rows].unbind(1)  # [N] each
     columns = before + torch.where(before < prefix, prompt, shift)
-    inputs = {name: x.to(device) for name, x in inputs.items()}
-    return inputs, torch.zeros_like(rows).to(device), columns.to(device), targets
+    inputs = {name: utils.sent(x, device) for name, x in inputs.items()}
+    return inputs, torch.zeros_like(targets), utils.sent(columns, device), targets
 
 
 def most_tokens(cfg: TrainConfig) -> int:

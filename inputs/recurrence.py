@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
+import utils
 from inputs.backbone import text_model
 
 MASK = "create_recurrent_attention_mask"  # transformers' function, by its name in the files of the models
@@ -178,7 +179,7 @@ def layout_of(table: Tensor, chunk: int) -> Layout:
         order[torch.cat([row.places[-row.kept :] for row in rows])] = end + kept
         end += bundle.places.numel()
         bundles.append(bundle)
-    return Layout(bundles, order.to(table.device))
+    return Layout(bundles, utils.sent(order, table.device))
 
 
 def chunks(rows: list, chunk: int) -> int:
@@ -209,9 +210,9 @@ def bundle_of(rows: list[Row], parents: list[int] | None, device: torch.device) 
         places[n, start : start + len(row)], there[n, start : start + len(row)] = row.places, True
     ends = [n * longest + start + len(row) for n, (row, start) in enumerate(zip(rows, starts, strict=True))]
     kept = torch.cat([torch.arange(end - row.kept, end) for row, end in zip(rows, ends, strict=True)])
-    mask = there.long().to(device) if any(starts) else None
-    numbers = None if parents is None else torch.tensor(parents, device=device)
-    return Bundle(places.to(device), there[..., None].to(device), mask, numbers), kept
+    places, there = utils.sent(places, device), utils.sent(there, device)  # [rows, longest] each
+    numbers = None if parents is None else utils.sent(torch.tensor(parents), device)
+    return Bundle(places, there[..., None], there.long() if any(starts) else None, numbers), kept
 
 
 def in_segments(module: nn.Module, own, hidden: Tensor, layout: Layout) -> Tensor:

@@ -99,7 +99,10 @@ class ClaimedGPU(TorchDispatchMode):
             target = devices[0].type == GPU.type
         elif packet is aten.copy_:
             source, target = (isinstance(x, Claimed) for x in (args[1], args[0]))
-        waits, sent = int(source and (packet in READS or not target)), int(packet in COPIES and target and not source)
+        if packet in (aten._pin_memory, aten.is_pinned):
+            return args[0].clone() if packet is aten._pin_memory else False
+        waits = int(source and (packet in READS or not target))
+        sent = int(packet in COPIES and target and not source and not (kwargs or {}).get("non_blocking"))
         if packet in INDEXING and target:
             indices = [x for x in args[1] if x is not None]
             waits += any(x.dtype == torch.bool for x in indices)  # for how many of them are set
