@@ -1,6 +1,6 @@
 """Five learning rates of the demo on one server: one run after another, then all at once.
 
-    python benchmarks/shared_runs.py [--steps 3]       # 15 minutes on two cores
+    python benchmarks/shared_runs.py [--model models/SmolLM2-135M-Instruct] [--steps 5]       # 15 minutes on two cores
 
 Five whole runs of train_grpo.py with adapters alone (scripts/demo.sh's settings, seed 42), rates 1e-5 to 1e-3, beside
 one live server in bfloat16. Printed: seconds of all five from the first start to the last end, sampled tokens for a
@@ -28,6 +28,7 @@ RATES = ("1e-5", "3e-5", "1e-4", "3e-4", "1e-3")
 
 def trainer(server, folder: Path, name: str, rate: str, steps: int) -> subprocess.Popen:
     command = [sys.executable, "train_grpo.py", "--config", "examples/sums.yaml", "--server_urls", server.url]
+    command += ["--model_id", str(server.model_dir)]
     command += ["--push_lora", "adapters", "--server_timeout", "600", "--learning_rate", rate, "--run_name", name]
     command += ["--max_steps", str(steps), "--eval_steps", "1000", "--seed", "42", "--output_dir", str(folder)]
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
@@ -55,15 +56,16 @@ def measured(server, folder: Path, how: str, steps: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
+    parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     began = time.monotonic()
     words = ["--dtype", "bfloat16", "--max-model-len", "512", "--enable-lora", "--max-loras", "6"]
-    server = start_server(ROOT / "models" / "SmolLM2-135M-Instruct", *words)
+    server = start_server(args.model, *words)
     folder = Path(tempfile.mkdtemp(prefix="shared_runs_"))
     try:
         server.wait(900)
-        result = {"steps": args.steps, "server_start_seconds": time.monotonic() - began}
+        result = {"model": Path(args.model).name, "steps": args.steps, "server_start_seconds": time.monotonic() - began}
         for how in ("after", "at_once"):
             result[how] = measured(server, folder, how, args.steps)
             print(how, result[how], flush=True)
