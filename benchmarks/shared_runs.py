@@ -23,6 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 from adapters import cpu_seconds  # noqa: E402
 from server_fixture import start_server  # noqa: E402
 
+from runlog.reading import read_metrics  # noqa: E402
+
 RATES = ("1e-5", "3e-5", "1e-4", "3e-4", "1e-3")
 
 
@@ -38,18 +40,17 @@ def trainer(server, folder: Path, name: str, rate: str, steps: int) -> subproces
 
 def measured(server, folder: Path, how: str, steps: int) -> dict:
     """Of five runs."""
-
-    def sampled() -> int:
-        return sum(run["tokens"] for run in server.request("GET", "/server_info").json()["runs"].values())
-
-    began, cpu, tokens, runs = time.monotonic(), cpu_seconds(server), sampled(), []
+    began, cpu, runs = time.monotonic(), cpu_seconds(server), []
     for number, rate in enumerate(RATES):
         runs.append(trainer(server, folder, f"{how}-{number}", rate, steps))
         if how == "after":
             runs[-1].wait(3600)
     if bad := [number for number, run in enumerate(runs) if run.wait(3600)]:
         raise SystemExit(f"runs {bad} of {folder} failed; their logs are there")
-    seconds, cpu, tokens = time.monotonic() - began, cpu_seconds(server) - cpu, sampled() - tokens
+    seconds, cpu = time.monotonic() - began, cpu_seconds(server) - cpu
+    # Not from /server_info, which forgets runs that have ended.
+    lines = sum((read_metrics(folder / f"{how}-{number}") for number in range(len(RATES))), [])
+    tokens = sum(line.get("server/tokens", 0) for line in lines)
     found = {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
     return found | {"server_cpu_seconds": cpu, "tokens_per_cpu_second": tokens / cpu}
 

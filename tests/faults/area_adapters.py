@@ -485,7 +485,7 @@ def adapter_server_restarted(at, limit=240):
         at.stack.callback(shutil.rmtree, at.server.log.parent)
         at.stack.callback(at.server.stop)
         at.server.url = f"http://127.0.0.1:{port}"
-        at.server.wait(120 * at.patience)
+        at.server.wait(at.remaining)
 
     begin()
     token, go = at.server.token, at.folder / "go"
