@@ -474,12 +474,10 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--push_lora adapters --push_changes: adapters travel whole, and nothing else does; leave one out."),
         (c.load_in and not c.use_peft,
          "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
-        (c.load_in and c.strategy == "fsdp",
-         "--load_in 4bit --strategy fsdp: its flat parameter of a layer has one dtype, and 4 bits are bytes; use "
-         "--strategy fsdp2, or ddp, with which each GPU has the whole base in 4 bits, or leave --load_in out."),
-        (c.load_in and c.strategy == "fsdp2" and c.generator == "hf",
-         "--load_in 4bit --strategy fsdp2 --generator hf: the policy itself samples, and each rank would gather its "
-         "shards for each token; use --strategy ddp, or --generator vllm."),
+        (c.load_in and c.strategy in ("fsdp", "fsdp2"),
+         f"--load_in 4bit --strategy {c.strategy}: fsdp cannot flatten bytes, and of fsdp2's shards of 4 bits no "
+         "checkpoint has been seen to end; use --strategy ddp, with which each GPU has the whole base in 4 bits, or "
+         "leave --load_in out."),
         (c.load_in and c.push_lora == "folded",
          "--load_in 4bit --push_lora folded: nothing can be folded into 4 bits; leave --push_lora out, and start the "
          "server with --enable-lora."),
