@@ -201,18 +201,18 @@ def rank_bytes(
     sharded = cfg.strategy != "ddp"
     trained_in = 4 if cfg.use_peft else master  # bytes: adapters are float32
     size = {True: 0, False: 0}  # elements on this rank, by whether they are trained
-    in_4_bits = 0  # of those that are not; never sharded
+    in_4_bits, scaled = 0, 0  # of those that are not; on all ranks, each of which has all scales
     of_critic = 0  # those that a critic trains
     layers: Counter = Counter()  # elements of each unit of FSDP, and
     learning: Counter = Counter()  # those that are trained
     for shape, trained, layer, unused, _, packed in table:
         number, own = torch.Size(shape).numel(), largest_share(shape, ranks if sharded else 1)
         size[trained] += own
-        in_4_bits += own * packed
+        in_4_bits, scaled = in_4_bits + own * packed, scaled + number * packed
         of_critic += own * (trained and not unused)
         layers[layer] += number
         learning[layer] += number * trained
-    frozen = master * (size[False] - in_4_bits) + round(four_bits.BYTES * in_4_bits)
+    frozen = master * (size[False] - in_4_bits) + round(four_bits.BYTES * scaled + (in_4_bits - scaled) / 2)
     need = Counter(weights=frozen + trained_in * size[True], optimizer=2 * trained_in * size[True])
     # FSDP1 lets go of gradients at the next forward pass only. DDP's buckets stay, and what micro-batches before the
     # last add up does not lie in them.

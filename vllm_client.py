@@ -162,9 +162,10 @@ class VLLMClient(Pusher):
         try:
             found = self._checked(url, "POST /generate", answers.generated, answer, asked, self.vocab_size, instance)
         except PermissionError:
+            own = "a server" if self.adapter is None else f"an adapter (now --adapter {self.adapter}) or a server"
             raise ServerError(
                 f"{url} was started anew, or another trainer has connected to it, since this run pushed its weights: "
-                "what it samples is not this run's policy. Give each run a server of its own, and resume the run."
+                f"what it samples is not this run's policy. Give each run {own} of its own, and resume the run."
             ) from None
         versions = dict(policy_version=found.policy_version, policy_version_last=found.policy_version_last)
         return [

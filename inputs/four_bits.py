@@ -2,7 +2,8 @@
 
 Linear layers keep NF4 numbers in blocks of 64 with a scale each; the scales are quantised, too. Each pass makes a
 layer's weights anew in the compute dtype. Embeddings, norms, the output layer and experts stay in --dtype. bitsandbytes
-does the packing and the products, transformers loads.
+does the packing and the products, transformers loads. Under fsdp2 the numbers are bytes in shards, which no mixed
+precision casts; the scales stay whole on every rank, with the layer, from where bitsandbytes takes them.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from config import ConfigError, TrainConfig
 from inputs.lora import LINEAR, is_packed, linear_layers
@@ -63,7 +65,7 @@ def settle(model: nn.Module, cfg: TrainConfig) -> None:
 
 
 def share_adapters(policy: nn.Module) -> None:
-    """Rank 0's to all. Every rank has read the base itself. Collective."""
+    """Rank 0's to all, but for what is in shards by now. Every rank has read the base itself. Collective."""
     for parameter in policy.parameters() if world_size() > 1 else ():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
             dist.broadcast(parameter.data, 0)

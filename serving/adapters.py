@@ -234,6 +234,15 @@ class Adapter(Session):
             )
         self.owner, self.heard, self.leased = owner, time.monotonic(), self.leased or owner is not None
 
+    def check(self, session: str):
+        if self.session != session:
+            raise HTTPException(
+                409,
+                f"another trainer has connected for adapter {self.name} since, or its last push broke off; a run that "
+                f"was not heard of for {LEASE:g} s loses its name. Resume the run, under another name (--adapter) if "
+                "this one has an owner now",
+            )
+
     async def break_off(self, engine, reason: str):
         """The version before goes on; the trainer has to connect again."""
         self.active, self.session = False, None
@@ -246,8 +255,8 @@ class Adapter(Session):
 class Adapters:
     """All that were pushed to this server, and the requests that use them."""
 
-    def __init__(self, engine):
-        self.engine, self.config = engine, engine.vllm_config.lora_config
+    def __init__(self, engine, pushes: Pushes):
+        self.engine, self.config, self.pushes = engine, engine.vllm_config.lora_config, pushes
         self.named: dict[str, Adapter] = {}
         self.versions: dict[int, Version] = {}  # by vLLM's number
         self.newest: Version | None = None  # of all adapters: what a request gets that names none
@@ -305,6 +314,29 @@ class Adapters:
                 "has ended",
             )
 
+    def check_base(self) -> None:
+        """HTTPException if this server does not have the weights that it was started with."""
+        pushes = self.pushes
+        if pushes.active or pushes.broken or pushes.replaced:
+            by = f", by run {pushes.run}" * (pushes.run is not None)
+            reason = pushes.broken or f"other weights than --model has were pushed to it{by}"
+            raise HTTPException(
+                409, f"this server does not have the weights that adapters belong to: {reason}. Start it anew"
+            )
+
+    def renew(self, adapter: Adapter) -> None:
+        """Its run was heard of. One whose lease had lapsed counts for nothing meanwhile, so others may have its slots
+        or the weights now: HTTPException then."""
+        silent = time.monotonic() - adapter.heard
+        if adapter.owner is not None and silent >= LEASE:
+            try:
+                self.check_base()
+                self.check_slots(adapter.name, adapter.slots)
+            except HTTPException as error:
+                lapsed = f"this run was not heard of for {silent:.0f} s, and after {LEASE:g} s others may have its room"
+                raise HTTPException(409, f"{lapsed}: {error.detail}") from error
+        adapter.heard = time.monotonic()
+
     async def sweep(self) -> None:
         """Forget adapters of runs that have been gone for as long as a lease again."""
         for name, adapter in list(self.named.items()):
@@ -324,7 +356,10 @@ class Adapters:
         adapter = self.named.get(name)
         if adapter is None or adapter.newest is None:
             raise HTTPException(
-                409, f"no complete push of adapter {name} is here: it never came, or whole weights were pushed since"
+                409,
+                f"no complete push of adapter {name} is here: none came since this server was started, its run was not "
+                f"heard of for over {2 * LEASE:g} s, or whole weights were pushed since. A run that is resumed pushes "
+                "its adapter again",
             )
         return adapter.newest
 
@@ -453,7 +488,7 @@ class AbortBody(AdapterBody):
     reason: str = "the trainer gave up"
 
 
-def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
+def adapter_routes(engine, adapters: Adapters) -> APIRouter:
     """The steps of a push, as those of whole weights (push_routes in transfer.py)."""
     router = APIRouter(prefix="/adapters")
 
@@ -463,10 +498,14 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
 
     def step(body: AdapterBody, during_push: bool) -> PushStep:
         if body.adapter not in adapters.named:
-            raise HTTPException(409, f"no trainer has connected for adapter {body.adapter}")
+            raise HTTPException(
+                409,
+                f"no trainer has connected for adapter {body.adapter} since this server was started, or its run was "
+                f"not heard of for over {2 * LEASE:g} s: resume the run",
+            )
         adapter = adapters.named[body.adapter]
         if adapter.session == body.session:
-            adapter.heard = time.monotonic()
+            adapters.renew(adapter)
         return PushStep(engine, adapter, body.session, during_push)
 
     @router.post("/check")
@@ -483,6 +522,7 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
         enabled()
         adapter = adapters.named.get(body.adapter) or Adapter(body.adapter)
         async with adapter.lock:  # nothing is awaited for a new one: there are no two of a name
+            adapters.check_base()
             adapters.check_slots(body.adapter, body.versions)
             adapter.take(body.owner)
             adapter.slots = body.versions
@@ -500,7 +540,7 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
 
     @router.post("/lease")
     async def lease(body: LeaseBody):
-        leased(body).heard = time.monotonic()
+        adapters.renew(leased(body))
         return {}
 
     @router.post("/release")
@@ -511,10 +551,7 @@ def adapter_routes(engine, pushes: Pushes, adapters: Adapters) -> APIRouter:
     @router.post("/start")
     async def start(body: StartBody):
         async with step(body, during_push=False):
-            if pushes.active or pushes.broken or pushes.replaced:
-                by = f", by run {pushes.run}" * (pushes.run is not None)
-                reason = pushes.broken or f"other weights than --model has were pushed to it{by}"
-                raise ValueError(f"this server does not have the weights that adapters belong to: {reason}")
+            adapters.check_base()
             await adapters.check(body.modules)
             adapter = adapters.named[body.adapter]
             adapter.active, adapter.since = True, time.monotonic()

@@ -1,6 +1,6 @@
 """Gradients of adapters on a base in 4 bits, on any number of ranks. Run by test_four_bits.py.
 
-usage: four_bits_worker.py MODEL_DIR OUT.pt
+usage: four_bits_worker.py MODEL_DIR OUT.pt STRATEGY
 """
 
 import sys
@@ -44,11 +44,11 @@ def batch_of(policy, cfg: TrainConfig, rank: int, world: int):
     return batch
 
 
-def main(model_dir: str, out: str) -> None:
+def main(model_dir: str, out: str, strategy: str) -> None:
     rank, world, _ = utils.init_distributed(60)
     found = {}
     for cut, more in CUTS.items():
-        cfg = replace(CFG, model_id=model_dir, **more)
+        cfg = replace(CFG, model_id=model_dir, strategy=strategy, **more)
         policy, inner = policy_of(cfg)
         found[cut] = gradients(policy, inner, batch_of(policy, cfg, rank, world), cfg)
     if rank == 0:

@@ -17,7 +17,7 @@ from stub_server import INFO, stub
 import train_grpo as script
 import utils
 from config import ConfigError, TrainConfig, load_config
-from inputs import lora
+from inputs import agreement, lora
 from runlog.reading import read_metrics
 from serving import wire
 from vllm_client import ServerError, VLLMClient
@@ -366,6 +366,13 @@ def test_a_run_samples_from_its_adapters(live, tmp_path, name):
     assert len(lines) == 4
     if name == "train_grpo.py":
         assert max(line["sampling/logprob_diff_mean"] for line in lines) < 1e-5
+        sampled = [round(line["completions/mean_length"] * line["completions/count"]) for line in lines]
+        extra = [line["server/tokens"] - tokens for line, tokens in zip(lines, sampled, strict=True)]
+        checked = agreement.SAMPLES * min(agreement.TOKENS, 24)  # by the check at start, at most
+        assert agreement.SAMPLES <= extra[0] <= checked and extra[1:] == [0, 0, 0]
+        told = live.request("GET", "/server_info").json()["runs"]["run"]
+        assert told["tokens"] == sum(line["server/tokens"] for line in lines)
+        assert told["under_way"] == told["waiting"] == 0
     else:  # of versions apart, but each completion of one
         assert max(line["staleness/max"] for line in lines) <= 2
 

@@ -83,13 +83,13 @@ def test_gradient_is_that_of_peft_and_transformers_alone(cfg, policy):
 
 def test_gradient_of_every_cut_and_of_two_ranks(cfg, tmp_path):
     found = {}
-    for ranks in (1, 2):
-        out, how = tmp_path / f"{ranks}.pt", dict(ranks=ranks, script="tests/four_bits_worker.py")
-        with running(trainer(tmp_path / f"{ranks}.log", cfg.model_id, str(out), **how)) as run:
+    for ranks, strategy in ((1, "ddp"), (2, "ddp"), (2, "fsdp2")):
+        out, how = tmp_path / f"{ranks}{strategy}.pt", dict(ranks=ranks, script="tests/four_bits_worker.py")
+        with running(trainer(out.with_suffix(".log"), cfg.model_id, str(out), strategy, **how)) as run:
             assert run.end() == 0, run.text
-        found |= {(ranks, cut): gradient for cut, gradient in torch.load(out).items()}
+        found |= {(ranks, strategy, cut): gradient for cut, gradient in torch.load(out).items()}
     for case, gradient in found.items():
-        assert relative_difference(gradient, found[1, "one"]) < 1e-5, case
+        assert relative_difference(gradient, found[1, "ddp", "one"]) < 1e-5, case
 
 
 def test_the_policy_itself_samples_and_stays_as_it_is(cfg, policy):
@@ -169,6 +169,7 @@ def test_one_gpu_is_planned(capsys):
     "flags, message",
     [
         ("--no-use_peft", "add --use_peft"),
+        ("--strategy fsdp", "--strategy ddp"),
         ("--strategy fsdp2", "--strategy ddp"),
         ("--generator vllm --push_lora folded", "--enable-lora"),
         ("--generator vllm --colocate", "--gpu-memory-utilization"),
@@ -199,12 +200,15 @@ def test_beside_a_server(servers, cfg, tmp_path):
     base; with its own the gap is said, and refused above the limit."""
     (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     said = {}
-    for number, (name, more) in enumerate((("unpacked", ""), ("own", ""), ("own", "--logprob_diff_limit 0.005"))):
+    for number, (name, more, ranks) in enumerate(
+        (("unpacked", "", 1), ("own", "", 1), ("own", "--logprob_diff_limit 0.005", 1))
+    ):
         url, token = servers[name].url, servers[name].token
         flags = f"{FLAGS} --generator vllm --server_urls {url} --reward_funcs {tmp_path}/even.py:even {more}"
         flags += f" --output_dir {tmp_path} --run_name run{number}"
-        with running(trainer(tmp_path / f"{number}.log", *flags.split(), VLLM_SERVER_TOKEN=token)) as run:
-            assert run.end() == (0 if number < 2 else 1), run.text
+        log = tmp_path / f"{number}.log"
+        with running(trainer(log, *flags.split(), ranks=ranks, VLLM_SERVER_TOKEN=token)) as run:
+            assert run.end() == (1 if number == 2 else 0), run.text
             said[number] = run.text
     gaps = [float(said[n].split("mean |log-prob difference| ")[1].split()[0].rstrip(".")) for n in said]
     assert gaps[0] < 2e-3 < 0.01 < gaps[1] < 0.1, gaps

@@ -188,6 +188,14 @@ def test_every_metric_is_in_one_panel():
     assert set(shown) == (steps[0].keys() | line.keys()) - hidden
 
 
+def test_what_a_run_used_of_a_shared_server_is_drawn_in_words():
+    line = {"step": 1, "server/tokens": 90, "server/sampling_seconds": 2.5, "server/waited_seconds": 0.5}
+    drawn = {title: (note, [*labels.values()]) for title, note, labels in panels(Curves([line]), {})}
+    assert drawn["Tokens from a server that runs share"][1] == ["tokens"]
+    note, labels = drawn["Time at a server that runs share"]
+    assert labels == ["sampling_seconds", "waited_seconds"] and "waiting for their turn" in note and len(drawn) == 2
+
+
 def test_curves_by_tokens_and_seconds(page):
     by_step, by_tokens, by_seconds = (
         next(p for p in page.ask(f"/api/run?run=one&x={x}").json()["panels"] if p["title"] == "Entropy")["curves"][0]

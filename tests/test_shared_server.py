@@ -267,10 +267,10 @@ def test_a_run_is_heard_of(live, two, monkeypatch):
 
 
 def test_a_run_that_is_gone_frees_its_name_and_its_adapter():
-    from serving.adapters import LEASE, Adapter, Adapters, LoRARequest, Version
+    from serving.adapters import LEASE, Adapter, Adapters, LoRARequest, Pushes, Version
 
     config = SimpleNamespace(lora_config=None, scheduler_config=SimpleNamespace(max_num_seqs=8))
-    adapters, asked = Adapters(SimpleNamespace(vllm_config=config, generate=None, abort=None)), []
+    adapters, asked = Adapters(SimpleNamespace(vllm_config=config, generate=None, abort=None), Pushes()), []
 
     async def ask(step, *args):
         asked.append((step, *args))
@@ -297,6 +297,37 @@ def test_a_run_that_is_gone_frees_its_name_and_its_adapter():
         gone.take(OTHER)
 
     asyncio.run(play())
+
+
+def test_a_lapsed_lease_is_taken_up_again_if_nothing_else_needs_the_room():
+    """Its slots count in the sum of others as before, and it takes neither slots nor weights from who has them."""
+    from serving.adapters import LEASE, Adapter, Adapters, Pushes
+
+    lora, scheduler = SimpleNamespace(max_loras=4), SimpleNamespace(max_num_seqs=8)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=lora, scheduler_config=scheduler))
+    engine.generate = engine.abort = None
+    adapters = Adapters(engine, Pushes())
+    for name, owner in (("stopped", ONE), ("here", OTHER)):
+        adapters.named[name] = Adapter(name)
+        adapters.named[name].take(owner)
+    stopped = adapters.named["stopped"]
+    with pytest.raises(HTTPException, match=r"stopped \(1\)"):
+        adapters.check_slots("new", 2)
+    stopped.heard -= LEASE + 5
+    adapters.check_slots("new", 2)  # it does not count
+    adapters.renew(stopped)
+    assert stopped.held
+    with pytest.raises(HTTPException, match=r"stopped \(1\)"):
+        adapters.check_slots("new", 2)  # it does again
+    stopped.heard -= LEASE + 5
+    adapters.named["here"].slots = 3
+    with pytest.raises(HTTPException, match="not heard of for 65 s.*stopped needs 1 slots, beside here .3.*5"):
+        adapters.renew(stopped)
+    assert not stopped.held
+    adapters.named["here"].slots, adapters.pushes.replaced, adapters.pushes.run = 1, True, "whole"
+    with pytest.raises(HTTPException, match="pushed to it, by run whole"):
+        adapters.renew(stopped)
+    adapters.check_slots("new", 2)  # refused, it holds nothing
 
 
 def test_two_trainers_at_once_and_one_is_killed_in_mid_push(live, tmp_path):

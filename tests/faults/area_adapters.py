@@ -1,11 +1,14 @@
 """LoRA adapters that travel alone: broken pushes of one run beside a sound one, and who may have a name or a slot."""
 
+import os
 import re
+import shutil
+import signal
 import sys
 
 import torch
 from case import ROOT, Seen, named, wait_until
-from server_fixture import TINY
+from server_fixture import TINY, free_port, start_server
 
 ME, OTHER = "a" * 32, "b" * 32  # runs
 LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
@@ -271,13 +274,24 @@ def adapter_connected_again(at, adapted):
     return _broken_off(at, 3, lambda client: client.connect_weights("cpu"))
 
 
-KILLED = """
-import sys, time, torch
+PROGRAM = """
+import asyncio, contextlib, sys, time, torch
 sys.path[:0] = [{root!r}, {tests!r}, {faults!r}]
+from pathlib import Path
 from types import SimpleNamespace
-import contextlib
 import area_adapters as area
 at = SimpleNamespace(server=SimpleNamespace(url={url!r}, token={token!r}), stack=contextlib.ExitStack())
+"""
+
+
+def _program(at, code: str):
+    """A process of its own, with clients of the shared server."""
+    where = dict(root=str(ROOT), tests=str(ROOT / "tests"), faults=str(ROOT / "tests" / "faults"))
+    where |= dict(url=at.server.url, token=at.server.token)
+    return at.command(sys.executable, at.file(f"program_{len(at.started)}.py", PROGRAM.format(**where) + code))
+
+
+KILLED = """
 client = area._client(at, {name!r}, area.ME, 3)
 area._push(client, 1)
 client.begin_push()
@@ -290,9 +304,7 @@ time.sleep(300)
 
 def _killed(at, name: str) -> Seen | None:
     """A process with the adapter `name` at version 1 is killed in mid-push."""
-    where = dict(root=str(ROOT), tests=str(ROOT / "tests"), faults=str(ROOT / "tests" / "faults"))
-    where |= dict(url=at.server.url, token=at.server.token, name=name)
-    run = at.command(sys.executable, at.file("dying.py", KILLED.format(**where)))
+    run = _program(at, KILLED.format(name=name))
     if not at.reached(run, "half"):
         return Seen("broken", run.text[-300:])
     run.kill()
@@ -394,3 +406,116 @@ def adapter_that_never_came(at, adapted):
             raise ValueError(answer.text)
 
     return _beside(at, fault, "no complete push of adapter nobodys")
+
+
+STOPPED = """
+slots = dict(mine=1, wide=4, patient=1)
+clients = {{name: area._client(at, name, area.ME, 30, versions=n) for name, n in slots.items()}}
+for client in clients.values():
+    area._push(client, 1)
+print("connected", flush=True)
+while not Path({go!r}).exists():
+    time.sleep(0.1)
+for name, client in clients.items():
+    try:
+        asked = asyncio.run(client.generate([5, 6], max_tokens=2))
+        area._push(client, 2)
+        print(name, "went on from version", asked[0].policy_version, flush=True)
+    except Exception as error:
+        print(name, "ended:", error, flush=True)
+print("over", flush=True)
+time.sleep(300)
+"""
+
+
+def adapter_lease_lapsed(at, adapted, limit=180):
+    """three runs are stopped (SIGSTOP) for longer than a lease; others take the name of one and the slots of another;
+    then they continue -> survived: those two say what they met, the third goes on, and the new runs are not harmed"""
+    go = at.folder / "go"
+    run = _program(at, STOPPED.format(go=str(go)))
+    if not at.reached(run, "connected"):
+        return Seen("broken", run.text[-300:])
+    os.kill(run.members[0].pid, signal.SIGSTOP)
+    if not wait_until(lambda: not any(_runs(at)[name]["held"] for name in ("mine", "wide", "patient")), 90):
+        return Seen("silent", f"still held after 90 s: {_runs(at)}")
+    rival, greedy = _client(at, "mine", OTHER), _client(at, "greedy", "c" * 32, versions=3)
+    _push(rival, 7)
+    _push(greedy, 9)
+    go.touch()
+    os.kill(run.members[0].pid, signal.SIGCONT)
+    if not at.reached(run, "\nover", 60):
+        return Seen("hung", run.text[-300:])
+    said = {line.split()[0]: line for line in run.text.splitlines() if re.match("(mine|wide|patient) ", line)}
+    for name, words in (
+        ("mine", "another trainer has connected.*an adapter .now --adapter mine. or a server of its own"),
+        ("wide", r"not heard of for \d+ s.*wide needs 4 slots, beside .*greedy \(3\).*--max-loras 10"),
+        ("patient", "went on from version 1"),
+    ):
+        if not re.search(words, said.get(name, ""), re.DOTALL):
+            return Seen("silent" if "went on" in said.get(name, "") else "ended", f"{name}: {said.get(name)}")
+    held = {name: told["held"] for name, told in _runs(at).items()}
+    if held != {"mine": True, "wide": False, "patient": True, "greedy": True}:
+        return Seen("silent", f"held afterwards: {held}")
+    found = [_version(at, name) for name in ("mine", "greedy", "patient")]
+    _push(rival, 8)
+    _push(greedy, 10)
+    found += [_version(at, name) for name in ("mine", "greedy", "patient")]
+    return Seen("survived" if found == [7, 9, 2, 8, 10, 2] else "silent", f"versions {found}")
+
+
+SLOW = """
+import time
+from pathlib import Path
+def slow(completion_ids, **_):
+    Path({go!r} + ".reached").touch()
+    while not Path({go!r}).exists():
+        time.sleep(0.1)
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def adapter_server_restarted(at, limit=240):
+    """a server is killed and started again while one run scores its completions; another pushes to it first -> named:
+    each is told, the other's adapter is left alone, and both go on after pushing again"""
+    port = str(free_port())
+    words = ["--port", port, "--dtype", "float32", "--max-model-len", "512", "--enable-lora", "--max-loras", "8"]
+
+    def begin(**env: str):
+        at.server = start_server(TINY, *words, **env)
+        at.stack.callback(shutil.rmtree, at.server.log.parent)
+        at.stack.callback(at.server.stop)
+        at.server.url = f"http://127.0.0.1:{port}"
+        at.server.wait(at.remaining)
+
+    begin()
+    token, go = at.server.token, at.folder / "go"
+    neighbour = _client(at, "neighbour", OTHER)
+    _push(neighbour, 7)
+    flags = f"{ALONE}--reward_funcs {at.file('slow.py', SLOW.format(go=str(go)))}:slow --max_steps 2 --save_steps 1 "
+    run = at.served(flags, run="mine", VLLM_SERVER_TOKEN=token)
+    if not wait_until((at.folder / "go.reached").exists, 90):
+        return Seen("broken", run.text[-300:])
+    at.server.process.kill()
+    at.server.process.wait()
+    begin(VLLM_SERVER_TOKEN=token)
+    at.server.token = token
+    try:
+        _push(neighbour, 8)
+        return Seen("silent", "pushed to a server that knows nothing of it")
+    except Exception as error:
+        told = str(error)
+    if not re.search("no trainer has connected for adapter neighbour since this server was started", told):
+        return Seen("ended", told)
+    _push(neighbour, 8)
+    go.touch()
+    seen = named(at.ended(run, 60, "mine"), "adapter mine since this server was started", "resume the run")
+    if seen.verdict != "named":
+        return seen
+    if (found := (_version(at, "neighbour"), _version(at, "mine"))) != (8, None):
+        return Seen("silent", f"versions {found}, not 8 and none ({seen.what})")
+    end = at.ended(at.served(flags, run="mine", VLLM_SERVER_TOKEN=token), 90, "mine")
+    if end.status or len(end.steps) != 2:
+        return Seen("ended", f"started again: status {end.status}, {len(end.steps)} steps: {end.tail}")
+    _push(neighbour, 9)
+    found = _version(at, "neighbour"), _version(at, "mine")
+    return seen if found == (9, 2) else Seen("silent", f"versions {found} in the end, not 9 and 2")
