@@ -56,6 +56,12 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
             )
         check_vocabulary(tokenizer, cfg)
     if cfg.teacher_urls:
+        others = [url for url in cfg.teacher_urls if place_of(url) not in map(place_of, cfg.server_urls)]
+        if own_server(cfg) and others:
+            raise ConfigError(
+                f"--teacher_urls names the policy's own server and others ({', '.join(others)}): the policy changes "
+                "with each step and they do not, so they are no servers of one teacher. Give either of them."
+            )
         if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
             raise ConfigError(
                 "--teacher_urls names the policy's own server, which may hold adapters beside its base, and what it "
@@ -90,11 +96,11 @@ def own_server(cfg: TrainConfig) -> bool:
 
 
 def servers(cfg: TrainConfig) -> TeacherServers:
-    token = credentials.read("TEACHER_TOKEN")
-    if own_server(cfg):
+    token, files, own = credentials.read("TEACHER_TOKEN"), (None, None), own_server(cfg)
+    if own:  # its token and certificates are for no other server
         token = token or credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
-    named = (tuple(cfg.teacher_urls), cfg.teacher_model, token or None, cfg.teacher_timeout)
-    return _servers(*named, cfg.server_ca, cfg.client_cert, own_server(cfg))
+        files = cfg.server_ca, cfg.client_cert
+    return _servers(tuple(cfg.teacher_urls), cfg.teacher_model, token or None, cfg.teacher_timeout, *files, own)
 
 
 @functools.cache

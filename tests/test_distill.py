@@ -1,8 +1,12 @@
 """On-policy distillation: the signals against independent loops, a teacher in this process, and live teachers."""
 
 import asyncio
+import contextlib
+import http.server
 import json
 import math
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -456,6 +460,64 @@ def test_a_run_with_a_teachers_server(teacher, tmp_path):
     for row in columns.to_dict("records"):  # half precision
         assert row["tokens/teacher_logprob"] == pytest.approx(row["tokens/sampler_logprob"], abs=0.02)
     assert teacher.token not in process.text
+
+
+@contextlib.contextmanager
+def slow(server, seconds: float):
+    """Address of a proxy before a teacher's server: each answer about a completion comes so many seconds later."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+            if self.path == "/v1/completions":
+                time.sleep(seconds)
+            headers = {"Content-Type": "application/json"}
+            answer = server.request(self.command, self.path, data=body, headers=headers)
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{proxy.server_address[1]}"
+        proxy.shutdown()
+
+
+def test_what_a_teacher_takes_is_hidden_by_overlap(teacher, server, tmp_path):
+    """Each of its answers takes 2 s. Three steps are under way at a time, so the trainer waits for a part of that."""
+    flags = f"{TAUGHT} --generator vllm --server_urls {server.url} --advantage distill --output_dir {tmp_path} "
+    flags += "--max_steps 6 --max_staleness 2 --logprob_diff_limit 1 --run_name x"
+    with slow(teacher, 2.0) as url:
+        env = dict(VLLM_SERVER_TOKEN=server.token)
+        how = dict(script="train_async.py", ranks=1, **env)
+        with running(trainer(tmp_path / "log", *flags.split(), "--teacher_urls", url, **how)) as process:
+            assert process.end() == 0, process.text
+    took, waited = (learned(tmp_path / "x", key) for key in ("distill/seconds", "async/trainer_waited"))
+    print(f"teacher: {took}, trainer waited: {waited}")
+    assert learned(tmp_path / "x", "distill/asked") == [1] * 6 and min(took) >= 2
+    assert waited[0] > 2 and sum(waited[1:]) < 0.7 * sum(took[1:]), (took, waited)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--use_peft", "may hold adapters beside its base.*with --teacher_prompt alone"),
+        ("--use_peft --push_lora adapters", "may hold adapters beside its base"),
+        ("--server_urls http://a:1 http://b:1 --teacher_urls http://a:1 http://c:1", "own server and others"),
+    ],
+)
+def test_the_policys_own_server_is_refused_where_it_would_not_say_what_the_policy_says(flags, message):
+    """Before it is asked anything: nobody listens at these addresses."""
+    own = "--server_urls http://a:1 --teacher_urls http://a:1 --teacher_prompt hint --distill_topk 4".split()
+    cfg = load_config(TrainConfig, [*own, *flags.split()])
+    with pytest.raises(ConfigError, match=message):
+        teachers.connect(cfg, None, [{"prompt": "?", "hint": "!"}])
 
 
 def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):
