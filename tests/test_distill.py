@@ -195,6 +195,7 @@ def test_metrics_count_asked_tokens_alone():
         ("--teacher_id models/tiny --advantage distill --distill_jsd 0.5", "add --distill_topk"),
         ("--teacher_id models/tiny --distill_topk 5 --distill_jsd 1.5", "between 0 and 1"),
         ("--teacher_id models/tiny --advantage distill --num_generations 1", "at least 2"),
+        ("--teacher_id models/tiny --advantage distill --reward_funcs zero --dynamic_sampling", "no reward counts"),
     ],
 )
 def test_settings_that_cannot_teach_are_refused_before_anything_is_loaded(flags, message):
