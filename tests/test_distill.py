@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import http.server
 import json
 import math
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pandas
 import pytest
 import torch
@@ -330,31 +332,55 @@ def test_the_policy_learns_what_its_teacher_can_without_any_reward(how, even_tin
     assert sum(apart[-3:]) < 0.5 * sum(apart[:3]), apart
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_a_sharded_teacher_says_the_same(strategy, even_tiny, tmp_path):
-    found = []
-    for ranks, sharding in ((1, "ddp"), (2, strategy)):
+@pytest.fixture(scope="module")
+def said_by(even_tiny, tmp_path_factory):
+    """(strategy, ranks) -> the teacher's probability within its top 4, in the first step."""
+    folder = tmp_path_factory.mktemp("sharded")
+
+    def train(strategy: str, ranks: int) -> float:
         flags = f"{TAUGHT} --max_steps 1 --advantage distill --distill_topk 4 --teacher_id {even_tiny} "
-        flags += f"--strategy {sharding} --output_dir {tmp_path} --run_name {sharding} --temperature 1"
-        with running(trainer(tmp_path / "log", *flags.split(), ranks=ranks)) as process:
+        flags += f"--strategy {strategy} --output_dir {folder} --run_name {strategy}"
+        with running(trainer(folder / "log", *flags.split(), ranks=ranks)) as process:
             assert process.end() == 0, process.text
-        found.append(learned(tmp_path / sharding, "distill/top_mass")[0])
-    assert found[0] == pytest.approx(found[1], rel=0.2)  # other samples of the same prompts
+        return learned(folder / strategy, "distill/top_mass")[0]
+
+    return functools.cache(train)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_sharded_teacher_says_the_same(strategy, said_by):
+    assert said_by(strategy, 2) == pytest.approx(said_by("ddp", 1), rel=0.2)  # other samples of the same prompts
 
 
 def test_the_policy_is_its_own_teacher_behind_another_prompt(tmp_path):
+    """Of one domain a column, of another what a function makes of rewards, and of the third nothing."""
     (tmp_path / "hints.py").write_text(
         "def shown(trajectory):\n"
         "    assert trajectory.info['rewards']\n"
-        "    return None if trajectory.row['answer'] == '30' else f\"Say {trajectory.row['answer']}.\"\n",
+        "    return f\"Say {trajectory.row['answer']}.\" if len(trajectory.row['answer']) == 2 else None\n",
         encoding="utf-8",
     )
-    for name, prompt in (("column", "answer"), ("function", f"{tmp_path}/hints.py:shown")):
-        flags = f"{TAUGHT} --max_steps 2 --advantage distill --teacher_prompt {prompt} --output_dir {tmp_path} "
-        with running(trainer(tmp_path / "log", *flags.split(), "--run_name", name)) as process:
-            assert process.end() == 0, process.text
-        assert learned(tmp_path / name, "distill/reverse_kl")[0] != 0
-        assert learned(tmp_path / name, "distill/asked")[0] > 0.5
+    sums = "dataset_id: 'examples/sums.py:rows'"
+    (tmp_path / "three.yaml").write_text(
+        "domains:\n"
+        f"  - {{name: column, {sums}, teacher_prompt: answer}}\n"
+        f"  - {{name: function, {sums}, teacher_prompt: '{tmp_path}/hints.py:shown'}}\n"
+        f"  - {{name: nothing, {sums}}}\n",
+        encoding="utf-8",
+    )
+    flags = TAUGHT.replace("--dataset_id examples/sums.py:rows ", "")
+    flags += f"--max_steps 2 --prompts_per_step 6 --advantage distill --config {tmp_path}/three.yaml "
+    flags += f"--output_dir {tmp_path} --run_name x"
+    with running(trainer(tmp_path / "log", *flags.split())) as process:
+        assert process.end() == 0, process.text
+    assert learned(tmp_path / "x", "distill/reverse_kl")[0] != 0
+    told = dict.fromkeys(("column", "function", "nothing"), 0)
+    for file in (tmp_path / "x" / "completions").glob("step_*.parquet"):
+        for row in pandas.read_parquet(file).to_dict("records"):
+            known = row["tokens/teacher_logprob"] is not None and not numpy.isnan(row["tokens/teacher_logprob"]).all()
+            assert not (known and row["domain"] == "nothing")
+            told[row["domain"]] += known
+    assert told["column"] and told["function"], told
 
 
 def test_another_vocabulary_is_refused_token_by_token(tmp_path):
@@ -531,9 +557,7 @@ def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):
     flags = TAUGHT.replace("--dataset_id examples/sums.py:rows ", "")
     flags += f"--config {tmp_path}/two.yaml --max_steps 2 --advantage distill --distill_topk 3 "
     flags += f"--output_dir {tmp_path} --run_name x"
-    for ranks in (1, 2):
-        more = ("--run_name", f"ranks{ranks}")
-        with running(trainer(tmp_path / "log", *flags.split(), *more, ranks=ranks, TEACHER_TOKEN=teacher.token)) as one:
-            assert one.end() == 0, one.text
-        shares = learned(tmp_path / f"ranks{ranks}", "distill/asked")
-        assert all(0 < share < 1 for share in shares), shares
+    with running(trainer(tmp_path / "log", *flags.split(), ranks=2, TEACHER_TOKEN=teacher.token)) as process:
+        assert process.end() == 0, process.text
+    shares = learned(tmp_path / "x", "distill/asked")
+    assert all(0 < share < 1 for share in shares), shares
