@@ -48,7 +48,7 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         load_function(cfg.teacher_prompt)
     tokenizer = getattr(processor, "tokenizer", processor)
     if cfg.teacher_id:
-        ours, theirs = load_config(cfg.model_id), load_config(cfg.teacher_id)
+        ours, theirs = load_config(cfg.model_id), load_config(cfg.teacher_id, "--teacher_id")
         if takes_images(ours) and ours.model_type != theirs.model_type:
             raise ConfigError(
                 f"--teacher_id={cfg.teacher_id} is a {theirs.model_type}, and the policy a {ours.model_type}: it would "
@@ -78,7 +78,7 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
 
 def check_vocabulary(tokenizer, cfg: TrainConfig) -> None:
     """ConfigError unless the teacher of --teacher_id reads every token as the policy does."""
-    theirs = load_processor(cfg.teacher_id)
+    theirs = load_processor(cfg.teacher_id, "--teacher_id")
     theirs = {token: text for text, token in getattr(theirs, "tokenizer", theirs).get_vocab().items()}
     for text, token in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if theirs.get(token) != text:

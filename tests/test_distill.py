@@ -398,6 +398,15 @@ def test_another_vocabulary_is_refused_token_by_token(tmp_path):
         teachers.connect(cfg, script.load_processor("models/tiny"), [])
 
 
+def test_folders_that_are_no_teacher_are_named_as_one(tmp_path):
+    """A checkpoint of a base in 4 bits is an adapter alone."""
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    for folder, message in ((tmp_path, "adapter alone. Fold it into its base"), (tmp_path / "no", "no such folder")):
+        cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
+        with pytest.raises(ConfigError, match=f"--teacher_id={folder}: .*{message}"):
+            teachers.connect(cfg, script.load_processor("models/tiny"), [])
+
+
 def test_a_teacher_is_asked_while_training_alone():
     said = trajectories(teacher=False)
     cfg = TrainConfig(teacher_urls=["http://127.0.0.1:9"], advantage="distill", purpose="eval")
