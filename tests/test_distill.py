@@ -496,6 +496,7 @@ def test_a_run_with_a_teachers_server(teacher, tmp_path):
     for row in columns.to_dict("records"):  # half precision
         assert row["tokens/teacher_logprob"] == pytest.approx(row["tokens/sampler_logprob"], abs=0.02)
     assert teacher.token not in process.text
+    assert "A teacher: distill/reverse_kl" in process.text and "Watch the reward" not in process.text
 
 
 @contextlib.contextmanager
