@@ -48,7 +48,7 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         load_function(cfg.teacher_prompt)
     tokenizer = getattr(processor, "tokenizer", processor)
     if cfg.teacher_id:
-        ours, theirs = load_config(cfg.model_id), load_config(cfg.teacher_id)
+        ours, theirs = load_config(cfg.model_id), load_config(cfg.teacher_id, "--teacher_id")
         if takes_images(ours) and ours.model_type != theirs.model_type:
             raise ConfigError(
                 f"--teacher_id={cfg.teacher_id} is a {theirs.model_type}, and the policy a {ours.model_type}: it would "
@@ -56,6 +56,12 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
             )
         check_vocabulary(tokenizer, cfg)
     if cfg.teacher_urls:
+        others = [url for url in cfg.teacher_urls if place_of(url) not in map(place_of, cfg.server_urls)]
+        if own_server(cfg) and others:
+            raise ConfigError(
+                f"--teacher_urls names the policy's own server and others ({', '.join(others)}): the policy changes "
+                "with each step and they do not, so they are no servers of one teacher. Give either of them."
+            )
         if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
             raise ConfigError(
                 "--teacher_urls names the policy's own server, which may hold adapters beside its base, and what it "
@@ -72,7 +78,7 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
 
 def check_vocabulary(tokenizer, cfg: TrainConfig) -> None:
     """ConfigError unless the teacher of --teacher_id reads every token as the policy does."""
-    theirs = load_processor(cfg.teacher_id)
+    theirs = load_processor(cfg.teacher_id, "--teacher_id")
     theirs = {token: text for text, token in getattr(theirs, "tokenizer", theirs).get_vocab().items()}
     for text, token in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if theirs.get(token) != text:
@@ -90,11 +96,11 @@ def own_server(cfg: TrainConfig) -> bool:
 
 
 def servers(cfg: TrainConfig) -> TeacherServers:
-    token = credentials.read("TEACHER_TOKEN")
-    if own_server(cfg):
+    token, files, own = credentials.read("TEACHER_TOKEN"), (None, None), own_server(cfg)
+    if own:  # its token and certificates are for no other server
         token = token or credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
-    named = (tuple(cfg.teacher_urls), cfg.teacher_model, token or None, cfg.teacher_timeout)
-    return _servers(*named, cfg.server_ca, cfg.client_cert, own_server(cfg))
+        files = cfg.server_ca, cfg.client_cert
+    return _servers(tuple(cfg.teacher_urls), cfg.teacher_model, token or None, cfg.teacher_timeout, *files, own)
 
 
 @functools.cache

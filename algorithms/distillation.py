@@ -28,6 +28,10 @@ def gap(batch: Batch) -> Tensor:
     return difference.where((batch.loss_mask > 0) & ~difference.isnan(), 0)
 
 
+def rewards_count(cfg: TrainConfig) -> bool:
+    return set(cfg.reward_funcs) != {"zero"} and any(cfg.reward_weights or [1.0])
+
+
 def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
     """grpo's advantage + distill_coef * sum of gamma^(s - t) (log p_teacher - log p_policy) over s >= t, gamma of
     --distill_gamma: the sampled reverse KL. With all rewards 0 it is pure distillation.
@@ -41,7 +45,7 @@ def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 distill.needs = ("teacher_logprobs",)
 # Where no reward counts, one completion a prompt is enough.
-distill.compares_group = lambda cfg: set(cfg.reward_funcs) != {"zero"} and any(cfg.reward_weights or [1.0])
+distill.compares_group = rewards_count
 
 
 def with_rest(logprobs: Tensor, known: Tensor) -> Tensor:
@@ -103,6 +107,11 @@ def check_teacher(functions: dict[str, Callable], cfg: TrainConfig) -> None:
         )
     if top and not cfg.distill_topk:
         raise ConfigError(f"{top[0]} reads batch.teacher_top, which --distill_topk K asks for; add --distill_topk 20.")
+    if cfg.has_teacher and cfg.dynamic_sampling and not any(map(rewards_count, cfg.by_domain())):
+        raise ConfigError(
+            "--dynamic_sampling replaces groups whose rewards are alike, and no reward counts here (--reward_funcs "
+            "zero, or --reward_weights 0): it would replace them all. Leave it out."
+        )
     if cfg.has_teacher and not uses and cfg.distill_coef:
         raise ConfigError(
             "there is a teacher, and nothing learns from it: add --advantage distill, or --distill_topk 20; or "

@@ -20,13 +20,16 @@ from config import ConfigError
 # transformers and torch take seconds: they are imported where they are needed.
 
 
-def check_model_id(model_id: str) -> None:
+def check_model_id(model_id: str, flag: str = "--model_id") -> None:
     """ConfigError if it can be neither a folder nor found on the hub; transformers retries for a minute in silence."""
     if os.path.isdir(model_id):
         if not os.path.exists(os.path.join(model_id, "config.json")):
-            raise ConfigError(f"--model_id={model_id}: the folder holds no config.json; give one a model was saved to.")
+            remedy = "give one a model was saved to"
+            if os.path.exists(os.path.join(model_id, "adapter_config.json")):
+                remedy = "it is an adapter alone. Fold it into its base, and give that folder (docs/runs.md, Saving)"
+            raise ConfigError(f"{flag}={model_id}: the folder holds no config.json; {remedy}.")
         return
-    missing = f"--model_id={model_id}: no such folder (looked in {os.getcwd()})"
+    missing = f"{flag}={model_id}: no such folder (looked in {os.getcwd()})"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id):
         raise ConfigError(f"{missing}, and not the form of a hub id, NAME or OWNER/NAME.")
     if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
@@ -67,16 +70,16 @@ def model_class(config) -> type:
 
 
 @contextlib.contextmanager
-def loading(model_id: str) -> Iterator[None]:
+def loading(model_id: str, flag: str = "--model_id") -> Iterator[None]:
     """ConfigError with folder, file and remedy where transformers' loaders say one of them at best."""
     try:
         yield
     except (OSError, json.JSONDecodeError, SafetensorError) as error:
         if not os.path.isdir(model_id):
-            raise ConfigError(f"--model_id={model_id}: no such folder, and not found on the hub ({error})") from error
+            raise ConfigError(f"{flag}={model_id}: no such folder, and not found on the hub ({error})") from error
         what = ", ".join(unreadable(Path(model_id))) or "a file that it needs"
         fault = f"{what} is missing or damaged ({type(error).__name__}: {error})"
-        raise ConfigError(f"--model_id={model_id}: {fault}. Copy the folder again, or save the model anew.") from error
+        raise ConfigError(f"{flag}={model_id}: {fault}. Copy the folder again, or save the model anew.") from error
 
 
 def unreadable(folder: Path) -> Iterator[str]:
@@ -92,7 +95,7 @@ def unreadable(folder: Path) -> Iterator[str]:
             yield path.name
 
 
-def load_config(model_id: str):
+def load_config(model_id: str, flag: str = "--model_id"):
     """transformers' config of a model, dropout off: ratios between two passes must be those of the weights.
 
     ConfigError if there is no such model.
@@ -100,12 +103,12 @@ def load_config(model_id: str):
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    check_model_id(model_id)
+    check_model_id(model_id, flag)
     if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
         logging.disable_progress_bar()
     for handler in logging.get_logger().handlers:  # of all of transformers
         handler.addFilter(worth_saying)
-    with loading(model_id):
+    with loading(model_id, flag):
         config = AutoConfig.from_pretrained(model_id)
     without_dropout(config)
     return config
@@ -164,13 +167,13 @@ def with_template_kwargs(processor, given: dict | None):
 
 
 @functools.cache
-def load_processor(model_id: str):
+def load_processor(model_id: str, flag: str = "--model_id"):
     """The processor of text and images of a model that takes images, of others the tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    kind = AutoProcessor if takes_images(load_config(model_id)) else AutoTokenizer
+    kind = AutoProcessor if takes_images(load_config(model_id, flag)) else AutoTokenizer
     try:
-        with loading(model_id):
+        with loading(model_id, flag):
             return kind.from_pretrained(model_id)
     except ImportError as error:  # a package that this model's processor alone needs, and what to install
-        raise ConfigError(f"--model_id={model_id}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{flag}={model_id}: {' '.join(str(error).split())}") from error

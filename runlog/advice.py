@@ -45,7 +45,10 @@ def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
     return int(steps[start])
 
 
-def silent_groups(curves: Curves, apart: list[dict]) -> list[dict]:
+def silent_groups(curves: Curves, config: dict, apart: list[dict]) -> list[dict]:
+    _, asked = curves.all("distill/asked")
+    if len(asked) and now(asked) > 0.5 and config.get("distill_coef", 1):
+        return []  # most tokens learn from a teacher, whatever the rewards are
     steps, silent = curves.all("frac_reward_zero_std")
     _, alone = curves.all("frac_singleton_groups")
     if len(silent) < ENOUGH or (len(alone) and now(alone) > 0.99) or (start := since(steps, silent > 0.6)) is None:
@@ -327,7 +330,7 @@ def of_curves(curves: Curves, config: dict) -> list[dict]:
     apart = pulled_apart(curves)
     found = [*lost_rewards(curves, config), *stale(curves, config), *apart, *length(curves, config, apart)]
     found += [*entropy(curves), *left_behind(curves, config), *teacher(curves)]
-    found += [*silent_groups(curves, apart), *failures(curves, config)]
+    found += [*silent_groups(curves, config, apart), *failures(curves, config)]
     return sorted(found, key=lambda note: note["level"] != "bad")
 
 

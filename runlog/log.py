@@ -179,7 +179,9 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         lines[f"preset {cfg.preset}"] = ", ".join(shown)
     for name, text in lines.items():
         print(f"  {name:<22} {text}")
-    if cfg.num_iterations * cfg.num_minibatches == 1 and (cfg.beta == 0 or cfg.kl_in_reward):
+    if cfg.has_teacher and cfg.distill_coef:
+        print("  A teacher: distill/reverse_kl, the distance from it in nats a token, should fall.")
+    elif cfg.num_iterations * cfg.num_minibatches == 1 and (cfg.beta == 0 or cfg.kl_in_reward):
         print(
             "  One update per step, no KL in the loss: the ratio is 1, and advantages that are centred within their "
             "group sum to 0, and so does the loss. Watch the reward."

@@ -92,7 +92,9 @@ def ask(
                 raise
             if time.monotonic() + pause >= deadline:
                 wanted = f", and asks for {pause:g} s" if error.wait is not None else ""
-                raise NoAnswer(f"{error}{wanted}; the time limit of {seconds:g} s is over.", error.status) from None
+                raise NoAnswer(
+                    f"{error}{wanted}; the time limit of {seconds:g} s is over.", error.status, True
+                ) from None
             if error.status in BUSY:
                 warned(f"{error}: it is asked again until the call's time limit.")
         time.sleep(pause)
@@ -122,6 +124,10 @@ def ask_once(
             text = read_body(answer, most, deadline, NoAnswer(over, answer.status_code))
     except requests.Timeout:
         raise NoAnswer(f"{where} gave no answer in time; it hangs or is overloaded", again=True) from None
+    except requests.exceptions.SSLError as error:
+        cause, remedy = reason(error, url), "SSL_CERT_FILE names the PEM file of who signed its certificate"
+        text = f"{where}: no secure connection ({cause}); {remedy}, and a server without TLS is http://"
+        raise NoAnswer(text, again="EOF" in cause) from None  # one that is going down breaks the handshake off
     except requests.ConnectionError as error:
         raise NoAnswer(f"{where} cannot be reached ({reason(error, url)})", again=True) from None
     except (requests.RequestException, ValueError, OSError) as error:

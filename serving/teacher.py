@@ -152,7 +152,7 @@ class TeacherServers:
             try:
                 return self._look(server)
             except asking.NoAnswer as error:
-                if error.status and error.status not in asking.BUSY:
+                if not error.again:
                     raise
                 if time.monotonic() > end:
                     raise TeacherError(

@@ -1,13 +1,19 @@
 """On-policy distillation: the signals against independent loops, a teacher in this process, and live teachers."""
 
 import asyncio
+import contextlib
+import functools
+import http.server
 import json
 import math
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pandas
 import pytest
 import torch
@@ -191,6 +197,7 @@ def test_metrics_count_asked_tokens_alone():
         ("--teacher_id models/tiny --advantage distill --distill_jsd 0.5", "add --distill_topk"),
         ("--teacher_id models/tiny --distill_topk 5 --distill_jsd 1.5", "between 0 and 1"),
         ("--teacher_id models/tiny --advantage distill --num_generations 1", "at least 2"),
+        ("--teacher_id models/tiny --advantage distill --reward_funcs zero --dynamic_sampling", "no reward counts"),
     ],
 )
 def test_settings_that_cannot_teach_are_refused_before_anything_is_loaded(flags, message):
@@ -325,31 +332,55 @@ def test_the_policy_learns_what_its_teacher_can_without_any_reward(how, even_tin
     assert sum(apart[-3:]) < 0.5 * sum(apart[:3]), apart
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_a_sharded_teacher_says_the_same(strategy, even_tiny, tmp_path):
-    found = []
-    for ranks, sharding in ((1, "ddp"), (2, strategy)):
+@pytest.fixture(scope="module")
+def said_by(even_tiny, tmp_path_factory):
+    """(strategy, ranks) -> the teacher's probability within its top 4, in the first step."""
+    folder = tmp_path_factory.mktemp("sharded")
+
+    def train(strategy: str, ranks: int) -> float:
         flags = f"{TAUGHT} --max_steps 1 --advantage distill --distill_topk 4 --teacher_id {even_tiny} "
-        flags += f"--strategy {sharding} --output_dir {tmp_path} --run_name {sharding} --temperature 1"
-        with running(trainer(tmp_path / "log", *flags.split(), ranks=ranks)) as process:
+        flags += f"--strategy {strategy} --output_dir {folder} --run_name {strategy}"
+        with running(trainer(folder / "log", *flags.split(), ranks=ranks)) as process:
             assert process.end() == 0, process.text
-        found.append(learned(tmp_path / sharding, "distill/top_mass")[0])
-    assert found[0] == pytest.approx(found[1], rel=0.2)  # other samples of the same prompts
+        return learned(folder / strategy, "distill/top_mass")[0]
+
+    return functools.cache(train)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_sharded_teacher_says_the_same(strategy, said_by):
+    assert said_by(strategy, 2) == pytest.approx(said_by("ddp", 1), rel=0.2)  # other samples of the same prompts
 
 
 def test_the_policy_is_its_own_teacher_behind_another_prompt(tmp_path):
+    """Of one domain a column, of another what a function makes of rewards, and of the third nothing."""
     (tmp_path / "hints.py").write_text(
         "def shown(trajectory):\n"
         "    assert trajectory.info['rewards']\n"
-        "    return None if trajectory.row['answer'] == '30' else f\"Say {trajectory.row['answer']}.\"\n",
+        "    return f\"Say {trajectory.row['answer']}.\" if len(trajectory.row['answer']) == 2 else None\n",
         encoding="utf-8",
     )
-    for name, prompt in (("column", "answer"), ("function", f"{tmp_path}/hints.py:shown")):
-        flags = f"{TAUGHT} --max_steps 2 --advantage distill --teacher_prompt {prompt} --output_dir {tmp_path} "
-        with running(trainer(tmp_path / "log", *flags.split(), "--run_name", name)) as process:
-            assert process.end() == 0, process.text
-        assert learned(tmp_path / name, "distill/reverse_kl")[0] != 0
-        assert learned(tmp_path / name, "distill/asked")[0] > 0.5
+    sums = "dataset_id: 'examples/sums.py:rows'"
+    (tmp_path / "three.yaml").write_text(
+        "domains:\n"
+        f"  - {{name: column, {sums}, teacher_prompt: answer}}\n"
+        f"  - {{name: function, {sums}, teacher_prompt: '{tmp_path}/hints.py:shown'}}\n"
+        f"  - {{name: nothing, {sums}}}\n",
+        encoding="utf-8",
+    )
+    flags = TAUGHT.replace("--dataset_id examples/sums.py:rows ", "")
+    flags += f"--max_steps 2 --prompts_per_step 6 --advantage distill --config {tmp_path}/three.yaml "
+    flags += f"--output_dir {tmp_path} --run_name x"
+    with running(trainer(tmp_path / "log", *flags.split())) as process:
+        assert process.end() == 0, process.text
+    assert learned(tmp_path / "x", "distill/reverse_kl")[0] != 0
+    told = dict.fromkeys(("column", "function", "nothing"), 0)
+    for file in (tmp_path / "x" / "completions").glob("step_*.parquet"):
+        for row in pandas.read_parquet(file).to_dict("records"):
+            known = row["tokens/teacher_logprob"] is not None and not numpy.isnan(row["tokens/teacher_logprob"]).all()
+            assert not (known and row["domain"] == "nothing")
+            told[row["domain"]] += known
+    assert told["column"] and told["function"], told
 
 
 def test_another_vocabulary_is_refused_token_by_token(tmp_path):
@@ -365,6 +396,15 @@ def test_another_vocabulary_is_refused_token_by_token(tmp_path):
     cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
     with pytest.raises(ConfigError, match=f"token {vocabulary[second]} is"):
         teachers.connect(cfg, script.load_processor("models/tiny"), [])
+
+
+def test_folders_that_are_no_teacher_are_named_as_one(tmp_path):
+    """A checkpoint of a base in 4 bits is an adapter alone."""
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    for folder, message in ((tmp_path, "adapter alone. Fold it into its base"), (tmp_path / "no", "no such folder")):
+        cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
+        with pytest.raises(ConfigError, match=f"--teacher_id={folder}: .*{message}"):
+            teachers.connect(cfg, script.load_processor("models/tiny"), [])
 
 
 def test_a_teacher_is_asked_while_training_alone():
@@ -456,6 +496,65 @@ def test_a_run_with_a_teachers_server(teacher, tmp_path):
     for row in columns.to_dict("records"):  # half precision
         assert row["tokens/teacher_logprob"] == pytest.approx(row["tokens/sampler_logprob"], abs=0.02)
     assert teacher.token not in process.text
+    assert "A teacher: distill/reverse_kl" in process.text and "Watch the reward" not in process.text
+
+
+@contextlib.contextmanager
+def slow(server, seconds: float):
+    """Address of a proxy before a teacher's server: each answer about a completion comes so many seconds later."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+            if self.path == "/v1/completions":
+                time.sleep(seconds)
+            headers = {"Content-Type": "application/json"}
+            answer = server.request(self.command, self.path, data=body, headers=headers)
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{proxy.server_address[1]}"
+        proxy.shutdown()
+
+
+def test_what_a_teacher_takes_is_hidden_by_overlap(teacher, server, tmp_path):
+    """Each of its answers takes 2 s. Three steps are under way at a time, so the trainer waits for a part of that."""
+    flags = f"{TAUGHT} --generator vllm --server_urls {server.url} --advantage distill --output_dir {tmp_path} "
+    flags += "--max_steps 6 --max_staleness 2 --logprob_diff_limit 1 --run_name x"
+    with slow(teacher, 2.0) as url:
+        env = dict(VLLM_SERVER_TOKEN=server.token)
+        how = dict(script="train_async.py", ranks=1, **env)
+        with running(trainer(tmp_path / "log", *flags.split(), "--teacher_urls", url, **how)) as process:
+            assert process.end() == 0, process.text
+    took, waited = (learned(tmp_path / "x", key) for key in ("distill/seconds", "async/trainer_waited"))
+    print(f"teacher: {took}, trainer waited: {waited}")
+    assert learned(tmp_path / "x", "distill/asked") == [1] * 6 and min(took) >= 2
+    assert waited[0] > 2 and sum(waited[1:]) < 0.7 * sum(took[1:]), (took, waited)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--use_peft", "may hold adapters beside its base.*with --teacher_prompt alone"),
+        ("--use_peft --push_lora adapters", "may hold adapters beside its base"),
+        ("--server_urls http://a:1 http://b:1 --teacher_urls http://a:1 http://c:1", "own server and others"),
+    ],
+)
+def test_the_policys_own_server_is_refused_where_it_would_not_say_what_the_policy_says(flags, message):
+    """Before it is asked anything: nobody listens at these addresses."""
+    own = "--server_urls http://a:1 --teacher_urls http://a:1 --teacher_prompt hint --distill_topk 4".split()
+    cfg = load_config(TrainConfig, [*own, *flags.split()])
+    with pytest.raises(ConfigError, match=message):
+        teachers.connect(cfg, None, [{"prompt": "?", "hint": "!"}])
 
 
 def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):
@@ -468,9 +567,7 @@ def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):
     flags = TAUGHT.replace("--dataset_id examples/sums.py:rows ", "")
     flags += f"--config {tmp_path}/two.yaml --max_steps 2 --advantage distill --distill_topk 3 "
     flags += f"--output_dir {tmp_path} --run_name x"
-    for ranks in (1, 2):
-        more = ("--run_name", f"ranks{ranks}")
-        with running(trainer(tmp_path / "log", *flags.split(), *more, ranks=ranks, TEACHER_TOKEN=teacher.token)) as one:
-            assert one.end() == 0, one.text
-        shares = learned(tmp_path / f"ranks{ranks}", "distill/asked")
-        assert all(0 < share < 1 for share in shares), shares
+    with running(trainer(tmp_path / "log", *flags.split(), ranks=2, TEACHER_TOKEN=teacher.token)) as process:
+        assert process.end() == 0, process.text
+    shares = learned(tmp_path / "x", "distill/asked")
+    assert all(0 < share < 1 for share in shares), shares

@@ -618,6 +618,18 @@ WENT_WRONG = {
         {"Teacher and template": "4.0 nats less likely", "Outside the teacher's top tokens": "^40% .* 97%"},
         "far away",
     ),
+    "nothing: a teacher alone, and rewards that are only looked at": (
+        {"reward_weights": [0.0], "distill_coef": 1.0},
+        {"distill/asked": [1] * 12, "frac_reward_zero_std": [1] * 12, "reward": [0] * 12},
+        {},
+        "silent",
+    ),
+    "a teacher that is only watched": (
+        {"distill_coef": 0.0},
+        {"distill/asked": [1] * 12, "frac_reward_zero_std": [1] * 12, "reward": [0] * 12},
+        {"Groups without signal": "too hard"},
+        "teacher",
+    ),
     "a critic of one update a step": (
         {"critic_iterations": 1, "num_minibatches": 1},
         {"value/explained_variance": [0, 0, 0.001, 0.002, 0.006, 0.005, 0.003, 0.002] * 4},

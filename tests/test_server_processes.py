@@ -1,5 +1,6 @@
 """The processes of a server: what they show of its token, where their files lie, and that none outlives its parent."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -22,6 +23,9 @@ from server_fixture import ROOT, free_port, make_tiny
 from test_push import check, push_all
 from transformers import AutoModelForCausalLM
 
+import teachers
+from config import ConfigError, TrainConfig
+from inputs.processor import load_processor
 from vllm_client import ServerError, VLLMClient
 
 
@@ -74,6 +78,25 @@ def test_right_tokens_with_odd_characters_are_right(odd_server):
         assert VLLMClient([url], token).server_info()[0]["policy_version"] == 0
     with pytest.raises(ServerError, match="refuses the token"):
         VLLMClient([url], "Größe-?-s3cret").server_info()
+
+
+def test_a_teacher_behind_tls_is_asked_with_its_token(odd_server, monkeypatch):
+    """By the certificates of SSL_CERT_FILE: --server_ca is for the policy's own server. Without one nobody waits."""
+    _, _, url, folder = odd_server
+    monkeypatch.setenv("TEACHER_TOKEN", "Größe-☃-s3cret")
+    how = dict(model_id="models/tiny", teacher_urls=[url], advantage="distill", max_prompt_length=64)
+    how |= dict(max_completion_length=64, server_ca=str(folder / "none.pem"), client_cert=str(folder / "none.pem"))
+    processor = load_processor("models/tiny")
+    teachers._servers.cache_clear()
+    teachers.connect(TrainConfig(**how), processor, [])
+    said = asyncio.run(teachers.servers(TrainConfig(**how)).score(list(range(40, 60)), 3))
+    assert len(said.logprobs) == 19 and all(-40 < p <= 0 for p in said.logprobs) and said.top_ids.shape == (19, 3)
+    teachers._servers.cache_clear()
+    monkeypatch.delenv("SSL_CERT_FILE")
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=f"{url}: no secure connection .*certificate.*SSL_CERT_FILE"):
+        teachers.connect(TrainConfig(**how, server_timeout=60), processor, [])
+    assert time.monotonic() - start < 20
 
 
 def test_no_process_of_the_server_shows_the_token(odd_server):
