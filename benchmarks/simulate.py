@@ -25,6 +25,7 @@ Only three passes of an update are simulated; of more, those in the middle are a
 
 import contextlib
 import sys
+import tempfile
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -47,19 +48,23 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import claimed  # noqa: E402
 import memory_worker  # noqa: E402
+import tiny_vlms  # noqa: E402
 
 import memory  # noqa: E402
 import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import ConfigError, parse_args  # noqa: E402
+from inputs import prompts  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
+from inputs.processor import load_processor, takes_images  # noqa: E402
 from memory import GIB  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 from runlog import checkpoints  # noqa: E402
@@ -83,12 +88,18 @@ MOE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, 
 MOE |= dict(num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, vocab_size=151936)
 QWEN3 = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, head_dim=128, num_attention_heads=64)
 QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False)
+TEXT = dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, head_dim=128)
+TEXT |= dict(num_key_value_heads=2, vocab_size=151936, max_window_layers=36)
+TOWER = dict(hidden_size=1280, intermediate_size=3420, depth=32, num_heads=16, out_hidden_size=2048, patch_size=14)
+TOWER |= dict(window_size=112, fullatt_block_indexes=[7, 15, 23, 31])
 MODELS = {
     **{f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("1.5b", "7b", "32b", "72b")},
     **{"llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3.3-70b": "meta-llama/Llama-3.3-70B"},
     "qwen3-32b": ("qwen3", QWEN3),
     "qwen3-30b-a3b": ("qwen3_moe", MOE | dict(norm_topk_prob=True, tie_word_embeddings=False)),
+    "qwen2.5-vl-3b": ("qwen2_5_vl", dict(text_config=TEXT, vision_config=TOWER, tie_word_embeddings=True)),
 }
+SIDE = 448  # pixels of a picture's sides, one in each prompt of a model that takes them
 
 # ---- a machine without memory ----------------------------------------------------------------------------------------
 
@@ -201,7 +212,7 @@ class Machine(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collective(func, args)
         else:
-            self.work(func, args, kwargs, tensors, made)
+            self.work(func, args, kwargs, tensors, made, out)
         return out
 
     # -- values --
@@ -272,7 +283,7 @@ class Machine(TorchDispatchMode):
         self.host = max(self.host, self.stream.free)
         self.phase.waits[claimed.line()] += 1
 
-    def work(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor]) -> None:
+    def work(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor], out) -> None:
         packet, everything = func.overloadpacket, tensors + made
         on_gpu = [x for x in everything if x.device.type == GPU.type]
         if packet in claimed.READS and on_gpu:
@@ -288,7 +299,7 @@ class Machine(TorchDispatchMode):
             if not blocks and not all(x.numel() <= 1 and x.device.type == "cpu" for x in tensors):
                 self.wait()
         elif on_gpu:
-            flops = flops_of(func, args, kwargs, made)
+            flops = flops_of(func, args, kwargs, out)
             dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
             rate = self.cfg.matrix_tflops * 1e12 / (1 if dtype.itemsize == 2 else 8)  # float32 and 64: H100's 67 of 989
             seconds = max(flops / rate, moved / (self.cfg.memory_bandwidth * 1e9))
@@ -356,7 +367,7 @@ def is_view(func) -> bool:
     return func.__name__.startswith(("_unsafe_view", "lift", "detach")) or any(x and not x.is_write for x in infos)
 
 
-def flops_of(func, args, kwargs, made: list[Tensor]) -> float:
+def flops_of(func, args, kwargs, out) -> float:
     packet, name = func.overloadpacket, str(func)
     if "_varlen_attn" in name:
         backward = "backward" in name
@@ -367,7 +378,7 @@ def flops_of(func, args, kwargs, made: list[Tensor]) -> float:
     if packet is aten._grouped_mm:  # [tokens, in] x [experts, in, out], or [in, tokens] x [tokens, out]
         a, b = args[:2]
         return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
-    return flop_registry[packet](*args, **kwargs, out_val=made[0]) if packet in flop_registry else 0.0
+    return flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0.0
 
 
 def as_list(tensor: Tensor) -> list:
@@ -450,14 +461,32 @@ class Server(memory_worker.Sender):
         Machine.now.host = max(Machine.now.host, self.arrived)
 
 
+@cache
+def with_pictures(kind: str) -> tuple[str, dict]:
+    """A folder with the processor of a model that takes pictures, and the config of a tiny one on its tokens."""
+    folder, processor = tempfile.mkdtemp(), tiny_vlms.processor_of(kind)
+    processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 1024 * 1024}  # pixels
+    config = tiny_vlms.config_of(kind, processor)
+    processor.save_pretrained(folder)
+    AutoConfig.for_model(kind, **config).save_pretrained(folder)
+    return folder, config
+
+
 def config_of(cfg: SimulateConfig):
     """transformers' config of --model, with --layers of its layers."""
-    from transformers import AutoConfig
-
     if cfg.model not in MODELS:
         raise ConfigError(f"--model={cfg.model}: known are {', '.join(MODELS)}.")
     shape = MODELS[cfg.model]
-    config = plan.model_config(shape) if isinstance(shape, str) else AutoConfig.for_model(shape[0], **shape[1])
+    if isinstance(shape, str):
+        config = plan.model_config(shape)
+    else:
+        kind, sizes = shape
+        if kind in tiny_vlms.MARK:  # with the tokens of its processor
+            known = with_pictures(kind)[1]
+            rope = known["text_config"]["rope_parameters"] | {"mrope_section": [16, 24, 24]}
+            text = known["text_config"] | sizes["text_config"] | {"rope_parameters": rope}
+            sizes = known | sizes | {"text_config": text, "vision_config": known["vision_config"] | TOWER}
+        config = AutoConfig.for_model(kind, **sizes)
     text = config.get_text_config()
     text.num_hidden_layers = cfg.layers or text.num_hidden_layers
     if getattr(text, "layer_types", None):
@@ -465,28 +494,45 @@ def config_of(cfg: SimulateConfig):
     return config
 
 
+def pictures_of(cfg: SimulateConfig, config) -> dict[str, object]:
+    """What needs values: a prompt with a picture, and the inputs of a pass without one. {} for a model without."""
+    if not takes_images(config):
+        return {}
+    with torch.device("meta"):
+        model = script.empty_policy(cfg, config).hf_model
+    processor = load_processor(cfg.model_id)
+    asks = SimpleNamespace(tokenizer=processor, rope_index=prompts.rope_index_of(model))
+    row = {"prompt": "What does the picture show?", "image": tiny_vlms.picture(0, SIDE, SIDE)}
+    return {"prompt": prompts.build_prompt(row, asks, cfg), "blank": prompts.blank_inputs(processor, cfg, model)}
+
+
 def settled(cfg: SimulateConfig) -> SimulateConfig:
     """With what a run would choose by itself."""
+    if MODELS[cfg.model][0] in tiny_vlms.MARK:
+        cfg = replace(cfg, model_id=with_pictures(MODELS[cfg.model][0])[0])
     if cfg.hsdp:
         cfg = replace(cfg, shard_size=cfg.node_gpus)
     usual = dict(tokens_per_microbatch=cfg.tokens_per_microbatch or memory.BUDGETS[0], max_steps=1)
     return replace(cfg, prompts_per_step=max(cfg.prompts_per_step, 8 * cfg.gpus), rates=None, **usual)
 
 
-def batch_of(cfg: SimulateConfig, passes: int) -> script.Batch:
-    """Completions that fill so many passes, the last of each shortened."""
+def batch_of(cfg: SimulateConfig, passes: int, shown: prompts.Prompt | None = None) -> script.Batch:
+    """Completions that fill so many passes, the last of each shortened. shown: a prompt with a picture."""
     prompt, longest, lengths = cfg.max_prompt_length, cfg.max_completion_length, []
     room = most_tokens(cfg)
     while (room := room - prompt * (len(lengths) % cfg.num_generations == 0)) > 0:
         lengths.append(min(longest, room))
         room -= lengths[-1]
-    rows = []
+    rows, asked = [], {}
     for number in range(passes):
         for place, length in enumerate(lengths):
             group = number * len(lengths) + place // cfg.num_generations
-            ids, known = [5 + group % 90] * prompt, [1] * length
+            ids, known, info = [5 + group % 90] * prompt, [1] * length, {}
+            if shown:  # the picture's tokens, and text behind them
+                asked[group] = asked.get(group) or prompts.continued(shown, ids[len(shown.token_ids) :])
+                ids, info = asked[group].token_ids, {"model_inputs": asked[group].model_inputs}
             scores = [0.0] * (length - 1) + [place % 2.0]
-            rows.append(Trajectory({}, group, ids, [7] * length, known, [-1.0] * length, scores))
+            rows.append(Trajectory({}, group, ids, [7] * length, known, [-1.0] * length, scores, info=info))
     batch = script.collate(rows, 0, GPU)
     batch.advantages = torch.where(torch.arange(len(rows), device=GPU) % 2 == 0, 1.0, -1.0)[:, None] * batch.loss_mask
     return batch
@@ -521,12 +567,14 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
             memory.claim_memory(model, dtype)
         return model
 
-    with mock.patch.object(script, "load_hf_model", load), simulated(cfg) as machine:
+    shown = pictures_of(cfg, config)
+    blank = mock.patch.object(prompts, "blank_inputs", lambda *_: shown["blank"])
+    with mock.patch.object(script, "load_hf_model", load), blank, simulated(cfg) as machine:
         machine.enter("load")
         policy, inner = script.load_policy(cfg, GPU)
         if reason := script.why_not_shared(inner.hf_model, cfg):
             raise ConfigError(f"prompts are not shared: {reason}")
-        optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES))
+        optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES), shown.get("prompt"))
         trained = [p for p in policy.parameters() if p.requires_grad]
         for parameter in trained:  # makes the optimizer's state
             parameter.grad = torch.zeros_like(parameter)

@@ -42,6 +42,15 @@ def test_bytes_are_those_that_memory_py_says(words):
     assert not bad, wrong
 
 
+def test_pictures_come_with_the_prompts(monkeypatch):
+    """Two layers of the tower, which waits for lengths in each of them, as transformers wrote it."""
+    monkeypatch.setitem(simulate.TOWER, "depth", 2)
+    found, sizes = run("--model qwen2.5-vl-3b --gpus 8")
+    assert all(abs(said / real - 1) <= 0.05 for real, said in sizes.values()), sizes
+    middle, text = found.phases["middle pass"], run(CASES[0])[0].phases["middle pass"]
+    assert middle.waits.total() > text.waits.total()  # the tower runs
+
+
 @pytest.mark.parametrize("words", CASES)
 def test_a_micro_batch_gathers_and_reduces_no_more_than_it_must(words):
     """Each layer once forward and once backward; embeddings, output layer and the last norm forward alone; all are
@@ -56,9 +65,9 @@ def test_a_micro_batch_gathers_and_reduces_no_more_than_it_must(words):
 
 @pytest.mark.parametrize("words", CASES)
 def test_the_host_waits_only_where_it_is_known_to(words):
-    """Lengths to the CPU, the packed row to the GPU; in no layer."""
+    """For lengths and the table of segments on the CPU; in no layer."""
     waits = run(words)[0].phases["middle pass"].waits
-    assert waits.total() <= 17 and {place.partition(":")[0] for place in waits} <= {
+    assert waits.total() <= 4 and {place.partition(":")[0] for place in waits} <= {
         "batch.py", "train_grpo.py", "inputs/packing.py", "inputs/attention.py"
     }  # fmt: skip
 
