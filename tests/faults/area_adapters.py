@@ -453,8 +453,9 @@ def adapter_lease_lapsed(at, adapted, limit=180):
     ):
         if not re.search(words, said.get(name, ""), re.DOTALL):
             return Seen("silent" if "went on" in said.get(name, "") else "ended", f"{name}: {said.get(name)}")
-    held = {name: told["held"] for name, told in _runs(at).items()}
-    if held != {"mine": True, "wide": False, "patient": True, "greedy": True}:
+    told, wanted = _runs(at), {"mine": True, "wide": False, "patient": True, "greedy": True}
+    held = {name: told[name]["held"] for name in wanted if name in told}
+    if held != wanted:
         return Seen("silent", f"held afterwards: {held}")
     found = [_version(at, name) for name in ("mine", "greedy", "patient")]
     _push(rival, 8)
