@@ -475,9 +475,8 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.load_in and not c.use_peft,
          "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
         (c.load_in and c.strategy in ("fsdp", "fsdp2"),
-         f"--load_in 4bit --strategy {c.strategy}: fsdp cannot flatten bytes, and of fsdp2's shards of 4 bits no "
-         "checkpoint has been seen to end; use --strategy ddp, with which each GPU has the whole base in 4 bits, or "
-         "leave --load_in out."),
+         f"--load_in 4bit --strategy {c.strategy}: 4-bit weights cannot be saved from shards yet; use --strategy ddp, "
+         "with which each GPU has the whole base in 4 bits, or leave --load_in out."),
         (c.load_in and c.push_lora == "folded",
          "--load_in 4bit --push_lora folded: nothing can be folded into 4 bits; leave --push_lora out, and start the "
          "server with --enable-lora."),
