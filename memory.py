@@ -113,7 +113,7 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         policy = make_policy(cfg)
     packed = [getattr(p, "in_4_bits", False) for p in policy.parameters()]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"):
-        claim_memory(policy, getattr(torch, cfg.dtype if cfg.strategy == "ddp" else cfg.compute_dtype))
+        claim_memory(policy, None if cfg.strategy == "ddp" else getattr(torch, cfg.compute_dtype))
         if inputs["attention_mask"].ndim == 4:  # segments: their kernel keeps what that of causal attention keeps
             policy.hf_model.set_attn_implementation("sdpa")
             # One for all pairs: without any, transformers makes one of L x L of positions that begin anew.
@@ -154,17 +154,17 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
     return COUNTED[make_policy, repr(cfg)]
 
 
-def claim_memory(module: nn.Module, dtype: torch.dtype) -> None:
+def claim_memory(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Under FakeTensorMode: meta tensors become tensors of the CPU, as kernels see it, parameters in `dtype`, as shards
-    are gathered. Tied ones stay one."""
+    are gathered; None: in their own. Tied ones stay one."""
     copies: dict[int, Tensor] = {}
     for store in [store for part in module.modules() for store in (part._parameters, part._buffers)]:
         for name, old in store.items():
-            if old is not None and id(old) not in copies:
+            if old is not None and old.is_meta and id(old) not in copies:
                 parameter = isinstance(old, nn.Parameter)
-                new = torch.empty(old.shape, dtype=dtype if parameter else old.dtype)
+                new = torch.empty(old.shape, dtype=dtype if dtype and parameter else old.dtype)
                 copies[id(old)] = nn.Parameter(new, old.requires_grad) if parameter else new
-            store[name] = None if old is None else copies[id(old)]
+            store[name] = copies.get(id(old), old)
 
 
 def decoder_layers(policy: nn.Module) -> list[nn.Module]:
@@ -187,31 +187,46 @@ def parameters(policy: nn.Module) -> list[tuple]:
 
 
 def rank_bytes(
-    make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int, critic: bool = False
+    make_policy: Callable[[TrainConfig], nn.Module],
+    cfg: TrainConfig,
+    ranks: int,
+    critic: bool = False,
+    sends: bool = True,
 ) -> Counter:
-    """Bytes on the GPU of rank 0, which has the largest shards, by kind. `peak` adds up what is there together.
+    """Bytes on the GPU of rank 0, which has the largest shards and sends pushes, by kind. `peak` adds up what is there
+    together.
 
     make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy). critic: there is a critic of
-    the same size (train_ppo.py). Its update comes before the policy's, and takes no more.
+    the same size (train_ppo.py). Its update comes before the policy's, and takes no more. sends: False for a rank that
+    gathers a push with the others and sends none of it.
     Activations are those of the largest micro-batch from the second one on, when there are gradients already.
     """
     peaks, table = pass_bytes(make_policy, one_rank(cfg, ranks))
     ranks = cfg.shard_size or ranks
-    master, compute = (getattr(torch, name).itemsize for name in (cfg.dtype, cfg.compute_dtype))
-    sharded = cfg.strategy != "ddp"
+    need = kept_bytes(make_policy, table, cfg, ranks, critic)
+    gathered = gathered_bytes(table, cfg, ranks)
+    place = max(gathered, key=lambda place: peaks.get(place, Counter()).total() + gathered[place])
+    need += Counter(peaks.get(place, Counter())) + Counter(gathered=gathered[place])
+    if cfg.offload_activations:  # the input of each layer waits in CPU memory
+        moved = min(need["activations"], peaks["between"].total())
+        need["in CPU memory"] += moved
+        need["activations"] -= moved
+    need["push"] = push_bytes(table, cfg, ranks, need["kept gradients"], sends)
+    return need
+
+
+def kept_bytes(make_policy: Callable, table: list[tuple], cfg: TrainConfig, ranks: int, critic: bool) -> Counter:
+    """Weights, gradients, optimizer, and the models beside the policy. table: `pass_bytes`'."""
+    master, compute = itemsizes(cfg)
     trained_in = 4 if cfg.use_peft else master  # bytes: adapters are float32
     size = {True: 0, False: 0}  # elements on this rank, by whether they are trained
     in_4_bits, scaled = 0, 0  # of those that are not; on all ranks, each of which has all scales
     of_critic = 0  # those that a critic trains
-    layers: Counter = Counter()  # elements of each unit of FSDP, and
-    learning: Counter = Counter()  # those that are trained
-    for shape, trained, layer, unused, _, packed in table:
-        number, own = torch.Size(shape).numel(), largest_share(shape, ranks if sharded else 1)
+    for shape, trained, _, unused, _, packed in table:
+        own = largest_share(shape, ranks if cfg.strategy != "ddp" else 1)
         size[trained] += own
-        in_4_bits, scaled = in_4_bits + own * packed, scaled + number * packed
+        in_4_bits, scaled = in_4_bits + own * packed, scaled + torch.Size(shape).numel() * packed
         of_critic += own * (trained and not unused)
-        layers[layer] += number
-        learning[layer] += number * trained
     frozen = master * (size[False] - in_4_bits) + round(four_bits.BYTES * scaled + (in_4_bits - scaled) / 2)
     need = Counter(weights=frozen + trained_in * size[True], optimizer=2 * trained_in * size[True])
     # FSDP1 lets go of gradients at the next forward pass only. DDP's buckets stay, and what micro-batches before the
@@ -223,75 +238,98 @@ def rank_bytes(
         need["critic"] = need["weights"] + (2 + keeps) * trained_in * of_critic
     if cfg.offload:
         need["in CPU memory"] = sum(need.pop(kind, 0) for kind in ("weights", "optimizer", "gradients", "critic"))
-    whole, own = layers.total(), sum(size.values())
     if cfg.beta > 0 and not cfg.use_peft:
-        need["reference"] = (4 if cfg.ref_sync_steps else compute) * own
+        need["reference"] = (4 if cfg.ref_sync_steps else compute) * sum(size.values())
     if cfg.teacher_id:
         with torch.device("meta"):
             teacher = make_policy(replace(cfg, model_id=cfg.teacher_id, use_peft=False, load_in=None))
-        shares = (largest_share(p.shape, ranks if sharded else 1) for p in teacher.parameters())
+        shares = (largest_share(p.shape, ranks if cfg.strategy != "ddp" else 1) for p in teacher.parameters())
         need["reference"] += compute * sum(shares)
     if cfg.generator == "hf" and not cfg.load_in:
-        need["generator"] = compute * whole
+        need["generator"] = compute * sum(torch.Size(shape).numel() for shape, *_ in table)
+    return need
+
+
+def gathered_bytes(table: list[tuple], cfg: TrainConfig, ranks: int) -> dict[str, int]:
+    """What FSDP has gathered at the places of an update where there may be most: in the output layer, when its backward
+    pass turns to the layers, in these, and at the end. Weights made anew of 4 bits are such, too."""
+    master, compute = itemsizes(cfg)
+    layers: Counter = Counter()  # elements of each unit of FSDP, and
+    learning: Counter = Counter()  # those that are trained
+    last, of_last = 0, 0  # the same of an output layer that is not tied
+    for shape, trained, layer, unused, _, _ in table:
+        number = torch.Size(shape).numel()
+        layers[layer] += number
+        learning[layer] += number * trained
+        if layer < 0 and unused:
+            last, of_last = last + number, of_last + number * trained
     root, of_root = layers[-1], learning[-1]
     layer, of_layer = max(layers[n] for n in layers if n >= 0), max(learning[n] for n in learning if n >= 0)
     gathered = {"head": 0, "layers": 0, "end": 0}
-    if in_4_bits:  # a layer's weights as it computes with them
+    if any(packed for *_, packed in table):  # a layer's weights as it computes with them
         gathered["layers"] = compute * max(torch.Size(shape).numel() * packed for shape, *_, packed in table)
-    if sharded:
-        # Its gradient waits for the rest of the root's; tied, it is counted with the pass.
-        of_head = [torch.Size(shape).numel() * trained for shape, trained, n, unused, *_ in table if n < 0 and unused]
-        head = max(of_head, default=0)
-        gathered["head"] = compute * root
-        gathered["layers"] = compute * (root + 2 * layer + of_layer + head) + 4 * of_layer
-        gathered["end"] = (2 * compute + 4) * of_root + 4 * of_root // ranks  # gradients as computed, as summed
-    output = [(torch.Size(shape).numel(), trained) for shape, trained, n, unused, *_ in table if n < 0 and unused]
-    if output and cfg.strategy == "fsdp2":  # not tied: units of their own
-        last, of_last = sum(n for n, _ in output), sum(n * trained for n, trained in output)
+    if cfg.strategy == "ddp":
+        return gathered
+    if last and cfg.strategy == "fsdp2":  # units of their own
         summed = compute * (last + 3 * of_last)  # a chunk's gradient, the sum of those before, and the new one
         reduced = (compute + 4) * of_last + 4 * of_last // ranks  # the sum, laid out for the ranks
-        gathered["head"] = compute * last
         # A layer's backward pass begins when the one before, the first time the output layer, is on its way.
-        gathered["layers"] = compute * (2 * layer + of_layer) + 4 * max(of_layer, of_last)
-        gathered["turn"] = compute * layer + max(summed, reduced)
-        gathered["end"] = (compute + 4) * (of_root - of_last) + 4 * (of_root - of_last) // ranks
-    place = max(gathered, key=lambda place: peaks.get(place, Counter()).total() + gathered[place])
-    need += Counter(peaks.get(place, Counter())) + Counter(gathered=gathered[place])
-    if cfg.offload_activations:  # the input of each layer waits in CPU memory
-        moved = min(need["activations"], peaks["between"].total())
-        need["in CPU memory"] += moved
-        need["activations"] -= moved
-    if in_4_bits:  # adapters alone travel: rounded copies, and the two buffers that they are packed in
-        buckets = bucket_bytes((torch.Size(shape).numel() for shape, trained, *_ in table if trained), cfg)
-        need["push"] = sending(buckets, cfg) + 2 * max(buckets) + checksum_bytes(buckets)
-        return need
-    largest = max(torch.Size(shape).numel() for shape, *_ in table)
-    bucket = (cfg.push_bucket_mb or push_bucket_mb(whole)) * 2**20
-    full = min(bucket + compute * largest, compute * whole)
-    # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
-    fold = cfg.use_peft * 12 * max(torch.Size(shape).numel() for shape, _, n, *_ in table if n >= 0)
+        return {
+            "head": compute * last,
+            "layers": compute * (2 * layer + of_layer) + 4 * max(of_layer, of_last),
+            "turn": compute * layer + max(summed, reduced),
+            "end": (compute + 4) * (of_root - of_last) + 4 * (of_root - of_last) // ranks,
+        }
+    # The output layer's gradient waits for the rest of the root's; tied, it is counted with the pass.
+    return {
+        "head": compute * root,
+        "layers": compute * (root + 2 * layer + of_layer + of_last) + 4 * of_layer,
+        "end": (2 * compute + 4) * of_root + 4 * of_root // ranks,  # gradients as computed, as summed
+    }
+
+
+def push_bytes(table: list[tuple], cfg: TrainConfig, ranks: int, kept_gradients: int, sends: bool = True) -> int:
+    """What a push takes beside what is kept, on the rank that sends it or on another one."""
+    master, compute = itemsizes(cfg)
+    numbers = [torch.Size(shape).numel() for shape, *_ in table]
+    if any(packed for *_, packed in table):  # adapters alone travel: rounded copies, and the two buffers they fill
+        buckets = bucket_bytes((n for n, (_, trained, *_) in zip(numbers, table, strict=True) if trained), cfg)
+        return sends * (sending(buckets, cfg) + checksum_bytes(buckets)) + 2 * max(buckets)
+    units: Counter = Counter()  # elements of each unit of FSDP, and
+    learning: Counter = Counter()  # those that are trained
     modules: Counter = Counter()  # elements that each has of its own: a bucket ends with one
-    for shape, _, _, _, owner, _ in table:
-        modules[owner] += torch.Size(shape).numel()
+    for number, (_, trained, layer, _, owner, _) in zip(numbers, table, strict=True):
+        units[layer] += number
+        learning[layer] += number * trained
+        modules[owner] += number
+    whole, root, of_root = sum(numbers), units[-1], learning[-1]
+    layer = max(units[n] for n in units if n >= 0)
+    bucket = (cfg.push_bucket_mb or push_bucket_mb(whole)) * 2**20
+    # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
+    fold = cfg.use_peft * 12 * max(n for n, row in zip(numbers, table, strict=True) if row[2] >= 0)
     buckets = bucket_bytes(modules.values(), cfg)
-    before = max(map(sum, zip(buckets, buckets[1:], strict=False)), default=0) - max(buckets)  # sent, and still there
-    buffers = sending(buckets, cfg)
+    buffers = sends * sending(buckets, cfg)
     if cfg.strategy == "ddp":  # live weights, but for what is folded: a bucket, and the one before
-        gathering = buffers + cfg.use_peft * (2 * bucket + fold // 6) + fold
-        full = 0
+        gathering, full = buffers + cfg.use_peft * (2 * bucket + fold // 6) + fold, 0
     elif cfg.strategy == "fsdp2":  # a bucket's shards are rounded, and laid out to be gathered; or one is folded
         full, rounded = max(buckets), master != compute and not cfg.offload  # in CPU memory, then
         gathering = max(
-            sending(buckets[:n], cfg) + last + size + max(size // ranks * (1 + rounded), fold // ranks)
+            sends * (sending(buckets[:n], cfg) + last) + size + max(size // ranks * (1 + rounded), fold // ranks)
             for n, (last, size) in enumerate(zip([0, *buckets], buckets, strict=False))
         )
     else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
-        at_root = (master + compute) * root - trained_in * of_root // ranks
+        full = min(bucket + compute * max(numbers), compute * whole)
+        before = max(map(sum, zip(buckets, buckets[1:], strict=False)), default=0) - max(buckets)  # sent, still there
+        at_root = (master + compute) * root - (4 if cfg.use_peft else master) * of_root // ranks
         at_root += compute * root // ranks * (master == compute)
-        at_layer = min(bucket, compute * (whole - layer)) + (master + compute) * layer + fold - need["kept gradients"]
+        at_layer = min(bucket, compute * (whole - layer)) + (master + compute) * layer + fold - kept_gradients
         gathering = buffers + max(at_root, at_layer) + before
-    need["push"] = max(gathering, buffers + full + checksum_bytes(buckets))
-    return need
+    return max(gathering, sends * (buffers + full + checksum_bytes(buckets)))
+
+
+def itemsizes(cfg: TrainConfig) -> tuple[int, int]:
+    """Bytes of a number of the weights, and of one as it is computed with."""
+    return getattr(torch, cfg.dtype).itemsize, getattr(torch, cfg.compute_dtype).itemsize
 
 
 def largest_share(shape: tuple[int, ...], ranks: int) -> int:

@@ -475,6 +475,7 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
 
 def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     targets = linear_layers(model) if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
     try:
@@ -487,6 +488,9 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     except ValueError as error:
         names = sorted({n.split(".")[-1] for n in linear_layers(model)})
         raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
+    for layer in adapted.modules():
+        if isinstance(layer, LoraLayer) and autocasts(cfg):  # which casts: PEFT would keep a float32 copy of each input
+            layer.cast_input_dtype_enabled = False
     check_adapted(adapted, cfg.lora_targets)
     return adapted
 

@@ -18,7 +18,7 @@ tests/claimed.py. The other ranks are torch's fake process group. Small tensors 
                             (--launch microseconds each) and its stream is free; a collective takes RING's latencies
                             and the slower of the links within and between machines, one at a time in each group
     not         kernels' own work space, fragmentation, a server, sampling, rewards, ranks that differ in length,
-                values: nothing here says that a gradient is right; DDP and FSDP1
+                values: nothing here says that a gradient is right; FSDP1, and DDP on more than one GPU
 
 Only three passes of an update are simulated; of more, those in the middle are alike.
 """
@@ -62,7 +62,7 @@ import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import ConfigError, parse_args  # noqa: E402
-from inputs import prompts  # noqa: E402
+from inputs import four_bits, prompts  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
 from inputs.processor import load_processor, takes_images  # noqa: E402
 from memory import GIB  # noqa: E402
@@ -74,7 +74,7 @@ GPU, aten = claimed.GPU, torch.ops.aten
 
 
 class SimulateConfig(plan.PlanConfig):
-    strategy: Literal["fsdp2"] = "fsdp2"  # the one that is simulated
+    strategy: Literal["fsdp2", "ddp"] = "fsdp2"  # ddp on one GPU, which has no one to talk to: --load_in 4bit wants it
     # --- simulate ---
     model: str = "qwen2.5-7b"  # a name in MODELS (benchmarks/simulate.py)
     hsdp: bool = False  # --shard_size: copies of the model on each machine, in shards
@@ -388,6 +388,11 @@ def as_list(tensor: Tensor) -> list:
         return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
 
 
+def autocast_on(real, kind: str = GPU.type) -> bool:
+    """torch.is_autocast_enabled, which means CUDA's where no device is named."""
+    return real(kind)
+
+
 @cache
 def register() -> torch.library.Library:
     """Make torch know the device, and that it has a kernel for silu's backward pass: else that is taken apart."""
@@ -428,6 +433,7 @@ def simulated(cfg: SimulateConfig):
             mock.patch.multiple(FakeTensor, create=True, tolist=as_list, is_cuda=property(lambda x: x.device == GPU)),
             mock.patch.multiple(torch.gpu, create=True, **cuda_like),
             mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            mock.patch.object(torch, "is_autocast_enabled", partial(autocast_on, torch.is_autocast_enabled)),
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shape_of),
             mock.patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module),  # PEFT has nothing to move
             mock.patch.object(dist, "all_gather_object", gather),
@@ -494,6 +500,22 @@ def config_of(cfg: SimulateConfig):
     return config
 
 
+def pack(model: torch.nn.Module, dtype: torch.dtype, cfg: SimulateConfig) -> None:
+    """Make linear layers bitsandbytes' own, their weights in 4 bits, layer by layer as they are read. (Its class of
+    parameters cannot be one of a tensor without memory: what the layer asks of it stands at a plain one.)"""
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    model.is_loaded_in_4bit = True
+    for layer in [part for part in model.modules() if getattr(getattr(part, "weight", None), "in_4_bits", False)]:
+        weight = torch.empty(layer.weight.shape, dtype=dtype, device=GPU)
+        packed, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8)
+        layer.__class__ = Linear4bit
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+        vars(layer.weight).update(quant_state=state, compress_statistics=True, quant_type="nf4", in_4_bits=True)
+        vars(layer).update(compute_dtype=getattr(torch, cfg.compute_dtype), compute_type_is_set=True)
+
+
 def pictures_of(cfg: SimulateConfig, config) -> dict[str, object]:
     """What needs values: a prompt with a picture, and the inputs of a pass without one. {} for a model without."""
     if not takes_images(config):
@@ -507,7 +529,9 @@ def pictures_of(cfg: SimulateConfig, config) -> dict[str, object]:
 
 
 def settled(cfg: SimulateConfig) -> SimulateConfig:
-    """With what a run would choose by itself."""
+    """With what a run would choose by itself. ConfigError for what is not simulated."""
+    if cfg.strategy == "ddp" and cfg.gpus > 1:
+        raise ConfigError(f"--strategy ddp is simulated on one GPU, not on {cfg.gpus}: --gpus 1, or --strategy fsdp2.")
     if MODELS[cfg.model][0] in tiny_vlms.MARK:
         cfg = replace(cfg, model_id=with_pictures(MODELS[cfg.model][0])[0])
     if cfg.hsdp:
@@ -564,14 +588,18 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         with torch.device("meta"):
             model = real(cfg, dtype, given or config)
         if torch.get_default_device().type != "meta":
+            if cfg.load_in:
+                pack(model, dtype, cfg)
             memory.claim_memory(model, dtype)
+            four_bits.settle(model, cfg)
         return model
 
     shown = pictures_of(cfg, config)
     blank = mock.patch.object(prompts, "blank_inputs", lambda *_: shown["blank"])
     with mock.patch.object(script, "load_hf_model", load), blank, simulated(cfg) as machine:
         machine.enter("load")
-        policy, inner = script.load_policy(cfg, GPU)
+        with torch.device(GPU if cfg.load_in else "cpu"):  # a base in 4 bits is read to where it stays
+            policy, inner = script.load_policy(cfg, GPU)
         if reason := script.why_not_shared(inner.hf_model, cfg):
             raise ConfigError(f"prompts are not shared: {reason}")
         optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES), shown.get("prompt"))
@@ -587,13 +615,19 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
             moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None, teacher=None)
             utils.move(moves, torch.device("cpu"))
         kept = machine.alive[GPU.type]
-        script.push_weights(policy, Server(dist.get_rank()), 1, cfg.push_bucket_mb or memory.push_bucket_mb(0))
+        server = Server(dist.get_rank())
+        server.adapter = "policy" if cfg.load_in else None  # nothing can be folded into 4 bits: adapters travel alone
+        script.push_weights(policy, server, 1, cfg.push_bucket_mb or memory.push_bucket_mb(0))
         machine.enter("save")
         files: dict = {}
-        buckets = script.weight_buckets(policy, (cfg.push_bucket_mb or 256) * 2**20, torch.bfloat16)
+        size = (cfg.push_bucket_mb or 256) * 2**20
+        if cfg.load_in:
+            buckets = script.adapter_buckets(policy, size, torch.float32, scaled=False)
+        else:
+            buckets = script.weight_buckets(policy, size, torch.bfloat16)
         with mock.patch.object(checkpoints, "as_safetensors", lambda weights, metadata: b""):  # no numbers
             with contextlib.suppress(ValueError):  # a rank without a file has its dtype from those that have one
-                checkpoints.model_files(buckets, inner.hf_model, files)
+                checkpoints.model_files(buckets, inner.hf_model, files, alone=bool(cfg.load_in))
         machine.enter("end")
         parameters, tokens = sum(p.numel() for p in policy.parameters()), most_tokens(cfg)
     return Result(cfg, machine.phases, kept, parameters, tokens, time.perf_counter() - begun)
@@ -624,7 +658,8 @@ def run_passes(machine, policy, optimizer, batch: script.Batch, cfg: SimulateCon
 def predicted(cfg: SimulateConfig) -> Counter:
     """What memory.py says of the same."""
     cfg = settled(cfg)
-    return memory.rank_bytes(partial(script.empty_policy, config=config_of(cfg)), cfg, cfg.gpus)
+    sends = cfg.rank % cfg.gpus == 0
+    return memory.rank_bytes(partial(script.empty_policy, config=config_of(cfg)), cfg, cfg.gpus, sends=sends)
 
 
 def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
@@ -638,7 +673,8 @@ def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
 
 
 def words(cfg: SimulateConfig) -> str:
-    return f"fsdp2{' --shard_size 8' * cfg.hsdp}{' --offload' * cfg.offload}{' LoRA' * cfg.use_peft}"
+    lora = " LoRA" * cfg.use_peft + " on a base in 4 bits" * bool(cfg.load_in)
+    return f"{cfg.strategy}{' --shard_size 8' * cfg.hsdp}{' --offload' * cfg.offload}{lora}"
 
 
 def report(found: Result, need: Counter) -> str:

@@ -170,9 +170,24 @@ def register() -> None:
             return [torch.bfloat16]
 
     backend_registration._setup_privateuseone_for_python_backend("gpu", Module())
-    library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # autocast changes nothing
+    library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # autocast changes nothing but products
     library.fallback(torch.library.fallthrough_kernel)
-    register.library = library  # kept, or it would be taken back
+    products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
+        products.impl(name, functools.partial(in_autocast_dtype, getattr(torch.ops.aten, name)))
+    register.libraries = library, products  # kept, or they would be taken back
+
+
+def in_autocast_dtype(product, *args, **kwargs):
+    """As autocast has it on CUDA: arguments in float32 are rounded first."""
+    dtype = torch.get_autocast_dtype("gpu")
+
+    def cast(x):
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+
+    off = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    with torch._C._ExcludeDispatchKeyGuard(off):
+        return product(*map(cast, args), **kwargs)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,11 @@ import gradient_worker
 import pytest
 import torch
 from live import running, trainer
+from peft.tuners.lora import LoraLayer
 
 import train_grpo as script
 from config import TrainConfig
+from memory import LiveBytes
 
 WORKER = "tests/gradient_worker.py"
 
@@ -85,3 +87,27 @@ def test_chunks_of_the_output_layer_sum_their_gradient_in_float32(chunk, monkeyp
     exact = gradient("float32", n)
     errors = [float((gradient("bfloat16", size) - exact).norm() / exact.norm()) for size in (chunk, n)]
     assert errors[0] < 1.1 * errors[1] < 0.01, errors
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_adapters_under_autocast_keep_no_float32_copies_of_what_reaches_them(dtype, monkeypatch):
+    """PEFT makes one of each layer's input, which autocast rounds again: without it the same bits, in less memory."""
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: gradient_worker.small_llama(cfg, dtype).to(dtype))
+    cfg = TrainConfig(use_peft=True, dtype=dtype, beta=0.0)
+
+    def learned(casts: bool) -> tuple[dict, int]:
+        policy, _ = script.load_policy(cfg, torch.device("cpu"))
+        layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
+        assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
+        for layer in layers:
+            layer.cast_input_dtype_enabled = casts
+            torch.nn.init.constant_(layer.lora_B["default"].weight, 0.1)
+        ids = torch.arange(5, 85)[None]
+        with LiveBytes(1000) as live:
+            policy({"input_ids": ids, "attention_mask": None}, 0 * ids[0], ids[0] - 5, ids[0])[0].sum().backward()
+        gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+        return gradients, max(bytes.total() for bytes in live.most.values())
+
+    (gradients, most), (with_copies, more) = learned(False), learned(True)
+    assert all(gradients[name].equal(with_copies[name]) for name in gradients) and gradients.keys() == with_copies.keys()
+    assert most <= more - (dtype == "bfloat16") * 80 * 64 * 4
