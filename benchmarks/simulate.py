@@ -375,6 +375,8 @@ def flops_of(func, args, kwargs, out) -> float:
         queries, keys = (held(x).diff().tolist() for x in ends)
         pairs = sum(a * (b - a) + a * (a + 1) / 2 for a, b in zip(queries, keys, strict=True))
         return (10 if backward else 4) * query.shape[1] * query.shape[2] * pairs
+    if name.startswith("bitsandbytes.gemm_4bit"):  # [..., in], packed, (out, in)
+        return 2.0 * args[0].numel() * args[2][0]
     if packet is aten._grouped_mm:  # [tokens, in] x [experts, in, out], or [in, tokens] x [tokens, out]
         a, b = args[:2]
         return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]

@@ -2,6 +2,8 @@
 a name or the weights is said to whom it is refused."""
 
 import asyncio
+import os
+import signal
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -331,23 +333,24 @@ def test_a_lapsed_lease_is_taken_up_again_if_nothing_else_needs_the_room():
 
 
 def test_two_trainers_at_once_and_one_is_killed_in_mid_push(live, tmp_path):
-    """Processes on one server. Who would take a name or the weights is refused; the one that is left goes on with
-    numbers of its own, and the one that was killed has its name back when it is resumed."""
+    """Processes on one server. Who would take a name or the weights is refused; the one that is left, which samples
+    beside its updates, goes on with numbers of its own; the one that was killed has its name back when it is resumed,
+    and does not notice that the other ends by Ctrl-C."""
     (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     flags = "--model_id models/tiny --compute_dtype float32 --dataset_id examples/sums.py:rows --prompts_per_step 4 "
     flags += "--num_generations 4 --max_prompt_length 64 --max_completion_length 8 --print_samples_every 0 "
     flags += f"--server_urls {live.url} --reward_funcs {tmp_path}/even.py:even --output_dir {tmp_path} --max_steps 5000"
 
-    def start(name: str, *more: str):
+    def start(name: str, *more: str, script: str = "train_grpo.py"):
         words = [*flags.split(), "--run_name", name, *more]
-        return trainer(tmp_path / f"{name}.log", *words, VLLM_SERVER_TOKEN=live.token)
+        return trainer(tmp_path / f"{name}.log", *words, script=script, VLLM_SERVER_TOKEN=live.token)
 
     def steps(name: str) -> list[dict]:
         return [line for line in read_metrics(tmp_path / name) if "sampling/logprob_diff_mean" in line]
 
     with (
         running(start("killed", "--use_peft", "--save_steps", "2")) as one,
-        running(start("left", "--use_peft")) as two,
+        running(start("left", "--use_peft", "--max_staleness", "1", script="train_async.py")) as two,
     ):
         one.until(lambda: checkpoints.steps_saved(tmp_path / "killed"))
         two.until(lambda: "step 1/" in two.text)
@@ -361,10 +364,13 @@ def test_two_trainers_at_once_and_one_is_killed_in_mid_push(live, tmp_path):
         two.until(lambda: len(steps("left")) >= done + 5)
         until = str(checkpoints.last_step(tmp_path / "killed") + 2)
         with running(start("killed", "--use_peft", "--resume", "--max_steps", until)) as again:
-            assert again.end() == 0, again.text
-        two.kill()
-    for name in ("killed", "left"):
-        assert max(line["sampling/logprob_diff_mean"] for line in steps(name)) < 1e-5
+            again.until(lambda: "step " in again.text)
+            os.kill(two.members[0].pid, signal.SIGINT)
+            assert two.end() == 130 and again.end() == 0, (two.text, again.text)
+        assert not runs(live)["left"]["under_way"]  # what it had asked for is taken back
+    assert max(line["sampling/logprob_diff_mean"] for line in steps("killed")) < 1e-5
+    stale = [line["staleness/max"] for line in steps("left")]
+    assert max(stale) == 1, stale
 
 
 @pytest.mark.parametrize("flags", ["", "--use_peft --generator hf", "--use_peft --push_lora folded"])

@@ -54,6 +54,8 @@ def test_adapters_on_one_gpu(words):
     if "4bit" in words:
         whole = run(QLORA)[1]["kept"][0]
         layers = 4 * 233e6  # parameters of four layers of the 7B
+        flops = [run(each)[0].phases["middle pass"].flops for each in (QLORA, words)]
+        assert flops[1] == pytest.approx(flops[0], rel=0.01)
         assert whole - sizes["kept"][0] == pytest.approx(layers * (2 - 0.516), rel=0.01)
 
 
