@@ -474,9 +474,12 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--push_lora adapters --push_changes: adapters travel whole, and nothing else does; leave one out."),
         (c.load_in and not c.use_peft,
          "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
-        (c.load_in and c.strategy in ("fsdp", "fsdp2"),
-         f"--load_in 4bit --strategy {c.strategy}: 4-bit weights cannot be saved from shards yet; use --strategy ddp, "
-         "with which each GPU has the whole base in 4 bits, or leave --load_in out."),
+        (c.load_in and (c.strategy == "fsdp" or c.offload),
+         f"--load_in 4bit {'--offload' if c.offload else '--strategy fsdp'}: not built for weights in 4 bits; use "
+         "--strategy ddp, with which each GPU has the whole base in 4 bits, or --strategy fsdp2 without --offload."),
+        (c.load_in and c.strategy == "fsdp2" and c.generator == "hf",
+         "--load_in 4bit --strategy fsdp2 --generator hf: the policy itself would sample, and each rank for as long as "
+         "its own completions take, while its shards want all ranks; use a vLLM server, or --strategy ddp."),
         (c.load_in and c.push_lora == "folded",
          "--load_in 4bit --push_lora folded: nothing can be folded into 4 bits; leave --push_lora out, and start the "
          "server with --enable-lora."),

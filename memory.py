@@ -252,38 +252,37 @@ def kept_bytes(make_policy: Callable, table: list[tuple], cfg: TrainConfig, rank
 
 def gathered_bytes(table: list[tuple], cfg: TrainConfig, ranks: int) -> dict[str, int]:
     """What FSDP has gathered at the places of an update where there may be most: in the output layer, when its backward
-    pass turns to the layers, in these, and at the end. Weights made anew of 4 bits are such, too."""
-    master, compute = itemsizes(cfg)
-    layers: Counter = Counter()  # elements of each unit of FSDP, and
-    learning: Counter = Counter()  # those that are trained
-    last, of_last = 0, 0  # the same of an output layer that is not tied
-    for shape, trained, layer, unused, _, _ in table:
+    pass turns to the layers, in these, and at the end. A weight made anew of 4 bits is such, too."""
+    _, compute = itemsizes(cfg)
+    layers: Counter = Counter()  # bytes of each unit of FSDP when it is gathered, and
+    learning: Counter = Counter()  # elements of it that are trained
+    last, of_last, unpacked = 0, 0, 0  # the same of an output layer that is not tied; the largest weight in 4 bits
+    for shape, trained, layer, unused, _, packed in table:
         number = torch.Size(shape).numel()
-        layers[layer] += number
+        size = number // 2 if packed else compute * number
+        layers[layer] += size
         learning[layer] += number * trained
+        unpacked = max(unpacked, compute * number * packed)
         if layer < 0 and unused:
-            last, of_last = last + number, of_last + number * trained
+            last, of_last = last + size, of_last + number * trained
     root, of_root = layers[-1], learning[-1]
     layer, of_layer = max(layers[n] for n in layers if n >= 0), max(learning[n] for n in learning if n >= 0)
-    gathered = {"head": 0, "layers": 0, "end": 0}
-    if any(packed for *_, packed in table):  # a layer's weights as it computes with them
-        gathered["layers"] = compute * max(torch.Size(shape).numel() * packed for shape, *_, packed in table)
     if cfg.strategy == "ddp":
-        return gathered
+        return {"head": 0, "layers": unpacked, "end": 0}
     if last and cfg.strategy == "fsdp2":  # units of their own
-        summed = compute * (last + 3 * of_last)  # a chunk's gradient, the sum of those before, and the new one
+        summed = last + 3 * compute * of_last  # a chunk's gradient, the sum of those before, and the new one
         reduced = (compute + 4) * of_last + 4 * of_last // ranks  # the sum, laid out for the ranks
         # A layer's backward pass begins when the one before, the first time the output layer, is on its way.
         return {
-            "head": compute * last,
-            "layers": compute * (2 * layer + of_layer) + 4 * max(of_layer, of_last),
-            "turn": compute * layer + max(summed, reduced),
+            "head": last,
+            "layers": 2 * layer + compute * of_layer + 4 * max(of_layer, of_last) + unpacked,
+            "turn": layer + max(summed, reduced),
             "end": (compute + 4) * (of_root - of_last) + 4 * (of_root - of_last) // ranks,
         }
     # The output layer's gradient waits for the rest of the root's; tied, it is counted with the pass.
     return {
-        "head": compute * root,
-        "layers": compute * (root + 2 * layer + of_layer + of_last) + 4 * of_layer,
+        "head": root,
+        "layers": root + 2 * layer + compute * (of_layer + of_last) + 4 * of_layer + unpacked,
         "end": (2 * compute + 4) * of_root + 4 * of_root // ranks,  # gradients as computed, as summed
     }
 
@@ -292,7 +291,7 @@ def push_bytes(table: list[tuple], cfg: TrainConfig, ranks: int, kept_gradients:
     """What a push takes beside what is kept, on the rank that sends it or on another one."""
     master, compute = itemsizes(cfg)
     numbers = [torch.Size(shape).numel() for shape, *_ in table]
-    if any(packed for *_, packed in table):  # adapters alone travel: rounded copies, and the two buffers they fill
+    if cfg.load_in or cfg.push_lora == "adapters":  # these alone travel: rounded copies, and the two buffers they fill
         buckets = bucket_bytes((n for n, (_, trained, *_) in zip(numbers, table, strict=True) if trained), cfg)
         return sends * (sending(buckets, cfg) + checksum_bytes(buckets)) + 2 * max(buckets)
     units: Counter = Counter()  # elements of each unit of FSDP, and

@@ -123,19 +123,24 @@ def model_config(model_id: str):
 # ---- the server -----------------------------------------------------------------------------------------------------
 
 
-def serve(cfg: PlanConfig, config, sizes: list[int], server_gpus: int, sequences: int) -> dict | None:
+def serve(
+    cfg: PlanConfig, config, sizes: list[int], server_gpus: int, sequences: int, adapters: int = 0
+) -> dict | None:
     """The fastest way to serve on `server_gpus` GPUs, as one or several servers: bytes on a GPU, seconds to sample
-    `sequences` completions of mean length. None if the model does not fit. sizes: elements of each parameter."""
+    `sequences` completions of mean length. None if the model does not fit. sizes: elements of each parameter; adapters:
+    of all adapters, where these are pushed alone."""
     heads = config.get_text_config().num_attention_heads
     splits = [n for n in (1, 2, 4, 8) if min(server_gpus, cfg.node_gpus) % n == 0 and heads % n == 0]
-    ways = [serve_split(cfg, config, sizes, server_gpus // n, n, sequences) for n in splits]
+    ways = [serve_split(cfg, config, sizes, server_gpus // n, n, sequences, adapters) for n in splits]
     return min(filter(None, ways), key=lambda way: way["seconds"], default=None)
 
 
-def serve_split(cfg: PlanConfig, config, sizes: list[int], servers: int, split: int, sequences: int) -> dict | None:
+def serve_split(
+    cfg: PlanConfig, config, sizes: list[int], servers: int, split: int, sequences: int, adapters: int = 0
+) -> dict | None:
     """`serve` by `servers` servers, each with the model split over `split` GPUs."""
     kv, parameters = kv_bytes(config, split), sum(sizes)
-    weights, push = cfg.server_bytes * parameters / split, received(cfg, sizes, split)
+    weights, push = cfg.server_bytes * parameters / split + slots(adapters, split), received(cfg, sizes, split)
     free = 1 - (push + VLLM_BESIDE) / (cfg.gpu_memory * GIB)  # the KV cache stays during a push
     share = min(VLLM_SHARE, int(100 * free) / 100)
     room = cfg.gpu_memory * GIB * share - VLLM_SPARE - weights
@@ -166,8 +171,19 @@ def kv_bytes(config, split: int) -> int:
 
 
 def received(cfg: PlanConfig, sizes: list[int], split: int) -> int:
-    """Bytes that a push takes on each GPU of a server. Adapters arrive in CPU memory; vLLM's slots are in its share."""
-    return 0 if cfg.load_in else memory.receiving(sizes, cfg, split)
+    """Bytes that a push takes on each GPU of a server. Adapters arrive in CPU memory."""
+    return 0 if cfg.push_lora == "adapters" else memory.receiving(sizes, cfg, split)
+
+
+def slots(adapters: int, split: int) -> int:
+    """Bytes of vLLM's slots for adapters (vllm_server.py --enable-lora: four, in 16 bits), at the most."""
+    return 4 * 2 * adapters // split
+
+
+def served_as(cfg: PlanConfig, flag: str) -> tuple[str, str]:
+    """(the server's --model as a shell's word, the flag that lets adapters travel alone)"""
+    model = "unpacked" if cfg.load_in else cfg.model_id
+    return shlex.quote(model), flag * (cfg.push_lora == "adapters")
 
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
@@ -178,7 +194,8 @@ def strategies(cfg: PlanConfig, ranks: int) -> list[TrainConfig]:
     named = [cfg]
     if cfg.strategy == "auto":
         sharded = replace(cfg, strategy="fsdp2")
-        named = [replace(cfg, strategy="ddp", shard_size=None), sharded, replace(sharded, offload=True)]
+        named = [replace(cfg, strategy="ddp", shard_size=None), sharded]
+        named += [] if cfg.load_in else [replace(sharded, offload=True)]
     if ranks <= cfg.node_gpus or cfg.shard_size:
         return named
     within = [(replace(choice, shard_size=cfg.node_gpus), choice) for choice in named]
@@ -209,7 +226,7 @@ def in_cpu_memory(cfg: PlanConfig, need: Counter, ranks: int) -> int:
     return need["in CPU memory"] * min(ranks, cfg.node_gpus)
 
 
-def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, float]:
+def seconds(cfg: TrainConfig, config, parameters: int, ranks: int, adapters: int = 0) -> dict[str, float]:
     """Of the phases after sampling, by arithmetic; the slower of computing and communicating counts."""
     text, tokens = config.get_text_config(), cfg.prompts_per_step * (cfg.prompt + cfg.num_generations * cfg.completion)
     prompts = 1 if cfg.shared_prefix else cfg.num_generations
@@ -237,19 +254,20 @@ def seconds(cfg: TrainConfig, config, parameters: int, ranks: int) -> dict[str, 
         "logprobs": extra * max(forward, passes * gather),
         "update": cfg.num_iterations * update,
         "offload": (updates + cfg.critic) * shards * (passes * 3 * 4 + 28),
-        "push": 2 * parameters / (cfg.push_bandwidth * 1e9),
+        "push": 2 * (adapters or parameters) / (cfg.push_bandwidth * 1e9),
     }
 
 
 # ---- a split, and what to print -------------------------------------------------------------------------------------
 
 
-def split(cfg: PlanConfig, config, make_policy, sizes: list[int], server_gpus: int) -> dict:
+def split(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters: int, server_gpus: int) -> dict:
     """Everything about one way to divide the GPUs."""
     ranks = cfg.gpus - server_gpus
     choice, need = trainer(cfg, make_policy, ranks)
-    server = serve(cfg, config, sizes, server_gpus, choice.sequences_per_step)
-    generate, phases = server["seconds"] if server else float("inf"), seconds(choice, config, sum(sizes), ranks)
+    server = serve(cfg, config, sizes, server_gpus, choice.sequences_per_step, adapters)
+    generate = server["seconds"] if server else float("inf")
+    phases = seconds(choice, config, sum(sizes), ranks, adapters)
     rest = sum(phases.values())
     step = max(generate, rest) if cfg.overlap else generate + rest
     phases = {"generate": generate} | phases
@@ -273,9 +291,10 @@ def commands(plan: dict, cfg: PlanConfig) -> list[str]:
             own = ",".join(str(number * server["split"] + i) for i in range(server["split"]))
             wide = " --host 0.0.0.0" * several + f" --tensor-parallel-size {server['split']}" * (server["split"] > 1)
             wide += utilization(server)
+            model, lora = served_as(cfg, " --enable-lora")
             lines.append(
-                f"CUDA_VISIBLE_DEVICES={own} python vllm_server.py --model {shlex.quote(cfg.model_id)} "
-                f"--port {8000 + number} --max-model-len {window(trains)}{wide} &"
+                f"CUDA_VISIBLE_DEVICES={own} python vllm_server.py --model {model} "
+                f"--port {8000 + number} --max-model-len {window(trains)}{wide}{lora} &"
             )
     script = f"{script_of(cfg)} {shlex.join(flags(replace(trains, server_urls=urls, server_timeout=1800.0)))}"
     if several:
@@ -288,14 +307,20 @@ def commands(plan: dict, cfg: PlanConfig) -> list[str]:
         others = ",".join(str(gpu) for gpu in range(plan["server_gpus"], cfg.gpus))
         lines += [f"CUDA_VISIBLE_DEVICES={others} torchrun --nproc_per_node={plan['ranks']} {script}"]
         secret = "export VLLM_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
-    return [secret, *lines]
+    return [secret, *unpacking(cfg), *lines]
+
+
+def unpacking(cfg: PlanConfig) -> list[str]:
+    """The line that makes what the server has beside a base in 4 bits."""
+    return [f"python scripts/unpacked.py {shlex.quote(cfg.model_id)} unpacked"] if cfg.load_in else []
 
 
 def slurm(plan: dict, cfg: PlanConfig) -> str:
     """The same under Slurm: a server on each of the first nodes, with copies of the model where it is split less."""
     server, words = plan["server"], flags(plan["cfg"])
     split, copies = server["split"], cfg.node_gpus // server["split"]
-    wide = f"--tensor-parallel-size {split} --data-parallel-size {copies}{utilization(server)}"
+    model, lora = served_as(cfg, " --enable-lora")
+    wide = f"--tensor-parallel-size {split} --data-parallel-size {copies}{utilization(server)}{lora}"
     words = [cfg.model_id, str(window(plan["cfg"])), script_of(cfg), *words[words.index("--model_id") + 2 :]]
     return (
         f'SERVER_NODES={plan["server_gpus"] // cfg.node_gpus} SERVER_FLAGS="{wide}" sbatch --nodes='
@@ -343,7 +368,7 @@ def table(plan: dict, cfg: PlanConfig) -> str:
     """Of one split: bytes, verdict, seconds, commands."""
     need, choice, server = plan["need"], plan["cfg"], plan["server"]
     used = choice.strategy + f" --shard_size {choice.shard_size}" * bool(choice.shard_size)
-    used += " --offload" * choice.offload + " --use_peft" * choice.use_peft
+    used += " --offload" * choice.offload + " --use_peft" * choice.use_peft + " --load_in 4bit" * bool(choice.load_in)
     lines = [f"Trainer: {plan['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens"]
     lines += [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in KINDS.split(",") if need[kind]]
     verdict = "fits" if memory.peak(need) <= usable(cfg) else "does NOT fit"
@@ -371,6 +396,8 @@ def by_turns(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> str:
     """All GPUs by turns: sampling, with what the trainer keeps; the update, with the server's weights and KV out."""
     choice, need = trainer(cfg, make_policy, cfg.gpus)
     server = serve(cfg, config, sizes, cfg.gpus, choice.sequences_per_step)
+    if cfg.load_in:
+        return "By turns on all GPUs: not with a base in 4 bits (--colocate pushes whole weights)."
     if server is None:
         return "By turns on all GPUs: the server does not fit."
     sampling = memory.kept(need) + server["weights"] + server["kv_used"]
@@ -381,20 +408,19 @@ def by_turns(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> str:
     )
 
 
-def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> int:
+def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters: int) -> int:
     """Print whether a server and the trainer fit on one GPU at the same time, or the trainer with --generator hf, and
     what to type; 1 if neither does."""
     cfg = replace(cfg, strategy="ddp" if cfg.strategy == "auto" else cfg.strategy)
     kv, window_of = kv_bytes(config, 1), cfg.max_prompt_length + cfg.max_completion_length
-    with torch.device("meta"):
-        adapters = sum(p.numel() for p in make_policy(cfg).parameters() if p.requires_grad) * cfg.use_peft
-    own = cfg.server_bytes * sum(sizes) + VLLM_SPARE + 4 * 2 * adapters  # --max-loras 4, in 16 bits
+    server = cfg.server_bytes * sum(sizes) + VLLM_SPARE + slots(adapters, 1)
     caches = {"vllm": cfg.num_generations * kv * window_of}  # at the least
     caches["hf"] = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window_of
     found = 1
-    for generator, beside in (("vllm", own + received(cfg, sizes, 1) + caches["vllm"]), ("hf", caches["hf"])):
+    for generator, beside in (("vllm", server + received(cfg, sizes, 1) + caches["vllm"]), ("hf", caches["hf"])):
         room = usable(cfg) - beside
-        choice, need = memory.fitted(make_policy, replace(cfg, generator=generator), 1, room / (1 - memory.SPARE))
+        own = replace(cfg, generator=generator, push_lora=cfg.push_lora if generator == "vllm" else "auto")
+        choice, need = memory.fitted(make_policy, own, 1, room / (1 - memory.SPARE))
         both = memory.peak(need) + beside
         name = "server and trainer at the same time" if generator == "vllm" else "--generator hf, no server"
         verdict = "yes" if both <= usable(cfg) else "NO"
@@ -407,13 +433,11 @@ def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> int:
         found = 0
         if generator == "vllm":
             share = int(100 * (usable(cfg) - memory.peak(need)) / (cfg.gpu_memory * GIB)) / 100
-            model = shlex.quote(cfg.model_id)
-            if cfg.load_in:
-                print(f"python scripts/unpacked.py {model} unpacked")
-                model = "unpacked"
+            model, lora = served_as(cfg, " --enable-lora")
+            print("".join(f"{line}\n" for line in unpacking(cfg)), end="")
             print(
                 f"python vllm_server.py --model {model} --max-model-len {window(choice)} "
-                f"--gpu-memory-utilization {min(share, VLLM_SHARE):g}{' --enable-lora' * cfg.use_peft} &"
+                f"--gpu-memory-utilization {min(share, VLLM_SHARE):g}{lora} &"
             )
         print(f"python {script_of(cfg)} {shlex.join(flags(replace(choice, server_timeout=1800.0)))}\n")
     return found
@@ -438,16 +462,20 @@ def main(cfg: PlanConfig) -> int:
     make_policy = partial(empty_policy, config=config)
     with torch.device("meta"):
         sizes = [p.numel() for p in make_policy(replace(cfg, use_peft=False, load_in=None)).parameters()]
+        if cfg.use_peft and cfg.generator == "vllm" and cfg.push_lora == "auto" and not cfg.push_changes:
+            cfg = replace(cfg, push_lora="adapters")  # what the lines to type let the server have
+        alone = cfg.push_lora == "adapters"
+        adapters = sum(p.numel() for p in make_policy(cfg).parameters() if p.requires_grad) if alone else 0
     if cfg.gpus == 1:
         print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, one GPU of {cfg.gpu_memory:g} GiB\n")
-        return on_one_gpu(cfg, config, make_policy, sizes)
+        return on_one_gpu(cfg, config, make_policy, sizes, adapters)
     unit = cfg.node_gpus if several else 1
     shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
     shares = [share for share in shares if (cfg.gpus - share) % (cfg.shard_size or 1) == 0]
     if not shares:
         given = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
         raise ConfigError(f"{given}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
-    plans = [split(cfg, config, make_policy, sizes, share) for share in shares]
+    plans = [split(cfg, config, make_policy, sizes, adapters, share) for share in shares]
     best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
     print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
     rates = measured_rates(cfg.rates)
@@ -467,7 +495,7 @@ def main(cfg: PlanConfig) -> int:
     print(f"\n{by_turns(cfg, config, make_policy, sizes)}")
     if best["fits"]:
         print("\nTo type:\n\n" + "\n".join(commands(best, cfg)))
-    if best["fits"] and several:
+    if best["fits"] and several and not cfg.load_in:  # there both ends are given one model
         print("\nOr under Slurm, from a folder that all nodes have mounted:\n\n" + slurm(best, cfg))
     return 0 if best["fits"] else 1
 

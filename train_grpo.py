@@ -1660,7 +1660,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                 log.written()  # a resumed run does not sample them again
             if cfg.load_in:  # nothing can be folded into 4 bits: adapters alone, as PEFT saves them
                 adapter = run.inner.model.peft_config["default"]
-                weights = adapter_buckets(policy, cfg.push_bucket_mb * 2**20, torch.float32, scaled=False)
+                buckets = adapter_buckets(policy, cfg.push_bucket_mb * 2**20, torch.float32, scaled=False)
+                weights = (gathered(bucket, True) for bucket in buckets)
             else:
                 adapter, buckets = None, weight_buckets(policy, cfg.push_bucket_mb * 2**20, dtype)
                 weights = ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets)

@@ -515,7 +515,12 @@ def pack(model: torch.nn.Module, dtype: torch.dtype, cfg: SimulateConfig) -> Non
         layer.__class__ = Linear4bit
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         vars(layer.weight).update(quant_state=state, compress_statistics=True, quant_type="nf4", in_4_bits=True)
-        vars(layer).update(compute_dtype=getattr(torch, cfg.compute_dtype), compute_type_is_set=True)
+        vars(layer).update(compute_dtype=getattr(torch, cfg.compute_dtype), compute_type_is_set=True, quant_state=state)
+
+
+def find_state(layer: torch.nn.Module) -> None:
+    """For bitsandbytes' function of a longer name: a weight that FSDP2 has gathered gets back what is known of it."""
+    layer.weight.quant_state = layer.quant_state
 
 
 def pictures_of(cfg: SimulateConfig, config) -> dict[str, object]:
@@ -598,7 +603,9 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
 
     shown = pictures_of(cfg, config)
     blank = mock.patch.object(prompts, "blank_inputs", lambda *_: shown["blank"])
-    with mock.patch.object(script, "load_hf_model", load), blank, simulated(cfg) as machine:
+    found = "bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module"
+    states = mock.patch(found, find_state) if cfg.load_in else contextlib.nullcontext()
+    with mock.patch.object(script, "load_hf_model", load), blank, states, simulated(cfg) as machine:
         machine.enter("load")
         with torch.device(GPU if cfg.load_in else "cpu"):  # a base in 4 bits is read to where it stays
             policy, inner = script.load_policy(cfg, GPU)

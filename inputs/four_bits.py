@@ -2,8 +2,8 @@
 
 Linear layers keep NF4 numbers in blocks of 64 with a scale each; the scales are quantised, too. Each pass makes a
 layer's weights anew in the compute dtype. Embeddings, norms, the output layer and experts stay in --dtype. bitsandbytes
-does the packing and the products, transformers loads. config.check refuses --strategy fsdp2: the gradient is right
-there (tests/test_four_bits.py), but no checkpoint of it has been written yet.
+does the packing and the products, transformers loads. Under --strategy fsdp2 the numbers are in shards between passes,
+their scales are whole on each rank; each rank has read the whole base before.
 """
 
 from collections.abc import Callable

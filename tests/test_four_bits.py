@@ -23,6 +23,7 @@ from config import ConfigError, TrainConfig, load_config
 from hf_generator import PolicyGenerator
 from inputs import agreement, four_bits
 from runlog import checkpoints
+from runlog.reading import read_metrics
 from scripts import unpacked
 
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -170,7 +171,8 @@ def test_one_gpu_is_planned(capsys):
     [
         ("--no-use_peft", "add --use_peft"),
         ("--strategy fsdp", "--strategy ddp"),
-        ("--strategy fsdp2", "--strategy ddp"),
+        ("--strategy fsdp2", "vLLM server"),
+        ("--strategy fsdp2 --offload --generator vllm", "without --offload"),
         ("--generator vllm --push_lora folded", "--enable-lora"),
         ("--generator vllm --colocate", "--gpu-memory-utilization"),
         ("--push_steps 2", "leave --push_steps out"),
@@ -213,6 +215,26 @@ def test_beside_a_server(servers, cfg, tmp_path):
     gaps = [float(said[n].split("mean |log-prob difference| ")[1].split()[0].rstrip(".")) for n in said]
     assert gaps[0] < 2e-3 < 0.01 < gaps[1] < 0.1, gaps
     assert "scripts/unpacked.py" in said[2] and "limit 0.005" in said[2]
+
+
+def test_shards_of_a_base_in_4_bits(servers, cfg, tmp_path):
+    """Two ranks (fsdp2): adapters are gathered to be pushed and saved, and a resumed run goes on with them."""
+    from peft import PeftModel
+
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
+    url, token = servers["unpacked"].url, servers["unpacked"].token
+    flags = f"{FLAGS} --generator vllm --server_urls {url} --reward_funcs {tmp_path}/even.py:even --strategy fsdp2"
+    flags += f" --output_dir {tmp_path} --run_name run --save_steps 2 --learning_rate 1e-2"
+    for more in ("--max_steps 2", "--resume"):
+        log = tmp_path / "log"
+        with running(trainer(log, *flags.split(), *more.split(), ranks=2, VLLM_SERVER_TOKEN=token)) as run:
+            assert run.end() == 0, run.text
+    lines = [line for line in read_metrics(tmp_path / "run") if "sampling/logprob_diff_mean" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["sampling/logprob_diff_mean"] for line in lines) < 5e-3  # bfloat16's rounding of the base
+    loaded = PeftModel.from_pretrained(theirs(cfg.model_id), checkpoints.folder_of(tmp_path / "run", 4))
+    adapters = [p for name, p in loaded.named_parameters() if "lora_B" in name]
+    assert len(adapters) == 14 and all(p.any() and p.isfinite().all() for p in adapters)
 
 
 def test_a_server_that_cannot_have_adapters_is_refused(server, cfg, tmp_path):

@@ -84,6 +84,7 @@ def test_the_largest_pass_is_counted(shared):
 
 
 MORE = ["", "--use_peft --strategy fsdp2 --num_generations 4", "--overlap --server_gpus 2", "--critic"]
+MORE += ["--use_peft --load_in 4bit --dtype bfloat16"]
 
 
 @pytest.mark.parametrize("more", MORE)
@@ -95,16 +96,34 @@ def test_what_is_said_to_type_can_be_typed(more, capsys, tmp_path):
     assert plan.main(load_config(plan.PlanConfig, words)) == 0
     printed = capsys.readouterr().out
     *servers, last = printed[printed.index("export VLLM_SERVER_TOKEN") :].splitlines()[1:]
+    if "4bit" in more:
+        assert servers.pop(0) == "python scripts/unpacked.py models/tiny unpacked"
     for line in servers:
         args, rest = parse_command_line(shlex.split(line.removesuffix("&"))[3:])
-        assert args.model == "models/tiny" and rest[:2] == ["--max-model-len", str(1024 + 512)]
+        assert args.model == ("unpacked" if "4bit" in more else "models/tiny")
+        assert rest[:2] == ["--max-model-len", str(1024 + 512)] and ("--enable-lora" in rest) == ("--use_peft" in more)
     visible, _, ranks, script, *flags = shlex.split(last)
     cfg = load_config(train_ppo.TrainConfig if "--critic" in more else TrainConfig, flags)
     check(cfg, int(ranks.split("=")[1]))
     assert len(cfg.server_urls) == len(servers) and cfg.tokens_per_microbatch and cfg.gradient_checkpointing
     assert script == {"--overlap": "train_async.py", "--critic": "train_ppo.py"}.get(more[:9].strip(), "train_grpo.py")
     assert ("\n  critic " in printed) == ("--critic" in more) == (cfg.advantage == "gae") and cfg.num_generations > 1
-    assert cfg.use_peft == ("--use_peft" in more)
+    assert cfg.use_peft == ("--use_peft" in more) and cfg.push_lora == ("adapters" if cfg.use_peft else "auto")
+
+
+def test_adapters_that_travel_alone_are_planned(capsys):
+    """Their bytes are pushed, not those of a 7B; and they have slots on the server, beside its weights."""
+    found = {}
+    for more in ("", "--use_peft", "--use_peft --push_lora folded"):
+        words = f"--model_id Qwen/Qwen2.5-7B-Instruct --gpus 8 --server_gpus 4 {more}".split()
+        assert plan.main(load_config(plan.PlanConfig, words)) == 0
+        printed = capsys.readouterr().out
+        step = printed[printed.index("Step of") :]
+        pushed = re.search(r"push +([0-9.]+) s", step)
+        weights = re.search(r"weights +([0-9.]+) GiB a GPU", printed)
+        found[more] = [float(match[1]) for match in (pushed, weights)]
+    (whole, bare), (alone, beside), folded = found.values()
+    assert folded == [whole, bare] and alone < 0.05 * whole and bare < beside < bare + 1
 
 
 @pytest.mark.parametrize("more", ["--gpus 16", "--gpus 64 --server_gpus 8", "--gpus 4 --node_gpus 2 --server_gpus 2"])
