@@ -25,11 +25,20 @@ Where it differs from the papers and from TRL, on purpose:
     * No truncated sampling by default: top-k or top-p would bias the importance ratio.
     * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
 
-Dimensions in comments: B completions of a batch, T tokens of the longest one, G completions per prompt, N sampled
-tokens, V vocabulary; R rows of a forward pass (one where prompts are shared), L their length. A data row is a dict of
-the data set (`rows`, in sections 4 and 6); a row of a tensor is a completion.
+Dimensions in comments: B completions of a batch, T tokens of the longest prompt + completion (column 0 is the prompt's
+first token), G completions per prompt, N sampled tokens, V vocabulary; R rows of a forward pass (one where prompts are
+shared), L their length. A data row is a dict of the data set (`rows`, in sections 4 and 6); a row of a tensor is a
+completion.
+
+What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, `rewards` and
+`advantages` [B, T] are 0 elsewhere; `scores` [B] are sums of rewards; `groups` [B] says whose prompt a row has, rows of
+one prompt are adjacent.
+
+A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
+row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for
+metrics. Without --domains there is one: cfg itself, with the prefix "".
 """
-# ruff: noqa: E402 - the command line is parsed before torch is imported, so that every mistake answers at once
+# ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
 
 from config import ConfigError, TrainConfig, known_name, parse_args
 
@@ -84,7 +93,7 @@ from algorithms.checks import (
     explained,
     prepared,
     read_once,
-    reads,
+    uses_argument,
     with_numbers,
 )
 from algorithms.distillation import check_teacher, distill_metrics, divergence
@@ -116,7 +125,7 @@ from batch import (
 from envs import formats
 from envs.tools import named_tools
 from inputs import agreement, balance, four_bits, prompts, routing
-from inputs.attention import attention_of, chosen, settle, use_shared_attention
+from inputs.attention import attention_kind, attention_of, fall_back_to_eager, use_shared_attention
 from inputs.backbone import backbone
 from inputs.logits import chunk_size, logits_of
 from inputs.lora import (
@@ -164,21 +173,22 @@ from safety import sandbox
 #     mine.needs = ("entropy",)         fields of Batch computed beforehand, constants without gradient: old_logprobs,
 #                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion),
 #                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk)
-#     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what is of a group,
-#                                       of the step or of all ranks, computed once: an advantage's before advantages,
-#                                       others' after them and before leave_out. It is in batch.extras[name], cut as the
-#                                       micro-batch is
+#     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: quantities of a
+#                                       group, of the step or of all ranks, computed once. An advantage's are computed
+#                                       before advantages, others' after them and before leave_out. They are found in
+#                                       batch.extras[name], cut as the micro-batch is
 #     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
 #                                       function cfg -> bool
-#     mine.choose = function            a loss that treats some tokens of the whole update apart, by the log-probs of
-#                                       now (a forward pass): (logprobs, batch, cfg) -> Batch.chosen [B, T]
+#     mine.choose = function            for a loss that treats some tokens differently: it chooses them among all of the
+#                                       update's, by their current log-probs (which costs a forward pass):
+#                                       (logprobs, batch, cfg) -> Batch.chosen [B, T]
 #     mine.check = function             (cfg) -> why it cannot work with these settings, or None
 #
-# `needs`, `prepare` and `check` may stand below a KL estimator and `own_term`, too.
+# `needs`, `prepare` and `check` can be set on a KL estimator and on `own_term`, too.
 
 
 def in_use(cfg: TrainConfig) -> dict[str, Callable]:
-    """What this run computes with, by the flag that names it."""
+    """The functions that this run uses, by the flag that names each."""
     kinds = (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("kl", KL_ESTIMATORS))
     named = {f"--{kind} {getattr(cfg, kind)}": known[getattr(cfg, kind)] for kind, known in kinds}
     return named | {"own_term": own_term}
@@ -224,7 +234,7 @@ def dr_grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 def rloo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """s - mean of the other n - 1 scores = (s - mean) n / (n - 1).  REINFORCE leave-one-out, 2402.14740.  [B, T]"""
-    _, size = group_index(batch.groups)
+    _, size = group_index(batch.groups)  # [B] completions of each row's group
     others = center_by_group(batch.shaped_scores, batch.groups) * size / (size - 1).clamp(min=1)
     return spread(others, batch.loss_mask)
 
@@ -243,10 +253,11 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 # ==== 3 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} ==============
 
-# cfg is the run's, with domains, too: a micro-batch may hold several. An advantage gets its domain's.
+# A loss always gets the run's cfg, as a micro-batch may hold several domains; an advantage gets its domain's.
 #
-# A statistic is logged as its mean over the tokens that are learned from, 0 where a micro-batch does not have it; one
-# whose name ends in _max, as its largest value.
+# What a loss returns for prompts and padding does not matter; for sampled tokens it has to be finite. A statistic is
+# logged as its mean over the tokens that are learned from (a micro-batch without it counts as 0), one whose name ends
+# in _max as its maximum.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -290,7 +301,8 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 # KL(pi || ref) per token from one sample, x = log pi - log ref (J. Schulman, "Approximating KL divergence", 2020). As a
-# loss, only k2 has the gradient of the KL. k1+ and k3+ have the value of k1 and k3 with the gradient of k2.
+# loss, only k2 has the gradient of the KL. k1+ and k3+ have the value of k1 and k3 with the gradient of k2. They get
+# whole rows [B, T], prompts included: a KL that depends on a token's place belongs in `micro_loss` or `own_term`.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20),  # unbiased, high variance; as a loss: no KL gradient
     "abs": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20).abs(),
@@ -305,7 +317,8 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
     """What each token's loss counts for: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
 
     num_tokens, num_sequences: loss tokens, and completions with a loss token, of the *whole* optimizer update over all
-    ranks, so that the gradient cannot depend on how the update is cut. "constant" counts completions without one, too.
+    ranks, so that the gradient cannot depend on how the update is cut. "constant" counts completions without a loss
+    token, too.
     max_tokens: the constant of Dr. GRPO, the longest completion allowed.
     """
     if mode == "token_mean":  # every token alike (DAPO, 2503.14476 eq. 8)
@@ -328,11 +341,11 @@ def format_row(row: dict) -> dict:
 
 
 class PromptSampler:
-    """Which rows a step takes: each once an epoch, in an order that (seed, epoch) gives; `next`'s are distinct. Ranks
-    take contiguous shares of one global order (data.Epochs).
+    """Which rows a step takes: every row once an epoch, in an order made from (seed, epoch); the rows of a step are
+    distinct. Ranks take contiguous shares of one global order (data.Epochs).
 
-    Edit me: `next` may return any rows, for example by what `memory` knows of them. That dict is yours: checkpoints
-    keep it, and `after_rollout` (section 6) can fill it.
+    Edit me: `next` may return any rows, for example those that `memory` says are hard. That dict is yours:
+    `after_rollout` (section 6) can fill it, and checkpoints keep it.
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
@@ -362,20 +375,22 @@ class Policy(nn.Module):
     The wrapper exists because DDP and FSDP want everything that uses parameters inside one `forward`.
     """
 
-    replays = True  # experts as the generator chose them (--router_replay); a critic routes by itself
+    replays = True  # experts as the generator chose them (--router_replay); a critic chooses its own
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
-        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads(own_term, "entropy", 1)
+        self.entropy_gradient = (
+            cfg.entropy_coef != 0 or cfg.entropy_target is not None or uses_argument(own_term, "entropy", 1)
+        )
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
-            # Which computes plain rows as before, if the run turns out to have none that are shared.
-            use_shared_attention(self.hf_model, chosen(cfg.attn_implementation, self.hf_model))
+            # It computes ordinary rows as before, if it turns out that prompts are not shared.
+            use_shared_attention(self.hf_model, attention_kind(cfg.attn_implementation, self.hf_model))
         self.routing = routing.of(self.hf_model, cfg) if self.replays else None
         self.last_pass = True  # of an update: in it, copies of shards (--shard_size) add up their gradients
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
-        self.top = 0  # how many of the likeliest tokens are told, and their log-probs (of a teacher)
+        self.top = 0  # how many of the likeliest tokens to return, with their log-probs (of a teacher)
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
         # With several ranks one may have images while another has none; its vision tower must run all the same.
         several = utils.world_size() > 1 and takes_images(model.config)
@@ -387,9 +402,10 @@ class Policy(nn.Module):
 
     def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """Log-prob of `targets` [N] or [N, m], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy
-        and sum of squared probabilities of the distribution it is drawn from [N]; of a teacher `top`'s, [N, k]."""
+        and sum of squared probabilities of the distribution it is drawn from [N]; with `top`, also the likeliest
+        tokens' log-probs and ids, [N, k] each."""
         device = targets.device.type
-        # Without its cache, in which chunks would share one cast weight, and sum its gradient in bfloat16.
+        # No autocast cache: all chunks would share one cast weight, and its gradient would be summed in bfloat16.
         casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
         with casts() if self.autocast else contextlib.nullcontext():
             if self.blank:
@@ -409,22 +425,22 @@ class Policy(nn.Module):
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def _gather_once(self, output: nn.Module | None, chunks: list[Tensor]) -> None:
-        """An output layer that is a unit of FSDP2, whose hooks run in each chunk, stays gathered from the first one to
-        the end of the backward pass, which goes from the last chunk to the first. Its gradient, added up by autograd
-        in the compute dtype, is reduced with the first chunk's."""
+        """FSDP2's hooks would gather and reduce the output layer for each chunk. Here it stays gathered from the first
+        chunk until the end of the backward pass, which goes from the last chunk to the first. Autograd adds its
+        gradient up in the compute dtype; it is reduced with the first chunk's."""
         if not isinstance(output, FSDPModule):
             return
         if not chunks[0].requires_grad:
             output.reshard()
             return
 
-        def ends(end: bool, gradient: Tensor) -> None:
-            output.set_requires_gradient_sync(end)
+        def reduce(now: bool, gradient: Tensor) -> None:
+            output.set_requires_gradient_sync(now)
             output.set_requires_all_reduce(self.last_pass)  # which the line above sets, too
-            output.set_reshard_after_backward(end)
+            output.set_reshard_after_backward(now)
 
-        chunks[-1].register_hook(partial(ends, False))
-        chunks[0].register_hook(partial(ends, True))
+        chunks[-1].register_hook(partial(reduce, False))  # runs first
+        chunks[0].register_hook(partial(reduce, True))  # runs last
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
@@ -462,13 +478,13 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
                 how |= four_bits.how_to_load(cfg, partial(auto.from_config, config, **how))
                 model = auto.from_pretrained(cfg.model_id, config=config, **how)
             utils.check_finite(model, cfg.model_id)
-            four_bits.settle(model, cfg)
-    settle(model, cfg.attn_implementation)
+            four_bits.check_packed(model, cfg)
+    fall_back_to_eager(model, cfg.attn_implementation)
     model.config.use_cache = False
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):  # of which the config knows nothing
+        if isinstance(module, nn.Dropout):  # not every one is in the config
             module.p = 0.0
     return model
 
@@ -489,7 +505,7 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
         names = sorted({n.split(".")[-1] for n in linear_layers(model)})
         raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
     for layer in adapted.modules():
-        if isinstance(layer, LoraLayer) and autocasts(cfg):  # which casts: PEFT would keep a float32 copy of each input
+        if isinstance(layer, LoraLayer) and autocasts(cfg):  # it casts: PEFT would keep a float32 copy of each input
             layer.cast_input_dtype_enabled = False
     check_adapted(adapted, cfg.lora_targets)
     return adapted
@@ -498,8 +514,8 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
     """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2).
 
-    Rank 0 has its values and hands them out layer by layer: whole, they are in its CPU memory alone. A base in 4 bits
-    (--load_in) each rank has read itself, to where it stays.
+    Rank 0 has the values and hands them out layer by layer: only its CPU memory ever holds all of them. With --load_in
+    every rank has read the base itself, straight to its device.
     """
     layer_names = set(policy.hf_model._no_split_modules or [])
     layers = [m for m in policy.modules() if type(m).__name__ in layer_names]
@@ -533,7 +549,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
     for module in [*layers, *([] if tied else [first, last]), policy]:
         if module is not None:
-            fill(module)  # but for what is filled already
+            fill(module)  # except what is filled already
             fully_shard(module, reshard_after_forward=False if module is last else None, **how)
     if not tied:
         first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights
@@ -544,16 +560,17 @@ def apart(module: nn.Module, common: tuple[bool, torch.dtype]) -> Iterator[nn.Mo
     """The largest modules whose parameters are all of one kind (trained, dtype), which is not the common one. FSDP1
     makes one flat parameter of a unit: it has one dtype, and with a single trained part it is all trained."""
     kinds = {(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()}
-    if len(kinds) == 1 and common not in kinds and not isinstance(module, (nn.ModuleDict, nn.ModuleList)):
-        yield module  # those two are never called
+    called = not isinstance(module, (nn.ModuleDict, nn.ModuleList))  # those two have no forward pass to hook
+    if len(kinds) == 1 and common not in kinds and called:
+        yield module
     elif kinds - {common}:
         for child in module.children():
             yield from apart(child, common)
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
-    """(the policy as DDP or FSDP wraps it, which is called; the policy itself). kind: another class than Policy."""
-    torch.manual_seed(cfg.seed)  # of adapters
+    """(the policy wrapped by DDP or FSDP, to be called; the bare Policy). kind: another class than Policy."""
+    torch.manual_seed(cfg.seed)  # for the first values of adapters
     with utils.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
         model = to_train(load_hf_model(cfg, getattr(torch, cfg.dtype)), cfg)
     inner = (kind or Policy)(model, cfg, autocasts(cfg))
@@ -580,8 +597,8 @@ def autocasts(cfg: TrainConfig) -> bool:
 
 
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
-    """A frozen copy of the initial policy. None if nothing asks for its log-probs, and with LoRA: without its adapters
-    the policy is that copy.
+    """A frozen copy of the initial policy. None if nothing asks for its log-probs, and with LoRA: the policy with its
+    adapters switched off is the reference.
 
     In the compute dtype; one that follows the policy (--ref_sync_steps) in float32, because a small step
     would be rounded away in bfloat16.
@@ -637,10 +654,11 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     """AdamW, or what --optim names, on what is trained. Edit me: any torch optimizer, one or several groups.
 
-    Whatever shards the model, parameters have their whole shapes here, and clean_name(name) is their name. In `step`
-    those of --strategy fsdp are flat pieces, so what computes with matrices wants fsdp2. That `step` takes
-    `closure=None`, as torch's do. Each update sets every group's learning rate: `lr_at`, times the group's own
-    "lr_scale" if it has one. It is logged as `lr`, and of further groups as lr/NAME by their "name".
+    Whatever shards the model, parameters show their whole shapes here, and clean_name(name) is their name. Inside
+    `optimizer.step` those of --strategy fsdp are flat pieces, so what computes with matrices needs fsdp2. `step` takes
+    `closure=None`, as torch's do. Each update sets every group's learning rate to `lr_at` times the group's "lr_scale"
+    (1 without one); an "lr" that you give a group is overwritten. It is logged as `lr`, further groups as lr/NAME by
+    their "name".
     """
     trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
     if cfg.optim != "AdamW":
@@ -650,8 +668,8 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 
 
 def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type | None = None):
-    """make(module, cfg), once its groups are certain to be those of the unsharded model: it is made for that, too, on
-    torch's meta device, and for the shards with whole shapes. kind: as in load_policy."""
+    """make(module, cfg), after checking that it makes the same groups as for the unsharded model, for which it is
+    called on torch's meta device. kind: as in load_policy."""
 
     def unsharded() -> Policy:
         with torch.device("meta"):
@@ -661,8 +679,8 @@ def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type
 
 
 def lr_at(update: int, cfg: TrainConfig) -> float:
-    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule: constant, to 0 at the end in a line or
-    half a cosine, or one of transformers'.
+    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule: constant, linear or cosine decay to 0,
+    or one of transformers'.
 
     A function of the update's number, so that resuming needs no scheduler state. Updates are counted from the first
     step, those in which only a critic learns (--critic_warmup) included.
@@ -688,7 +706,7 @@ async def rollout(
 
     versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories, as
     many as were asked for (`call_rollout` compares), those that failed among them (info["failure"], nothing sampled),
-    and two times in seconds: until the last token was sampled, and what scoring took after that.
+    and two times in seconds: until the last token was sampled, and how much longer scoring took.
     """
     start, ended_at = time.perf_counter(), []
 
@@ -700,6 +718,7 @@ async def rollout(
             utils.check_fresh(played, versions, cfg.generator)
         scored = asyncio.ensure_future(score(played, own_functions(reward_functions, cfg), cfg, generator.tokenizer))
         try:
+            # A teacher's prompt may show the rewards: then it waits for `scored`.
             await asyncio.gather(scored, teachers.tell(played, generator, cfg, scored))
         except RewardError as error:
             if cfg.env_errors == "stop":
@@ -709,8 +728,9 @@ async def rollout(
             trajectory.info["domain"] = cfg.domain
         return trajectories
 
-    # A config for each part of a row's group, by its num_generations. The first parts of all rows are asked for first.
-    configs = [sampled_by(row, cfg) for row in rows]  # its domain's; in training with the row's own number of them
+    # A group is one part, or one for each completion if all its rewards score trajectory by trajectory, as they end. A
+    # part is its config, which says how many by its num_generations. The first parts of all rows are asked for first.
+    configs = [sampled_by(row, cfg) for row in rows]  # the domain's; in training with the row's own num_generations
     divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
     groups: list[list[Trajectory]] = [[] for _ in rows]
@@ -727,15 +747,15 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     if not len(scores):
         return False
     window = cfg.group_mean_min <= float(scores.mean()) <= cfg.group_mean_max
-    # One completion a prompt (without a group to compare) has; one of several, if the others failed, has not.
+    # A single completion that was asked for has signal, a single survivor of several has none.
     return window and (len(group) == 1 or (len(scores) > 1 and float(scores.std()) > cfg.group_std_min + 1e-6))
 
 
 def sample_step(
     rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, versions=None
 ) -> Awaitable[tuple[list[tuple], dict]]:
-    """Draws the prompts of a step, at once: after_rollout may write to what `next` reads, which must not meet in two
-    threads. Then, awaited, what this rank samples of them (`sample_rows`).
+    """Draws the prompts of a step when it is called, not in the background: after_rollout may change what `next` reads.
+    Awaiting what it returns samples them (`sample_rows`).
 
     sampler: the prompt sampler. versions: of the weights that may have sampled, a range; None: `step` alone.
     """
@@ -756,7 +776,7 @@ async def sample_rows(
     rows: list[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions: range
 ) -> tuple[list[tuple], dict]:
     """What this rank samples for a step: [(group, whether it is silent, its times)] in the order in which prompts were
-    drawn; and counts, of further groups and of all that ended and were solved (of each domain).
+    drawn; and counts for each domain: further groups drawn, prompts that ended, prompts solved.
 
     first, further: numbers of the rows that were drawn, and of those in place of silent groups.
     --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `enough_of_each` replaces silent groups, at most --resample_rounds
@@ -772,7 +792,7 @@ async def sample_rows(
         calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in settings)
         (groups, seconds), *others = await asyncio.gather(*calls)
         (group,) = groups  # there is one row
-        seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]  # from the step's begin
+        seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]  # from the start of the step
         for trajectory in group:
             trajectory.info["row_number"] = number
         for greedy_groups, _ in others:
@@ -831,13 +851,13 @@ class Collector:
 
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
-    """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, one
-    at least; or them and numbers to log, {name: number}, of which rank 0's are logged.
+    """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, at
+    least one; or (trajectories, {name: number}), of which rank 0's numbers are logged.
 
     `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
     and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
-    t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, one of row
-    number -1 stands in. Numbers in t.info["extras"], {name: one, or a list with one for each token}, come as
+    t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, there is a
+    placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each token}, come as
     batch.extras[name]. load_processor(cfg.model_id) is the tokenizer (with images, its owner), loaded once.
 
     Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (their `logprobs`
@@ -855,8 +875,9 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 
     With gradient (the entropy only if there is a bonus on it).  [B, T] each
     """
-    where = batch.loss_mask.nonzero(as_tuple=True)  # row by row, and
-    *inputs, targets = pack(batch, cfg)  # in this order, wherever prompts are shared
+    where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
+    # The model's inputs, rows and columns [N] of the hidden states that predict them, and targets [N], in that order.
+    *inputs, targets = pack(batch, cfg)
     if batch.teacher_top is not None:  # beside the sampled token those that a teacher finds likeliest
         targets = torch.cat([targets[:, None], batch.teacher_top[where]], 1)  # [N, 1 + k]
 
@@ -867,7 +888,7 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     if logprobs.ndim > 1:
         batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
     if batch.record is not None and torch.is_grad_enabled():
-        record(batch, where, logprobs, others[0])  # in place of what an earlier pass over these rows has left
+        record(batch, where, logprobs, others[0])  # for the run's tokens; overwrites an earlier pass's
     return tuple(map(placed_back, (logprobs, *others)))
 
 
@@ -875,8 +896,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
     out: list[Tensor] = []
-    for rows in micro_batches(batch, cfg):
-        parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)
+    for rows in micro_batches(batch, cfg):  # numbers of rows; none: other ranks have more passes than this one
+        parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)  # cut to the longest of them
         out = out or [part.new_zeros(*batch.loss_mask.shape, *part.shape[2:]) for part in parts]
         for whole, values in zip(out, parts if rows else (), strict=False):
             whole[rows, : values.shape[1]] = values
@@ -884,7 +905,7 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Ten
 
 
 def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg: TrainConfig) -> None:
-    """What has to be known before the first update, and no more: with one update a step and nothing that reads old
+    """Only the log-probs that are needed before the first update: with one update a step and nothing that reads old
     log-probs the ratio is 1 by construction, and no forward pass is made."""
     several = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     asked = needs(cfg)
@@ -909,7 +930,7 @@ def add_teacher(batch: Batch, run: SimpleNamespace, trajectories: list[Trajector
     metrics = teachers.seconds(trajectories)
     teachers.complete(batch, cfg)
     if teachers.in_this_process(cfg):
-        teacher, inner = run.teacher or (run.policy, run.inner)  # which teaches itself, seeing another prompt
+        teacher, inner = run.teacher or (run.policy, run.inner)  # itself, by another prompt
         seen, inner.top = teachers.as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk
         with clock(metrics, "teacher"):
             logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
@@ -923,19 +944,20 @@ def add_teacher(batch: Batch, run: SimpleNamespace, trajectories: list[Trajector
 
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
-    """Scores normalised, then beta * KL off each token's reward (RLHF). batch.scores stay as they were given; from here
-    on batch.shaped_scores differ from them.
+    """Normalises scores, then subtracts beta * KL from each token's reward (RLHF). batch.scores stay as they were
+    given; batch.shaped_scores, the sums of batch.rewards, follow.
 
     moments: count, sum and sum of squares of all scores so far, by domain ("" without any); brought up to date.
     """
-    batch.given_scores = batch.rewards.sum(1)  # batch.scores are these from here on; shaped_scores, rewards.sum(1)
+    batch.given_scores = batch.rewards.sum(1)  # keeps batch.scores
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
-    for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():  # a stand-in adds nothing to sums over ranks
+    # A rank without rows of a domain is given some row as `part`, to take part in sums over ranks, to which it adds 0.
+    for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
         running = utils.running_moments(part.scores, moments.setdefault(own.domain, [0.0] * 3))
         center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
         last = (part.loss_mask * torch.arange(part.loss_mask.shape[1], device=scale.device)).argmax(1)
         rewards = part.rewards / scale[:, None]
-        # Once a completion, since its score is the sum of the row; the outcome's reward is on its last token.
+        # Once per completion: the score is the sum of its row, and the outcome's reward is on the last token.
         rewards[torch.arange(len(part)), last] -= (center / scale).to(scale.dtype)
         batch.rewards = placed(rewards, rows, batch.rewards)
     if not cfg.kl_in_reward:
@@ -949,10 +971,10 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
     batch.extras |= prepared({f"--advantage {cfg.advantage}": ADVANTAGES[cfg.advantage]}, batch, cfg)
     whole, stats, num_ranks = torch.zeros_like(batch.rewards), {}, []
-    for own, rows, part, count in by_domain(batch, cfg):  # what is taken over the batch is over a domain's part of it
+    for own, rows, part, count in by_domain(batch, cfg):  # statistics of the batch are those of a domain's part of it
         advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
         whole = placed(advantages, rows, whole)
-        # Without rows here `part` is a stand-in, for the sums over ranks.
+        # Without rows of the domain on this rank, what `part` gave is thrown away.
         stats |= {own.prefix + name: float(value) if rows else 0.0 for name, value in numbers.items()}
         num_ranks += [count] * len(numbers)
     batch.advantages = whole
@@ -967,9 +989,9 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
-    """Edit me: what is sampled and compared, but not learned from. Completions leave loss_mask and advantages, tokens
-    of low entropy (--top_entropy_quantile) the advantages alone. Returns numbers to log, {name: number}, of which rank
-    0's are logged."""
+    """Edit me: what is sampled and compared, but not learned from. Completions are taken out of loss_mask and
+    advantages, tokens of low entropy (--top_entropy_quantile) out of the advantages only. Returns numbers to log,
+    {name: number}, of which rank 0's are logged."""
     rows = [t.row for t in trajectories]
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
@@ -984,7 +1006,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
         values = torch.cat(utils.gather_objects(batch.entropy[batch.loss_mask > 0].cpu())).sort(descending=True).values
         if len(values):
-            fork = values[max(math.ceil(cfg.top_entropy_quantile * len(values)), 1) - 1]  # the lowest that counts
+            fork = values[max(math.ceil(cfg.top_entropy_quantile * len(values)), 1) - 1]  # the entropy threshold
             batch.advantages = batch.advantages * (batch.entropy >= fork.to(batch.entropy.device))
     return {}
 
@@ -995,10 +1017,10 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     The generator's log-probs differ because of other kernels, or because its weights are older (--push_steps):
     w = exp(old - sampling), by token or by sequence, clamped to the bounds or 0 outside (TIS, IcePop). Left out are
     completions whose geometric mean is out of bounds, and tokens with A < 0 of completions that drifted further than
-    off_policy_threshold (DeepSeek-V3.2), by the weights of now.
+    off_policy_threshold (DeepSeek-V3.2), measured with the current weights.
     """
     mask, (d, w) = batch.loss_mask, mismatch(logprobs, batch, cfg)
-    if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the ratio has it already
+    if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
         w = torch.ones_like(w)
     elif cfg.correction_mode == "mask":
         w = w.where(within_bounds(w, cfg), 0)
@@ -1053,6 +1075,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         part = replace(part, old_logprobs=old)
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: the ratio is 1
         part = replace(part, old_logprobs=logprobs.detach())
+    # An error over a field that nobody computed says what to add to the loss's `needs`.
     with explained(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
         per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     trust = correction(logprobs, part, cfg)
@@ -1073,7 +1096,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     return (weights * per_token).sum(), stats | {"entropy": entropy}
 
 
-@read_once()  # whether losses are finite is looked at once, at the end: each look waits for the GPU
+@read_once()  # whether losses are finite is checked once, at the end: each check waits for the GPU
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
@@ -1091,16 +1114,17 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = with_chosen(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
-        # In the backward pass d loss / d logprob -> a token's weight: its advantage under token_mean and a ratio of 1.
+        # For the view of a run's tokens: d loss / d logprob times this is a token's weight, which is its advantage
+        # under token_mean and a ratio of 1.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
-    passes = micro_batches(batch, cfg, learns)
+    passes = micro_batches(batch, cfg, learns)  # lists of row numbers; those with a row that learns come last
     silent = len(passes) - max(utils.all_max(sum(any(learns[row] for row in rows) for rows in passes)), 1)
     if cfg.router_aux_coef and batch.advantages is not None:
         balance.begin(policy, batch, cfg)  # each layer adds the gradient itself; the loss is in routing/aux_loss
         silent = 0
-    sums: dict[str, Tensor] = defaultdict(float)  # on the GPU: reading one would wait for the backward pass
+    sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
@@ -1140,8 +1164,8 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
 
 
 def exchanging(policy: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Gradients are summed over ranks once an update, in its last backward pass; of shards (FSDP) once a pass, but
-    between copies of them (--shard_size) in the last alone (fsdp2)."""
+    """DDP sums gradients over ranks in the last backward pass of an update only. FSDP reduces in every pass; fsdp2 with
+    --shard_size sums over the copies of the shards in the last pass only."""
     if isinstance(policy, FSDPModule):
         policy.last_pass = last
         policy.set_requires_all_reduce(last)
@@ -1199,7 +1223,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     total = dict(zip(total, torch.stack([*total.values()]).cpu(), strict=True))
     bad = utils.not_finite(policy)  # else broken weights would be pushed, evaluated and saved
     total["not_finite"] = torch.tensor(len(bad), dtype=torch.float64)
-    names = sorted(set().union(*utils.gather_objects([*total])))  # a statistic may be there on some ranks alone
+    names = sorted(set().union(*utils.gather_objects([*total])))  # a statistic may exist on some ranks only
     most = [name for name in names if name.endswith("_max")]
     largest = {name: utils.all_max(float(total.get(name, -math.inf))) for name in most}
     names = [name for name in names if name not in most]
@@ -1245,8 +1269,8 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
 
 
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
-    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process; of a base in
-    4 bits there is no copy, and the policy itself samples."""
+    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process. Of a base in
+    4 bits no copy is made: the policy itself samples."""
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, hf_model, device)
     else:
@@ -1282,12 +1306,13 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
     compares, size = generator.changes is not None, bucket_mb * 2**20
-    alone = getattr(generator, "adapter", None) is not None  # which a generator of your own need not have
+    alone = getattr(generator, "adapter", None) is not None  # optional in a generator of your own
     buckets = adapter_buckets(policy, size, dtype) if alone else weight_buckets(policy, size, dtype, active, compares)
     for number, bucket in enumerate(buckets):
+        # None: there is more that changed than is worth picking out, or the server lacks what it was changed from.
         found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if compares else None
         if found is None:
-            error = attempt(generator.send_bucket, gathered(bucket, active))  # what is whole stays as it is
+            error = attempt(generator.send_bucket, gathered(bucket, active))  # unsharded tensors pass through
         else:
             error = attempt(generator.send_changes, found)
         utils.raise_together(error, "Sending weights")
@@ -1301,12 +1326,13 @@ def weight_buckets(
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
     gathers one wrapped module at a time, FSDP2 a bucket; the extra memory is a bucket and one module.
-    LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights, in theirs: read
-    them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With keep=False a
-    rank only takes part in the gathering. as_shards: FSDP2's tensors come as they are, for `gathered`, on every rank.
+    LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights in their own
+    dtype: use them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With
+    keep=False a rank only takes part in the gathering. as_shards: FSDP2's tensors come as shards, for `gathered`, on
+    every rank.
     """
     if isinstance(model, FSDPModule):
-        model.reshard()  # after a forward pass without a backward one, its own parameters still were whole
+        model.reshard()  # after a forward pass without a backward one the root is still gathered
     adapters = {part for layer in model.modules() if is_lora(layer) for part in layer.modules()}
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP) and m not in adapters]
     units = wrapped or list(walk("", model, ()))  # of `wrapped` the root comes first: FSDP1 learns which it is
@@ -1334,13 +1360,24 @@ def weight_buckets(
         yield bucket if as_shards else gathered(bucket, keep)
 
 
+def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: torch.dtype) -> tuple[Iterator, object]:
+    """(what a checkpoint has for `from_pretrained`, as buckets that all ranks walk in step; PEFT's config if these are
+    an adapter: nothing can be folded into a base in 4 bits, so that is saved as PEFT saves it)"""
+    size = cfg.push_bucket_mb * 2**20
+    if cfg.load_in:
+        buckets = adapter_buckets(policy, size, torch.float32, scaled=False)
+        return (gathered(bucket, True) for bucket in buckets), inner.model.peft_config["default"]
+    buckets = weight_buckets(policy, size, dtype)
+    return ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets), None
+
+
 def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
     """The tensors of a bucket made whole, FSDP2's in one collective; all ranks call it. With keep=False none is
     returned. Shards that wait in CPU memory (--offload, --colocate) go to the GPU first, and travel from there.
     """
     whole, sent = dict(bucket), []
     for name, tensor in bucket:
-        if isinstance(tensor, DTensor):  # rank after rank has so many rows, the last ones fewer or none
+        if isinstance(tensor, DTensor):  # each rank has ceil(n / ranks) rows, the last ones fewer or none
             mesh, shard = tensor.device_mesh, tensor.to_local()
             rows = -(-len(tensor) // mesh.size(-1))
             padded = shard.new_zeros(rows, *tensor.shape[1:], device=mesh.device_type)
@@ -1445,7 +1482,7 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     rows, held_out, reward_functions = rows_and_rewards(cfg, processor)
     if not cfg.eval_only:
         domains.check_enough(cfg, rows)
-    check_smallest(rows, cfg, check_algorithm)
+    check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
     return cfg, reward_functions, processor, rows, held_out
@@ -1472,7 +1509,7 @@ def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bo
     """With what memory.py chooses by what the device has free; warns of what will not fit."""
     if cfg.colocate:  # the server has the GPU at first: what is free when it sleeps is what a step has
         utils.reach_servers(cfg).sleep()
-    largest = max(group_sizes(rows, cfg), default=cfg.num_generations)  # group, which memory has to hold
+    largest = max(group_sizes(rows, cfg), default=cfg.num_generations)  # the largest group of any row must fit
     asked, world = replace(cfg, num_generations=largest), utils.world_size()
     fitting, warning = settled(empty_policy, asked, world, utils.free_memory(device), critic=critic)
     if warning and utils.is_main():
@@ -1494,9 +1531,10 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         sampler.draw = data.Draw(mixture, rows, cfg) if cfg.domains else sampler.draw
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
+    # The run folder's lock; steps that are done; a fingerprint of settings and rows, which a resumed run must match.
     lock, first, made_with = resume.begin(cfg, rows, held_out, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
-    home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # of what moves
+    home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # where models that are moved are loaded
     policy, inner = load_policy(cfg, home)
     reference, teacher = load_reference(cfg, home), load_teacher(cfg, home)
     for one in (inner, *(teacher or ())[1:]):
@@ -1534,8 +1572,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 
 
 def first_push(run: SimpleNamespace, cfg: TrainConfig) -> None:
-    """The generator gets the weights. The policy's log-probs must equal those of its plain model on a text, and the
-    generator's on what that samples; with --colocate they are compared when the GPU is the trainer's."""
+    """The generator gets the weights. Then the policy is compared with its plain transformers model on a text, and the
+    generator with the policy on what it samples; with --colocate when the trainer has the GPU."""
 
     def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
         return all_logprobs(run.policy, batch, cfg)[0]
@@ -1593,10 +1631,11 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         learns = not run.critic or step >= cfg.critic_warmup  # a new critic learns alone at first
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
+            # What reward functions are told of the run, as in TRL.
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(step, 0)
             trajectories, collected = collector.take(step, pushed, cfg)
-            if cfg.colocate:  # the GPU is the trainer's until the push, in each step, which wakes the server
+            if cfg.colocate:  # from here until the push, which wakes the server, the trainer has the GPU
                 generator.sleep()
                 utils.move(run, run.device)
                 for check in run.checks if step == run.first else ():
@@ -1604,7 +1643,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)
-            state |= run.mixture.ended(step, metrics)  # reads NAME/prompts and NAME/solved, or dynamic_sampling/'s
+            state |= run.mixture.ended(step, metrics)  # success rates, for domains with `weight: success`
             trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg))
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)
@@ -1628,7 +1667,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                     utils.check_states(policy, run.optimizer)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
-                agreed = True  # not by remembered trajectories, of other weights, or by a step without a token
+                agreed = True  # by a step that sampled tokens, none of them by other weights
             with clock(metrics, "push"):
                 if cfg.colocate:
                     utils.move(run, torch.device("cpu"))
@@ -1655,16 +1694,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
         if evaluates:  # before saving, so that a resumed run has it
             last_eval = evaluation(step + 1)
         if saves:
-            dtype = generator.weight_dtype
             if log:
-                log.written()  # a resumed run does not sample them again
-            if cfg.load_in:  # nothing can be folded into 4 bits: adapters alone, as PEFT saves them
-                adapter = run.inner.model.peft_config["default"]
-                buckets = adapter_buckets(policy, cfg.push_bucket_mb * 2**20, torch.float32, scaled=False)
-                weights = (gathered(bucket, True) for bucket in buckets)
-            else:
-                adapter, buckets = None, weight_buckets(policy, cfg.push_bucket_mb * 2**20, dtype)
-                weights = ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets)
+                log.written()  # waits until it is on disk: a resumed run does not sample these again
+            weights, adapter = saved_weights(policy, run.inner, cfg, generator.weight_dtype)
             saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory, adapter)
 
     saver.wait()
@@ -1689,7 +1721,7 @@ def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: 
         status = 0
     except KeyboardInterrupt as error:
         ended_by, status = error, utils.explain_interrupt()
-    except BaseException as error:  # some of torch's are no Exception
+    except BaseException as error:  # some errors of torch do not derive from Exception
         ended_by = error
         utils.print_failure(error, cfg)
     finally:

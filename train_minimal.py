@@ -1,9 +1,10 @@
 """GRPO on one page: rows in, a better model out. Read it from top to bottom; train_grpo.py has what is left out here.
 
     python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # downloads it. Or any text model: --model_id
-    python train_minimal.py --generator hf                                # one process, which samples, too
+    python train_minimal.py --generator hf                                # one process that trains and samples
 
-With a server that samples, and two ranks that train, on three GPUs or on CPUs (the token: any, the same in both):
+With a server that samples, and two ranks that train, on three GPUs or on CPUs (the token: any string, the same in both
+terminals):
 
     export VLLM_SERVER_TOKEN=...
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256  # terminal 1
@@ -18,10 +19,10 @@ A step:
     5. push         the generator gets the new weights; the next step samples from them
 
 Every rank has a copy of the model (DDP): weights and Adam's moments in float32, forward passes in bfloat16. No KL term,
-no reference model. Dimensions: B completions (of this rank's step, or of a `part`), T tokens of the longest prompt
-+ completion, V vocabulary.
+no reference model. Dimensions: B completions (this rank's share of a step, or one micro-batch, `part`), T tokens of
+the longest prompt + completion (column 0 is a prompt's first token), V vocabulary.
 """
-# ruff: noqa: E402 - the command line is read before torch is imported, so that a mistake answers at once
+# ruff: noqa: E402 - the command line is read before torch is imported, so that a wrong flag is reported at once
 
 from dataclasses import field
 from typing import Literal
@@ -29,16 +30,16 @@ from typing import Literal
 from config import ConfigError, TrainConfig, parse_args
 
 
-class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfig
-    """The flags of this script. What else the code reads of `cfg` is TrainConfig's, and has its default there."""
+class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
+    """The flags of this script. All other settings (`cfg.compute_dtype`, ...) are fields of TrainConfig with its
+    defaults; declare one again below, and it is a flag here: compute_dtype: str = "float32"."""
 
-    own_flags_alone = True  # --help and the command line know the flags below, and no others (these two are none)
-    first_run = "--generator hf"  # what to type, says a start without a server's secret and without arguments
+    own_flags_alone = True  # the command line has the flags below and no others (these two attributes are not flags)
+    first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
-    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, which says what they are
-    # given and return, or of your own: FILE.py:FUNCTION. Several are added up
+    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
     prompts_per_step: int = 8  # of all ranks together
@@ -50,13 +51,13 @@ class Settings(TrainConfig):  # a dataclass, as all that inherit from TrainConfi
     num_iterations: int = 1  # optimizer updates on the completions of a step
     learning_rate: float = 1e-5  # at the first step; it falls to 0 in a line
     epsilon: float = 0.2  # a bad token is pushed down until it is this much less likely than before the step
-    epsilon_high: float = 0.2  # a good one up until it is this much more likely; with one update both do nothing
+    epsilon_high: float = 0.2  # a good one up until it is this much more likely; with one update nothing is clipped
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
     seed: int = 42  # of the order of prompts, and of --generator hf
     output_dir: str = "runs"  # the run's folder is made here; `python look.py runs/` shows it
-    run_name: str | None = None  # name of that folder; unset: made of the model's name and the time
+    run_name: str | None = None  # name of that folder; if unset, built from the model's name and the time
 
 
 if __name__ == "__main__":
@@ -91,37 +92,49 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
     numbers = []
     for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
         epoch, place = divmod(drawn, len(rows))
-        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # made again, so there is no state
+        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # recomputed: nothing has to be kept
         numbers.append(order[place])
     return [rows[number] for number in numbers[dist.get_rank() :: dist.get_world_size()]]
 
 
 # ---- 2 completions and their rewards --------------------------------------------------------------------------------
 
+# A row is a dict: {"prompt": "What is 12 + 34?", "answer": "46"}; the prompt is a text, or a list of chat messages.
+# A reward function gets lists, one element a completion of the prompt: completions and columns of the row. It returns
+# a number for each, and several functions are added up (rewards.py says more):
+#
+#     def exact(completions, answer, **columns): return [float(c == a) for c, a in zip(completions, answer)]
+
 
 async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
-    """Exactly `count` completions of each row, one row's after another's, scored: `advantages` and `evaluate` find a
-    prompt's by their place. All rows are sampled at the same time."""
+    """Exactly `count` completions of each row, scored, in the order of the rows: `advantages` and `evaluate` rely on
+    that order. All rows are sampled at the same time.
+
+    generator: VLLMClient or HFGenerator; `await generate(prompt_ids, n=...)` returns n Completions, tokens with their
+    log-probs.
+    """
 
     async def of_row(group: int, row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
-        # From softmax(logits / temperature), as token_logprobs has it: the model's own top_p, top_k do not count.
+        # Sampled from softmax(logits / temperature), as in token_logprobs: top_p is 1 and top_k off by default here,
+        # whatever the model's generation_config.json says.
         how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
+        completions = await generator.generate(prompt, **how)
         trajectories = [
             Trajectory(
                 row=row,
-                group=group,  # a number within this rank, for metrics and logs; `advantages` goes by place
+                group=group,  # a number within this rank, for metrics and logs alone: `advantages` uses the order
                 prompt_ids=prompt,
                 token_ids=c.token_ids,  # as they were sampled, with the end token: text is never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled. Answers of tools, if there were any, would have 0
-                logprobs=c.logprobs,  # the generator's, which rounds otherwise; logged, the ratio has the trainer's
-                token_rewards=[0.0] * len(c.token_ids),  # `score` fills the last; train_grpo.py's may lie on others
+                logprobs=c.logprobs,  # the generator's, rounded differently: only compared with the trainer's
+                token_rewards=[0.0] * len(c.token_ids),  # `score` writes the reward to the last token
                 finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
-                policy_version=c.policy_version,  # of the weights that sampled its first token;
-                policy_version_last=c.policy_version_last,  # and its last: here the same
+                policy_version=c.policy_version,  # version of the weights that sampled the first token
+                policy_version_last=c.policy_version_last,  # and the last token; equal here
                 info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},  # for rewards
             )
-            for c in await generator.generate(prompt, **how)
+            for c in completions
         ]
         await score(trajectories, reward_functions, cfg)  # while others are still being sampled
         return trajectories
@@ -136,7 +149,7 @@ def padded(rows: list[list]) -> Tensor:
 
 def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, Tensor]:
     """Prompts with their completions, padded on the right: place t is token t.  [B, T] each"""
-    zeros = [[0] * len(t.prompt_ids) for t in trajectories]  # at the places of prompts
+    zeros = [[0] * len(t.prompt_ids) for t in trajectories]  # for the prompt tokens
     batch = {
         "input_ids": padded([t.prompt_ids + t.token_ids for t in trajectories]),
         "attention_mask": padded([[1] * len(t.prompt_ids + t.token_ids) for t in trajectories]),
@@ -152,10 +165,11 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
 def advantages(scores: Tensor, num_generations: int) -> Tensor:
     """(score - mean) / std (of n - 1), over the completions of one prompt; 0 where all scored the same.  [B] -> [B]
 
-    DeepSeekMath (2402.03300) sec. 4.1.2. A prompt's completions are found by their place: they stand together, as many
-    of each prompt, all of them on one rank.
+    DeepSeekMath (2402.03300) sec. 4.1.2. The scores of one prompt are consecutive, num_generations for every prompt,
+    all of them on one rank.
     """
-    # In float64: in float32 the mean of equal scores can be off by rounding, and 1e-6 below makes that an advantage.
+    # In float64: in float32 the mean of equal scores can be off by a rounding error, and dividing by 1e-6 below would
+    # blow that up into an advantage.
     groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten().float()
@@ -165,8 +179,8 @@ def advantages(scores: Tensor, num_generations: int) -> Tensor:
 
 
 def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Tensor]]:
-    """The batch in parts of `rows_per_microbatch` completions, wherever that cuts a group: every tensor, along its
-    rows. A rank needs at least one part, as its last one takes part in the exchange of gradients."""
+    """The batch in parts of `rows_per_microbatch` completions: splits every tensor along its rows, even inside a group.
+    All ranks have the same number of rows (`check_step_size`), so the same number of parts."""
     parts = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
     return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
 
@@ -183,7 +197,7 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """PPO's clipped ratio, per token.  [B, T]
 
-    part: what `tensors` made, `advantages` and `old_logprobs`, of some rows [B, T]. A mean over them would depend on
+    part: what `tensors` made, "advantages" and "old_logprobs", of some rows [B, T]. A mean over them would depend on
     how the batch is cut. The loss must be finite at prompts and padding, too: the caller multiplies it by loss_mask,
     and infinity times 0 is nan.
     The ratio is 1 in the first update of a step: the loss is -A, its gradient -A grad log pi. In later ones a token
@@ -197,17 +211,18 @@ def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Ten
 def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> dict[str, float]:
     """The gradient of the mean loss over all tokens that *all* ranks have sampled in this step, however many ranks and
     micro-batches there are. Returns the same mean of the loss, and of |trainer - generator| log-prob."""
-    # Every token counts alike, in long completions, too (DAPO's mean; GRPO's is over each completion's mean). Those of
-    # groups without an advantage are among them: the more there are, the smaller is the gradient.
+    # Every token counts alike, in long completions, too (DAPO's mean; GRPO's is over each completion's mean). Tokens of
+    # groups with advantage 0 are counted, too, so many such groups make the gradient smaller.
     count = batch["loss_mask"].sum()
     dist.all_reduce(count)
     sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
     for part in parts:
-        local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # ranks exchange in the last alone
+        local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # all-reduced in the last only
         with model.no_sync() if local else contextlib.nullcontext():
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
-            # With one update a step nothing has moved yet. The trainer's own, so that the clip sees what updates have
-            # moved, and not how the generator rounds. With several updates, `update` has put it there.
+            # The ratio's denominator is the trainer's own log-prob, so that the clip sees what updates have moved, and
+            # not how the generator rounds. With one update a step it is that of now: nothing has moved yet. With
+            # several, `update` has computed it before the first, and setdefault keeps it.
             part.setdefault("old_logprobs", logprobs.detach())
             loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
@@ -230,7 +245,8 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
         if not np.isfinite(norm):
             raise RuntimeError(f"step {step}: the gradient norm is {norm} ({numbers}), so this update was not made.")
-        # Of the first update, whose weights are the generator's. Its loss is -mean(A): watch the reward, not the loss.
+        # Log the first update: before it, trainer and generator have equal weights. Its loss is -mean(A): watch the
+        # reward, not the loss.
         metrics = metrics or numbers | {"grad_norm": norm}
         optimizer.step()
         optimizer.zero_grad()
@@ -244,14 +260,13 @@ BUCKET = 256 * 2**20  # bytes
 
 
 def push_weights(model: nn.Module, generator, version: int) -> None:
-    """Sends the weights, some at a time, in float32: the generator casts them. It refuses what is damaged, missing or
-    unknown to it; from here on its completions say that they are of `version`. model: the one without DDP, whose names
-    the generator knows."""
-    # No rank is still sampling: all have exchanged gradients since, and before version 0 none has begun.
+    """Sends the weights, some at a time, in float32: the generator casts them. It refuses damaged, missing or unknown
+    weights; afterwards its completions carry `version`. model: without DDP, which would change the names."""
+    # No rank is sampling now: each had finished before the all-reduce of the update just made.
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
-        for name, weight in model.named_parameters():  # tied ones once, which the generator knows
+        for name, weight in model.named_parameters():  # tied weights are sent once; the generator expects that
             bucket, size = [*bucket, (name, weight.detach())], size + weight.nbytes
             if size >= BUCKET:
                 generator.send_bucket(bucket)
@@ -270,39 +285,41 @@ def train(cfg: Settings) -> dict[str, float]:
     if cfg.num_generations < 2:
         raise ConfigError(f"--num_generations={cfg.num_generations}: a prompt's completions are compared; at least 2.")
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
-    tokenizer, reward_functions = load_processor(cfg.model_id), get_reward_functions(cfg)
+    tokenizer = load_processor(cfg.model_id)  # of a text model its tokenizer
+    reward_functions = get_reward_functions(cfg)
 
-    def lengths(rows: list[dict], split: str) -> list[int]:  # of prompts; `load_data` calls it, with the split's name
+    def lengths(rows: list[dict], where: str) -> list[int]:  # of prompts, in tokens. where: for `load_data`'s messages
         return [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
 
-    # Rows as they are, without those that are too long.
+    # Rows as they are in the data set, without those that are too long.
     rows, held_out = load_data(cfg, format_row=lambda row: row, measure=lengths)
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
-    # In eval mode, as it is loaded: without dropout, as the generator is.
+    # from_pretrained returns it in eval mode: no dropout, like the generator.
     weights = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
     model = DistributedDataParallel(weights) if world > 1 else weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, weights, device)  # waits for them, and checks that they serve this model
     else:
-        # In the precision of a server, and changed by a push alone.
+        # In a server's precision; only a push changes it.
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
-    cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's, as the time is in it
+    cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's: its name has the time in it
     log = RunLog(cfg) if rank == 0 else None
-    push_weights(weights, generator, 0)  # a server may have those of an earlier run
+    push_weights(weights, generator, 0)  # the server may still have an earlier run's weights
 
     def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
-        """By the weights after `step` steps, or RuntimeError."""
+        """Completions by the weights after `step` steps; RuntimeError if the generator has others."""
         if cfg.generator == "hf":
-            # Of numbers, so the same in every run, and another one on each rank. An evaluation may share a step's.
+            # The hash of numbers is the same in every run. An evaluation may use the same seed as a step.
             generator.seed(hash((cfg.seed, step, rank)))
         trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
         utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)
         return trajectories
 
     def evaluate(step: int) -> dict[str, float]:
+        """eval/reward; eval/mean@k: share of completions with a score of at least 1; eval/pass@k: of rows with one."""
         k = cfg.eval_generations  # 4 by default, at the training temperature
         found = sampled(held_out[rank::world], k, step)
         groups = [found[start : start + k] for start in range(0, len(found), k)]
@@ -324,13 +341,13 @@ def train(cfg: Settings) -> dict[str, float]:
             batch["advantages"] = gains.to(device)[:, None].expand_as(batch["loss_mask"])  # every token alike  [B, T]
             with clock(metrics, "update"):
                 metrics |= update(model, optimizer, batch, step, cfg)
-            if step == 0:  # another model on the server, another temperature, ...: ends the run
+            if step == 0:  # ends the run if the server has another model or another temperature, ...
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
                 push_weights(weights, generator, step + 1)
         completions = utils.gather_lists(completion_rows(trajectories, scores, gains.tolist()))
         if log:
-            log.step(step + 1, metrics, completions)  # steps that are done; the completions are of the weights before
+            log.step(step + 1, metrics, completions)  # steps done; the completions came from the weights before
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or step + 1 == cfg.max_steps):
             last_eval = evaluate(step + 1)
     if log:
@@ -349,12 +366,12 @@ def main(cfg: Settings) -> None:
         train(cfg)
         status = 0
     except KeyboardInterrupt as error:
-        ended_by, status = error, utils.explain_interrupt()  # says so; 130
+        ended_by, status = error, utils.explain_interrupt()  # prints a message; 130
     except BaseException as error:
         ended_by = error
         utils.print_failure(error, cfg)
     finally:
-        utils.end_process(status, lambda: close_all(ended_by))  # the run folder gets what there is so far
+        utils.end_process(status, lambda: close_all(ended_by))  # writes what there is so far to the run folder
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def names_in(function: Callable) -> set[str]:
     return set(getattr(getattr(function, "__code__", None), "co_names", ()))
 
 
-def reads(function: Callable, name: str, place: int) -> bool:
+def uses_argument(function: Callable, name: str, place: int) -> bool:
     """Whether the argument at `place`, whatever the function calls it, is read in its code. True where that cannot be
     seen: of a partial, of a function with *args, of one that reads `name` elsewhere."""
     code = getattr(function, "__code__", None)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import train_grpo as script  # noqa: E402
 from config import TrainConfig  # noqa: E402
-from inputs.attention import attend, attention_of, settle  # noqa: E402
+from inputs.attention import attend, attention_of, fall_back_to_eager  # noqa: E402
 from inputs.processor import model_class  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 
@@ -49,7 +49,7 @@ def small_model(family: str, layers: int, window: int | None, cfg: TrainConfig, 
     config = AutoConfig.for_model(family, num_hidden_layers=layers, **SHAPE, **ids, **own)
     with attention_of("auto", model_class(config)) as attention:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
-    settle(model, "auto")
+    fall_back_to_eager(model, "auto")
     return model
 
 

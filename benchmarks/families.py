@@ -157,7 +157,7 @@ def rows(family: str, folder: Path, device=CPU, exact: bool = True) -> dict:
 
     told = dict(
         kind=type(inner.hf_model).__name__,
-        attention=attention.chosen("auto", inner.hf_model),
+        attention=attention.attention_kind("auto", inner.hf_model),
         shared=reason or "yes",
         **apart(*ours),
     )

@@ -598,7 +598,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
             if cfg.load_in:
                 pack(model, dtype, cfg)
             memory.claim_memory(model, dtype)
-            four_bits.settle(model, cfg)
+            four_bits.check_packed(model, cfg)
         return model
 
     shown = pictures_of(cfg, config)

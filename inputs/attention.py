@@ -96,7 +96,7 @@ def attention_of(wanted: str, kind: type) -> Iterator[str | None]:
         raise ConfigError(f"{refused} ({reason}).") from error
 
 
-def chosen(wanted: str, hf_model: nn.Module) -> str:
+def attention_kind(wanted: str, hf_model: nn.Module) -> str:
     """--attn_implementation, or for "auto" what the model's text part was loaded with."""
     if wanted != "auto":
         return wanted
@@ -113,10 +113,10 @@ def leaves_out(layers: list[Layer] | None) -> list[str]:
     return sorted({names[option] for layer in layers or [] for option in layer.options.keys() & names.keys()})
 
 
-def settle(hf_model: nn.Module, wanted: str) -> None:
+def fall_back_to_eager(hf_model: nn.Module, wanted: str) -> None:
     """A loaded model whose class has sdpa, but which gives it what it does not compute, gets eager. ConfigError if
     sdpa was asked for."""
-    if chosen("auto", hf_model) != "sdpa" or not (left_out := leaves_out(layers_of(hf_model))):
+    if attention_kind("auto", hf_model) != "sdpa" or not (left_out := leaves_out(layers_of(hf_model))):
         return
     if wanted != "auto":
         raise ConfigError(f"--attn_implementation={wanted} leaves out {' and '.join(left_out)}; auto takes eager.")

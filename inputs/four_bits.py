@@ -49,7 +49,7 @@ def how_to_load(cfg: TrainConfig, make: Callable[[], nn.Module]) -> dict:
 
 
 @torch.no_grad()
-def settle(model: nn.Module, cfg: TrainConfig) -> None:
+def check_packed(model: nn.Module, cfg: TrainConfig) -> None:
     """ConfigError if nothing of a loaded model is in 4 bits, or what is was not finite."""
     layers = {name: layer for name, layer in model.named_modules() if is_packed(layer)}
     if cfg.load_in and not layers:

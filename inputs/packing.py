@@ -26,7 +26,7 @@ def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
         return f"{name} makes its own mask, in which images see themselves in both directions"
     if not attention.takes_any(type(text_model(hf_model))):
         return f"{name} has an attention of its own"
-    kind = attention.chosen(cfg.attn_implementation, hf_model)
+    kind = attention.attention_kind(cfg.attn_implementation, hf_model)
     known = ["sdpa", *(["eager"] if cfg.attn_implementation == "auto" else [])]  # asked for, it is for comparison
     if kind not in known and not kind.startswith("flash_attention_"):
         return f"{kind} attention takes no packed rows, sdpa and flash_attention_2 do"

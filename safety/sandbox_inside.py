@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import sys
+import types
 
 READY = b"ready\n"
 PROGRAM = "program.py"
@@ -70,7 +71,6 @@ def become(program: str) -> None:
 def answer_questions(program: str) -> None:
     """Run the program, then what is asked: "value" of an expression, or whether a "test" raises nothing. Each answer
     repeats the question's number, which is random: one that was written before the question does not fit."""
-    import types
 
     questions, answers, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

@@ -123,7 +123,7 @@ def test_attention_that_a_model_has(family, tmp_path):
     cfg = TrainConfig(model_id=str(saved(family, tmp_path)), compute_dtype="float32")
     _, inner = script.load_policy(cfg, CPU)
     expected = "eager" if family in WITHOUT_SDPA else "sdpa"
-    assert attention.chosen("auto", inner.hf_model) == expected
+    assert attention.attention_kind("auto", inner.hf_model) == expected
     reason = script.why_not_shared(inner.hf_model, cfg)
     assert (reason is not None) == (family in PLAIN_ROWS), reason
     if expected == "eager":

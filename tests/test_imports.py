@@ -1,6 +1,7 @@
 """The shape of the house: arrows between modules run down only."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -53,6 +54,22 @@ def test_nothing_reaches_up():
     scripts = {name for name in scripts if "." not in name}
     found = {name for name, needed in graph().items() if needed & scripts}
     assert found <= scripts and {"train_ppo", "train_async"} <= found
+
+
+def test_imports_stand_at_the_top():
+    """But for packages that are optional or take seconds to import, and modules of ours that import such: --help and
+    mistakes answer at once. Others say why."""
+    late = []
+    for file in modules().values():
+        lines = file.read_text(encoding="utf-8").split("\n")
+        for function in ast.walk(ast.parse("\n".join(lines))):
+            for node in ast.walk(function) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else ():
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                    standard = any(name.partition(".")[0] in sys.stdlib_module_names for name in names)
+                    said = "#" in "".join(lines[node.lineno - 2 : node.lineno])
+                    late += [f"{file.name}:{node.lineno} {names}"] * (standard and not said)
+    assert not late
 
 
 def without_encoding(call: ast.Call) -> bool:

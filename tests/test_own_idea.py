@@ -182,9 +182,11 @@ def test_whether_a_function_reads_an_argument_is_seen():
     def not_read(logprobs, entropy, part, cfg):
         return -logprobs, {"other": part.scores}
 
-    assert [checks.reads(f, "entropy", 1) for f in (renamed, inner, not_read)] == [True, True, False]
-    assert checks.reads(partial(not_read, cfg=1), "entropy", 1) and checks.reads(lambda *given: given, "entropy", 1)
-    assert not checks.reads(script.own_term, "entropy", 1)
+    assert [checks.uses_argument(f, "entropy", 1) for f in (renamed, inner, not_read)] == [True, True, False]
+    assert checks.uses_argument(partial(not_read, cfg=1), "entropy", 1) and checks.uses_argument(
+        lambda *given: given, "entropy", 1
+    )
+    assert not checks.uses_argument(script.own_term, "entropy", 1)
 
 
 def test_statistics_without_a_term_are_kept(small, monkeypatch):
