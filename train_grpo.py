@@ -31,8 +31,9 @@ shared), L their length. A data row is a dict of the data set (`rows`, in sectio
 completion.
 
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, `rewards` and
-`advantages` [B, T] are 0 elsewhere; `scores` [B] are sums of rewards; `groups` [B] says whose prompt a row has, rows of
-one prompt are adjacent.
+`advantages` [B, T] are 0 elsewhere; `scores` [B] are as the reward functions gave them, `shaped_scores` [B] the same
+after --reward_mean, --reward_std and --kl_in_reward; `groups` [B] says whose prompt a row has, rows of one prompt are
+adjacent.
 
 A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
 row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for
@@ -42,7 +43,9 @@ metrics. Without --domains there is one: cfg itself, with the prefix "".
 
 from config import ConfigError, TrainConfig, known_name, parse_args
 
-# A knob of your own:  class TrainConfig(TrainConfig): my_coef: float = 0.1  # what it does
+# A knob of your own goes here; it needs no decorator:
+# class TrainConfig(TrainConfig):
+#     my_coef: float = 0.1  # what it does: the text of its --help
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
 
 import asyncio
@@ -173,15 +176,14 @@ from safety import sandbox
 #     mine.needs = ("entropy",)         fields of Batch computed beforehand, constants without gradient: old_logprobs,
 #                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion),
 #                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk)
-#     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: quantities of a
-#                                       group, of the step or of all ranks, computed once. An advantage's are computed
-#                                       before advantages, others' after them and before leave_out. They are found in
-#                                       batch.extras[name], cut as the micro-batch is
+#     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: values that need
+#                                       whole groups or all ranks, computed once a step: an advantage's before the
+#                                       advantages, those of losses, KL and own_term after them, before leave_out. Read
+#                                       them as batch.extras[name], which has the rows of the micro-batch
 #     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
 #                                       function cfg -> bool
-#     mine.choose = function            for a loss that treats some tokens differently: it chooses them among all of the
-#                                       update's, by their current log-probs (which costs a forward pass):
-#                                       (logprobs, batch, cfg) -> Batch.chosen [B, T]
+#     mine.choose = function            selects the tokens that a loss treats differently, once per update, before it is
+#                                       cut (costs a forward pass): (logprobs, batch, cfg) -> Batch.chosen [B, T]
 #     mine.check = function             (cfg) -> why it cannot work with these settings, or None
 #
 # `needs`, `prepare` and `check` can be set on a KL estimator and on `own_term`, too.
@@ -219,11 +221,13 @@ def check_algorithm(cfg: TrainConfig) -> None:
 
 # ==== 2 advantages: (batch, cfg) -> [B, T], or ([B, T], statistics {name: number}) ===================================
 
+# batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index look
+# at this rank alone; whiten and normalize(..., "batch") take all ranks together, so every rank has to call them.
 # Statistics have the same names on every rank, and are logged as their mean over ranks.
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """(s - group mean) / (std + 1e-6); --scale_rewards says which std.  DeepSeekMath (2402.03300) eq. 3.  [B, T]"""
+    """(s - group mean) / (std + 1e-6), std as --scale_rewards says.  DeepSeekMath (2402.03300) eq. 3.  [B, T]"""
     return spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
 
 
@@ -261,9 +265,8 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """Clipped importance ratio per token; --dual_clip c bounds the loss by -A c where A < 0 (1912.09729 eq. 5).
-
-    Where the dual clip binds, the token has no gradient.  [B, T]
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r the importance ratio per token (`clipped_surrogate`, which
+    gspo shares); --dual_clip c bounds it by -A c where A < 0 (1912.09729 eq. 5): no gradient where that binds.  [B, T]
     """
     loss, stats = clipped_surrogate(log_ratio(logprobs, batch).exp(), batch, cfg)
     if cfg.dual_clip is not None:
@@ -288,7 +291,7 @@ def reinforce(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor,
     return -batch.advantages * logprobs, {}
 
 
-reinforce.check = has_no_ratio
+reinforce.check = has_no_ratio  # so --old_logprobs sampler is refused: it would have no effect
 
 POLICY_LOSSES: dict[str, Callable[[Tensor, Batch, TrainConfig], tuple[Tensor, dict]]] = {
     "ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "gpg": reinforce, **MORE_LOSSES,
@@ -301,8 +304,9 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 # KL(pi || ref) per token from one sample, x = log pi - log ref (J. Schulman, "Approximating KL divergence", 2020). As a
-# loss, only k2 has the gradient of the KL. k1+ and k3+ have the value of k1 and k3 with the gradient of k2. They get
-# whole rows [B, T], prompts included: a KL that depends on a token's place belongs in `micro_loss` or `own_term`.
+# loss, only k2 has the gradient of the KL. k1+ and k3+ have the value of k1 and k3 with the gradient of k2. Every
+# estimator gets whole rows [B, T], prompts included: a KL that depends on a token's place belongs in `micro_loss` or
+# `own_term`.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20),  # unbiased, high variance; as a loss: no KL gradient
     "abs": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20).abs(),
@@ -375,7 +379,7 @@ class Policy(nn.Module):
     The wrapper exists because DDP and FSDP want everything that uses parameters inside one `forward`.
     """
 
-    replays = True  # experts as the generator chose them (--router_replay); a critic chooses its own
+    replays = True  # whether a mixture's experts are those that the generator chose (--router_replay); a critic: False
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
@@ -385,14 +389,14 @@ class Policy(nn.Module):
         )
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
-            # It computes ordinary rows as before, if it turns out that prompts are not shared.
+            # It handles ordinary rows as well, so it may stay if sharing turns out to be impossible.
             use_shared_attention(self.hf_model, attention_kind(cfg.attn_implementation, self.hf_model))
         self.routing = routing.of(self.hf_model, cfg) if self.replays else None
-        self.last_pass = True  # of an update: in it, copies of shards (--shard_size) add up their gradients
+        self.last_pass = True  # of an update: only in that one copies of shards (--shard_size) sum their gradients
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.top = 0  # how many of the likeliest tokens to return, with their log-probs (of a teacher)
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
-        # With several ranks one may have images while another has none; its vision tower must run all the same.
+        # A rank whose pass has no images must run its vision tower, too, if another rank's pass has some.
         several = utils.world_size() > 1 and takes_images(model.config)
         self.blank = prompts.blank_inputs(load_processor(cfg.model_id), cfg, model) if several else {}
 
@@ -413,7 +417,7 @@ class Policy(nn.Module):
             inputs = routing.replay(self.routing, inputs, rows, columns)
             with save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext():
                 hidden = backbone(self.hf_model)(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
-            unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # ties the row with the image to the gradient
+            unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # the tower gets a gradient of 0 on this rank, too
             hidden = hidden[rows, columns] + unused  # [N, H]
             size = self.chunk or chunk_size(self.hf_model.config.get_text_config().vocab_size, hidden.is_cuda)
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
@@ -505,7 +509,7 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
         names = sorted({n.split(".")[-1] for n in linear_layers(model)})
         raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
     for layer in adapted.modules():
-        if isinstance(layer, LoraLayer) and autocasts(cfg):  # it casts: PEFT would keep a float32 copy of each input
+        if isinstance(layer, LoraLayer) and autocasts(cfg):  # autocast casts: PEFT would keep a float32 copy
             layer.cast_input_dtype_enabled = False
     check_adapted(adapted, cfg.lora_targets)
     return adapted
@@ -557,8 +561,8 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
 
 
 def apart(module: nn.Module, common: tuple[bool, torch.dtype]) -> Iterator[nn.Module]:
-    """The largest modules whose parameters are all of one kind (trained, dtype), which is not the common one. FSDP1
-    makes one flat parameter of a unit: it has one dtype, and with a single trained part it is all trained."""
+    """The largest modules whose parameters agree in (trained, dtype), but not with most of the model. FSDP1 flattens a
+    unit into one parameter, with one dtype, and trained as a whole."""
     kinds = {(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()}
     called = not isinstance(module, (nn.ModuleDict, nn.ModuleList))  # those two have no forward pass to hook
     if len(kinds) == 1 and common not in kinds and called:
@@ -583,7 +587,7 @@ def empty_policy(cfg: TrainConfig, config=None, kind: type | None = None) -> Pol
 
 
 def to_train(model: nn.Module, cfg: TrainConfig) -> nn.Module:
-    """With adapters and checkpointing; in train mode, which checkpointing needs: dropout is off."""
+    """Adds adapters and gradient checkpointing. In train mode, which checkpointing needs; dropout is 0."""
     model = add_lora(model, cfg) if cfg.use_peft else model
     if cfg.gradient_checkpointing or cfg.offload_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -614,7 +618,8 @@ def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> tuple[nn.M
     with utils.on_rank_0(f"Loading {what}"):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     autocast = bool(cfg.ref_sync_steps) and autocasts(cfg)
-    inner = Policy(model.eval().requires_grad_(False), replace(cfg, router_aux_coef=0.0), autocast)
+    frozen = replace(cfg, router_aux_coef=0.0)  # not trained, so there is nothing to balance
+    inner = Policy(model.eval().requires_grad_(False), frozen, autocast)
     return shard(inner, cfg, device, trained=False), inner
 
 
@@ -704,9 +709,9 @@ async def rollout(
 ) -> tuple[list[list], dict]:
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
-    versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories, as
-    many as were asked for (`call_rollout` compares), those that failed among them (info["failure"], nothing sampled),
-    and two times in seconds: until the last token was sampled, and how much longer scoring took.
+    versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories,
+    exactly as many as asked for (`call_rollout` compares), including those that failed (info["failure"], nothing
+    sampled), and two times in seconds: until the last token was sampled, and how much longer scoring took.
     """
     start, ended_at = time.perf_counter(), []
 
@@ -728,8 +733,9 @@ async def rollout(
             trajectory.info["domain"] = cfg.domain
         return trajectories
 
-    # A group is one part, or one for each completion if all its rewards score trajectory by trajectory, as they end. A
-    # part is its config, which says how many by its num_generations. The first parts of all rows are asked for first.
+    # A group is sampled in one call, or in one call per completion if every reward can score a trajectory by itself, as
+    # it ends. A part is the config of a call: [cfg], or G x [cfg with num_generations=1]. First parts of all rows go
+    # first.
     configs = [sampled_by(row, cfg) for row in rows]  # the domain's; in training with the row's own num_generations
     divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
@@ -838,7 +844,7 @@ class Collector:
         self.run = run
 
     def pushed(self, version: int, cfg: TrainConfig) -> None:
-        """The generator has the weights after `version` training steps."""
+        """Called after each push, of the weights after `version` training steps; there is nothing to do here."""
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
         """The trajectories of a step and their metrics. version: of the weights that sample."""
@@ -847,7 +853,7 @@ class Collector:
         return collect(run.rows, *asyncio.run(sampled), cfg)
 
     def close(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
 
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
@@ -858,7 +864,10 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
     t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, there is a
     placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each token}, come as
-    batch.extras[name]. load_processor(cfg.model_id) is the tokenizer (with images, its owner), loaded once.
+    batch.extras[name]. load_processor(cfg.model_id) returns the tokenizer, for image models their processor.
+
+    Rewards that are changed here (at a trajectory's last index with loss_mask 1) count for what is learned; `reward`
+    and other metrics, and --dynamic_sampling, have seen them before.
 
     Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (their `logprobs`
     are nan: no generator sampled them). `group` puts one among the completions of a prompt; info["origin"] = "replay"
@@ -892,11 +901,19 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     return tuple(map(placed_back, (logprobs, *others)))
 
 
+def set_temperature(policy: nn.Module, cfg: TrainConfig) -> None:
+    """The policy below its wrapper computes at the temperature of cfg, which may change from step to step."""
+    inner = getattr(policy, "module", policy)
+    if isinstance(inner, Policy):
+        inner.temperature = cfg.temperature
+
+
 @torch.no_grad()
 def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
+    set_temperature(policy, cfg)
     out: list[Tensor] = []
-    for rows in micro_batches(batch, cfg):  # numbers of rows; none: other ranks have more passes than this one
+    for rows in micro_batches(batch, cfg):  # row numbers; empty where other ranks have more passes
         parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)  # cut to the longest of them
         out = out or [part.new_zeros(*batch.loss_mask.shape, *part.shape[2:]) for part in parts]
         for whole, values in zip(out, parts if rows else (), strict=False):
@@ -924,18 +941,20 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: Policy, cfg:
 
 
 def add_teacher(batch: Batch, run: SimpleNamespace, trajectories: list[Trajectory], pad_id: int, cfg) -> dict:
-    """What a teacher in this process says of the sampled tokens (its servers have said it while sampling). Metrics."""
+    """Adds a teacher's log-probs: of one in this process they are computed here, servers have sent theirs while
+    sampling. Returns metrics."""
     if not cfg.has_teacher:
         return {}
     metrics = teachers.seconds(trajectories)
-    teachers.complete(batch, cfg)
+    teachers.complete(batch, cfg)  # nan where none was asked
     if teachers.in_this_process(cfg):
         teacher, inner = run.teacher or (run.policy, run.inner)  # itself, by another prompt
-        seen, inner.top = teachers.as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk
+        seen, inner.top = teachers.as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk  # behind its own prompt
         with clock(metrics, "teacher"):
             logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
         inner.top = 0
         teachers.enter(batch, seen, trajectories, logprobs, top, cfg)
+    # Ids that the policy lacks:
     teachers.drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
     return metrics | distill_metrics(batch)
 
@@ -949,9 +968,9 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 
     moments: count, sum and sum of squares of all scores so far, by domain ("" without any); brought up to date.
     """
-    batch.given_scores = batch.rewards.sum(1)  # keeps batch.scores
+    batch.given_scores = batch.rewards.sum(1)  # what batch.scores are from here on; shaped_scores follow batch.rewards
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
-    # A rank without rows of a domain is given some row as `part`, to take part in sums over ranks, to which it adds 0.
+    # A rank without rows of a domain gets some row as `part`, so that it joins the collectives; it contributes 0.
     for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
         running = utils.running_moments(part.scores, moments.setdefault(own.domain, [0.0] * 3))
         center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
@@ -971,12 +990,12 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
     batch.extras |= prepared({f"--advantage {cfg.advantage}": ADVANTAGES[cfg.advantage]}, batch, cfg)
     whole, stats, num_ranks = torch.zeros_like(batch.rewards), {}, []
-    for own, rows, part, count in by_domain(batch, cfg):  # statistics of the batch are those of a domain's part of it
+    for own, rows, part, ranks in by_domain(batch, cfg):  # "batch" statistics cover one domain's rows; ranks have some
         advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
         whole = placed(advantages, rows, whole)
         # Without rows of the domain on this rank, what `part` gave is thrown away.
         stats |= {own.prefix + name: float(value) if rows else 0.0 for name, value in numbers.items()}
-        num_ranks += [count] * len(numbers)
+        num_ranks += [ranks] * len(numbers)
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
@@ -1001,6 +1020,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     keep &= (mean >= lowest) & (mean <= highest)  # neither too hard nor too easy
     # Without --group_std_min equal scores stay, as a KL or an entropy may learn from them; a group of one has no std.
     keep &= (std > smallest) | (group_index(groups)[1] == 1) | (smallest == 0)
+    # A filter of yours goes here: keep &= ...
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
@@ -1016,8 +1036,8 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
 
     The generator's log-probs differ because of other kernels, or because its weights are older (--push_steps):
     w = exp(old - sampling), by token or by sequence, clamped to the bounds or 0 outside (TIS, IcePop). Left out are
-    completions whose geometric mean is out of bounds, and tokens with A < 0 of completions that drifted further than
-    off_policy_threshold (DeepSeek-V3.2), measured with the current weights.
+    completions whose mean ratio (geometric, over tokens) is out of bounds, and tokens with A < 0 of completions that
+    drifted further than off_policy_threshold (DeepSeek-V3.2), measured with the current weights.
     """
     mask, (d, w) = batch.loss_mask, mismatch(logprobs, batch, cfg)
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
@@ -1070,6 +1090,7 @@ def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -
 def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
+    # pi_old is, by --old_logprobs: the trainer's before the first update (recompute), the generator's (sampler), or pi.
     if cfg.old_logprobs == "sampler":
         old = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
         part = replace(part, old_logprobs=old)
@@ -1111,16 +1132,18 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     of DDP and FSDP would not match.
     """
     loss_of = loss_of or micro_loss
+    set_temperature(policy, cfg)
     batch = with_chosen(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
-        # For the view of a run's tokens: d loss / d logprob times this is a token's weight, which is its advantage
-        # under token_mean and a ratio of 1.
+        # For the view of a run's tokens: the record keeps each token's weight, -d loss / d logprob x num_tokens, which
+        # is its advantage under token_mean and a ratio of 1.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, learns)  # lists of row numbers; those with a row that learns come last
-    silent = len(passes) - max(utils.all_max(sum(any(learns[row] for row in rows) for rows in passes)), 1)
+    learning = utils.all_max(sum(any(learns[row] for row in rows) for rows in passes))  # on the rank with most of them
+    silent = len(passes) - max(learning, 1)
     if cfg.router_aux_coef and batch.advantages is not None:
         balance.begin(policy, batch, cfg)  # each layer adds the gradient itself; the loss is in routing/aux_loss
         silent = 0
@@ -1220,15 +1243,8 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         optimizer.step()
         number += 1
     optimizer.zero_grad(set_to_none=True)
-    total = dict(zip(total, torch.stack([*total.values()]).cpu(), strict=True))
     bad = utils.not_finite(policy)  # else broken weights would be pushed, evaluated and saved
-    total["not_finite"] = torch.tensor(len(bad), dtype=torch.float64)
-    names = sorted(set().union(*utils.gather_objects([*total])))  # a statistic may exist on some ranks only
-    most = [name for name in names if name.endswith("_max")]
-    largest = {name: utils.all_max(float(total.get(name, -math.inf))) for name in most}
-    names = [name for name in names if name not in most]
-    mine = [float(total.get(name, 0.0)) for name in names]
-    sums = dict(zip(names, utils.all_sum(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True))
+    sums, largest = over_ranks(total | {"not_finite": total["tokens"].new_full((), len(bad))})
     if sums.pop("not_finite"):
         names = sum(utils.gather_objects(bad), [])
         raise RuntimeError(
@@ -1246,6 +1262,16 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms)} | rates
 
 
+def over_ranks(total: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+    """(sums over all ranks, of names that end in _max the largest). A statistic may exist on some ranks only."""
+    mine = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True))  # one read of the GPU
+    names = sorted(set().union(*utils.gather_objects([*mine])))
+    largest = {name: utils.all_max(mine.get(name, -math.inf)) for name in names if name.endswith("_max")}
+    names = [name for name in names if name not in largest]
+    sums = utils.all_sum(torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64)).tolist()
+    return dict(zip(names, sums, strict=True)), largest
+
+
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     """Scale gradients to a global norm of at most max_norm; returns the norm before."""
     if isinstance(policy, FSDP):
@@ -1254,7 +1280,8 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
 
 
 def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
-    """beta and entropy_coef for the next step, from this one's KL and entropy, if it had any."""
+    """The settings of the next step: beta and entropy_coef, from this one's KL and entropy, if it had any. Edit me: a
+    temperature that falls over the run can be set here, too (train_async.py begins steps with the one of then)."""
     if cfg.kl_target is not None and "kl" in metrics:  # Ziegler et al., 1909.08593 sec. 2.2
         error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
         count = metrics.get("completions/count", cfg.sequences_per_step)
@@ -1280,8 +1307,9 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
             generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
         else:
             generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
-    generator.tokenizer, generator.rope_index = processor, prompts.rope_index_of(hf_model)
-    routing.ask(generator, hf_model, cfg)
+    generator.tokenizer = processor
+    generator.rope_index = prompts.rope_index_of(hf_model)  # which places of a prompt have which positions: with images
+    routing.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
     return generator
 
 
@@ -1506,7 +1534,7 @@ def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict
 
 
 def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bool) -> TrainConfig:
-    """With what memory.py chooses by what the device has free; warns of what will not fit."""
+    """Settings that were left open, chosen to fit the device's free memory; prints a warning if nothing fits."""
     if cfg.colocate:  # the server has the GPU at first: what is free when it sleeps is what a step has
         utils.reach_servers(cfg).sleep()
     largest = max(group_sizes(rows, cfg), default=cfg.num_generations)  # the largest group of any row must fit
@@ -1537,7 +1565,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # where models that are moved are loaded
     policy, inner = load_policy(cfg, home)
     reference, teacher = load_reference(cfg, home), load_teacher(cfg, home)
-    for one in (inner, *(teacher or ())[1:]):
+    for one in [inner, teacher[1]] if teacher else [inner]:
         if cfg.shared_prefix and (reason := why_not_shared(one.hf_model, cfg)):
             cfg = replace(cfg, shared_prefix=False)
             if rank == 0:
@@ -1549,7 +1577,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if cfg.resume:
-        state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])
+        state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])  # which `memory` may hold
         mixture.restore(state.get("domains"), first)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
@@ -1667,13 +1695,13 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                     utils.check_states(policy, run.optimizer)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
-                agreed = True  # by a step that sampled tokens, none of them by other weights
+                agreed = True  # by the first step whose tokens all come from this run's weights
             with clock(metrics, "push"):
                 if cfg.colocate:
                     utils.move(run, torch.device("cpu"))
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
-                    used = getattr(generator, "used", {})
+                    used = getattr(generator, "used", {})  # what its servers have counted until now
                     push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
                     metrics |= utils.server_usage(generator, used)
                     collector.pushed(pushed, cfg)

@@ -10,6 +10,8 @@ terminals):
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256  # terminal 1
     CUDA_VISIBLE_DEVICES=1,2 torchrun --nproc_per_node=2 train_minimal.py                                  # terminal 2
 
+(256 tokens: at least max_prompt_length + max_completion_length.)
+
 A step:
 
     1. prompts      every rank takes its share of `prompts_per_step` rows
@@ -32,7 +34,8 @@ from config import ConfigError, TrainConfig, parse_args
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
     """The flags of this script. All other settings (`cfg.compute_dtype`, ...) are fields of TrainConfig with its
-    defaults; declare one again below, and it is a flag here: compute_dtype: str = "float32"."""
+    defaults. Declared again below, one is a flag here, but only what this script reads has an effect: compute_dtype,
+    dist_timeout, eval_generations, and what data, rewards, servers and logs read; beta or eval_temperature has none."""
 
     own_flags_alone = True  # the command line has the flags below and no others (these two attributes are not flags)
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -46,12 +49,12 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     num_generations: int = 8  # completions of each prompt, 2 or more
     max_prompt_length: int = 128  # tokens; rows with longer prompts are left out
     max_completion_length: int = 12  # tokens; what is longer is cut off
-    temperature: float = 1.0  # of sampling, and of the log-probs that are trained
+    temperature: float = 1.0  # divides the logits, when sampling and when training
     rows_per_microbatch: int = 16  # completions in one forward and backward pass; changes memory, not the gradient
     num_iterations: int = 1  # optimizer updates on the completions of a step
-    learning_rate: float = 1e-5  # at the first step; it falls to 0 in a line
-    epsilon: float = 0.2  # a bad token is pushed down until it is this much less likely than before the step
-    epsilon_high: float = 0.2  # a good one up until it is this much more likely; with one update nothing is clipped
+    learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
+    epsilon: float = 0.2  # lower clip: a token with A < 0 gets no gradient once its ratio is below 1 - epsilon
+    epsilon_high: float = 0.2  # upper clip: of A > 0, above 1 + epsilon_high; with one update the ratio is 1
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
@@ -92,26 +95,30 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
     numbers = []
     for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
         epoch, place = divmod(drawn, len(rows))
-        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # recomputed: nothing has to be kept
+        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # for each: simple, not fast
         numbers.append(order[place])
     return [rows[number] for number in numbers[dist.get_rank() :: dist.get_world_size()]]
 
 
 # ---- 2 completions and their rewards --------------------------------------------------------------------------------
 
-# A row is a dict: {"prompt": "What is 12 + 34?", "answer": "46"}; the prompt is a text, or a list of chat messages.
-# A reward function gets lists, one element a completion of the prompt: completions and columns of the row. It returns
-# a number for each, and several functions are added up (rewards.py says more):
+# A row is a dict: {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}. A prompt may be a text.
+# Each argument of a reward function is a list with one element per completion of the prompt: the completions (messages
+# where the prompt is messages, else texts), and each column of the row, repeated. It returns a number for each; those
+# of several functions are summed (rewards.py says more):
 #
-#     def exact(completions, answer, **columns): return [float(c == a) for c, a in zip(completions, answer)]
+#     from rewards import completion_text  # takes messages and texts
+#
+#     def exact(completions, answer, **columns):
+#         return [float(completion_text(c) == a) for c, a in zip(completions, answer)]
 
 
 async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
     """Exactly `count` completions of each row, scored, in the order of the rows: `advantages` and `evaluate` rely on
     that order. All rows are sampled at the same time.
 
-    generator: VLLMClient or HFGenerator; `await generate(prompt_ids, n=...)` returns n Completions, tokens with their
-    log-probs.
+    generator: VLLMClient or HFGenerator; `await generate(token_ids, n=...)` returns n Completions: tokens, and their
+    log-probs under the distribution that they were drawn from.
     """
 
     async def of_row(group: int, row: dict) -> list[Trajectory]:
@@ -123,14 +130,14 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
         trajectories = [
             Trajectory(
                 row=row,
-                group=group,  # a number within this rank, for metrics and logs alone: `advantages` uses the order
+                group=group * dist.get_world_size() + dist.get_rank(),  # number of the prompt, for metrics and logs
                 prompt_ids=prompt,
                 token_ids=c.token_ids,  # as they were sampled, with the end token: text is never tokenised again
-                loss_mask=[1] * len(c.token_ids),  # 1: sampled. Answers of tools, if there were any, would have 0
-                logprobs=c.logprobs,  # the generator's, rounded differently: only compared with the trainer's
+                loss_mask=[1] * len(c.token_ids),  # 1: sampled by the model; 0 would mark a tool's answer
+                logprobs=c.logprobs,  # the generator's, rounded differently: to watch the gap to the trainer's
                 token_rewards=[0.0] * len(c.token_ids),  # `score` writes the reward to the last token
                 finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
-                policy_version=c.policy_version,  # version of the weights that sampled the first token
+                policy_version=c.policy_version,  # steps done by the weights that sampled the first token
                 policy_version_last=c.policy_version_last,  # and the last token; equal here
                 info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},  # for rewards
             )
@@ -148,7 +155,7 @@ def padded(rows: list[list]) -> Tensor:
 
 
 def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, Tensor]:
-    """Prompts with their completions, padded on the right: place t is token t.  [B, T] each"""
+    """Prompts with their completions, padded on the right: column t holds token t.  [B, T] each"""
     zeros = [[0] * len(t.prompt_ids) for t in trajectories]  # for the prompt tokens
     batch = {
         "input_ids": padded([t.prompt_ids + t.token_ids for t in trajectories]),
@@ -186,7 +193,7 @@ def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Ten
 
 
 def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> Tensor:
-    """Log-prob of every token after those before it; 0 for the first.  [B, T]"""
+    """Log-prob of each token, given the tokens before it; 0 for the first.  [B, T]"""
     ids, mask = part["input_ids"], part["attention_mask"]
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):  # the default
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
@@ -197,11 +204,11 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """PPO's clipped ratio, per token.  [B, T]
 
-    part: what `tensors` made, "advantages" and "old_logprobs", of some rows [B, T]. A mean over them would depend on
-    how the batch is cut. The loss must be finite at prompts and padding, too: the caller multiplies it by loss_mask,
-    and infinity times 0 is nan.
-    The ratio is 1 in the first update of a step: the loss is -A, its gradient -A grad log pi. In later ones a token
-    with A > 0 has no gradient any more once the ratio is above 1 + epsilon_high, one with A < 0 below 1 - epsilon.
+    part: some rows of the batch, [B, T] each: the fields of `tensors`, "advantages" and "old_logprobs". Do not average
+    over rows here: the result would depend on how the batch is cut. The loss must be finite at prompts and padding,
+    too: the caller multiplies it by loss_mask, and infinity times 0 is nan.
+    The ratio is 1 in the first update of a step: the loss is -A, its gradient -A grad log pi. In later updates the
+    gradient is 0 for tokens with A > 0 and a ratio above 1 + epsilon_high, and with A < 0 and a ratio below 1 - epsilon.
     """
     ratio = (logprobs - part["old_logprobs"]).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
@@ -211,18 +218,18 @@ def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Ten
 def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> dict[str, float]:
     """The gradient of the mean loss over all tokens that *all* ranks have sampled in this step, however many ranks and
     micro-batches there are. Returns the same mean of the loss, and of |trainer - generator| log-prob."""
-    # Every token counts alike, in long completions, too (DAPO's mean; GRPO's is over each completion's mean). Tokens of
-    # groups with advantage 0 are counted, too, so many such groups make the gradient smaller.
+    # All tokens have equal weight, however long their completion (as in DAPO; GRPO averages each completion first).
+    # Tokens of groups with advantage 0 are counted, too, so many such groups make the gradient smaller.
     count = batch["loss_mask"].sum()
     dist.all_reduce(count)
     sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
     for part in parts:
-        local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # all-reduced in the last only
+        local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # all-reduce in the last only
         with model.no_sync() if local else contextlib.nullcontext():
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
             # The ratio's denominator is the trainer's own log-prob, so that the clip sees what updates have moved, and
-            # not how the generator rounds. With one update a step it is that of now: nothing has moved yet. With
-            # several, `update` has computed it before the first, and setdefault keeps it.
+            # not how the generator rounds. With one update a step the current one is the old one. With several,
+            # `update` has computed it before the first, and setdefault keeps it.
             part.setdefault("old_logprobs", logprobs.detach())
             loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
@@ -247,7 +254,8 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
             raise RuntimeError(f"step {step}: the gradient norm is {norm} ({numbers}), so this update was not made.")
         # Log the first update: before it, trainer and generator have equal weights. Its loss is -mean(A): watch the
         # reward, not the loss.
-        metrics = metrics or numbers | {"grad_norm": norm}
+        if not metrics:
+            metrics = numbers | {"grad_norm": norm}
         optimizer.step()
         optimizer.zero_grad()
     return metrics | {"lr": optimizer.param_groups[0]["lr"]}
@@ -262,7 +270,8 @@ BUCKET = 256 * 2**20  # bytes
 def push_weights(model: nn.Module, generator, version: int) -> None:
     """Sends the weights, some at a time, in float32: the generator casts them. It refuses damaged, missing or unknown
     weights; afterwards its completions carry `version`. model: without DDP, which would change the names."""
-    # No rank is sampling now: each had finished before the all-reduce of the update just made.
+    # No rank is sampling now: before the first push none has begun, later each has been through the update's
+    # all-reduce.
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
@@ -288,26 +297,26 @@ def train(cfg: Settings) -> dict[str, float]:
     tokenizer = load_processor(cfg.model_id)  # of a text model its tokenizer
     reward_functions = get_reward_functions(cfg)
 
-    def lengths(rows: list[dict], where: str) -> list[int]:  # of prompts, in tokens. where: for `load_data`'s messages
+    def lengths(rows: list[dict], where: str) -> list[int]:  # of prompts, in tokens; `load_data` gives `where`
         return [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
 
     # Rows as they are in the data set, without those that are too long.
     rows, held_out = load_data(cfg, format_row=lambda row: row, measure=lengths)
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     # from_pretrained returns it in eval mode: no dropout, like the generator.
-    weights = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
-    model = DistributedDataParallel(weights) if world > 1 else weights
+    bare = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
+    model = DistributedDataParallel(bare) if world > 1 else bare
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":
-        generator = utils.connect_servers(cfg, weights, device)  # waits for them, and checks that they serve this model
+        generator = utils.connect_servers(cfg, bare, device)  # waits for them, and checks that they serve this model
     else:
-        # In a server's precision; only a push changes it.
+        # In the precision of a server. It is never trained: only a push changes it.
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
     cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's: its name has the time in it
     log = RunLog(cfg) if rank == 0 else None
-    push_weights(weights, generator, 0)  # the server may still have an earlier run's weights
+    push_weights(bare, generator, 0)  # the server may still have an earlier run's weights
 
     def sampled(rows: list[dict], count: int, step: int) -> list[Trajectory]:
         """Completions by the weights after `step` steps; RuntimeError if the generator has others."""
@@ -319,7 +328,7 @@ def train(cfg: Settings) -> dict[str, float]:
         return trajectories
 
     def evaluate(step: int) -> dict[str, float]:
-        """eval/reward; eval/mean@k: share of completions with a score of at least 1; eval/pass@k: of rows with one."""
+        """eval/reward; eval/mean@k: share of completions with a score of at least 1; eval/pass@k: rows with one."""
         k = cfg.eval_generations  # 4 by default, at the training temperature
         found = sampled(held_out[rank::world], k, step)
         groups = [found[start : start + k] for start in range(0, len(found), k)]
@@ -336,7 +345,7 @@ def train(cfg: Settings) -> dict[str, float]:
                 trajectories = sampled(rows_of_step(rows, step, cfg), cfg.num_generations, step)
             metrics |= rollout_metrics(trajectories)  # reward, length, ... over all ranks
             scores = [sum(t.token_rewards) for t in trajectories]
-            gains = advantages(torch.tensor(scores), cfg.num_generations)  # [B]
+            gains = advantages(torch.tensor(scores, dtype=torch.float64), cfg.num_generations)  # [B]
             batch = tensors(trajectories, device)
             batch["advantages"] = gains.to(device)[:, None].expand_as(batch["loss_mask"])  # every token alike  [B, T]
             with clock(metrics, "update"):
@@ -344,14 +353,14 @@ def train(cfg: Settings) -> dict[str, float]:
             if step == 0:  # ends the run if the server has another model or another temperature, ...
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
-                push_weights(weights, generator, step + 1)
+                push_weights(bare, generator, step + 1)
         completions = utils.gather_lists(completion_rows(trajectories, scores, gains.tolist()))
         if log:
-            log.step(step + 1, metrics, completions)  # steps done; the completions came from the weights before
+            log.step(step + 1, metrics, completions)  # steps done; the completions were sampled before
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or step + 1 == cfg.max_steps):
             last_eval = evaluate(step + 1)
     if log:
-        weights.save_pretrained(log.dir / "model")
+        bare.save_pretrained(log.dir / "model")
         tokenizer.save_pretrained(log.dir / "model")
         log.close()
     generator.close()

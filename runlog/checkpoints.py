@@ -197,7 +197,7 @@ class Saver:
         state of all {name: (module, its optimizer or None)} in `trainer/`. They may change as soon as it returns.
 
         buckets: lists of (name, full tensor) of the policy, an iterable that all ranks walk in step.
-        state: plain JSON values that come back from `load_checkpoint`; memory: this rank's, see `check_memory`.
+        state: plain JSON values that come back from `load_checkpoint`; memory: what `after_rollout` fills.
         adapter: PEFT's config of the adapter that the buckets are, in place of all weights.
         Takes memory for this rank's share of the files, until they are written.
         """

@@ -666,3 +666,15 @@ def test_the_rollout_of_the_documentation(monkeypatch):
     assert ids == [[7, 8, 9]] * 4 + [[7, 7, 8, 9]] * 8 and groups[0][5].info["completion"] == "7 7 8 9"
     groups, _ = rolled_out(monkeypatch, branching, purpose="eval", num_generations=2)
     assert [len(group) for group in groups] == [2, 2]
+
+
+def test_a_temperature_that_changes_during_a_run_is_that_of_the_log_probs(small):
+    """Whoever gives the next step another one (in `adapt`, say) samples and learns at it."""
+    cfg = TrainConfig(compute_dtype="float32", max_steps=4)
+    cooler, batch = replace(cfg, temperature=0.5), gradient_worker.local_batch(0, 1)
+    policy, made_cooler = (script.load_policy(each, torch.device("cpu"))[0] for each in (cfg, cooler))
+    warm, cool = (script.all_logprobs(policy, batch, each)[0] for each in (cfg, cooler))
+    assert torch.equal(cool, script.all_logprobs(made_cooler, batch, cooler)[0]) and not torch.allclose(cool, warm)
+    batch.sampling_logprobs = cool
+    seen = script.accumulate_gradients(policy, batch, cfg)["sampling/logprob_diff_mean"]
+    assert seen > 0.1 > 1e-4 > script.accumulate_gradients(policy, batch, cooler)["sampling/logprob_diff_mean"]
