@@ -102,7 +102,7 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 
 # ---- 2 completions and their rewards --------------------------------------------------------------------------------
 
-# A row is a dict: {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}. A prompt may be a text.
+# A row is a dict: {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}, or its prompt a text.
 # Each argument of a reward function is a list with one element per completion of the prompt: the completions (messages
 # where the prompt is messages, else texts), and each column of the row, repeated. It returns a number for each; those
 # of several functions are summed (rewards.py says more):
@@ -208,7 +208,7 @@ def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Ten
     over rows here: the result would depend on how the batch is cut. The loss must be finite at prompts and padding,
     too: the caller multiplies it by loss_mask, and infinity times 0 is nan.
     The ratio is 1 in the first update of a step: the loss is -A, its gradient -A grad log pi. In later updates the
-    gradient is 0 for tokens with A > 0 and a ratio above 1 + epsilon_high, and with A < 0 and a ratio below 1 - epsilon.
+    gradient is 0 for tokens with A > 0 and a ratio above 1 + epsilon_high, and with A < 0 and one below 1 - epsilon.
     """
     ratio = (logprobs - part["old_logprobs"]).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)

@@ -1,5 +1,6 @@
 """train_minimal.py computes what train_grpo.py computes, learns, and has no flag that does nothing."""
 
+import asyncio
 from dataclasses import replace
 
 import minimal_worker
@@ -8,12 +9,15 @@ import torch
 from gradient_worker import small_llama
 from live import running, trainer
 from server_fixture import ROOT, make_tiny
+from transformers import AutoTokenizer
 
 import train_grpo
 import train_minimal as script
 from cli import ConfigError
 from config import TrainConfig, load_config
+from rewards import completion_text
 from runlog.reading import read_metrics
+from vllm_client import Completion
 
 TOY = ROOT / "benchmarks" / "toy.py"
 CPU = torch.device("cpu")
@@ -81,6 +85,31 @@ def test_all_rows_of_an_epoch_before_the_next(monkeypatch):
         steps += [int(row["prompt"]) for row in parts]
     assert sorted(steps[:8] + steps[8:10]) != sorted(steps[10:12]) and len(steps) == 20
     assert all(steps.count(n) == 2 for n in range(10))
+
+
+def the_answer(completions, answer, **columns):
+    """As in the comment of section 2."""
+    return [float(completion_text(c) == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def test_chats_are_scored_and_prompts_of_two_ranks_keep_numbers_of_their_own(monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    said = [tokenizer(text).input_ids for text in ("46", "47")]
+
+    class Generator:
+        async def generate(self, prompt, n, **options):
+            return [Completion(ids, [-1.0] * len(ids), "stop", 0, prompt) for ids in said]
+
+    generator, numbers = Generator(), []
+    generator.tokenizer = tokenizer
+    rows = [{"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}] * 2
+    for rank in range(2):
+        monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
+        found = asyncio.run(script.sample(rows, 2, generator, {"the_answer": the_answer}, script.Settings()))
+        assert [sum(t.token_rewards) for t in found] == [1, 0, 1, 0]
+        numbers += [t.group for t in found]
+    assert sorted(numbers) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_flags_that_it_does_not_have_are_refused():
