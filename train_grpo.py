@@ -1,5 +1,6 @@
 """GRPO for language models in one file, on plain torch.distributed, with a vLLM server beside it. Copy it, edit it.
 
+    export VLLM_SERVER_TOKEN=...                                   # any string as token, the same in both terminals
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct              # terminal 1
     CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_grpo.py \
         --model_id Qwen/Qwen2.5-1.5B-Instruct                                                    # terminal 2
@@ -7,7 +8,7 @@
 A training step, and where to find it:
 
     take `prompts_per_step` prompts                                                section 4
-    sample `num_generations` completions of each, score each as soon as it ends    section 6, rollouts.py, rewards.py
+    sample `num_generations` completions of each, score them as they end           section 6, rollouts.py, rewards.py
     lay them out as one Batch; token ids are the generator's, never re-tokenised   batch.py
     log-probs of the sampled tokens, only if something needs them                  sections 5, 7
     advantages: compare the completions of one prompt                              section 2
@@ -20,8 +21,8 @@ Where it differs from the papers and from TRL, on purpose:
 
     * The loss is a sum of per-token weights times per-token losses, the weights taken from counts over the whole
       optimizer update and all ranks: the gradient does not depend on how the update is cut into micro-batches or ranks.
-    * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, several times faster.
-    * A prompt with one completion has advantage 0 where completions are compared (some pass its raw score through).
+    * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, in less time.
+    * A prompt with one completion has advantage 0 where completions are compared (others use its raw score).
     * No truncated sampling by default: top-k or top-p would bias the importance ratio.
     * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
 
@@ -30,10 +31,10 @@ first token), G completions per prompt, N sampled tokens, V vocabulary; R rows o
 shared), L their length. A data row is a dict of the data set (`rows`, in sections 4 and 6); a row of a tensor is a
 completion.
 
-What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, `rewards` and
-`advantages` [B, T] are 0 elsewhere; `scores` [B] are as the reward functions gave them, `shaped_scores` [B] the same
-after --reward_mean, --reward_std and --kl_in_reward; `groups` [B] says whose prompt a row has, rows of one prompt are
-adjacent.
+What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens (until
+`leave_out`), `rewards` and `advantages` [B, T] are 0 elsewhere; `scores` [B] are as the reward functions gave them,
+`shaped_scores` [B] the same after --reward_mean, --reward_std and --kl_in_reward; `groups` [B] says whose prompt a row
+has, rows of one prompt are adjacent.
 
 A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
 row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for
@@ -186,7 +187,8 @@ from safety import sandbox
 #                                       cut (costs a forward pass): (logprobs, batch, cfg) -> Batch.chosen [B, T]
 #     mine.check = function             (cfg) -> why it cannot work with these settings, or None
 #
-# `needs`, `prepare` and `check` can be set on a KL estimator and on `own_term`, too.
+# `needs`, `prepare` and `check` can be set on `own_term`, too; `needs` and `check` on a KL estimator, which sees no
+# batch.
 
 
 def in_use(cfg: TrainConfig) -> dict[str, Callable]:
@@ -222,12 +224,12 @@ def check_algorithm(cfg: TrainConfig) -> None:
 # ==== 2 advantages: (batch, cfg) -> [B, T], or ([B, T], statistics {name: number}) ===================================
 
 # batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index look
-# at this rank alone; whiten and normalize(..., "batch") take all ranks together, so every rank has to call them.
+# at this rank alone; whiten and normalize take all ranks together, so every rank has to call them.
 # Statistics have the same names on every rank, and are logged as their mean over ranks.
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """(s - group mean) / (std + 1e-6), std as --scale_rewards says.  DeepSeekMath (2402.03300) eq. 3.  [B, T]"""
+    """(s - group mean) / (std + 1e-6), std as --scale_rewards says.  DeepSeekMath (2402.03300) sec. 4.1.2.  [B, T]"""
     return spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
 
 
@@ -291,7 +293,7 @@ def reinforce(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor,
     return -batch.advantages * logprobs, {}
 
 
-reinforce.check = has_no_ratio  # so --old_logprobs sampler is refused: it would have no effect
+reinforce.check = has_no_ratio  # refuses --old_logprobs sampler: there is no ratio to put them into
 
 POLICY_LOSSES: dict[str, Callable[[Tensor, Batch, TrainConfig], tuple[Tensor, dict]]] = {
     "ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "gpg": reinforce, **MORE_LOSSES,
@@ -348,8 +350,9 @@ class PromptSampler:
     """Which rows a step takes: every row once an epoch, in an order made from (seed, epoch); the rows of a step are
     distinct. Ranks take contiguous shares of one global order (data.Epochs).
 
-    Edit me: `next` may return any rows, for example those that `memory` says are hard. That dict is yours:
-    `after_rollout` (section 6) can fill it, and checkpoints keep it.
+    Edit me: `next` may return any `share` rows, for example those that `memory` says are hard; a row may come twice.
+    That dict is this rank's: `after_rollout` (section 6) can fill it, and checkpoints keep it. For one order over all
+    ranks, fill it from all of them (utils.gather_objects).
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
@@ -518,7 +521,7 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
     """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2).
 
-    Rank 0 has the values and hands them out layer by layer: only its CPU memory ever holds all of them. With --load_in
+    Rank 0 has the values and hands them out layer by layer; shards are cut as they arrive. With --load_in
     every rank has read the base itself, straight to its device.
     """
     layer_names = set(policy.hf_model._no_split_modules or [])
@@ -596,7 +599,7 @@ def to_train(model: nn.Module, cfg: TrainConfig) -> nn.Module:
 
 
 def autocasts(cfg: TrainConfig) -> bool:
-    """Whether a forward pass computes in another dtype than that of the weights. FSDP casts its shards itself."""
+    """Whether the policy autocasts to bfloat16. FSDP casts its shards itself."""
     return cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"
 
 
@@ -673,8 +676,8 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 
 
 def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type | None = None):
-    """make(module, cfg), after checking that it makes the same groups as for the unsharded model, for which it is
-    called on torch's meta device. kind: as in load_policy."""
+    """make(module, cfg). If it makes several groups of a sharded model, it is called again for an unsharded one (with
+    shapes and hardly any memory): the groups must be the same. kind: as in load_policy."""
 
     def unsharded() -> Policy:
         with torch.device("meta"):
@@ -710,8 +713,8 @@ async def rollout(
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
     versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories,
-    exactly as many as asked for (`call_rollout` compares), including those that failed (info["failure"], nothing
-    sampled), and two times in seconds: until the last token was sampled, and how much longer scoring took.
+    exactly as many as asked for (`call_rollout` compares), including those that failed (info["failure"]), and two
+    times in seconds: until the last token was sampled, and how much longer scoring took.
     """
     start, ended_at = time.perf_counter(), []
 
@@ -733,8 +736,8 @@ async def rollout(
             trajectory.info["domain"] = cfg.domain
         return trajectories
 
-    # A group is sampled in one call, or in one call per completion if every reward can score a trajectory by itself, as
-    # it ends. A part is the config of a call: [cfg], or G x [cfg with num_generations=1]. First parts of all rows go
+    # A group is sampled in one call; or in one call per completion, scored as it ends, if the rollout and every reward
+    # say `per_trajectory`. A part is the config of a call: [cfg], or G x [cfg with num_generations=1]. First parts go
     # first.
     configs = [sampled_by(row, cfg) for row in rows]  # the domain's; in training with the row's own num_generations
     divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
@@ -782,7 +785,8 @@ async def sample_rows(
     rows: list[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions: range
 ) -> tuple[list[tuple], dict]:
     """What this rank samples for a step: [(group, whether it is silent, its times)] in the order in which prompts were
-    drawn; and counts for each domain: further groups drawn, prompts that ended, prompts solved.
+    drawn; and counts: groups resampled, silent and unused, and, for each domain, prompts that ended and how many of
+    them were solved.
 
     first, further: numbers of the rows that were drawn, and of those in place of silent groups.
     --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `enough_of_each` replaces silent groups, at most --resample_rounds
@@ -829,7 +833,7 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
-    # A stand-in has no token, so no loss; it counts as a completion under --loss_agg constant, and as a silent group.
+    # A stand-in has no sampled token: no loss, but a completion under --loss_agg constant, and a silent group.
     return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
 
 
@@ -861,13 +865,13 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     least one; or (trajectories, {name: number}), of which rank 0's numbers are logged.
 
     `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
-    and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number in the data set,
-    t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, there is a
-    placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each token}, come as
-    batch.extras[name]. load_processor(cfg.model_id) returns the tokenizer, for image models their processor.
+    and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number among the rows in
+    use, t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, there is
+    a placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each token}, come
+    as batch.extras[name]. load_processor(cfg.model_id) returns the tokenizer, for image models their processor.
 
-    Rewards that are changed here (at a trajectory's last index with loss_mask 1) count for what is learned; `reward`
-    and other metrics, and --dynamic_sampling, have seen them before.
+    Rewards that are changed here (at a trajectory's last index with loss_mask 1) count for what is learned (not
+    under gdpo, which has each function's); `reward` and other metrics, and --dynamic_sampling, have seen them before.
 
     Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (their `logprobs`
     are nan: no generator sampled them). `group` puts one among the completions of a prompt; info["origin"] = "replay"
@@ -882,7 +886,7 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
 def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places. 0 elsewhere.
 
-    With gradient (the entropy only if there is a bonus on it).  [B, T] each
+    With gradient (the entropy only if something in the loss reads it).  [B, T] each
     """
     where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
     # The model's inputs, rows and columns [N] of the hidden states that predict them, and targets [N], in that order.
@@ -902,7 +906,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 
 
 def set_temperature(policy: nn.Module, cfg: TrainConfig) -> None:
-    """The policy below its wrapper computes at the temperature of cfg, which may change from step to step."""
+    """The policy below its wrapper computes at the temperature of cfg. It may change from step to step:
+    cfg = replace(cfg, temperature=f(step)) where the loop of `train` begins a step (not in train_async.py)."""
     inner = getattr(policy, "module", policy)
     if isinstance(inner, Policy):
         inner.temperature = cfg.temperature
@@ -1235,7 +1240,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
-                f"step {step}: the gradient norm is {norms[-1]}, so no update was made. Look at the rewards and at "
+                f"step {step}: the gradient norm is {norms[-1]}, so this update was not made. Look at the rewards and "
                 "sampling/logprob_diff_mean of the last steps; lower --learning_rate, or --compute_dtype float32."
             )
         for group in optimizer.param_groups:
@@ -1280,8 +1285,7 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
 
 
 def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
-    """The settings of the next step: beta and entropy_coef, from this one's KL and entropy, if it had any. Edit me: a
-    temperature that falls over the run can be set here, too (train_async.py begins steps with the one of then)."""
+    """beta and entropy_coef for the next step, from this one's KL and entropy, if it had any."""
     if cfg.kl_target is not None and "kl" in metrics:  # Ziegler et al., 1909.08593 sec. 2.2
         error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
         count = metrics.get("completions/count", cfg.sequences_per_step)
@@ -1297,7 +1301,11 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
 
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
     """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process. Of a base in
-    4 bits no copy is made: the policy itself samples."""
+    4 bits no copy is made: the policy itself samples.
+
+    One of your own has: `generate` (as VLLMClient's), `seed` (for --generator hf), receives_weights, weight_dtype,
+    changes (None), image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close.
+    """
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, hf_model, device)
     else:
@@ -1318,7 +1326,8 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
     finish. All ranks call it.
 
     `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
-    rank 0 for servers. After each bucket the ranks agree that it arrived; an error on one is raised on all.
+    rank 0 for servers. After each bucket the ranks agree that it was handed over (that it arrived is known at the next
+    one, of the last at the end); an error on one is raised on all.
     With --push_changes the ranks first compare their own shards with the last push. Where little has changed, that
     alone is gathered and sent.
     """
@@ -1454,7 +1463,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def clean_name(name: str) -> str:
-    """The name a parameter has in its checkpoint, without what DDP, FSDP, PEFT and `Policy` put around it."""
+    """The name a parameter has in the transformers model, without what DDP, FSDP, PEFT and `Policy` put around it."""
     name = re.sub(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.|\.base_layer", "", name)
     name = name.removeprefix("module.").removeprefix("model.")  # DDP, then Policy.model
     return name.removeprefix("base_model.model.")  # PeftModel -> LoraModel -> the model itself
@@ -1495,7 +1504,7 @@ def evaluate(
 
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
-    """Everything that can be wrong before a process group, a GPU or a server is touched."""
+    """Everything that can be wrong before a process group, a GPU or the generator's server is touched."""
     check_algorithm(cfg)
     with torch.device("meta"):  # what cannot be built is refused here
         hf_model = load_hf_model(cfg, torch.float32)
@@ -1559,7 +1568,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         sampler.draw = data.Draw(mixture, rows, cfg) if cfg.domains else sampler.draw
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
-    # The run folder's lock; steps that are done; a fingerprint of settings and rows, which a resumed run must match.
+    # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
     lock, first, made_with = resume.begin(cfg, rows, held_out, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
     home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # where models that are moved are loaded
@@ -1577,7 +1586,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if cfg.resume:
-        state |= checkpoints.load_checkpoint(run_dir, first, modules, memory, [Trajectory])  # which `memory` may hold
+        state |= checkpoints.load_checkpoint(run_dir, first, modules, memory)
         mixture.restore(state.get("domains"), first)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
@@ -1600,8 +1609,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 
 
 def first_push(run: SimpleNamespace, cfg: TrainConfig) -> None:
-    """The generator gets the weights. Then the policy is compared with its plain transformers model on a text, and the
-    generator with the policy on what it samples; with --colocate when the trainer has the GPU."""
+    """Compares the policy with its plain transformers model on a text, gives the generator the weights, and compares
+    what it samples with the policy; with --colocate it compares when the trainer has the GPU."""
 
     def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
         return all_logprobs(run.policy, batch, cfg)[0]
@@ -1671,7 +1680,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)
-            state |= run.mixture.ended(step, metrics)  # success rates, for domains with `weight: success`
+            state |= run.mixture.ended(step, metrics)  # what was drawn of each domain, and how often it was solved
             trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg))
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)

@@ -1,6 +1,6 @@
 """GRPO on one page: rows in, a better model out. Read it from top to bottom; train_grpo.py has what is left out here.
 
-    python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # downloads it. Or any text model: --model_id
+    python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # or --model_id: any text model for chats
     python train_minimal.py --generator hf                                # one process that trains and samples
 
 With a server that samples, and two ranks that train, on three GPUs or on CPUs (the token: any string, the same in both
@@ -34,14 +34,16 @@ from config import ConfigError, TrainConfig, parse_args
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
     """The flags of this script. All other settings (`cfg.compute_dtype`, ...) are fields of TrainConfig with its
-    defaults. Declared again below, one is a flag here, but only what this script reads has an effect: compute_dtype,
-    dist_timeout, eval_generations, and what data, rewards, servers and logs read; beta or eval_temperature has none."""
+    defaults. Declared again below, one is a flag here. It has an effect if this file reads it or a module that it
+    imports: compute_dtype, eval_generations, dataset_config, system_prompt, reward_weights, ...; not what train_grpo.py
+    alone reads: beta, top_p, weight_decay, eval_temperature, ..."""
 
-    own_flags_alone = True  # the command line has the flags below and no others (these two attributes are not flags)
+    own_flags_alone = True  # the command line has the flags below, --config and --help (these two attributes are none)
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
+    eval_dataset_id: str | None = None  # held-out rows; unset: the split "test" of dataset_id, which a file has not
     reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
@@ -54,11 +56,11 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     num_iterations: int = 1  # optimizer updates on the completions of a step
     learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
     epsilon: float = 0.2  # lower clip: a token with A < 0 gets no gradient once its ratio is below 1 - epsilon
-    epsilon_high: float = 0.2  # upper clip: of A > 0, above 1 + epsilon_high; with one update the ratio is 1
+    epsilon_high: float = 0.2  # upper clip: of A > 0, above 1 + epsilon_high; with one update neither ever binds
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
-    eval_steps: int | None = 10  # steps from one evaluation on held-out rows (split "test") to the next; none: never
-    seed: int = 42  # of the order of prompts, and of --generator hf
+    eval_steps: int | None = 10  # steps from one evaluation to the next, the first before training; none: never
+    seed: int = 42  # of the order of prompts, of a data set that is a function, and of --generator hf
     output_dir: str = "runs"  # the run's folder is made here; `python look.py runs/` shows it
     run_name: str | None = None  # name of that folder; if unset, built from the model's name and the time
 
@@ -95,7 +97,9 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
     numbers = []
     for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
         epoch, place = divmod(drawn, len(rows))
-        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # for each: simple, not fast
+        order = np.random.default_rng([cfg.seed, epoch]).permutation(
+            len(rows)
+        )  # made for each prompt: simple, not fast
         numbers.append(order[place])
     return [rows[number] for number in numbers[dist.get_rank() :: dist.get_world_size()]]
 
@@ -117,11 +121,11 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
     """Exactly `count` completions of each row, scored, in the order of the rows: `advantages` and `evaluate` rely on
     that order. All rows are sampled at the same time.
 
-    generator: VLLMClient or HFGenerator; `await generate(token_ids, n=...)` returns n Completions: tokens, and their
-    log-probs under the distribution that they were drawn from.
+    generator: VLLMClient or HFGenerator; `await generate(token_ids, n=, max_tokens=, temperature=)` returns n
+    Completions: tokens, and their log-probs under the distribution that they were drawn from.
     """
 
-    async def of_row(group: int, row: dict) -> list[Trajectory]:
+    async def of_row(index: int, row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
         # Sampled from softmax(logits / temperature), as in token_logprobs: top_p is 1 and top_k off by default here,
         # whatever the model's generation_config.json says.
@@ -130,7 +134,7 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
         trajectories = [
             Trajectory(
                 row=row,
-                group=group * dist.get_world_size() + dist.get_rank(),  # number of the prompt, for metrics and logs
+                group=index * dist.get_world_size() + dist.get_rank(),  # of all ranks' prompts, for metrics and logs
                 prompt_ids=prompt,
                 token_ids=c.token_ids,  # as they were sampled, with the end token: text is never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled by the model; 0 would mark a tool's answer
@@ -138,15 +142,15 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
                 token_rewards=[0.0] * len(c.token_ids),  # `score` writes the reward to the last token
                 finish_reason=c.finish_reason,  # "stop", or "length" if it was cut off
                 policy_version=c.policy_version,  # steps done by the weights that sampled the first token
-                policy_version_last=c.policy_version_last,  # and the last token; equal here
+                policy_version_last=c.policy_version_last,  # and the last token; None: the same
                 info={"completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},  # for rewards
             )
             for c in completions
         ]
-        await score(trajectories, reward_functions, cfg)  # while others are still being sampled
+        await score(trajectories, reward_functions, cfg, generator.tokenizer)  # while a server still samples others
         return trajectories
 
-    return sum(await asyncio.gather(*(of_row(group, row) for group, row in enumerate(rows))), [])
+    return sum(await asyncio.gather(*(of_row(index, row) for index, row in enumerate(rows))), [])
 
 
 def padded(rows: list[list]) -> Tensor:
@@ -224,12 +228,12 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
     dist.all_reduce(count)
     sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
     for part in parts:
-        local = isinstance(model, DistributedDataParallel) and part is not parts[-1]  # all-reduce in the last only
-        with model.no_sync() if local else contextlib.nullcontext():
+        not_last = isinstance(model, DistributedDataParallel) and part is not parts[-1]
+        with model.no_sync() if not_last else contextlib.nullcontext():  # ranks all-reduce gradients in the last only
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
-            # The ratio's denominator is the trainer's own log-prob, so that the clip sees what updates have moved, and
-            # not how the generator rounds. With one update a step the current one is the old one. With several,
-            # `update` has computed it before the first, and setdefault keeps it.
+            # old_logprobs are the trainer's, not the generator's, so that the clip measures how far updates have moved
+            # the policy. With one update they are the current ones, detached; with several, `update` has put them into
+            # the batch, and setdefault leaves them.
             part.setdefault("old_logprobs", logprobs.detach())
             loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
@@ -268,10 +272,11 @@ BUCKET = 256 * 2**20  # bytes
 
 
 def push_weights(model: nn.Module, generator, version: int) -> None:
-    """Sends the weights, some at a time, in float32: the generator casts them. It refuses damaged, missing or unknown
-    weights; afterwards its completions carry `version`. model: without DDP, which would change the names."""
-    # No rank is sampling now: before the first push none has begun, later each has been through the update's
-    # all-reduce.
+    """Sends the weights, some at a time, to be rounded to the generator's dtype. It refuses missing or unknown weights,
+    a server damaged ones, too; afterwards its completions carry `version`. model: without DDP, which changes the names.
+    """
+    # Nobody samples now: at the first push nothing has been asked for yet, and later no rank gets through the update's
+    # all-reduce before every rank has its completions.
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
@@ -328,7 +333,7 @@ def train(cfg: Settings) -> dict[str, float]:
         return trajectories
 
     def evaluate(step: int) -> dict[str, float]:
-        """eval/reward; eval/mean@k: share of completions with a score of at least 1; eval/pass@k: rows with one."""
+        """eval/reward; eval/mean@k: share of completions with a score of at least 1; eval/pass@k: of rows with one."""
         k = cfg.eval_generations  # 4 by default, at the training temperature
         found = sampled(held_out[rank::world], k, step)
         groups = [found[start : start + k] for start in range(0, len(found), k)]
@@ -350,7 +355,7 @@ def train(cfg: Settings) -> dict[str, float]:
             batch["advantages"] = gains.to(device)[:, None].expand_as(batch["loss_mask"])  # every token alike  [B, T]
             with clock(metrics, "update"):
                 metrics |= update(model, optimizer, batch, step, cfg)
-            if step == 0:  # ends the run if the server has another model or another temperature, ...
+            if step == 0:  # ends the run if the server computes otherwise: quantised, another config, ...
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
             with clock(metrics, "push"):
                 push_weights(bare, generator, step + 1)
@@ -369,7 +374,7 @@ def train(cfg: Settings) -> dict[str, float]:
 
 def main(cfg: Settings) -> None:
     """Train, and end the process for good: no thread or process group keeps a failed run alive."""
-    utils.watch_process()  # from now on Ctrl-C raises KeyboardInterrupt, and SIGTERM an exception of its own
+    utils.watch_process()  # from now on Ctrl-C raises KeyboardInterrupt; SIGTERM ends the process with a message
     status, ended_by = 1, None
     try:
         train(cfg)

@@ -22,7 +22,6 @@ import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -221,8 +220,7 @@ def balanced(groups: list[list]) -> tuple[list[list], dict]:
 def packed_up(group: list) -> bytes | None:
     """A group for another rank, without its environments; None if it holds what cannot be sent: it stays then."""
     try:
-        infos = [{name: value for name, value in t.info.items() if name != "object"} for t in group]
-        return pickle.dumps([replace(t, info=info) for t, info in zip(group, infos, strict=True)])
+        return pickle.dumps(group)
     except Exception as error:  # whatever a user's row or state raises
         limits.warn_once(f"a group cannot be sent to another rank ({error!r:.200}), so ranks stay uneven. Said once.")
         return None

@@ -31,6 +31,10 @@ class Trajectory:
     teacher_top: tuple | None = None  # tensors [n, k]: the tokens that it finds likeliest, and their log-probs
     info: dict = field(default_factory=dict)  # completion text, rewards by function, counters
 
+    def __getstate__(self) -> dict:
+        """As it is copied, sent to another rank or kept in a checkpoint: without its live environment."""
+        return vars(self) | {"info": {name: value for name, value in self.info.items() if name != "object"}}
+
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
         said = {"teacher_logprobs": self.teacher_logprobs, "teacher_top": self.teacher_top and self.teacher_top[0]}

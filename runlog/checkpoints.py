@@ -52,11 +52,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 import utils
 from config import ConfigError
+from inputs.trajectory import Trajectory
+from safety.storable import text_of
 
 SUMS = "SHA256SUMS"
 CHUNK = 2**26  # bytes written at a time
 FILE = 2**30  # bytes of weights in a file, and the rest of a layer
 Buffer = bytes | memoryview
+KEPT = (Trajectory,)  # classes of which `memory` may hold instances
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -218,7 +221,7 @@ class Saver:
         def own() -> None:
             files[f"trainer/rng_{self.rank}.pt"] = _saved(_rng_state())
             if memory:
-                files[f"trainer/memory_{self.rank}.pt"] = _saved(memory)
+                files[f"trainer/memory_{self.rank}.pt"] = _kept(memory)
 
         def others() -> None:
             files["trainer/state.json"] = json.dumps(state | {"step": step}).encode()
@@ -322,6 +325,22 @@ class Saver:
 def _saved(value) -> Buffer:
     torch.save(value, stream := io.BytesIO())
     return stream.getbuffer()
+
+
+def _kept(memory: dict) -> Buffer:
+    """What comes back of `after_rollout`'s dict. RuntimeError now, and not when a run is to go on, if nothing would."""
+    try:
+        data = _saved(memory)
+        with torch.serialization.safe_globals(list(KEPT)):
+            torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # pickling runs code of whatever class it meets
+        said = text_of(error)
+        said = next((line for line in said.splitlines() if "Unsupported" in line), said).strip()  # torch says more
+        raise RuntimeError(
+            f"`memory` of after_rollout holds what a checkpoint cannot bring back ({said:.200}). It may hold "
+            "tensors, numbers, texts, trajectories without images, and lists and dicts of them."
+        ) from error
+    return data
 
 
 def _writer(files: dict[str, Buffer], folder: str):
@@ -477,8 +496,8 @@ def read_state(run_dir: Path, step: int) -> dict:
         raise ConfigError(f"--resume: {path} is damaged: {error}. {remedy(folder_of(run_dir, step))}") from None
 
 
-def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, classes: list[type]) -> dict:
-    """Put weights, optimizers, random state and memory back where `save_checkpoint` took them; returns its `state`.
+def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, classes=KEPT) -> dict:
+    """Put weights, optimizers, random state and memory back where `Saver.save` took them; returns its `state`.
 
     classes: what the memory may hold instances of.
     """
@@ -503,7 +522,7 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
         _set_rng_state(rng_file)
     memory_file = rng_file.with_name(rng_file.name.replace("rng", "memory"))
     if memory_file.exists():
-        with torch.serialization.safe_globals(classes):
+        with torch.serialization.safe_globals(list(classes)):
             memory.update(torch.load(memory_file, weights_only=True))
     return read_state(run_dir, step)
 

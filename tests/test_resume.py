@@ -1,5 +1,6 @@
 """A run that is killed and resumed equals one that never stopped: metrics and weights, bit for bit."""
 
+import io
 import json
 import os
 import pickle
@@ -8,11 +9,14 @@ import re
 import resource
 import shutil
 import signal
+import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -22,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from config import ConfigError
 from runlog import checkpoints
-from train_grpo import PromptSampler
+from train_grpo import PromptSampler, Trajectory
 
 SEED = 20  # of the steps at which runs are killed
 STEPS = 6
@@ -406,3 +410,17 @@ def test_a_resume_that_does_not_fit_says_so(outcomes, flags):
     with running(trainer(whole.parent / "misfit.log", *args)) as run:
         assert run.end() == 1
     assert "step_6 does not fit this run, or is damaged" in run.text and "use_peft False -> True" in run.text
+
+
+def test_memory_is_tried_when_it_is_saved():
+    """What could not be brought back is refused then, and not when the run is to go on. A trajectory's live environment
+    stays out of it."""
+    lock = threading.Lock()  # cannot be copied
+    trajectory = Trajectory({"prompt": "a"}, 3, [1], [2], [1], [-0.5], [1.0], info={"object": lock, "completion": "b"})
+    data = checkpoints._kept({"best": [trajectory], 7: torch.ones(2)})
+    with torch.serialization.safe_globals([Trajectory]):
+        back = torch.load(io.BytesIO(data), weights_only=True)
+    assert back["best"][0] == replace(trajectory, info={"completion": "b"}) and trajectory.info["object"] is lock
+    for fault, said in ((lock, "lock"), (Path("a"), "pathlib"), (np.ones(2), "numpy")):
+        with pytest.raises(RuntimeError, match=f"`memory` of after_rollout .*{said}.* It may hold tensors"):
+            checkpoints._kept({"mine": fault})
