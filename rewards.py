@@ -69,6 +69,7 @@ from scoring.judge import judge
 from scoring.reward_model import is_served, reward_model
 from scoring.reward_model import load as load_reward_model
 from scoring.spans import checked_spans, places_of
+from scoring.sql import sql
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
     code_tests,
@@ -211,6 +212,7 @@ REWARDS: dict[str, Callable] = {
     "squad_em": squad_em,
     "squad_f1": squad_f1,
     "code_tests": code_tests,
+    "sql": sql,
     "repetition": repetition,
     "format": format_tags,
     "overlong": overlong,
