@@ -64,6 +64,7 @@ from safety.values import (
 )
 from safety.values import numbers as numbers_in_order
 from safety.workers import WorkerPool
+from scoring.calls import calls
 from scoring.instructions import instructions
 from scoring.judge import judge
 from scoring.reward_model import is_served, reward_model
@@ -213,6 +214,7 @@ REWARDS: dict[str, Callable] = {
     "squad_f1": squad_f1,
     "code_tests": code_tests,
     "sql": sql,
+    "calls": calls,
     "repetition": repetition,
     "format": format_tags,
     "overlong": overlong,
