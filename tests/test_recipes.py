@@ -457,3 +457,13 @@ def test_what_a_recipe_says_of_itself(name):
     load_config(SCRIPTS[script_of(name)].TrainConfig, ["--config", str(ROOT / f"recipes/{name}.yaml")])
     for file in re.findall(r"recipes/\w+\.(?:py|yaml)", TEXTS[name]):
         assert (ROOT / file).exists(), file
+
+
+def test_the_table_of_the_docs_says_the_same():
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells for line in page.splitlines() if len(cells := line.split("|")) == 7}
+    for name, recipe in RECIPES.items():
+        gpus, hours = re.search(r"^# needs +(\d+) GPUs .*? s a step, ([\d.]+) hours", TEXTS[name], re.M).groups()
+        _, _, _, model, needs, _, _ = rows[name]
+        assert recipe["model_id"].removeprefix("Qwen/") in model and re.findall(r"[\d.]+", needs)[0] == gpus, name
+        assert needs.split(",")[-1].strip() == hours, name
