@@ -27,8 +27,10 @@ def countdown(completions, target, nums, **columns) -> list[float]:
     """1 for an expression in the last <answer> that is right; .1 for any other one; 0 without an <answer>."""
     scores = []
     for completion, wanted, given in zip(completions, target, nums, strict=True):
-        found = re.findall(r"<answer>(.*?)</answer>", completion_text(completion))
-        scores.append(0.0 if not found else 1.0 if value(found[-1].strip(), given) == wanted else 0.1)
+        before, tag, _ = completion_text(completion).rpartition("</answer>")
+        _, opened, expression = before.rpartition("<answer>")
+        found = tag and opened
+        scores.append(0.0 if not found else 1.0 if value(expression.strip(), given) == wanted else 0.1)
     return scores
 
 

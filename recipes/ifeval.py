@@ -9,7 +9,7 @@ import re
 from published import published
 
 from rewards import completion_text
-from scoring.instructions import is_json
+from scoring.instructions import has_title, is_json, placeholders
 
 words = lambda text: re.findall(r"\b\w+\b", text.lower())  # noqa: E731
 
@@ -42,9 +42,9 @@ CHECKS = {
         len(found := text.split("\n\n")) == N and 0 < i <= N and found[i - 1].strip().startswith(first_word)
     ),
     "verify_postscript": lambda text, postscript_marker: bool(after(text, postscript_marker)),
-    "validate_placeholders": lambda text, N: len(re.findall(r"\[[^\n\]]*\]", text)) >= N,
+    "validate_placeholders": lambda text, N: placeholders(text) >= N,
     "verify_bullet_points": lambda text, N: sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N,
-    "validate_title": lambda text: bool(re.search(r"<<[^\n>]*>>", text)),
+    "validate_title": has_title,
     "validate_choice": lambda text, options: any(option in text for option in options),
     "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*[^\n*]*\*", text)) >= N,
     "validate_sections": lambda text, N, section_splitter: (

@@ -8,6 +8,7 @@ import re
 import shlex
 import sqlite3
 import threading
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -289,6 +290,19 @@ def test_graded_as_the_reference_does(name, columns, completions):
     scores = function(completions=texts, **{key: [value] * len(texts) for key, value in columns.items()})
     found = [score["reward"] if isinstance(score, dict) else score for score in scores]
     assert dict(zip(texts, found, strict=True)) == pytest.approx(dict(completions))
+
+
+@pytest.mark.parametrize(
+    "piece", ["[", "<<", "<answer>", "*", "- ", "a.", "Answer:", "#### ", "A ", "PART", "\n", "\ud800"]
+)
+def test_long_answers_take_linear_time(piece):
+    """100 kB of what makes a regular expression slow, for the graders that are recipes' own."""
+    text = piece * (100_000 // len(piece))
+    for name, columns, _ in GRADED:
+        if name not in REWARDS:
+            start, function = time.process_time(), load_function(f"{ROOT}/{name}")
+            function(completions=[text], **{key: [value] for key, value in columns.items()})
+            assert time.process_time() - start < 1, (name, columns)
 
 
 def test_rows_answered_as_they_say_are_right(databases, monkeypatch):
