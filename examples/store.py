@@ -1,6 +1,6 @@
 """Questions about a store's database, answered with SQL that is run on it: ten tables, 2,000 rows, sqlite.
 
-    python examples/run.py store      # a warm start - what a query looks like - and one seed
+    python examples/run.py store      # a warm start - what a query looks like - and two seeds
     python examples/store.py          # only makes the database, runs/store.sqlite
 
 400 questions from 20 templates, the same ones whatever the seed. Those of split "test" come from five templates that
