@@ -7,6 +7,7 @@ and `images` are the other standard names. Every column is kept and handed to th
     load_rows("rows.jsonl")                                       .jsonl .json .csv .parquet: these have no splits
     load_rows("reasoning_gym:chain_sum?min_terms=2&size=500")     a reasoning-gym task and its parameters
     load_rows("examples/sums.py:rows", split="test", seed=42)     a function, called as rows(split=..., seed=...)
+    load_rows("recipes/gsm8k.py:rows?source=my.jsonl")            ... and source="my.jsonl"
     load_rows("seeds:2000")                                       a seed a row, for environments that make the prompts
 
 Mistakes raise ConfigError: what was given, what is allowed, what to do.
@@ -37,7 +38,7 @@ import domains
 from cli import ConfigError, known_name, shorten
 from inputs.parts import PartError, parts_of
 from inputs.pictures import opened
-from plugins import function_path, load_function, require
+from plugins import function_path, load_function, require, with_arguments
 
 # `datasets`, pyarrow and reasoning_gym are imported where such rows are read: workers import this file, too.
 
@@ -74,9 +75,8 @@ def load_rows(
     `format_row` makes a row from each one read, before the check (and a list of them all, images opened). Without
     `own_prompts` a row may lack `prompt`: it is an empty one, for an environment to complete.
     """
-    suffix = Path(dataset_id).suffix.lower()
-    is_gym, is_function = dataset_id.startswith("reasoning_gym:"), function_path(dataset_id) is not None
-    if config is not None and (is_gym or is_function or suffix in FILE_TYPES):
+    is_gym, is_function = dataset_id.startswith("reasoning_gym:"), names_function(dataset_id)
+    if config is not None and (is_gym or is_function or names_file(dataset_id)):
         raise ConfigError(f"--dataset_config={config}: only hub data sets have configurations; {dataset_id} has none.")
     if dataset_id.startswith("seeds:"):
         rows = load_seeds(dataset_id, split, seed)
@@ -84,7 +84,7 @@ def load_rows(
         rows = load_gym(dataset_id.removeprefix("reasoning_gym:"), split, seed)
     elif is_function:
         rows = load_from_function(dataset_id, split, seed)
-    elif suffix in FILE_TYPES:
+    elif names_file(dataset_id):
         rows = load_file(dataset_id)
     else:
         rows = load_hub(dataset_id, config, split)
@@ -379,14 +379,29 @@ def content_fault(value) -> str | None:
     return f"lists in lists deeper than {MAX_DEPTH} levels; flatten them"
 
 
+def names_function(dataset_id: str) -> bool:
+    return function_path(dataset_id.partition("?")[0]) is not None
+
+
+def names_file(dataset_id: str) -> bool:
+    return not names_function(dataset_id) and Path(dataset_id).suffix.lower() in FILE_TYPES
+
+
 def load_from_function(spec: str, split: str, seed: int):
-    function = load_function(spec)
+    name, arguments = with_arguments(spec)
+    function = load_function(name)
+    if taken := [key for key in ("split", "seed") if key in arguments]:
+        raise ConfigError(f"--dataset_id={spec}: {taken[0]} is given by --dataset_split, --eval_split and --seed.")
+    signature = inspect.signature(function)
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        for key in arguments:
+            known_name(f"argument of --dataset_id {name}", key, signature.parameters)
     try:
-        inspect.signature(function).bind(split=split, seed=seed)
+        signature.bind(split=split, seed=seed, **arguments)
     except TypeError as error:
         raise ConfigError(f"--dataset_id={spec} is called as f(split=..., seed=...), but: {error}.") from error
     with told(spec, []):
-        rows = function(split=split, seed=seed)
+        rows = function(split=split, seed=seed, **arguments)
     if isinstance(rows, (str, bytes, dict)) or not isinstance(rows, Iterable):
         raise ConfigError(f"--dataset_id={spec} returned a {type(rows).__name__}; return an iterable of dicts.")
     # A datasets.Dataset stays one, so that images are decoded row by row; who returns one has imported the package.
@@ -646,7 +661,7 @@ def load_data(
     domains may share a data set.
     """
     found, read = {"train": [], "eval": []}, {} if read is None else read
-    if "eval" in sources(cfg) and not cfg.eval_dataset_id and Path(cfg.dataset_id).suffix in FILE_TYPES:
+    if "eval" in sources(cfg) and not cfg.eval_dataset_id and names_file(cfg.dataset_id):
         without = ", or give this domain `eval_split: none`" * bool(cfg.domain)
         name = f"name the held-out rows' file with {'' if cfg.domain else '--'}eval_dataset_id"
         raise ConfigError(f"{cfg.dataset_id} has no splits: {name}{without}.")

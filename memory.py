@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
         self.sizes: dict[int, tuple[str, int]] = {}  # of storages that are alive
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        returned = function(*args, **(kwargs or {}))
+        returned = described(function, args, kwargs or {})
         for tensor in tree_leaves(returned):
             if isinstance(tensor, Tensor):  # of a DTensor its shard; of one that is still to arrive its place
                 self.add(getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor)))
@@ -68,6 +68,14 @@ class LiveBytes(TorchDispatchMode):
     def drop(self, key: int) -> None:
         kind, size = self.sizes.pop(key)
         self.now[kind] -= size
+
+
+def described(function: Callable, args: tuple, kwargs: dict):
+    """function(*args, **kwargs). Torch computes the product of a mixture's experts in float32, too (as under autocast),
+    and describes it in bfloat16 alone: so it is asked in that, and the result is one of float32."""
+    if function is not torch.ops.aten._grouped_mm.default or args[0].dtype is not torch.float32:
+        return function(*args, **kwargs)
+    return function(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
 
 
 def one_rank(cfg: TrainConfig, ranks: int) -> TrainConfig:

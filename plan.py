@@ -86,14 +86,40 @@ from train_grpo import empty_policy, load_config
 
 # Published shapes, for machines that reach no hub: hidden, feed-forward, layers, heads, key heads, vocabulary, tied.
 SHAPES = {
+    "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, True),
     "Qwen/Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen/Qwen2.5-3B": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True),
     "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen/Qwen2.5-Coder-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
     "Qwen/Qwen2.5-14B": ("qwen2", 5120, 13824, 48, 40, 8, 152064, False),
     "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False),
     "Qwen/Qwen2.5-72B": ("qwen2", 8192, 29568, 80, 64, 8, 152064, False),
     "meta-llama/Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
     "meta-llama/Llama-3.3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
+}
+MORE_SHAPES = {  # of kinds that take more to describe: arguments of transformers' config
+    "Qwen/Qwen2.5-VL-3B": (
+        "qwen2_5_vl",
+        dict(
+            text_config=dict(
+                **dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
+                **dict(num_key_value_heads=2, vocab_size=151936, max_window_layers=36),
+            ),
+            vision_config=dict(
+                **dict(hidden_size=1280, intermediate_size=3420, depth=32, num_heads=16, out_hidden_size=2048),
+                **dict(patch_size=14, window_size=112, fullatt_block_indexes=[7, 15, 23, 31]),
+            ),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3_moe",
+        dict(
+            **dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48),
+            **dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128),
+            **dict(num_experts_per_tok=8, vocab_size=151936, norm_topk_prob=True, tie_word_embeddings=False),
+        ),
+    ),
 }
 VLLM_SHARE = 0.92  # of a GPU's memory that vLLM takes, unless told (--gpu-memory-utilization)
 VLLM_SPARE = 3 * GIB  # of it, for its activations and graphs
@@ -107,13 +133,16 @@ def model_config(model_id: str):
     try:
         return load_config(model_id)
     except ConfigError:
-        shape = SHAPES.get(model_id.removesuffix("-Instruct"))
-        if shape is None:
+        name = model_id.removesuffix("-Instruct")
+        if name not in SHAPES | MORE_SHAPES:
             raise
     from transformers import AutoConfig
 
     print(f"The hub cannot be asked for {model_id}: its shape is taken from plan.py.", file=sys.stderr)
-    kind, hidden, wide, layers, heads, kv_heads, words, tied = shape
+    if name in MORE_SHAPES:
+        kind, sizes = MORE_SHAPES[name]
+        return AutoConfig.for_model(kind, **sizes)
+    kind, hidden, wide, layers, heads, kv_heads, words, tied = SHAPES[name]
     return AutoConfig.for_model(
         kind, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=words, tie_word_embeddings=tied,

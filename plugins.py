@@ -1,11 +1,13 @@
 """Code of others: named on the command line, as path/to/file.py:function, and packages that not every run needs."""
 
+import ast
 import hashlib
 import importlib.util
 import inspect
 import re
 import sys
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 from cli import ConfigError
 
@@ -14,6 +16,19 @@ def function_path(spec: str) -> tuple[str, str] | None:
     """`path/to/file.py:function` -> (path, function); None for anything else."""
     found = re.fullmatch(r"(.+\.py):(\w+)", spec)
     return (found[1], found[2]) if found else None
+
+
+def with_arguments(spec: str) -> tuple[str, dict]:
+    """`NAME?key=value&...` -> (NAME, {key: value}). A value is a literal of python where it can be one, or true, false,
+    none; else text. %26 stands for a & in it."""
+    name, _, query = spec.partition("?")
+    arguments = {}
+    for key, text in parse_qsl(query):
+        try:
+            arguments[key] = ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
+        except (ValueError, SyntaxError):
+            arguments[key] = text
+    return name, arguments
 
 
 def require(module: str, what: str, install: str | None = None) -> None:

@@ -64,11 +64,13 @@ from safety.values import (
 )
 from safety.values import numbers as numbers_in_order
 from safety.workers import WorkerPool
+from scoring.calls import calls
 from scoring.instructions import instructions
 from scoring.judge import judge
 from scoring.reward_model import is_served, reward_model
 from scoring.reward_model import load as load_reward_model
 from scoring.spans import checked_spans, places_of
+from scoring.sql import sql
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
     code_tests,
@@ -211,6 +213,8 @@ REWARDS: dict[str, Callable] = {
     "squad_em": squad_em,
     "squad_f1": squad_f1,
     "code_tests": code_tests,
+    "sql": sql,
+    "calls": calls,
     "repetition": repetition,
     "format": format_tags,
     "overlong": overlong,

@@ -84,20 +84,16 @@ class SimulateConfig(plan.PlanConfig):
     launch: float = 6.0  # microseconds that the host takes for an operation
 
 
-MOE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, head_dim=128)
-MOE |= dict(num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, vocab_size=151936)
 QWEN3 = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, head_dim=128, num_attention_heads=64)
 QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False)
-TEXT = dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, head_dim=128)
-TEXT |= dict(num_key_value_heads=2, vocab_size=151936, max_window_layers=36)
-TOWER = dict(hidden_size=1280, intermediate_size=3420, depth=32, num_heads=16, out_hidden_size=2048, patch_size=14)
-TOWER |= dict(window_size=112, fullatt_block_indexes=[7, 15, 23, 31])
+VISION = plan.MORE_SHAPES["Qwen/Qwen2.5-VL-3B"]
+TOWER = VISION[1]["vision_config"]
 MODELS = {
     **{f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("1.5b", "7b", "32b", "72b")},
     **{"llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3.3-70b": "meta-llama/Llama-3.3-70B"},
     "qwen3-32b": ("qwen3", QWEN3),
-    "qwen3-30b-a3b": ("qwen3_moe", MOE | dict(norm_topk_prob=True, tie_word_embeddings=False)),
-    "qwen2.5-vl-3b": ("qwen2_5_vl", dict(text_config=TEXT, vision_config=TOWER, tie_word_embeddings=True)),
+    "qwen3-30b-a3b": plan.MORE_SHAPES["Qwen/Qwen3-30B-A3B"],
+    "qwen2.5-vl-3b": VISION,
 }
 SIDE = 448  # pixels of a picture's sides, one in each prompt of a model that takes them
 

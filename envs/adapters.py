@@ -9,7 +9,6 @@
 docs/environments.md has each with what it takes, and how classes of verifiers and veRL are brought over.
 """
 
-import ast
 import asyncio
 import contextlib
 import functools
@@ -22,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from urllib.parse import parse_qsl
 
 import numpy
 
@@ -32,7 +30,7 @@ from envs import Environment, FrozenLake, Sokoban, ToolEnvironment
 from envs.mcp_tools import get_tools
 from envs.tools import Toolbox, from_function, instructions, model_tool
 from inputs.parts import parts_of, text_of_parts
-from plugins import function_path, load_function, require
+from plugins import function_path, load_function, require, with_arguments
 
 # gymnasium and textarena, optional packages, are imported where their environments are made.
 
@@ -427,16 +425,10 @@ def get_environment(spec: str, cfg=None) -> Callable[..., Environment]:
 
     The row given to it chooses from a dict, by its column `environment`; without a row any of them is made.
     """
-    name, _, query = spec.partition("?")
+    name, arguments = with_arguments(spec)
     if not function_path(name):
         known_name("--env (names, or path/to/file.py:Class)", name, ENVIRONMENTS)
     given = load_function(name, also=dict) if function_path(name) else ENVIRONMENTS[name]
-    arguments = {}
-    for key, text in parse_qsl(query):
-        try:
-            arguments[key] = ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-        except (ValueError, SyntaxError):
-            arguments[key] = text
     toolbox = functools.cache(lambda: InOrder(get_tools(cfg), cfg))  # one for all: its limits are over them all
     if not isinstance(given, dict):
         make = maker(given, name, arguments, cfg, toolbox)

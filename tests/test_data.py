@@ -400,6 +400,25 @@ def test_function_gets_split_and_seed_and_its_neighbours(tmp_path):
     assert load_function(f"{tmp_path}/mine.py:rows") is load_function(f"{tmp_path}/mine.py:rows")
 
 
+def test_a_function_is_given_what_stands_behind_it(tmp_path):
+    """As --env gives it: numbers and true as such, the rest as text, %26 for a sign that would end it."""
+    (tmp_path / "mine.py").write_text(
+        "def rows(split, seed, source='none', most=1, odd=False):\n"
+        "    return [{'prompt': f'{split} {seed} {source!r} {most!r} {odd!r}'}]\n",
+        encoding="utf-8",
+    )
+    spec = f"{tmp_path}/mine.py:rows"
+    assert [row["prompt"] for row in load_rows(spec, seed=3)] == ["train 3 'none' 1 False"]
+    (row,) = load_rows(f"{spec}?source=a/b%26c.jsonl&most=5&odd=true", split="test")
+    assert row["prompt"] == "test 0 'a/b&c.jsonl' 5 True"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "read"}', encoding="utf-8")
+    assert load_rows(f"{spec}?source=rows.jsonl")[0]["prompt"].startswith("train 0 'rows.jsonl'")
+    with pytest.raises(ConfigError, match=r"--dataset_id .*rows.*'sorce'.*Did you mean 'source'.*"):
+        load_rows(f"{spec}?sorce=a")
+    with pytest.raises(ConfigError, match="split.*--dataset_split"):
+        load_rows(f"{spec}?split=test")
+
+
 @pytest.mark.parametrize(
     "name, parts",
     [

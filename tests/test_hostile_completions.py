@@ -1,7 +1,10 @@
 """Text of a model cannot end a run or hold it up: no reward that reads it raises or takes long, whatever it says."""
 
 import json
+import sqlite3
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +29,10 @@ COLUMNS = {  # one row for every reward that reads text; it is what the row's ow
         "instruction_id_list": list(INSTRUCTIONS),
         "kwargs": [FOLLOWED[name][0] for name in INSTRUCTIONS],
     },
+    "calls": {"wanted": [{"name": "f", "arguments": {"a": 1}}]},
+    "sql": {"query": "SELECT 1", "database": str(Path(tempfile.mkdtemp(), "empty.sqlite"))},
 }
+sqlite3.connect(COLUMNS["sql"]["database"]).execute("CREATE TABLE t (a)")
 OTHERS = {  # not over text, or not of the text alone, or tested where the other side is
     "code_tests", "repetition", "overlong", "length", "reward_model", "judge", "environment", "tool_use", "few_turns",
     "zero",
@@ -70,12 +76,16 @@ REPEATED += [
     "\u0130",
     "Section 1 ",
     "red ",
+    "<tool_call>",
+    '<tool_call>{"name": "f", "arguments": {',
+    "SELECT (",
 ]
 PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999", "-1E-999", "[" * 1100, '{"a":' * 1100]
 
 
 def scored(name: str, text: str):
-    return REWARDS[name](completions=[text], prompts=["q"], **{key: [value] for key, value in COLUMNS[name].items()})
+    others = {} if name == "sql" else {"prompts": ["q"]}  # it gets what it names alone, since it runs elsewhere
+    return REWARDS[name](completions=[text], **others, **{key: [value] for key, value in COLUMNS[name].items()})
 
 
 def test_every_reward_is_looked_at():

@@ -94,7 +94,7 @@ def without_encoding(call: ast.Call) -> bool:
 def test_text_is_never_read_or_written_in_the_encoding_of_the_locale():
     """Under LC_ALL=C without UTF-8 mode it is ASCII, and a run ends at the first other letter."""
     files = [*ROOT.glob("*.py")]
-    for room in (*ROOMS, "examples", "scripts", "tests", "benchmarks"):
+    for room in (*ROOMS, "examples", "recipes", "scripts", "tests", "benchmarks"):
         files += (ROOT / room).rglob("*.py")
     nodes = ((file, node) for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     found = [

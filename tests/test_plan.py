@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import tiny_vlms
 import torch
+from families import saved
 from live import running, trainer
 from memory_worker import predicted
 
@@ -308,3 +309,11 @@ def test_a_teacher_in_the_process_counts_as_a_reference_does():
             for more in (dict(beta=0.1), dict(beta=0.1, teacher_id="models/tiny"), dict(teacher_id="models/tiny"))
         )
         assert alone == taught > 0 and both == 2 * alone
+
+
+def test_a_mixture_is_planned_without_shards_too(tmp_path, capsys):
+    """Under ddp its experts are multiplied in float32, which torch computes and does not describe."""
+    saved("qwen3_moe", tmp_path)
+    words = f"--model_id {tmp_path} --gpus 2 --strategy ddp --max_prompt_length 64 --max_completion_length 64"
+    assert plan.main(load_config(plan.PlanConfig, words.split())) == 0
+    assert "Trainer: 1 GPUs, ddp" in capsys.readouterr().out

@@ -243,7 +243,9 @@ def test_links_and_files_exist(page):
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{page.name} links to {link}"
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
-    rooms = "algorithms|benchmarks|docs|envs|examples|inputs|looking|runlog|safety|scoring|scripts|serving|tests"
+    rooms = (
+        "algorithms|benchmarks|docs|envs|examples|inputs|looking|recipes|runlog|safety|scoring|scripts|serving|tests"
+    )
     for path in re.findall(
         rf"(?<![\w/])(?:{rooms})/[\w/.-]+\.(?:py|sh|md|json|svg|png)\b", page.read_text(encoding="utf-8")
     ):

@@ -1,4 +1,4 @@
-"""examples/hub_pictures.py on data sets of the published columns, made here."""
+"""recipes/pictures.py on data sets of the published columns, made here."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,9 @@ import datasets
 import pytest
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-import hub_pictures  # noqa: E402
+sys.path.append(str(Path(__file__).parent.parent / "recipes"))
+import pictures  # noqa: E402
+import published  # noqa: E402
 
 PICTURE = Image.new("RGB", (200, 100))
 COLUMNS = {
@@ -20,7 +21,7 @@ COLUMNS = {
 
 @pytest.fixture(autouse=True)
 def hub(monkeypatch):
-    def load(name, split):
+    def load(name, config, split):
         pictures = {"images": [[PICTURE]] * 5} if "geometry" in name else {"image": [PICTURE] * 5}
         return datasets.Dataset.from_dict(pictures | {key: [value] * 5 for key, value in COLUMNS[name].items()}).cast(
             datasets.Features(
@@ -29,27 +30,26 @@ def hub(monkeypatch):
             )
         )
 
-    monkeypatch.setattr(hub_pictures, "load_dataset", load)
-    monkeypatch.setattr(hub_pictures, "CLEVR_HELD_OUT", 2)
+    monkeypatch.setattr(published, "load_hub", load)
 
 
 def test_rows():
-    assert (len(hub_pictures.clevr("train")), len(hub_pictures.clevr("test"))) == (3, 2)
-    row = hub_pictures.clevr("test")[0]
+    assert (len(pictures.clevr("train")), len(pictures.clevr("test"))) == (4, 1)
+    row = pictures.clevr("test")[0]
     assert row["answer"] == "3" and row["prompt"].startswith("How many") and row["image"].size == (200, 100)
-    row = hub_pictures.refcoco("train")[0]
+    row = pictures.refcoco("train")[0]
     assert (
         row["box"] == [100, 100, 600, 600]
         and "Where is: the dog?" in row["prompt"]
         and set(row) == {"image", "prompt", "box"}
     )
-    row = hub_pictures.geometry3k()[0]
+    row = pictures.geometry3k()[0]
     assert row["prompt"] == "Find x. Put the result into \\boxed{}." and len(row["images"]) == 1
 
 
 def test_boxes():
     box = [[100, 100, 600, 600]] * 4
     texts = ["It is [100, 100, 600, 600].", "[100, 100, 600, 350]", "[600, 1, 2, 3]", "nowhere"]
-    scores = hub_pictures.boxes(texts, box)
+    scores = pictures.boxes(texts, box)
     assert [score["iou"] for score in scores] == [1, 0.5, 0, 0]
     assert [score["reward"] for score in scores] == [1.0, 0.625, 0, 0]

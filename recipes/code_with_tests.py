@@ -1,0 +1,88 @@
+"""DeepCoder's columns: `problem`, `starter_code`, and `tests`, which is JSON in a text, of three forms:
+
+    primeintellect   [{"type": "stdin_stdout", "input": "1 2\\n", "output": "3\\n", "fn_name": null}, ...]
+    taco             {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called
+    lcbv5            [{"input", "output", "testtype": "stdin" or "functional", "metadata": {"func_name": ...}}, ...]
+
+Programs run in the sandbox (docs/sandbox.md).
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+from published import published
+
+from rewards import completion_text
+from safety.sandbox import SandboxError, run_python, run_tests
+from scoring.text import BLOCK, answer_part
+
+MOST, SECONDS = 15, 6.0  # tests of a row, those with the longest inputs; seconds of each
+READS = "It reads from standard input and prints the answer."
+ASK = "{problem}\n\nWrite it in Python. {how} Think first; give the whole program in one block ```python at the end."
+
+
+def rows(split: str = "train", seed: int = 42, source: str | None = None, config: str = "lcbv5") -> list[dict]:
+    test, found = "test" if config == "lcbv5" else None, []  # taco and primeintellect have one split
+    for row in published("agentica-org/DeepCoder-Preview-Dataset", split, source, config=config, test=test):
+        tests = cases(json.loads(row["tests"]))
+        how = f"Begin with this:\n```python\n{row['starter_code']}\n```\n" if row.get("starter_code") else READS
+        prompt = [{"role": "user", "content": ASK.format(problem=row["problem"], how=how)}]
+        found += [{"prompt": prompt, "cases": json.dumps(tests)}] if tests else []
+    return found
+
+
+def cases(tests: list | dict) -> list[tuple]:
+    """[(standard input, output, None)], or [(arguments, result, name of a function)]."""
+    if isinstance(tests, dict):
+        pairs, name = zip(tests["inputs"], tests["outputs"], strict=True), tests.get("fn_name")
+        made = [(i, first(o), name) if name else (text(i), text(o), None) for i, o in pairs]
+    else:
+        made = [(text(t["input"]), text(t["output"]), called(t)) for t in tests]
+        made = [(read(i), json.loads(o), name) if name else (i, o, name) for i, o, name in made]
+    return sorted(made, key=lambda test: len(str(test[0])), reverse=True)[:MOST]
+
+
+def called(test: dict) -> str | None:
+    named = test.get("testtype") == "functional" and test.get("metadata") or {}
+    return named.get("func_name") or test.get("fn_name")
+
+
+def read(arguments: str) -> list:
+    """LiveCodeBench's: JSON, an argument a line."""
+    return [json.loads(line) for line in arguments.splitlines()]
+
+
+def first(value):
+    """TACO puts some results into a list of one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def text(value) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def all_pass(completions, cases, **columns) -> list[dict]:
+    """1 if the program passes every test, as DeepCoder has it: a share would pay for guesses. Logged: the share."""
+    scores = []
+    for completion, tests in zip(completions, cases, strict=True):
+        program = (BLOCK.findall(answer_part(completion_text(completion))) or [""])[-1]
+        with ThreadPoolExecutor(4) as pool:
+            passed = list(pool.map(lambda test, program=program: passes(program, *test), json.loads(tests)))
+        scores.append({"reward": float(all(passed)), "passed": sum(passed) / len(passed)})
+    return scores
+
+
+all_pass.per_trajectory = all_pass.executes_code = True
+
+
+def passes(program: str, given, wanted, name: str | None) -> bool:
+    """What is printed is compared word by word, line by line."""
+    try:
+        if program and name:
+            function = f"(Solution().{name} if 'Solution' in globals() else {name})"
+            return run_tests(program, [f"assert {function}(*{given!r}) == {wanted!r}"], SECONDS)[0][0]
+        result = run_python(program, given, SECONDS) if program else None
+    except SandboxError:
+        return False
+    words = [line.split() for line in wanted.rstrip().split("\n")] if result else None
+    return bool(result) and not result.status and [line.split() for line in result.stdout.rstrip().split("\n")] == words

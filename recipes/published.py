@@ -1,0 +1,66 @@
+"""What the recipes share: rows of published data sets, from the hub or from a file with the same columns.
+
+--dataset_id recipes/gsm8k.py:rows                                # openai/gsm8k, from the hub
+--dataset_id 'recipes/gsm8k.py:rows?source=school_{split}.jsonl'  # your own, where there is no hub
+--dataset_id 'recipes/gsm8k.py:rows?source=school.jsonl'          # its last tenth is held out
+"""
+
+from pathlib import Path
+
+from cli import ConfigError
+from data import load_file, load_hub, names_file
+from inputs.pictures import opened_value
+from plugins import load_function
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_HELD_OUT = 1000  # rows
+
+
+def published(
+    hub_id: str,
+    split: str,
+    source: str | None = None,
+    config: str | None = None,
+    train: str = "train",
+    test: str | None = "test",
+):
+    """Rows of `split`, "train" or "test": a list, or a `datasets.Dataset`.
+
+    train, test: the hub's names of the two; no test: the last tenth of the rows is held out, at most MOST_HELD_OUT.
+    source: a file, or a folder that `datasets` loads, to read instead. Of a file, too, the last tenth is held out,
+    unless its name has {split} in it.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(f"split {split!r}: recipes have 'train' and 'test'.")
+    if source and names_file(file := source.format(split=split)):
+        rows = [
+            row | {column: opened_value(row[column]) for column in ("image", "images") if column in row}
+            for row in load_file(file)
+        ]
+        return rows if file != source else part(rows, split)
+    if source:
+        hub_id, config = source, None
+    if test is None:
+        return part(load_hub(hub_id, config, train), split)
+    return load_hub(hub_id, config, test if split == "test" else train)
+
+
+def part(rows, split: str):
+    """The rows before the last tenth, or the last tenth."""
+    if len(rows) < 2:
+        raise ConfigError(f"{len(rows)} rows cannot be parted into some to train on and some held out; give more.")
+    first = len(rows) - min(max(len(rows) // 10, 1), MOST_HELD_OUT)
+    places = range(first, len(rows)) if split == "test" else range(first)
+    return [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
+
+
+def made(rows, row_of, drop=()):
+    """row_of(row) of each, without the columns `drop`. A Dataset stays one: its pictures are decoded when used."""
+    if isinstance(rows, list):
+        return [{key: value for key, value in (row | row_of(row)).items() if key not in drop} for row in rows]
+    return rows.map(row_of, remove_columns=list(drop))
+
+
+def example(name: str):
+    """A function or class of the examples: "school_math.py:format_row"."""
+    return load_function(f"{ROOT}/examples/{name}")

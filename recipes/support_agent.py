@@ -1,0 +1,38 @@
+"""A support desk as examples/user.py has it - tools, a database, rules - whose customer is played by another model.
+
+    --env 'recipes/support_agent.py:Desk?url=http://127.0.0.1:9000/v1&model=Qwen/Qwen2.5-7B-Instruct'
+
+The customer's model is told the facts of the row, one after the other as in the example, and how to say them. The
+reward is the database's state at the end, which no talk can change. Its server's token: USER_TOKEN.
+"""
+
+import os
+
+from published import example
+
+from envs.tools import chat
+
+Scripted = example("user.py:Desk")
+TOLD = "You are a customer at a shop's support desk. You want this: {} You do not know the shop's rules. Speak as a "
+TOLD += "customer does, in one or two sentences; give the order's number when asked for it; never speak for the desk."
+
+
+class Desk(Scripted):
+    def __init__(self, url: str, model: str, max_tokens: int = 100):
+        self._ask = lambda messages: chat(
+            url, model, messages, os.environ.get("USER_TOKEN"), max_tokens=max_tokens, temperature=0.7
+        )
+
+    def reset(self, **row):
+        super().reset(**row)
+        self._talk = [{"role": "system", "content": TOLD.format(" ".join(self._facts))}]
+
+    def say(self, text: str) -> str:
+        """Say it to the customer, who answers.
+
+        Args:
+            text: what to say
+        """
+        self._talk.append({"role": "user", "content": text})
+        self._talk.append({"role": "assistant", "content": self._ask(self._talk)})
+        return self._talk[-1]["content"]

@@ -1,0 +1,97 @@
+"""SQL that a model wrote, run on sqlite: nothing but reading, within limits, its rows compared with the right ones.
+
+--reward_funcs sql      columns: `query`, the right one, and `database`, the path of a sqlite file
+"""
+
+import re
+import sqlite3
+import time
+from functools import lru_cache
+from urllib.parse import quote
+
+from scoring.text import answer_part, completion_text
+
+SECONDS, MOST_ROWS = 5.0, 100_000  # of a query
+MOST_BYTES, MOST_MEMORY = 1_000_000, 512 << 20  # of a value, and of sqlite in this process
+ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+FENCE = re.compile(r"```(?:sql|sqlite)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class QueryError(RuntimeError):
+    """A query that sqlite refuses, that may not be run, or that takes too much: with the reason."""
+
+
+def sql(completions, query, database) -> list[dict]:
+    """1 if the completion's query gives the rows of the column `query`, as BIRD counts them: as a set, in any order.
+    The query is the last fenced block of the answer, or the whole answer. Logged: whether it runs (`runs`).
+
+    A right query that has no rows is matched by any that has none: leave such rows of the data out.
+    """
+    scores = []
+    for completion, right, path in zip(completions, query, database, strict=True):
+        try:
+            wanted = right_rows(path, right)
+        except QueryError as error:
+            raise ValueError(f"the row's own query cannot be run on {path}: {error}. {right!r:.500}") from None
+        try:
+            given = rows_of(path, written(completion_text(completion)))
+        except QueryError:
+            scores.append({"reward": 0.0, "runs": 0.0})
+            continue
+        scores.append({"reward": float(given == wanted), "runs": 1.0})
+    return scores
+
+
+sql.own_process = True  # some single calls of sqlite's functions can take minutes, and only a process can be ended
+
+
+def written(text: str) -> str:
+    """The query that an answer gives."""
+    text = answer_part(text)
+    return (FENCE.findall(text) or [text])[-1].strip()
+
+
+@lru_cache(maxsize=256)
+def right_rows(path: str, query: str) -> frozenset:
+    return rows_of(path, query)
+
+
+def rows_of(path: str, query: str) -> frozenset:
+    """The distinct rows that one SELECT gives. QueryError if it does not."""
+    try:
+        connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+    except sqlite3.Error as error:
+        raise QueryError(f"{path} cannot be opened: {error}") from None
+    try:
+        connection.text_factory = lambda text: text.decode("utf-8", "replace")  # not all of BIRD's is UTF-8
+        connection.execute(f"PRAGMA hard_heap_limit = {MOST_MEMORY}")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)  # a long one takes exponential time
+        connection.set_authorizer(allowed)  # mode=ro alone would let ATTACH and VACUUM INTO write other files
+        deadline = time.monotonic() + SECONDS
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
+        cursor = connection.execute(query)
+        if cursor.description is None:
+            raise QueryError("it is no query")
+        found = cursor.fetchmany(MOST_ROWS + 1)
+    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:  # ValueError: a null character in it
+        late = f"it takes over {SECONDS:g} s" if "interrupted" in str(error) else str(error) or type(error).__name__
+        raise QueryError(late) from None
+    finally:
+        connection.close()
+    if len(found) > MOST_ROWS:
+        raise QueryError(f"it gives over {MOST_ROWS:,} rows")
+    return frozenset(found)
+
+
+def allowed(action: int, first: str | None, second: str | None, *where) -> int:
+    """sqlite asks this of everything that a query does while it is compiled."""
+    fine = action in ALLOWED and second != "load_extension"
+    return sqlite3.SQLITE_OK if fine else sqlite3.SQLITE_DENY
+
+
+def schema(path: str) -> str:
+    """The CREATE statements of a database's tables and views."""
+    found = rows_of(path, "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND type IN ('table', 'view')")
+    return "\n".join(f"{text};" for name, text in sorted(found) if not name.startswith("sqlite_"))
