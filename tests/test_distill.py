@@ -6,6 +6,8 @@ import functools
 import http.server
 import json
 import math
+import shutil
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,11 +18,13 @@ from types import SimpleNamespace
 import numpy
 import pandas
 import pytest
+import requests
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live import EVEN, SMALL, running, trainer
-from server_fixture import make_tiny, start_server
+from live import EVEN, SMALL, Process, running, trainer
+from safetensors.torch import load_file, save_file
+from server_fixture import free_port, make_tiny, start_server
 
 import teachers
 import train_grpo as script
@@ -384,8 +388,6 @@ def test_the_policy_is_its_own_teacher_behind_another_prompt(tmp_path):
 
 
 def test_another_vocabulary_is_refused_token_by_token(tmp_path):
-    import shutil
-
     folder = tmp_path / "other"
     shutil.copytree("models/tiny", folder)
     words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -405,6 +407,20 @@ def test_folders_that_are_no_teacher_are_named_as_one(tmp_path):
         cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
         with pytest.raises(ConfigError, match=f"--teacher_id={folder}: .*{message}"):
             teachers.connect(cfg, script.load_processor("models/tiny"), [])
+
+
+@pytest.mark.parametrize("fault", ["model.safetensors is missing or damaged", "1 of its weights hold nan"])
+def test_damaged_weights_of_a_teacher_are_named_by_its_flag(fault, tmp_path):
+    folder = Path(shutil.copytree("models/tiny", tmp_path / "teacher"))
+    if "nan" in fault:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"][3] = float("nan")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-20])
+    cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
+    with pytest.raises(ConfigError, match=f"^--teacher_id={folder}: {fault}"):
+        script.load_teacher(cfg, CPU)
 
 
 def test_a_teacher_is_asked_while_training_alone():
@@ -427,6 +443,26 @@ def teacher():
         server.stop()
 
 
+@pytest.fixture(scope="module")
+def plain(teacher, tmp_path_factory):
+    """vLLM's own server of the same model and token, without any of our code."""
+    port = free_port()
+    # `vllm serve` itself wants a distribution of the name vllm; the CPU build is called otherwise.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(teacher.model_dir)]
+    command += f"--port {port} --api-key {teacher.token} --dtype float32 --max-model-len 2048 --enforce-eager".split()
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with running(Process(command, tmp_path_factory.mktemp("plain") / "log", **env)) as process:
+        url = f"http://127.0.0.1:{port}"
+        process.until(lambda: serves(url))
+        yield SimpleNamespace(url=url, token=teacher.token, kill=process.kill)
+
+
+def serves(url: str) -> bool:
+    with contextlib.suppress(requests.ConnectionError):
+        return requests.get(f"{url}/health", timeout=2).ok
+    time.sleep(0.2)
+
+
 def asked(server, **how) -> TeacherServers:
     tokenizer = script.load_processor("models/tiny")
     found = TeacherServers([server.url], token=server.token, **how)
@@ -434,16 +470,42 @@ def asked(server, **how) -> TeacherServers:
     return found
 
 
-def test_a_server_says_what_its_model_says(teacher, tiny):
+@pytest.mark.parametrize("whose", ["ours", "vLLM's own"])
+def test_a_server_says_what_its_model_says(whose, request, tiny):
     _, run = tiny
     ids = list(range(40, 80))
-    said = asyncio.run(asked(teacher).score(ids, 5))
+    said = asyncio.run(asked(request.getfixturevalue("teacher" if whose == "ours" else "plain")).score(ids, 5))
     logprobs = all_logits(run.inner.hf_model, ids)
     assert len(said.logprobs) == 39 and said.top_ids.shape == (39, 5)
     for place, token in enumerate(ids[1:]):
         assert said.logprobs[place] == pytest.approx(float(logprobs[place, token]), abs=1e-4)
         assert torch.allclose(said.top_logprobs[place], logprobs[place].topk(5).values, atol=1e-4)
         assert torch.allclose(logprobs[place, said.top_ids[place]], said.top_logprobs[place], atol=1e-4)
+
+
+def answered(server) -> float:
+    """Requests that vLLM's own server has answered."""
+    text = requests.get(f"{server.url}/metrics", timeout=10).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total"))
+
+
+def test_two_servers_share_the_asking_and_one_that_dies_is_named(teacher, plain, tmp_path):
+    """The other takes over: every completion is scored. A step has 16."""
+    flags = f"{TAUGHT} --max_steps 8 --advantage distill --distill_topk 3 --teacher_urls {plain.url} {teacher.url} "
+    flags += f"--output_dir {tmp_path} --run_name x"
+    before = answered(plain)
+    with running(trainer(tmp_path / "log", *flags.split(), TEACHER_TOKEN=teacher.token)) as process:
+        process.until(lambda: "step 2/8" in process.text)
+        share = answered(plain) - before
+        done = process.text.count("/8")
+        plain.kill()
+        assert process.end() == 0, process.text
+    assert 8 <= share <= 16 * (done + 1) - 8, (share, done)
+    assert f"the teacher at {plain.url}" in process.text and "the next one is asked" in process.text
+    assert learned(tmp_path / "x", "distill/asked") == [1] * 8
+    assert abs(learned(tmp_path / "x", "distill/reverse_kl")[0]) < 1e-3
+    seconds = learned(tmp_path / "x", "distill/seconds_max")
+    assert sorted(seconds)[-3] < 2.5, seconds  # then it is left alone for a while: to find nobody there takes 3 s
 
 
 def test_our_route_tells_log_probs_of_a_prompt(teacher):
