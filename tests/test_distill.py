@@ -53,23 +53,29 @@ def trajectories(teacher=True) -> list[Trajectory]:
 # ---- the advantage --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("baseline", ["none", "place"])
 @pytest.mark.parametrize("gamma, clip, coef", [(0.0, 20.0, 1.0), (1.0, 20.0, 1.0), (0.5, 0.4, 2.0)])
-def test_the_advantage_is_that_of_a_loop(gamma, clip, coef):
-    """Later tokens count by gamma for each sampled token between; a tool's text neither counts nor discounts."""
+def test_the_advantage_is_that_of_a_loop(gamma, clip, coef, baseline):
+    """Later tokens count by gamma for each sampled token between; a tool's text neither counts nor discounts. Places
+    are counted in sampled tokens, over the completions that the teacher was asked about."""
     said = trajectories()
     batch = collate(said, 0, CPU)
     cfg = TrainConfig(distill_gamma=gamma, distill_clip=clip, distill_coef=coef, scale_rewards="none")
-    ours = script.ADVANTAGES["distill"](batch, cfg)
+    ours = script.ADVANTAGES["distill"](batch, replace(cfg, distill_baseline=baseline))
+    later: dict[tuple[int, int], float] = {}  # (completion, how many sampled tokens are before) -> its sum
+    for row, t in enumerate(said[:3]):
+        total, sampled = 0.0, [place for place, mask in enumerate(t.loss_mask) if mask]
+        for number in reversed(range(len(sampled))):
+            apart = t.teacher_logprobs[sampled[number]] - t.logprobs[sampled[number]]
+            later[row, number] = total = max(-clip, min(clip, apart)) + gamma * total
     for row, t in enumerate(said):
-        mean = 0.5  # each group has one 0 and one 1
-        score, later = sum(t.token_rewards) - mean, 0.0
-        for place in reversed(range(len(t.token_ids))):
-            if not t.loss_mask[place]:
-                assert ours[row, 3 + place] == 0
-                continue
-            apart = t.teacher_logprobs[place] - t.logprobs[place] if t.teacher_logprobs else 0.0
-            later = max(-clip, min(clip, apart)) + gamma * later
-            assert float(ours[row, 3 + place]) == pytest.approx(score + coef * later, abs=1e-6)
+        score = sum(t.token_rewards) - 0.5  # each group has one 0 and one 1
+        for place, mask in enumerate(t.loss_mask):
+            number = sum(t.loss_mask[:place])
+            same = [value for (_, n), value in later.items() if n == number and baseline == "place"] or [0.0]
+            teach = later[row, number] - sum(same) / len(same) if row < 3 and mask else 0.0
+            expected = (score + coef * teach) * mask
+            assert float(ours[row, 3 + place]) == pytest.approx(expected, abs=1e-6)
     assert not ours[:, :3].any()
 
 
@@ -91,6 +97,34 @@ def test_the_gradient_of_the_advantage_is_that_of_the_reverse_kl():
     advantages = script.ADVANTAGES["distill"](batch, TrainConfig(reward_weights=[0.0]))[:, 0]
     (ours,) = torch.autograd.grad(-(log_p.detach().exp() * advantages * log_p).sum(), logits)
     assert torch.allclose(ours, exact, atol=1e-12)
+
+
+def test_a_baseline_takes_noise_away_and_changes_no_expected_gradient():
+    """A teacher that finds nearly all of what is sampled bad: 400 steps of 16 completions of one token."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    logits.data[0] -= 3.0  # the one that it finds good is hardly ever sampled
+    log_p, log_t = logits.log_softmax(-1), torch.tensor([-1e-6, *[-15.0 - n for n in range(6)]], dtype=torch.float64)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), logits, retain_graph=True)
+    tokens = torch.multinomial(log_p.detach().exp(), 400 * 16, replacement=True).view(400, 16, 1)
+
+    def gradients(baseline: str) -> torch.Tensor:  # [400, 7] of the loss of each step
+        found = []
+        for ids in tokens:
+            mask = torch.ones(16, 1, dtype=torch.float64)
+            batch = script.Batch(ids, mask, mask, torch.zeros_like(mask), torch.arange(16))
+            batch.sampling_logprobs, batch.teacher_logprobs = log_p.detach()[ids], log_t[ids]
+            advantages = script.ADVANTAGES["distill"](
+                batch, TrainConfig(reward_weights=[0.0], distill_baseline=baseline)
+            )
+            loss = -(advantages * log_p[ids]).mean()
+            found.append(torch.autograd.grad(loss, logits, retain_graph=True)[0])
+        return torch.stack(found)
+
+    plain, centered = gradients("none"), gradients("place")
+    noise = [float((g - exact).square().sum(1).mean()) for g in (plain, centered)]
+    assert noise[1] < 0.3 * noise[0], noise
+    assert float((centered.mean(0) * 16 / 15 - exact).norm()) < 0.1 * float(exact.norm())
 
 
 # ---- the term -------------------------------------------------------------------------------------------------------
