@@ -523,6 +523,20 @@ def answered(server) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total"))
 
 
+def test_of_several_turns_a_server_scores_what_was_sampled(teacher, tiny, monkeypatch):
+    """What an environment said between is context: seen, and not counted."""
+    monkeypatch.setenv("TEACHER_TOKEN", teacher.token)
+    _, run = tiny
+    cfg, said = TrainConfig(teacher_urls=[teacher.url], distill_topk=5, env_errors="stop"), trajectories(teacher=False)
+    teachers.connect(cfg, script.load_processor("models/tiny"), [])
+    asyncio.run(teachers.tell(said, None, cfg, None))
+    for t in said:
+        at = all_logits(run.inner.hf_model, t.prompt_ids + t.token_ids)[2:-1]
+        expected = at[range(len(t.token_ids)), t.token_ids] * torch.tensor(t.loss_mask)
+        assert t.teacher_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert torch.allclose(t.teacher_top[1], at.topk(5).values, atol=1e-4)
+
+
 def test_two_servers_share_the_asking_and_one_that_dies_is_named(teacher, plain, tmp_path):
     """The other takes over: every completion is scored. A step has 16."""
     flags = f"{TAUGHT} --max_steps 8 --advantage distill --distill_topk 3 --teacher_urls {plain.url} {teacher.url} "
