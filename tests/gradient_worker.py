@@ -124,7 +124,7 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
         if loss in ("foreign term", "entropy", "teacher", "distill"):
             cfg = replace(cfg, policy_loss="ppo", entropy_coef=0.1 * (loss == "entropy"))
         batch = taught(batch) if loss == "teacher" else batch
-        batch = distilled(batch, asked=number < 3) if loss == "distill" else batch  # of two ranks, on the first
+        batch = distilled(batch, asked=number % 2 == 0) if loss == "distill" else batch
         inner.entropy_gradient = cfg.entropy_coef != 0
         loss_of = with_foreign_term if loss == "foreign term" else script.micro_loss
         result[base.use_peft, loss, "silent", "cut"] = gradients(policy, inner, batch, cfg, loss_of)
