@@ -30,7 +30,8 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
 * Longer than cfg.reward_timeout: every row of the call scores cfg.reward_on_timeout and counts in
   info["reward_timeouts"]. Raising, or a wrong number or kind of values: RewardError, with the row and the completion.
 
-The reward of a completion is the sum of weight * value over cfg.reward_weights.
+The reward of a completion is the sum of weight * value over cfg.reward_weights. Held-out rows are scored by weights of
+1 if all are 0.
 """
 
 import asyncio
@@ -302,6 +303,8 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     if not trajectories:
         return
     weights = reward_weights(reward_functions, cfg)
+    if cfg.purpose == "eval" and not any(weights):  # nothing is learned from them: held-out rows are to tell how good
+        weights = [1.0] * len(weights)  # the policy became
     arguments = call_arguments(trajectories, cfg)
     calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
     results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time

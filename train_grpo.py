@@ -143,6 +143,7 @@ from inputs.lora import (
 )
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
 from inputs.processor import (
+    faults_named,
     load_config,
     load_processor,
     loading,
@@ -616,9 +617,9 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     return load_frozen(replace(cfg, router_replay=replays), device, "the reference model")[0]
 
 
-def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> tuple[nn.Module, Policy]:
-    """A model that is not trained, as `load_policy` returns one."""
-    with utils.on_rank_0(f"Loading {what}"):
+def load_frozen(cfg: TrainConfig, device: torch.device, what: str, flag="--model_id") -> tuple[nn.Module, Policy]:
+    """A model that is not trained, as `load_policy` returns one. flag: the one that named it, for its faults."""
+    with utils.on_rank_0(f"Loading {what}"), faults_named(flag):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     autocast = bool(cfg.ref_sync_steps) and autocasts(cfg)
     frozen = replace(cfg, router_aux_coef=0.0)  # not trained, so there is nothing to balance
@@ -631,7 +632,7 @@ def load_teacher(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Pol
     if cfg.teacher_id is None:
         return None
     own = replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None, router_replay="off", load_in=None)
-    return load_frozen(own, device, "the teacher")
+    return load_frozen(own, device, "the teacher", "--teacher_id")
 
 
 @torch.no_grad()

@@ -32,15 +32,32 @@ def rewards_count(cfg: TrainConfig) -> bool:
     return set(cfg.reward_funcs) != {"zero"} and any(cfg.reward_weights or [1.0])
 
 
-def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """grpo's advantage + distill_coef * sum of gamma^(s - t) (log p_teacher - log p_policy) over s >= t, gamma of
-    --distill_gamma: the sampled reverse KL. With all rewards 0 it is pure distillation.
+def about_place(values: Tensor, mask: Tensor) -> Tensor:
+    """Minus their mean over the tokens at the same place of their completions, in the step, over all ranks, which all
+    call it.  [B, T]"""
+    place = (mask.cumsum(1) * mask).long()  # [B, T] 1, 2, ... of the sampled tokens; 0: none
+    sums = values.new_zeros(2, utils.all_max(int(place.max())) + 1, dtype=torch.float64)
+    sums[0].scatter_add_(0, place.flatten(), (values * mask).flatten().double())
+    sums[1].scatter_add_(0, place.flatten(), mask.flatten().double())
+    total, count = utils.all_sum(sums)
+    return (values - (total / count.clamp(min=1)).to(values)[place]) * mask
 
-    K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025 (gamma 0); 2306.08543 eq. 3 (gamma 1).  [B, T]
+
+def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """grpo's advantage + distill_coef * R_t, R_t = sum of gamma^(s - t) (log p_teacher - log p_policy) over s >= t,
+    gamma of --distill_gamma: the sampled reverse KL. With all rewards 0 it is pure distillation.
+
+    K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025 (gamma 0); 2306.08543 eq. 3 (gamma 1). Not in these is
+    --distill_baseline: R_t minus its mean at that place t. The gradient expected is the same, and far from the teacher,
+    where every token's gap is negative, most of the noise is gone.  [B, T]
     """
     said = gap(batch).clamp(-cfg.distill_clip, cfg.distill_clip)
     rewarded = spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
-    return rewarded + cfg.distill_coef * returns_to_go(replace(batch, rewards=said), cfg.distill_gamma)
+    said = returns_to_go(replace(batch, rewards=said), cfg.distill_gamma)
+    if cfg.distill_baseline == "place":
+        asked = batch.loss_mask if batch.teacher_logprobs is None else batch.loss_mask * ~batch.teacher_logprobs.isnan()
+        said = about_place(said, asked)
+    return rewarded + cfg.distill_coef * said
 
 
 distill.needs = ("teacher_logprobs",)

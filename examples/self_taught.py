@@ -4,8 +4,8 @@ The column `hint` has the question behind two turns in which it is answered. The
 it wrote without them, which ones it would find likeliest, and learns those (--teacher_prompt hint --distill_topk 20).
 Rewards are only looked at: their weight is 0.
 
-Tried for 20 steps, one seed: the distance fell from .76 to .13 nats a token by step 14, and the form of an answer was
-learned; of the 60 held-out sums none was right yet.
+Tried for 20 steps of 4 prompts, one seed: the distance fell from .76 to .11 nats a token, and the form of an answer was
+learned by step 5, from 11.6 tokens to 3; of 60 held-out sums 0 were right before, 3 after. How to add it was not told.
 
     python train_grpo.py --config examples/self_taught.yaml --generator hf
 """

@@ -82,6 +82,15 @@ def loading(model_id: str, flag: str = "--model_id") -> Iterator[None]:
         raise ConfigError(f"{flag}={model_id}: {fault}. Copy the folder again, or save the model anew.") from error
 
 
+@contextlib.contextmanager
+def faults_named(flag: str) -> Iterator[None]:
+    """What is wrong with a model's files is said of the flag that named it; loaders know a model by --model_id."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--model_id=", f"{flag}=")) from error.__cause__
+
+
 def unreadable(folder: Path) -> Iterator[str]:
     """Files of a model that are no JSON or no safetensors; their last part may be missing."""
     for path in sorted(folder.iterdir()):

@@ -412,7 +412,7 @@ class RunLog:
             times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / seconds
             self.last_step, self.num_tokens = step, float(metrics["num_tokens"])
         line = self._write(step, metrics | times)
-        self._say(visible(progress_text(line, self.num_steps)))
+        self._say(visible(progress_text(line, self.num_steps, bool(self.cfg.distill_coef))))
         if completions and self.cfg.log_completions:
             first = {repr(row["prompt"]): row for row in reversed(completions)} if self.cfg.log_unique_prompts else {}
             self.completions(step, [*reversed(first.values())] or completions)
@@ -548,19 +548,24 @@ def write_table(path: Path, rows: list[dict]) -> None:
         raise
 
 
-def progress_text(line: dict, num_steps: int | None) -> str:
-    """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...'"""
+def progress_text(line: dict, num_steps: int | None, teaches: bool = True) -> str:
+    """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...'
+
+    teaches: whether a teacher, if there is one, is learned from.
+    """
     parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
     by_domain = [key for key in line if key.endswith("/reward") and key.count("/") == 1]
     for key, label in (
         ("reward", "reward"),
         *((key, key.split("/")[0]) for key in by_domain),
+        ("distill/reverse_kl", "from teacher"),
         ("kl", "kl"),
         ("grad_norm", "grad norm"),
     ):
         if key in line:
             parts.append(f"{label} {_short(line[key])}")
-    if line.get("frac_reward_zero_std") is not None and line.get("frac_singleton_groups") != 1:
+    taught = teaches and (line.get("distill/asked") or 0) > 0.5  # most tokens learn, whatever the rewards are
+    if line.get("frac_reward_zero_std") is not None and line.get("frac_singleton_groups") != 1 and not taught:
         parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
     if line.get("rollout/failed"):
         parts.append(f"failed {line['rollout/failed']}")

@@ -30,6 +30,7 @@ from serving.wire import in_thread
 PROBE = 24  # tokens of the fixed text
 ALIKE = 0.1  # nats; by more, on average over that text, the same model does not differ from itself in bfloat16
 PAUSE = 5.0  # seconds without an answer in which a server may have been started anew
+REST = 10  # a server that gives no answer comes last for so many times as long as it was waited for
 PIECE = 2048  # tokens of the vocabulary that are compared at a time
 REMEDY = "Look at its terminal; start it again, or raise --teacher_timeout"
 TOKEN_BYTES = 160  # of JSON, at most, for one token and its log-prob
@@ -55,6 +56,7 @@ class Server:
     root: str | None = None  # the folder or hub id behind the name, if it tells
     probe: list[float] = field(default_factory=list)
     answered: float = 0.0  # when it last gave an answer, of time.monotonic
+    rests: float = 0.0  # until then the others are asked first
     load: int = 0  # requests under way
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -123,23 +125,26 @@ class TeacherServers:
 
     def _score(self, ids: list[int], top: int, images, expanded) -> Said:
         end, causes = time.monotonic() + self.seconds, []
-        known = sorted(self.servers, key=lambda server: server.load)
+        begun = time.monotonic()
+        known = sorted(self.servers, key=lambda server: (server.rests > begun, server.load))
         for others, server in zip(reversed(range(len(known))), known, strict=True):
             now = time.monotonic()
             deadline = now + (end - now) / (others + 1)  # one that hangs leaves time to ask the others
             server.load += 1
             try:
-                self._recognise(server, top, deadline)
+                self._recognise(server, top, deadline, others)
                 said = self._ask(server, ids, top, images, deadline, expanded)
                 self._recognise(server, top, deadline)  # it may have been asked again and again, until it was back
                 server.answered = time.monotonic()
                 return said
             except asking.NoAnswer as error:
-                server.answered = 0.0
+                server.answered, ended = 0.0, time.monotonic()
                 causes.append(str(error).rstrip("."))
                 if 0 < error.status < 500 and error.status not in asking.BUSY:
                     break  # the question is at fault: another server of the same model would say so, too
-                asking.warned(f"the teacher at {error}" + "; the next one is asked" * bool(others))
+                if ended > server.rests:  # else another question has found that out
+                    server.rests = ended + REST * (ended - now)
+                    asking.warned(f"the teacher at {error}" + "; the next one is asked" * bool(others))
             finally:
                 server.load -= 1
         raise TeacherError(f"the teacher gave no log-probs: {'; '.join(causes)}. {REMEDY} (now {self.seconds:g} s).")
@@ -204,9 +209,12 @@ class TeacherServers:
                 "policy's family, or train on a teacher's answers (supervised) first."
             )
 
-    def _recognise(self, server: Server, top: int, deadline: float) -> None:
-        """TeacherError if the server may have been started anew, and serves another model now."""
+    def _recognise(self, server: Server, top: int, deadline: float, others: int = 0) -> None:
+        """TeacherError if the server may have been started anew, and serves another model now. others: that can be
+        asked if this one gives no answer."""
         with server.lock:  # of many requests after a pause the first asks
+            if others and server.rests > time.monotonic():  # in vain
+                raise asking.NoAnswer(f"{asking.place(server.url)} has just given no answer to another question")
             if self.changes or time.monotonic() - server.answered < PAUSE:
                 return
             before = server.model, server.root

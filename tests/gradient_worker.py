@@ -119,11 +119,12 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
     speak = (number != 1) & (number != 3)
     batch = replace(batch, ref_logprobs=None, advantages=batch.advantages * speak[:, None])
     script.POLICY_LOSSES["foreign"] = foreign_loss
-    for loss in [*losses, "foreign", "foreign term", "entropy", "teacher"]:
+    for loss in [*losses, "foreign", "foreign term", "entropy", "teacher", "distill"]:
         cfg = replace(base, policy_loss=loss, beta=0.0, tokens_per_microbatch=40, **SETTINGS.get(loss, {}))
-        if loss in ("foreign term", "entropy", "teacher"):
+        if loss in ("foreign term", "entropy", "teacher", "distill"):
             cfg = replace(cfg, policy_loss="ppo", entropy_coef=0.1 * (loss == "entropy"))
         batch = taught(batch) if loss == "teacher" else batch
+        batch = distilled(batch, asked=number % 2 == 0) if loss == "distill" else batch
         inner.entropy_gradient = cfg.entropy_coef != 0
         loss_of = with_foreign_term if loss == "foreign term" else script.micro_loss
         result[base.use_peft, loss, "silent", "cut"] = gradients(policy, inner, batch, cfg, loss_of)
@@ -139,6 +140,15 @@ def taught(batch: script.Batch) -> script.Batch:
     asked = (batch.input_ids[:, 3] % 3 > 0)[:, None, None]
     logprobs = torch.tensor([0.5, 0.3, 0.1], device=top.device).log().expand(top.shape).where(asked, -torch.inf)
     return replace(batch, teacher_top=top, teacher_top_logprobs=logprobs)
+
+
+def distilled(batch: script.Batch, asked: torch.Tensor) -> script.Batch:
+    """Advantages of rewards and of what a teacher says of the sampled tokens. asked: of which rows.  [B]"""
+    said = -1 - (batch.input_ids % 7).float()  # [B, T]
+    said = said.where(asked[:, None], torch.nan)
+    batch = replace(batch, teacher_top=None, teacher_top_logprobs=None, teacher_logprobs=said)
+    script.add_advantages(batch, TrainConfig(advantage="distill", distill_gamma=0.5))
+    return batch
 
 
 def foreign_loss(logprobs, batch, cfg):

@@ -6,6 +6,8 @@ import functools
 import http.server
 import json
 import math
+import shutil
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,11 +18,13 @@ from types import SimpleNamespace
 import numpy
 import pandas
 import pytest
+import requests
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live import EVEN, SMALL, running, trainer
-from server_fixture import make_tiny, start_server
+from live import EVEN, SMALL, Process, running, trainer
+from safetensors.torch import load_file, save_file
+from server_fixture import free_port, make_tiny, start_server
 
 import teachers
 import train_grpo as script
@@ -49,23 +53,29 @@ def trajectories(teacher=True) -> list[Trajectory]:
 # ---- the advantage --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("baseline", ["none", "place"])
 @pytest.mark.parametrize("gamma, clip, coef", [(0.0, 20.0, 1.0), (1.0, 20.0, 1.0), (0.5, 0.4, 2.0)])
-def test_the_advantage_is_that_of_a_loop(gamma, clip, coef):
-    """Later tokens count by gamma for each sampled token between; a tool's text neither counts nor discounts."""
+def test_the_advantage_is_that_of_a_loop(gamma, clip, coef, baseline):
+    """Later tokens count by gamma for each sampled token between; a tool's text neither counts nor discounts. Places
+    are counted in sampled tokens, over the completions that the teacher was asked about."""
     said = trajectories()
     batch = collate(said, 0, CPU)
     cfg = TrainConfig(distill_gamma=gamma, distill_clip=clip, distill_coef=coef, scale_rewards="none")
-    ours = script.ADVANTAGES["distill"](batch, cfg)
+    ours = script.ADVANTAGES["distill"](batch, replace(cfg, distill_baseline=baseline))
+    later: dict[tuple[int, int], float] = {}  # (completion, how many sampled tokens are before) -> its sum
+    for row, t in enumerate(said[:3]):
+        total, sampled = 0.0, [place for place, mask in enumerate(t.loss_mask) if mask]
+        for number in reversed(range(len(sampled))):
+            apart = t.teacher_logprobs[sampled[number]] - t.logprobs[sampled[number]]
+            later[row, number] = total = max(-clip, min(clip, apart)) + gamma * total
     for row, t in enumerate(said):
-        mean = 0.5  # each group has one 0 and one 1
-        score, later = sum(t.token_rewards) - mean, 0.0
-        for place in reversed(range(len(t.token_ids))):
-            if not t.loss_mask[place]:
-                assert ours[row, 3 + place] == 0
-                continue
-            apart = t.teacher_logprobs[place] - t.logprobs[place] if t.teacher_logprobs else 0.0
-            later = max(-clip, min(clip, apart)) + gamma * later
-            assert float(ours[row, 3 + place]) == pytest.approx(score + coef * later, abs=1e-6)
+        score = sum(t.token_rewards) - 0.5  # each group has one 0 and one 1
+        for place, mask in enumerate(t.loss_mask):
+            number = sum(t.loss_mask[:place])
+            same = [value for (_, n), value in later.items() if n == number and baseline == "place"] or [0.0]
+            teach = later[row, number] - sum(same) / len(same) if row < 3 and mask else 0.0
+            expected = (score + coef * teach) * mask
+            assert float(ours[row, 3 + place]) == pytest.approx(expected, abs=1e-6)
     assert not ours[:, :3].any()
 
 
@@ -87,6 +97,34 @@ def test_the_gradient_of_the_advantage_is_that_of_the_reverse_kl():
     advantages = script.ADVANTAGES["distill"](batch, TrainConfig(reward_weights=[0.0]))[:, 0]
     (ours,) = torch.autograd.grad(-(log_p.detach().exp() * advantages * log_p).sum(), logits)
     assert torch.allclose(ours, exact, atol=1e-12)
+
+
+def test_a_baseline_takes_noise_away_and_changes_no_expected_gradient():
+    """A teacher that finds nearly all of what is sampled bad: 400 steps of 16 completions of one token."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    logits.data[0] -= 3.0  # the one that it finds good is hardly ever sampled
+    log_p, log_t = logits.log_softmax(-1), torch.tensor([-1e-6, *[-15.0 - n for n in range(6)]], dtype=torch.float64)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), logits, retain_graph=True)
+    tokens = torch.multinomial(log_p.detach().exp(), 400 * 16, replacement=True).view(400, 16, 1)
+
+    def gradients(baseline: str) -> torch.Tensor:  # [400, 7] of the loss of each step
+        found = []
+        for ids in tokens:
+            mask = torch.ones(16, 1, dtype=torch.float64)
+            batch = script.Batch(ids, mask, mask, torch.zeros_like(mask), torch.arange(16))
+            batch.sampling_logprobs, batch.teacher_logprobs = log_p.detach()[ids], log_t[ids]
+            advantages = script.ADVANTAGES["distill"](
+                batch, TrainConfig(reward_weights=[0.0], distill_baseline=baseline)
+            )
+            loss = -(advantages * log_p[ids]).mean()
+            found.append(torch.autograd.grad(loss, logits, retain_graph=True)[0])
+        return torch.stack(found)
+
+    plain, centered = gradients("none"), gradients("place")
+    noise = [float((g - exact).square().sum(1).mean()) for g in (plain, centered)]
+    assert noise[1] < 0.3 * noise[0], noise
+    assert float((centered.mean(0) * 16 / 15 - exact).norm()) < 0.1 * float(exact.norm())
 
 
 # ---- the term -------------------------------------------------------------------------------------------------------
@@ -119,11 +157,13 @@ def test_the_term_is_that_of_a_loop(teacher, policy, b):
     assert float(term.detach()) == pytest.approx(term_by_hand(teacher, policy, b), abs=1e-9)
     assert float(stats["distill/policy_mass"]) == pytest.approx(sum(policy), abs=1e-9)
     (gradient,) = torch.autograd.grad(term.sum(), part.top_logprobs)
-    step = 1e-6
     for index in range(3):  # a log-prob that moves takes from the rest
-        moved = list(policy)
-        moved[index] *= math.exp(step)
-        slope = (term_by_hand(teacher, moved, b) - term_by_hand(teacher, policy, b)) / step
+        near = []
+        for step in (1e-6, -1e-6):
+            moved = list(policy)
+            moved[index] *= math.exp(step)
+            near.append(term_by_hand(teacher, moved, b))
+        slope = (near[0] - near[1]) / 2e-6
         assert float(gradient[0, 0, index]) == pytest.approx(slope, abs=1e-4)
 
 
@@ -384,8 +424,6 @@ def test_the_policy_is_its_own_teacher_behind_another_prompt(tmp_path):
 
 
 def test_another_vocabulary_is_refused_token_by_token(tmp_path):
-    import shutil
-
     folder = tmp_path / "other"
     shutil.copytree("models/tiny", folder)
     words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -405,6 +443,20 @@ def test_folders_that_are_no_teacher_are_named_as_one(tmp_path):
         cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
         with pytest.raises(ConfigError, match=f"--teacher_id={folder}: .*{message}"):
             teachers.connect(cfg, script.load_processor("models/tiny"), [])
+
+
+@pytest.mark.parametrize("fault", ["model.safetensors is missing or damaged", "1 of its weights hold nan"])
+def test_damaged_weights_of_a_teacher_are_named_by_its_flag(fault, tmp_path):
+    folder = Path(shutil.copytree("models/tiny", tmp_path / "teacher"))
+    if "nan" in fault:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"][3] = float("nan")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-20])
+    cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
+    with pytest.raises(ConfigError, match=f"^--teacher_id={folder}: {fault}"):
+        script.load_teacher(cfg, CPU)
 
 
 def test_a_teacher_is_asked_while_training_alone():
@@ -427,6 +479,26 @@ def teacher():
         server.stop()
 
 
+@pytest.fixture(scope="module")
+def plain(teacher, tmp_path_factory):
+    """vLLM's own server of the same model and token, without any of our code."""
+    port = free_port()
+    # `vllm serve` itself wants a distribution of the name vllm; the CPU build is called otherwise.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(teacher.model_dir)]
+    command += f"--port {port} --api-key {teacher.token} --dtype float32 --max-model-len 2048 --enforce-eager".split()
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with running(Process(command, tmp_path_factory.mktemp("plain") / "log", **env)) as process:
+        url = f"http://127.0.0.1:{port}"
+        process.until(lambda: serves(url))
+        yield SimpleNamespace(url=url, token=teacher.token, kill=process.kill)
+
+
+def serves(url: str) -> bool:
+    with contextlib.suppress(requests.ConnectionError):
+        return requests.get(f"{url}/health", timeout=2).ok
+    time.sleep(0.2)
+
+
 def asked(server, **how) -> TeacherServers:
     tokenizer = script.load_processor("models/tiny")
     found = TeacherServers([server.url], token=server.token, **how)
@@ -434,16 +506,56 @@ def asked(server, **how) -> TeacherServers:
     return found
 
 
-def test_a_server_says_what_its_model_says(teacher, tiny):
+@pytest.mark.parametrize("whose", ["ours", "vLLM's own"])
+def test_a_server_says_what_its_model_says(whose, request, tiny):
     _, run = tiny
     ids = list(range(40, 80))
-    said = asyncio.run(asked(teacher).score(ids, 5))
+    said = asyncio.run(asked(request.getfixturevalue("teacher" if whose == "ours" else "plain")).score(ids, 5))
     logprobs = all_logits(run.inner.hf_model, ids)
     assert len(said.logprobs) == 39 and said.top_ids.shape == (39, 5)
     for place, token in enumerate(ids[1:]):
         assert said.logprobs[place] == pytest.approx(float(logprobs[place, token]), abs=1e-4)
         assert torch.allclose(said.top_logprobs[place], logprobs[place].topk(5).values, atol=1e-4)
         assert torch.allclose(logprobs[place, said.top_ids[place]], said.top_logprobs[place], atol=1e-4)
+
+
+def answered(server) -> float:
+    """Requests that vLLM's own server has answered."""
+    text = requests.get(f"{server.url}/metrics", timeout=10).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total"))
+
+
+def test_of_several_turns_a_server_scores_what_was_sampled(teacher, tiny, monkeypatch):
+    """What an environment said between is context: seen, and not counted."""
+    monkeypatch.setenv("TEACHER_TOKEN", teacher.token)
+    _, run = tiny
+    cfg, said = TrainConfig(teacher_urls=[teacher.url], distill_topk=5, env_errors="stop"), trajectories(teacher=False)
+    teachers.connect(cfg, script.load_processor("models/tiny"), [])
+    asyncio.run(teachers.tell(said, None, cfg, None))
+    for t in said:
+        at = all_logits(run.inner.hf_model, t.prompt_ids + t.token_ids)[2:-1]
+        expected = at[range(len(t.token_ids)), t.token_ids] * torch.tensor(t.loss_mask)
+        assert t.teacher_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert torch.allclose(t.teacher_top[1], at.topk(5).values, atol=1e-4)
+
+
+def test_two_servers_share_the_asking_and_one_that_dies_is_named(teacher, plain, tmp_path):
+    """The other takes over: every completion is scored. A step has 16."""
+    flags = f"{TAUGHT} --max_steps 8 --advantage distill --distill_topk 3 --teacher_urls {plain.url} {teacher.url} "
+    flags += f"--output_dir {tmp_path} --run_name x"
+    before = answered(plain)
+    with running(trainer(tmp_path / "log", *flags.split(), TEACHER_TOKEN=teacher.token)) as process:
+        process.until(lambda: "step 2/8" in process.text)
+        share = answered(plain) - before
+        done = process.text.count("/8")
+        plain.kill()
+        assert process.end() == 0, process.text
+    assert 8 <= share <= 16 * (done + 1) - 8, (share, done)
+    assert f"the teacher at {plain.url}" in process.text and "the next one is asked" in process.text
+    assert learned(tmp_path / "x", "distill/asked") == [1] * 8
+    assert abs(learned(tmp_path / "x", "distill/reverse_kl")[0]) < 1e-3
+    seconds = learned(tmp_path / "x", "distill/seconds_max")
+    assert sorted(seconds)[-3] < 2.5, seconds  # then it is left alone for a while: to find nobody there takes 3 s
 
 
 def test_our_route_tells_log_probs_of_a_prompt(teacher):

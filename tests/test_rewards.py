@@ -332,6 +332,15 @@ def test_the_sum_stands_on_the_last_sampled_token():
     assert [t.info["reward_without_token"] for t in (one, two, none)] == [0, 0, 1]
 
 
+def test_rewards_of_no_weight_still_judge_held_out_rows():
+    """A run that learns from a teacher alone looks at them, and its evaluations would all say 0."""
+    functions = {"right": lambda completions: [1.0], "short": lambda completions: [0.5]}
+    for purpose, weights, expected in (("train", [0, 0], 0), ("eval", [0, 0], 1.5), ("eval", [0, 2], 1)):
+        one = trajectory("5")
+        run([one], functions, reward_weights=weights, purpose=purpose)
+        assert one.info["reward"] == expected, (purpose, weights)
+
+
 def test_none_does_not_apply():
     both = run(
         [trajectory(), trajectory()], {"a": lambda completions: [None, None], "b": lambda completions: [None, 3]}

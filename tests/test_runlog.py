@@ -274,6 +274,15 @@ def test_samples_are_printed_now_and_then(make_log, capsys):
     assert "user: 2 + [b]2?" in printed and "(3500 more characters)" in printed and "exact 1" in printed
 
 
+def test_a_line_of_progress_names_the_number_that_a_run_is_about():
+    """With a teacher the distance from it; groups whose rewards are alike are no fault where it is learned from."""
+    line = {"step": 1, "reward": 0.0, "frac_reward_zero_std": 1.0}
+    taught = line | {"distill/asked": 1.0, "distill/reverse_kl": 3.2649}
+    assert "from teacher 3.265" in progress_text(taught, 3) and "silent" not in progress_text(taught, 3)
+    assert "silent groups 100%" in progress_text(taught, 3, teaches=False)
+    assert "silent groups 100%" in progress_text(line, 3) and "teacher" not in progress_text(line, 3)
+
+
 def test_phases_add_up_to_the_step():
     line = {"step": 3, "time/update": 3.0, "time/generate": 5.0, "time/mine": 1.0, "time/step": 10.0, "time/unix": 1e9}
     assert phases(line) == {"generate": 5.0, "update": 3.0, "mine": 1.0, "other": 1.0}
