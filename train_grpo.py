@@ -1250,7 +1250,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         number += 1
     optimizer.zero_grad(set_to_none=True)
     bad = utils.not_finite(policy)  # else broken weights would be pushed, evaluated and saved
-    sums, largest = over_ranks(total | {"not_finite": total["tokens"].new_full((), len(bad))})
+    sums, largest = over_ranks(total, not_finite=len(bad))
     if sums.pop("not_finite"):
         names = sum(utils.gather_objects(bad), [])
         raise RuntimeError(
@@ -1268,9 +1268,9 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms)} | rates
 
 
-def over_ranks(total: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+def over_ranks(total: dict[str, Tensor], **counts: float) -> tuple[dict[str, float], dict[str, float]]:
     """(sums over all ranks, of names that end in _max the largest). A statistic may exist on some ranks only."""
-    mine = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True))  # one read of the GPU
+    mine = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True)) | counts  # one read of the GPU
     names = sorted(set().union(*utils.gather_objects([*mine])))
     largest = {name: utils.all_max(mine.get(name, -math.inf)) for name in names if name.endswith("_max")}
     names = [name for name in names if name not in largest]

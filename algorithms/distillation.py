@@ -48,8 +48,8 @@ def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
     gamma of --distill_gamma: the sampled reverse KL. With all rewards 0 it is pure distillation.
 
     K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025 (gamma 0); 2306.08543 eq. 3 (gamma 1). Not in these is
-    --distill_baseline: R_t minus its mean at that place t. The gradient expected is the same, and far from the teacher,
-    where every token's gap is negative, most of the noise is gone.  [B, T]
+    --distill_baseline place: R_t minus its mean at that place t. The gradient expected is the same, and far from the
+    teacher, where every token's gap is negative, most of the noise is gone.  [B, T]
     """
     said = gap(batch).clamp(-cfg.distill_clip, cfg.distill_clip)
     rewarded = spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)

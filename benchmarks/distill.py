@@ -30,12 +30,12 @@ TAUGHT = "--teacher_id TEACHER "
 COMMON = "--generator hf --eval_steps 5 --print_samples_every 0".split()
 CASES = {  # name in the table: flags beside those of examples/sums.yaml
     "rewards alone": "",
-    "teacher, sampled reverse KL": TAUGHT + "--advantage distill --reward_weights 0",
-    "the same without a baseline": TAUGHT + "--advantage distill --reward_weights 0 --distill_baseline none",
+    "teacher, sampled reverse KL": TAUGHT + "--advantage distill --reward_weights 0 --distill_baseline place",
+    "the same without a baseline": TAUGHT + "--advantage distill --reward_weights 0",
     "teacher, forward KL over its top 20": TAUGHT + "--distill_topk 20 --reward_weights 0",
     "teacher, JSD .5 over its top 20": TAUGHT + "--distill_topk 20 --distill_jsd 0.5 --reward_weights 0",
-    "rewards and reverse KL": TAUGHT + "--advantage distill",
-    "itself, shown the answer, reverse KL": SELF + "--advantage distill",
+    "rewards and reverse KL": TAUGHT + "--advantage distill --distill_baseline place",
+    "itself, shown the answer, reverse KL": SELF + "--advantage distill --distill_baseline place",
     "itself, shown the answer, forward KL over its top 20": SELF + "--distill_topk 20",
 }
 
