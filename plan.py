@@ -81,6 +81,7 @@ import torch
 import domains
 import memory
 import train_ppo
+from inputs.backbone import experts_of
 from memory import GIB
 from train_grpo import empty_policy, load_config
 
@@ -153,19 +154,26 @@ def model_config(model_id: str):
 
 
 def serve(
-    cfg: PlanConfig, config, sizes: list[int], server_gpus: int, sequences: int, adapters: int = 0
+    cfg: PlanConfig, config, sizes: list[int], server_gpus: int, sequences: int, adapters: int = 0, active: int = 0
 ) -> dict | None:
     """The fastest way to serve on `server_gpus` GPUs, as one or several servers: bytes on a GPU, seconds to sample
     `sequences` completions of mean length. None if the model does not fit. sizes: elements of each parameter; adapters:
-    of all adapters, where these are pushed alone."""
+    of all adapters, where these are pushed alone; active: those that a token meets, 0: all."""
     heads = config.get_text_config().num_attention_heads
     splits = [n for n in (1, 2, 4, 8) if min(server_gpus, cfg.node_gpus) % n == 0 and heads % n == 0]
-    ways = [serve_split(cfg, config, sizes, server_gpus // n, n, sequences, adapters) for n in splits]
+    ways = [serve_split(cfg, config, sizes, server_gpus // n, n, sequences, adapters, active) for n in splits]
     return min(filter(None, ways), key=lambda way: way["seconds"], default=None)
 
 
 def serve_split(
-    cfg: PlanConfig, config, sizes: list[int], servers: int, split: int, sequences: int, adapters: int = 0
+    cfg: PlanConfig,
+    config,
+    sizes: list[int],
+    servers: int,
+    split: int,
+    sequences: int,
+    adapters: int = 0,
+    active: int = 0,
 ) -> dict | None:
     """`serve` by `servers` servers, each with the model split over `split` GPUs."""
     kv, parameters = kv_bytes(config, split), sum(sizes)
@@ -179,11 +187,13 @@ def serve_split(
     at_once = min(each, int(room / kv / (cfg.prompt + cfg.completion)), MAX_SEQUENCES)
     flops, bandwidth = cfg.tflops * 1e12 * split, cfg.memory_bandwidth * 1e9
     read = weights + at_once * kv * (cfg.prompt + cfg.completion / 2)  # by each token of all that are sampled
-    token = read / bandwidth + 2 * parameters * at_once / flops
+    token = read / bandwidth + 2 * (active or parameters) * at_once / flops
     seconds = cfg.completion * token * each / at_once
     if cfg.tokens_per_second:
         seconds = sequences * cfg.completion / (cfg.tokens_per_second * servers * split)
-    seconds += 2 * parameters * cfg.prompt * each / cfg.num_generations / flops  # a prompt once for its group
+    seconds += (
+        2 * (active or parameters) * cfg.prompt * each / cfg.num_generations / flops
+    )  # a prompt once for its group
     used = at_once * kv * (cfg.prompt + cfg.completion)
     return dict(
         servers=servers, split=split, weights=weights, kv=room, kv_used=used, at_once=at_once, seconds=seconds,
@@ -255,15 +265,18 @@ def in_cpu_memory(cfg: PlanConfig, need: Counter, ranks: int) -> int:
     return need["in CPU memory"] * min(ranks, cfg.node_gpus)
 
 
-def seconds(cfg: TrainConfig, config, parameters: int, ranks: int, adapters: int = 0) -> dict[str, float]:
-    """Of the phases after sampling, by arithmetic; the slower of computing and communicating counts."""
+def seconds(
+    cfg: TrainConfig, config, parameters: int, ranks: int, adapters: int = 0, active: int = 0
+) -> dict[str, float]:
+    """Of the phases after sampling, by arithmetic; the slower of computing and communicating counts. adapters, active:
+    as for `serve`."""
     text, tokens = config.get_text_config(), cfg.prompts_per_step * (cfg.prompt + cfg.num_generations * cfg.completion)
     prompts = 1 if cfg.shared_prefix else cfg.num_generations
     tokens += cfg.prompts_per_step * cfg.prompt * (prompts - 1)
     pairs = prompts * cfg.prompt**2 / 2 + cfg.num_generations * cfg.completion * (cfg.prompt + cfg.completion / 2)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     attention = 4 * text.num_hidden_layers * text.num_attention_heads * width * pairs * cfg.prompts_per_step
-    forward = (2 * parameters * tokens + attention) / ranks / (cfg.tflops * 1e12)
+    forward = (2 * (active or parameters) * tokens + attention) / ranks / (cfg.tflops * 1e12)
     passes = -(-tokens // ranks // (cfg.tokens_per_microbatch or 16384))
     size = cfg.shard_size or ranks  # of a copy, cut into shards
     here = min(size, cfg.node_gpus)  # whose network cards carry together what comes from other machines
@@ -290,13 +303,13 @@ def seconds(cfg: TrainConfig, config, parameters: int, ranks: int, adapters: int
 # ---- a split, and what to print -------------------------------------------------------------------------------------
 
 
-def split(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters: int, server_gpus: int) -> dict:
+def split(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters: int, active: int, server_gpus: int) -> dict:
     """Everything about one way to divide the GPUs."""
     ranks = cfg.gpus - server_gpus
     choice, need = trainer(cfg, make_policy, ranks)
-    server = serve(cfg, config, sizes, server_gpus, choice.sequences_per_step, adapters)
+    server = serve(cfg, config, sizes, server_gpus, choice.sequences_per_step, adapters, active)
     generate = server["seconds"] if server else float("inf")
-    phases = seconds(choice, config, sum(sizes), ranks, adapters)
+    phases = seconds(choice, config, sum(sizes), ranks, adapters, active)
     rest = sum(phases.values())
     step = max(generate, rest) if cfg.overlap else generate + rest
     phases = {"generate": generate} | phases
@@ -490,7 +503,10 @@ def main(cfg: PlanConfig) -> int:
     config = model_config(cfg.model_id)
     make_policy = partial(empty_policy, config=config)
     with torch.device("meta"):
-        sizes = [p.numel() for p in make_policy(replace(cfg, use_peft=False, load_in=None)).parameters()]
+        whole = list(make_policy(replace(cfg, use_peft=False, load_in=None)).parameters())
+        sizes = [p.numel() for p in whole]
+        experts, chosen = experts_of(config)  # of whose weights, [experts, ...], a token meets a few
+        idle = sum(p.numel() * (experts - chosen) // experts for p in whole if p.ndim == 3 and len(p) == experts)
         if cfg.use_peft and cfg.generator == "vllm" and cfg.push_lora == "auto" and not cfg.push_changes:
             cfg = replace(cfg, push_lora="adapters")  # what the lines to type let the server have
         alone = cfg.push_lora == "adapters"
@@ -504,7 +520,7 @@ def main(cfg: PlanConfig) -> int:
     if not shares:
         given = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
         raise ConfigError(f"{given}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
-    plans = [split(cfg, config, make_policy, sizes, adapters, share) for share in shares]
+    plans = [split(cfg, config, make_policy, sizes, adapters, sum(sizes) - idle, share) for share in shares]
     best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
     print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
     rates = measured_rates(cfg.rates)
