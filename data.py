@@ -91,9 +91,19 @@ def load_rows(
     if not own_prompts:
         rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in opened(rows)]
     if format_row is not None:
-        rows = [format_row(row) for row in with_progress(opened(rows), f"{dataset_id}: format_row", len(rows))]
+        rows = [*formatted(format_row, with_progress(opened(rows), f"{dataset_id}: format_row", len(rows)), dataset_id)]
     check_rows(rows, dataset_id)
     return rows
+
+
+def formatted(format_row: Callable[[dict], dict], rows: Iterable[dict], name: str) -> Iterator[dict]:
+    """Each row as `format_row` makes it; what that raises says where."""
+    for number, row in enumerate(rows):
+        try:
+            yield format_row(row)
+        except Exception as error:
+            error.add_note(f"Raised by format_row at row {number} of {name}, whose columns are {', '.join(row)}.")
+            raise
 
 
 def load_seeds(spec: str, split: str, seed: int) -> list[dict]:

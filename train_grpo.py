@@ -22,7 +22,7 @@ Where it differs from the papers and from TRL, on purpose:
     * The loss is a sum of per-token weights times per-token losses, the weights taken from counts over the whole
       optimizer update and all ranks: the gradient does not depend on how the update is cut into micro-batches or ranks.
     * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, in less time.
-    * A prompt with one completion has advantage 0 where completions are compared (others use its raw score).
+    * Under grpo, dr_grpo and rloo a prompt with one completion has advantage 0 (others use its raw score).
     * No truncated sampling by default: top-k or top-p would bias the importance ratio.
     * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
 
@@ -32,9 +32,9 @@ shared), L their length. A data row is a dict of the data set (`rows`, in sectio
 completion.
 
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens (until
-`leave_out`), `rewards` and `advantages` [B, T] are 0 elsewhere; `scores` [B] are as the reward functions gave them,
-`shaped_scores` [B] the same after --reward_mean, --reward_std and --kl_in_reward; `groups` [B] says whose prompt a row
-has, rows of one prompt are adjacent.
+`leave_out`), `advantages` [B, T] are 0 elsewhere, and `rewards` but for rollouts of your own; `scores` [B] are as the
+reward functions gave them, `shaped_scores` [B] the same after --reward_mean, --reward_std and --kl_in_reward; `groups`
+[B] says whose prompt a row has, rows of one prompt are adjacent.
 
 A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
 row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for
@@ -180,7 +180,7 @@ from safety import sandbox
 #                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk)
 #     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: values that need
 #                                       whole groups or all ranks, computed once a step: an advantage's before the
-#                                       advantages, those of losses, KL and own_term after them, before leave_out. Read
+#                                       advantages, those of losses and own_term after them, before leave_out. Read
 #                                       them as batch.extras[name], which has the rows of the micro-batch
 #     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
 #                                       function cfg -> bool
@@ -307,7 +307,7 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 # KL(pi || ref) per token from one sample, x = log pi - log ref (J. Schulman, "Approximating KL divergence", 2020). As a
-# loss, only k2 has the gradient of the KL. k1+ and k3+ have the value of k1 and k3 with the gradient of k2. Every
+# loss, of the first four only k2 has the gradient of the KL; k1+ and k3+ have the value of k1 and k3 with it. Every
 # estimator gets whole rows [B, T], prompts included: a KL that depends on a token's place belongs in `micro_loss` or
 # `own_term`.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -343,7 +343,8 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 
 
 def format_row(row: dict) -> dict:
-    """Edit me: a row of your data set -> a dict with `prompt` (string or chat messages) and whatever rewards need."""
+    """Edit me: a row of your data set, of either split -> a dict with `prompt` (string or chat messages) and whatever
+    rewards need. It returns a row in any case: to leave some out, give a function of rows as --dataset_id."""
     return row
 
 
@@ -469,7 +470,7 @@ class Policy(nn.Module):
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Module:
     """The transformers model of --model_id, dropout off.
 
-    Within `torch.device("meta")` nothing is read: the same modules without values. config: transformers', if known.
+    Within `torch.device("meta")` no weights are read: the same modules without values. config: transformers', if known.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -677,7 +678,7 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 
 
 def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type | None = None):
-    """make(module, cfg). If it makes several groups of a sharded model, it is called again for an unsharded one (with
+    """make(module, cfg). If it makes several groups on several ranks, it is called again for an unsharded one (with
     shapes and hardly any memory): the groups must be the same. kind: as in load_policy."""
 
     def unsharded() -> Policy:
@@ -714,8 +715,8 @@ async def rollout(
     """Sample and score. What is sampled together is scored while the rest is still being sampled.
 
     versions: of the weights that may have sampled the tokens; None: not checked. Returns each row's trajectories,
-    exactly as many as asked for (`call_rollout` compares), including those that failed (info["failure"]), and two
-    times in seconds: until the last token was sampled, and how much longer scoring took.
+    exactly as many as asked for (unless the rollout says `any_number`), including those that failed (info["failure"]),
+    and two times in seconds: until the last token was sampled, and how much longer scoring took.
     """
     start, ended_at = time.perf_counter(), []
 
@@ -868,15 +869,17 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
     and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number among the rows in
     use, t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, there is
-    a placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each token}, come
-    as batch.extras[name]. load_processor(cfg.model_id) returns the tokenizer, for image models their processor.
+    a placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each of
+    token_ids}, come as batch.extras[name]. load_processor(cfg.model_id) returns the tokenizer, for image models their
+    processor.
 
     Rewards that are changed here (at a trajectory's last index with loss_mask 1) count for what is learned (not
     under gdpo, which has each function's); `reward` and other metrics, and --dynamic_sampling, have seen them before.
 
-    Trajectories that were not sampled in this step may be added: remembered ones, or demonstrations (their `logprobs`
-    are nan: no generator sampled them). `group` puts one among the completions of a prompt; info["origin"] = "replay"
-    marks it in the completions, and it counts as rollout/replay.
+    Trajectories that were not sampled in this step may be added: remembered ones (without images), or demonstrations,
+    whose `logprobs` are nan, as no generator sampled them: Trajectory(row, group, prompt_ids, token_ids, [1] * n,
+    [math.nan] * n, [0.0] * (n - 1) + [score], info={"origin": "demonstration"}). `group` puts one among the completions
+    of a prompt; info["origin"] = "replay" marks it in the completions, and it counts as rollout/replay.
     """
     return trajectories
 
@@ -1026,7 +1029,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     keep &= (mean >= lowest) & (mean <= highest)  # neither too hard nor too easy
     # Without --group_std_min equal scores stay, as a KL or an entropy may learn from them; a group of one has no std.
     keep &= (std > smallest) | (group_index(groups)[1] == 1) | (smallest == 0)
-    # A filter of yours goes here: keep &= ...
+    # A filter of yours goes here: keep &= ...  [B], bool, on the CPU
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:  # 2506.01939: the few tokens where the path forks carry the learning
@@ -1305,7 +1308,8 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
     4 bits no copy is made: the policy itself samples.
 
     One of your own has: `generate` (as VLLMClient's), `seed` (for --generator hf), receives_weights, weight_dtype,
-    changes (None), image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close.
+    changes (None), image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close; for a mixture of
+    experts can_tell_experts, for --colocate sleep.
     """
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, hf_model, device)
@@ -1572,7 +1576,9 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
     lock, first, made_with = resume.begin(cfg, rows, held_out, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
-    home = torch.device("cpu") if cfg.colocate and not cfg.offload else device  # where models that are moved are loaded
+    home = (
+        torch.device("cpu") if cfg.colocate and not cfg.offload else device
+    )  # where models are loaded: the CPU, if they take turns on the GPU
     policy, inner = load_policy(cfg, home)
     reference, teacher = load_reference(cfg, home), load_teacher(cfg, home)
     for one in [inner, teacher[1]] if teacher else [inner]:

@@ -34,16 +34,16 @@ from config import ConfigError, TrainConfig, parse_args
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
     """The flags of this script. All other settings (`cfg.compute_dtype`, ...) are fields of TrainConfig with its
-    defaults. Declared again below, one is a flag here. It has an effect if this file reads it or a module that it
-    imports: compute_dtype, eval_generations, dataset_config, system_prompt, reward_weights, ...; not what train_grpo.py
-    alone reads: beta, top_p, weight_decay, eval_temperature, ..."""
+    defaults. To make one a flag, declare it again below. It has an effect if a function that this file calls reads it:
+    compute_dtype, eval_generations, dataset_config, system_prompt, reward_weights, ...; not beta or weight_decay, nor
+    top_p, which you would add to `how` in `sample`."""
 
-    own_flags_alone = True  # the command line has the flags below, --config and --help (these two attributes are none)
+    own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
-    eval_dataset_id: str | None = None  # held-out rows; unset: the split "test" of dataset_id, which a file has not
+    eval_dataset_id: str | None = None  # held-out rows; unset: dataset_id's split "test". Beside a file: give one
     reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
@@ -59,7 +59,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     epsilon_high: float = 0.2  # upper clip: of A > 0, above 1 + epsilon_high; with one update neither ever binds
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
-    eval_steps: int | None = 10  # steps from one evaluation to the next, the first before training; none: never
+    eval_steps: int | None = 10  # evaluates every so many steps, before the first and after the last; none: never
     seed: int = 42  # of the order of prompts, of a data set that is a function, and of --generator hf
     output_dir: str = "runs"  # the run's folder is made here; `python look.py runs/` shows it
     run_name: str | None = None  # name of that folder; if unset, built from the model's name and the time
@@ -93,7 +93,8 @@ from runlog.rollout_metrics import eval_metrics, rollout_metrics
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
-    """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order."""
+    """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order. (In a step with
+    the end of one and the beginning of the next a row may come twice.)"""
     numbers = []
     for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
         epoch, place = divmod(drawn, len(rows))
@@ -107,9 +108,9 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 # ---- 2 completions and their rewards --------------------------------------------------------------------------------
 
 # A row is a dict: {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}, or its prompt a text.
-# Each argument of a reward function is a list with one element per completion of the prompt: the completions (messages
-# where the prompt is messages, else texts), and each column of the row, repeated. It returns a number for each; those
-# of several functions are summed (rewards.py says more):
+# `completions` (messages where the prompt is messages, else texts), `prompts` and each column but `prompt` reach a
+# reward function as lists with one element per completion of the prompt. It returns a number for each; those of several
+# functions are summed (rewards.py says what else it can ask for):
 #
 #     from rewards import completion_text  # takes messages and texts
 #
@@ -174,7 +175,8 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
 
 
 def advantages(scores: Tensor, num_generations: int) -> Tensor:
-    """(score - mean) / std (of n - 1), over the completions of one prompt; 0 where all scored the same.  [B] -> [B]
+    """(score - mean) / std (of n - 1), over the completions of one prompt; about 0 where all scored the same.  [B] ->
+    [B]
 
     DeepSeekMath (2402.03300) sec. 4.1.2. The scores of one prompt are consecutive, num_generations for every prompt,
     all of them on one rank.
@@ -237,8 +239,8 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
             part.setdefault("old_logprobs", logprobs.detach())
             loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
-        apart = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / count
-        sums += torch.stack([loss.detach(), apart])
+        gap = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / count
+        sums += torch.stack([loss.detach(), gap])
     dist.all_reduce(sums)
     return dict(zip(("loss", "sampling/logprob_diff_mean"), sums.tolist(), strict=True))
 
@@ -272,8 +274,9 @@ BUCKET = 256 * 2**20  # bytes
 
 
 def push_weights(model: nn.Module, generator, version: int) -> None:
-    """Sends the weights, some at a time, to be rounded to the generator's dtype. It refuses missing or unknown weights,
-    a server damaged ones, too; afterwards its completions carry `version`. model: without DDP, which changes the names.
+    """Sends the weights, some at a time, matrices to be rounded to the generator's dtype. Unknown or missing weights
+    are refused, by a server damaged ones, too; from then on completions say `policy_version = version`. model: without
+    DDP, which changes the names.
     """
     # Nobody samples now: at the first push nothing has been asked for yet, and later no rank gets through the update's
     # all-reduce before every rank has its completions.
@@ -297,7 +300,9 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 def train(cfg: Settings) -> dict[str, float]:
     """Returns the metrics of the last evaluation."""
     if cfg.num_generations < 2:
-        raise ConfigError(f"--num_generations={cfg.num_generations}: a prompt's completions are compared; at least 2.")
+        raise ConfigError(
+            f"--num_generations={cfg.num_generations}: a prompt's completions are compared; give 2 or more."
+        )
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
     tokenizer = load_processor(cfg.model_id)  # of a text model its tokenizer
     reward_functions = get_reward_functions(cfg)
@@ -315,7 +320,7 @@ def train(cfg: Settings) -> dict[str, float]:
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, bare, device)  # waits for them, and checks that they serve this model
     else:
-        # In the precision of a server. It is never trained: only a push changes it.
+        # In compute_dtype, as a server usually is. It is never trained: only a push changes it.
         copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none

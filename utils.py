@@ -39,7 +39,7 @@ from config import ConfigError, TrainConfig
 from inputs import lora
 from safety import limits
 from safety.storable import text_of, visible
-from vllm_client import VLLMClient
+from vllm_client import ServerError, VLLMClient
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -607,8 +607,10 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
 
 
 def print_failure(error: BaseException, cfg: TrainConfig) -> None:
-    """Traceback, cause and what to do, on stderr. A setting that cannot work needs no traceback."""
-    if not isinstance(error, ConfigError):  # frames only, the message follows; of a user's function its own alone
+    """Traceback, cause and what to do, on stderr. A setting or a server that cannot work needs no traceback."""
+    if not isinstance(
+        error, ConfigError | ServerError
+    ):  # frames only: the message follows; of a user's function its own
         others = type(error).__name__ in ("RewardError", "TrajectoryError")
         shown = error.__cause__ if others and error.__cause__ else error
         said = len(traceback.format_exception_only(shown))
@@ -631,7 +633,7 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> None:
 
 RANK_KILLED = (
     "One that was killed (signal 9) without a word usually ran out of memory: lower --tokens_per_microbatch. Continue "
-    "with --resume --run_name NAME from the last checkpoint."
+    "with --resume --run_name NAME from the last checkpoint, if there is one (--save_steps)."
 )
 
 

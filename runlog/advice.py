@@ -57,6 +57,11 @@ def silent_groups(curves: Curves, config: dict, apart: list[dict]) -> list[dict]
     if not len(rewards):
         return []
     reward, best = now(rewards), float(rewards.max())
+    if np.ptp(rewards) < 1e-9 and np.all(silent > 0.99):
+        text = f"The reward was {reward:.3g} for every completion since step {steps[0]:.0f}. Call your function on an "
+        text += "answer that is right: does it say so? If it does, rows are too hard (a warm start, partial credit), or "
+        text += "too easy."
+        return [note("bad", "Groups without signal", text, "silent-groups")]
     if reward >= 0.8 * best and best > 0 and reward > 0.7 and not apart:
         why = f"too easy (reward {reward:.2f}). Harder rows, or --dynamic_sampling, would teach more"
     elif reward < 0.15:
@@ -81,7 +86,7 @@ def entropy(curves: Curves) -> list[dict]:
         text = f"Entropy went from {first:.2g} to {last:.2g}, the reward from {at_first(reward):.2f} to "
         text += f"{now(reward):.2f}. Text that becomes noise looks like this. Read some: does a turn still end? A "
         text += "lower learning rate, a KL term (--beta), no --entropy_coef."
-        return [note("watch", "Entropy rises", text, "entropy-collapse")]
+        return [note("watch", "Entropy rises", text, "entropy-rises")]
     start = since(steps, values < 0.15 * first)
     if start is None or now(reward) > 0.7:
         return []
@@ -183,10 +188,11 @@ def length(curves: Curves, config: dict, apart: list[dict]) -> list[dict]:
         text = f"{name}: " * bool(name) + f"{now(cut):.0%} of the completions hit the length limit"
         text += f" of {limit} tokens" if limit else ""
         text += f" since step {start}: "
-        grew = len(lengths) and now(lengths) > 1.3 * at_first(lengths)
+        grew = len(lengths) and now(lengths) > 1.3 * lengths[0]
+        paid = grew and len(reward) == len(lengths) and correlation(lengths, reward) > 0.7
         text += (
             "they grew until there. Is length rewarded?"
-            if apart and grew
+            if grew and (apart or paid)
             else ("their answer is missing, not wrong. A higher --max_completion_length, or a reward for ending.")
         )
         found.append(note("watch", "Cut off", text, "cut-off"))
@@ -295,18 +301,32 @@ def failures(curves: Curves, config: dict) -> list[dict]:
     ]
     for name, limit, title, words in kinds:
         steps, values = curves.all(name)
-        if len(values) >= 3 and (start := since(steps, values > limit)) is not None:
+        always = len(values) and values.min() > 0.99  # then the first step says it
+        if (len(values) >= 3 or always) and (start := since(steps, values > limit)) is not None:
             found.append(note("watch", title, f"{now(values):.0%} {words} since step {start}.", "failures"))
-    for name, words in (
-        ("rollout/failed", "trajectories failed and were left out"),
-        ("unrewarded", "completions had no reward function that applied"),
-        ("reward_timeouts", "rewards ran out of time"),
+    for name, title, words in (
+        ("rollout/failed", "Failed trajectories", "trajectories failed and were left out"),
+        ("unrewarded", "No reward", "completions had no reward function that applied"),
+        (
+            "reward_timeouts",
+            "Late rewards",
+            "rewards ran out of time (--reward_timeout; the terminal names the function)",
+        ),
     ):
         steps, values = curves.all(name)
         if len(values) and values[-RECENT:].sum() > 0:
             text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} steps, of "
             text += f"{values.sum():.0f} in all."
-            found.append(note("watch", title_of(words), text, "failures"))
+            found.append(note("watch", title, text, "failures"))
+    steps, calls = curves.all("tools/call_frequency")
+    if config.get("tools") and len(calls) >= 3 and not late(calls).any():
+        text = (
+            f"There are tools, and no trajectory has called one since step {since(steps, calls == 0)}. Does the prompt "
+        )
+        text += (
+            "ask for it, and can the model write calls (--tool_parser)? scripts/warm_start.py --tools teaches the form."
+        )
+        found.append(note("watch", "No calls", text, "failures"))
     steps, explained = curves.all("value/explained_variance")
     if len(explained) >= 2 * ENOUGH and now(explained) < 0.05:
         updates = len(explained) * (config.get("critic_iterations") or 1) * (config.get("num_minibatches") or 1)
@@ -319,10 +339,6 @@ def failures(curves: Curves, config: dict) -> list[dict]:
         text = f"The gradient norm is {now(norm[-3:]):.3g}, usually {np.median(norm):.3g}."
         found.append(note("watch", "Gradient norm", text, "failures"))
     return found
-
-
-def title_of(words: str) -> str:
-    return " ".join(words.split()[:2]).capitalize()
 
 
 def of_curves(curves: Curves, config: dict) -> list[dict]:

@@ -45,7 +45,7 @@ from inputs.parts import without_sources
 from runlog import disk, tokens
 from runlog.panel import Panel
 from runlog.reading import call_text, phases, read_metrics, readable_prompt
-from runlog.report import write_report
+from runlog.report import notes_of, write_report
 from runlog.trackers import check_trackers, open_trackers
 from safety import limits
 from safety.masking import masked, public_config, secrets_of
@@ -524,6 +524,8 @@ class RunLog:
             for tracker in self.trackers:
                 tracker.close(report)
             if report:
+                for note in notes_of(self.dir)[:3]:
+                    self._say(f"{note['title']}: {note['text']}")
                 self._say(f"report: {report}")
             self.lock.close()
 

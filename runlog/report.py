@@ -281,14 +281,20 @@ def png(data: bytes) -> str:
     return f'<img class="seen" alt="" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
 
 
-def stands_out(run_dir: Path, curves: Curves, config: dict) -> str:
+def notes_of(run_dir: Path, curves: Curves | None = None, config: dict | None = None) -> list[dict]:
     """What the page of look.py says of the run, in words."""
+    curves = curves or Curves(read_metrics(run_dir))
+    config = json.loads(text_of(run_dir / "config.json") or "{}") if config is None else config
     of_file = [
         note
         for path in samples.whole_files(run_dir / "completions")[-1:]
         for note in advice.of_completions(path, config)
     ]
-    found = advice.both(of_file, advice.of_curves(curves, config))
+    return advice.both(of_file, advice.of_curves(curves, config))
+
+
+def stands_out(run_dir: Path, curves: Curves, config: dict) -> str:
+    found = notes_of(run_dir, curves, config)
     rows = "".join(f"<tr><td><b>{escape(n['title'])}</b></td><td>{escape(n['text'])}</td></tr>" for n in found)
     return f'<h2>What stands out</h2><div class="card"><table>{rows}</table></div>' if found else ""
 
@@ -383,4 +389,6 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"report: {disk.trouble(Path(arguments[0]) / 'report.html', error)}") from None
     if path is None:
         raise SystemExit(f"report: {arguments[0]} has no line in metrics.jsonl yet")
+    for note in notes_of(Path(arguments[0])):
+        print(f"{note['title']}: {note['text']}")
     print(f"report: {path}")

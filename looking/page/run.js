@@ -39,7 +39,7 @@ export function runView(content, parameters, signal) {
     notes.replaceChildren(h("h2", {}, "What stands out"), ...(found.length ? found.map((note) =>
       h("div", { class: `note ${note.level}` }, h("b", {}, said(note.title)), " ", said(note.text), " ",
         h("span", { class: "dim" }, note.see === "state" ? "" : `See docs/looking.md, ${note.see.replaceAll("-", " ")}.`)))
-      : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know.")]));
+      : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know; most of them need 8 steps.")]));
   }
 
   function card(key, title, note, place) {
