@@ -59,7 +59,7 @@ def silent_groups(curves: Curves, config: dict, apart: list[dict]) -> list[dict]
     reward, best = now(rewards), float(rewards.max())
     if np.ptp(rewards) < 1e-9 and np.all(silent > 0.99):
         text = f"The reward was {reward:.3g} for every completion since step {steps[0]:.0f}. Call your function on an "
-        text += "answer that is right: does it say so? If it does, rows are too hard (a warm start, partial credit), or "
+        text += "answer that is right: does it say so? If it does, rows are too hard (a warm start, partial credit) or "
         text += "too easy."
         return [note("bad", "Groups without signal", text, "silent-groups")]
     if reward >= 0.8 * best and best > 0 and reward > 0.7 and not apart:
