@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -63,12 +64,16 @@ class Batch:
     record: TokenRecord | None = None  # of the whole step, where the run keeps it, and
     places: Tensor | None = None  # [B] which of its rows these are
 
+    reads: ClassVar[set[str]] = set()  # which of the next two was read; see algorithms/checks.py
+
     @property
     def scores(self) -> Tensor:  # [B] as the reward functions gave them, weighted and added up
-        return self.rewards.sum(1) if self.given_scores is None else self.given_scores
+        self.reads.add("scores")
+        return self.rewards.sum(1) if self.given_scores is None else self.given_scores.clone()
 
     @property
     def shaped_scores(self) -> Tensor:  # [B] with what --reward_mean, --reward_std and --kl_in_reward make of them
+        self.reads.add("shaped_scores")
         return self.rewards.sum(1)
 
     def __len__(self) -> int:

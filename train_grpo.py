@@ -264,7 +264,7 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 #
 # What a loss returns for prompts and padding does not matter; for sampled tokens it has to be finite. A statistic is
 # logged as its mean over the tokens that are learned from (a micro-batch without it counts as 0), one whose name ends
-# in _max as its maximum.
+# in _max as its maximum. A value for each row counts once for each of its tokens.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -1111,7 +1111,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     trust = correction(logprobs, part, cfg)
     per_token, stats = per_token * trust, stats | mismatch_statistics(logprobs, trust, part, cfg)
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
-        kl = KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs)  # [B, T]
+        kl = check_term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
     if part.top_logprobs is not None:
         term, seen = divergence(part, cfg)  # [B, T]

@@ -576,9 +576,16 @@ def build_optimizer(make: Callable, module: nn.Module, cfg: TrainConfig, unshard
 
 
 def check_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError, on every rank, if FSDP1 could not save what the optimizer keeps: after the first update, and not at
-    the first checkpoint. It stores the state of a unit's weights together, so all need the same. Collective."""
-    error = None
+    """RuntimeError, on every rank, if what the optimizer keeps could not be saved: after the first update, not at the
+    first checkpoint. FSDP1 stores the state of a unit's weights together, so all need the same. Collective."""
+    error, others = None, [*vars(optimizer).values()]
+    others += [part for value in others if isinstance(value, list | tuple) for part in value]
+    if not optimizer.state and any(isinstance(part, torch.optim.Optimizer) for part in others):
+        name = type(optimizer).__name__
+        error = RuntimeError(
+            f"the optimizer {name} keeps nothing in `state`, and holds other optimizers, whose state is not saved: "
+            f"keep it in {name}.state, by parameter, as one optimizer does."
+        )
     for unit in FSDP.fsdp_modules(module) if isinstance(module, FSDP) else ():
         held = unit._handle.flat_param._params if unit._handle is not None else ()
         kept = {tuple(sorted(optimizer.state.get(p, {}))) for p in held if p.numel() and p.requires_grad}

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from config import ConfigError, TrainConfig, known_name
+from safety.limits import warn_once
 
 # Of Batch, if a function asks.
+TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
 
 
@@ -38,11 +40,15 @@ def check_needs(name: str, function: Callable) -> None:
         known_name(f"{name}: .needs", field, FIELDS)
 
 
+def shaping(cfg: TrainConfig) -> list[str]:
+    """Flags that change rewards after the reward functions."""
+    flags = [f"--{flag}" for flag in ("reward_mean", "reward_std") if getattr(cfg, flag) != "none"]
+    return flags + ["--kl_in_reward"] * cfg.kl_in_reward
+
+
 def check_shaping(advantage: Callable, cfg: TrainConfig) -> None:
     """ConfigError for shaped rewards under an advantage that reads them only as they were given."""
-    flags = [f"--{flag}" for flag in ("reward_mean", "reward_std") if getattr(cfg, flag) != "none"]
-    flags += ["--kl_in_reward"] if cfg.kl_in_reward else []
-    seen = names_in(advantage)
+    flags, seen = shaping(cfg), names_in(advantage)
     if flags and "scores" in seen and not seen & {"shaped_scores", "rewards", "returns_to_go", "turn_returns"}:
         raise ConfigError(
             f"--advantage {cfg.advantage}: it reads batch.scores, which are as the reward functions gave them, so "
@@ -52,7 +58,7 @@ def check_shaping(advantage: Callable, cfg: TrainConfig) -> None:
 
 def prepared(functions: dict[str, Callable], batch, cfg: TrainConfig) -> dict:
     """What the functions compute once a step, before it is cut: {name: number, or tensor [B, ...]}."""
-    found: dict = {}
+    found, whose = {}, {}
     for name, function in functions.items():
         if prepare := getattr(function, "prepare", None):
             with explained(f"{name}: .prepare", prepare, batch, says=function):
@@ -61,6 +67,9 @@ def prepared(functions: dict[str, Callable], batch, cfg: TrainConfig) -> dict:
                 raise TypeError(f"{name}: .prepare must return a dict, {{name: tensor or number}}; got {type(extras)}.")
             allowed = (), tuple(batch.loss_mask.shape[:1]), tuple(batch.loss_mask.shape)
             for key, value in extras.items():
+                if key in found:
+                    raise ValueError(f"{name}: .prepare returned {key!r}, which {whose[key]} has prepared; rename one.")
+                whose[key] = name
                 if isinstance(value, Tensor) and tuple(value.shape) in allowed:
                     found[key] = value.to(batch.loss_mask.device)
                 elif isinstance(value, int | float):
@@ -101,8 +110,15 @@ def explained(what: str, function: Callable, batch, says: Callable | None = None
 
 def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """(what an advantage computes, its statistics), if it can be trained on."""
+    reads = type(batch).reads
+    reads.clear()
     with explained(f"advantage {cfg.advantage!r}", advantage, batch):
         result = advantage(batch, cfg)
+    if flags := shaping(cfg) if reads == {"scores"} else ():
+        warn_once(
+            f"--advantage {cfg.advantage} read batch.scores, which are as the reward functions gave them, and not "
+            f"batch.shaped_scores, which have what {' and '.join(flags)} made of them."
+        )
     advantages, stats = result if isinstance(result, tuple) else (result, {})
     return check_advantages(advantages, batch, cfg), dict(stats)
 
@@ -145,6 +161,8 @@ def check_term(name: str, term: Tensor, batch) -> Tensor:
 def check_statistics(name: str, statistics: dict, batch) -> dict:
     """The statistics themselves, if each is a value per token, or can be taken for one ([B, 1], a number)."""
     rows, length = batch.loss_mask.shape
+    if taken := sorted(TAKEN & statistics.keys()):
+        raise ValueError(f"{name} returned the statistic {taken[0]!r}, which the script logs; take another name.")
     for key, matrix in statistics.items():
         shape = tuple(matrix.shape) if isinstance(matrix, Tensor) else None
         if shape not in ((), (1, 1), (rows, 1), (1, length), (rows, length)):

@@ -542,9 +542,7 @@ class Toolbox:
                 semaphore.release()
         failed = outcome is None or outcome[1] is not None
         if outcome is None:
-            warn_once(
-                f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error."
-            )
+            warn_once(f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error.")
             content = f"Error: {call.name} gave no answer within {seconds:g} s"
         elif failed:
             named = "" if isinstance(outcome[1], UnusableResult) else f"{type(outcome[1]).__name__}: "

@@ -15,6 +15,7 @@ import torch
 import rewards
 import rollouts
 import train_grpo as script
+import utils
 from algorithms import checks
 from config import ConfigError, TrainConfig, load_config
 from hf_generator import HFGenerator
@@ -666,6 +667,70 @@ def test_the_rollout_of_the_documentation(monkeypatch):
     assert ids == [[7, 8, 9]] * 4 + [[7, 7, 8, 9]] * 8 and groups[0][5].info["completion"] == "7 7 8 9"
     groups, _ = rolled_out(monkeypatch, branching, purpose="eval", num_generations=2)
     assert [len(group) for group in groups] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["loss", "tokens", "entropy", "lr", "grad_norm"])
+def test_statistics_with_names_of_the_scripts_own_are_refused(small, monkeypatch, name):
+    """They would be added to, or replace, what is logged under that name."""
+    cfg, policy, _, batch = small
+    monkeypatch.setattr(script, "own_term", lambda logprobs, entropy, part, cfg: (None, {name: logprobs.detach()}))
+    with pytest.raises(ValueError, match=f"own_term returned the statistic '{name}', .* take another name"):
+        script.accumulate_gradients(policy, batch, cfg)
+
+
+def test_an_estimator_has_a_value_per_token(small, monkeypatch):
+    cfg, policy, _, batch = small
+    monkeypatch.setitem(script.KL_ESTIMATORS, "k2", lambda logprobs, ref: ((logprobs - ref) ** 2).mean())
+    batch.ref_logprobs = torch.zeros_like(batch.loss_mask)
+    with pytest.raises(ValueError, match="--kl k2 returned .* it must be a value per token"):
+        script.accumulate_gradients(policy, batch, replace(cfg, beta=0.1, kl="k2"))
+
+
+def test_two_functions_do_not_prepare_under_one_name(small):
+    cfg, _, _, batch = small
+    one, other = (lambda *_: None), (lambda *_: None)
+    one.prepare, other.prepare = (lambda batch, cfg: {"scale": 2.0}), (lambda batch, cfg: {"scale": 5.0})
+    with pytest.raises(ValueError, match="b: .prepare returned 'scale', which a has prepared"):
+        checks.prepared({"a": one, "b": other}, batch, cfg)
+
+
+def test_scores_are_not_changed_in_place_and_reading_them_under_a_flag_is_said(small, monkeypatch, caplog):
+    cfg, _, _, batch = small
+
+    def below(batch):
+        scores = batch.scores
+        scores -= 1.0
+        return scores
+
+    monkeypatch.setitem(script.ADVANTAGES, "mine", lambda batch, cfg: script.spread(below(batch), batch.loss_mask))
+    batch.rewards = batch.rewards + batch.loss_mask
+    given = batch.scores.clone()
+    cfg = replace(cfg, advantage="mine", reward_mean="group")
+    script.shape_rewards(batch, cfg, {})
+    script.add_advantages(batch, cfg)
+    assert torch.equal(batch.scores, given) and "batch.shaped_scores" in caplog.text
+
+
+def test_an_optimizer_of_optimizers_without_a_state_of_its_own_is_refused(small):
+    """It would not be saved, and what torch does to save it changes the training."""
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self, *parts):
+            self.parts = parts
+            super().__init__([group for part in parts for group in part.param_groups], {})
+
+        def step(self, closure=None):
+            for part in self.parts:
+                part.step()
+
+    _, policy, _, _ = small
+    halves = [list(policy.parameters())[::2], list(policy.parameters())[1::2]]
+    both = Both(*(torch.optim.AdamW(half) for half in halves))
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    both.step()
+    with pytest.raises(RuntimeError, match="Both keeps nothing in `state`, and holds other optimizers"):
+        utils.check_states(policy, both)
 
 
 def test_a_temperature_that_changes_during_a_run_is_that_of_the_log_probs(small):
