@@ -44,7 +44,7 @@ metrics. Without --domains there is one: cfg itself, with the prefix "".
 
 from config import ConfigError, TrainConfig, known_name, parse_args
 
-# A knob of your own goes here; it needs no decorator:
+# A knob of your own: here, above CONFIG; it needs no decorator.
 # class TrainConfig(TrainConfig):
 #     my_coef: float = 0.1  # what it does: the text of its --help
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
