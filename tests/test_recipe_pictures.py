@@ -7,7 +7,7 @@ import datasets
 import pytest
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parent.parent / "recipes"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))  # before scripts, which has pictures of its own
 import pictures  # noqa: E402
 import published  # noqa: E402
 
