@@ -10,8 +10,8 @@ from torch import Tensor
 from config import ConfigError, TrainConfig, known_name
 from safety.limits import warn_once
 
-# Of Batch, if a function asks.
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
+# Of Batch, if a function asks.
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
 
 

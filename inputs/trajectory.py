@@ -32,8 +32,14 @@ class Trajectory:
     info: dict = field(default_factory=dict)  # completion text, rewards by function, counters
 
     def __getstate__(self) -> dict:
-        """As it is copied, sent to another rank or kept in a checkpoint: without its live environment."""
+        """As it is sent to another rank or kept in a checkpoint: without its live environment."""
         return vars(self) | {"info": {name: value for name, value in self.info.items() if name != "object"}}
+
+    def __copy__(self) -> "Trajectory":
+        """A shallow one, with the same `info`: copy.copy would go by what is pickled."""
+        own = object.__new__(type(self))
+        vars(own).update(vars(self))
+        return own
 
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from server_fixture import make_tiny
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import rewards
 from config import ConfigError, TrainConfig
 from data import load_rows
 from rewards import (
@@ -670,3 +672,14 @@ def test_spans_stand_alone_and_need_the_text_that_was_sampled():
     one.info["completion"] = "wrong"
     with pytest.raises(RewardError, match="tokens read 'right.*not 'wrong': no token can be found"):
         asyncio.run(score([one], {"f": lambda **_: [{"spans": [(0, 2, 1.0)]}]}, CFG, tokenizer))
+
+
+def test_a_copy_for_a_reward_function_shares_what_is_noted_of_the_trajectory():
+    """Its notes and the live environment in `info` are the trajectory's own; what is pickled has no environment."""
+    environment = object()
+    trajectory = Trajectory({"prompt": "a"}, 0, [1], [2], [1], [-1.0], [0.0], info={"object": environment})
+    own = rewards.copy_of(trajectory)
+    own.info["noted"] = 1
+    own.token_rewards[0] = 9.0
+    assert trajectory.info == {"object": environment, "noted": 1} and trajectory.token_rewards == [0.0]
+    assert pickle.loads(pickle.dumps(trajectory)).info == {"noted": 1}
