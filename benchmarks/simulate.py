@@ -488,7 +488,7 @@ def config_of(cfg: SimulateConfig):
         if kind in tiny_vlms.MARK:  # with the tokens of its processor
             known = with_pictures(kind)[1]
             rope = known["text_config"]["rope_parameters"] | {"mrope_section": [16, 24, 24]}
-            text = known["text_config"] | sizes["text_config"] | {"rope_parameters": rope}
+            text = known["text_config"] | {"head_dim": None} | sizes["text_config"] | {"rope_parameters": rope}
             sizes = known | sizes | {"text_config": text, "vision_config": known["vision_config"] | TOWER}
         config = AutoConfig.for_model(kind, **sizes)
     text = config.get_text_config()
