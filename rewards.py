@@ -40,6 +40,7 @@ import inspect
 import json
 import logging
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from math import nan
@@ -298,6 +299,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     info["reward"]          the weighted sum; 0 where no function applies, and then
     info["unrewarded"]      1, else 0
     info["reward_timeouts"] functions that ran out of time on it
+    info["reward_seconds"]  {function: seconds that its call for this group took}
     info["reward_without_token"]  1 if nothing was sampled, so that its reward stands nowhere, else 0
     """
     if not trajectories:
@@ -306,7 +308,16 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     if cfg.purpose == "eval" and not any(weights):  # nothing is learned from them: held-out rows are to tell how good
         weights = [1.0] * len(weights)  # the policy became
     arguments = call_arguments(trajectories, cfg)
-    calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
+    seconds: dict[str, float] = {}
+
+    async def timed(name: str, function: Callable) -> list[tuple] | None:
+        start = time.perf_counter()
+        try:
+            return await call(name, function, arguments, cfg.reward_timeout)
+        finally:
+            seconds[name] = time.perf_counter() - start
+
+    calls = (timed(name, function) for name, function in reward_functions.items())
     results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time
     for index, trajectory in enumerate(trajectories):
         total, applies, logged, ends = 0.0, False, {}, turn_ends(trajectory.loss_mask)
@@ -329,6 +340,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
             "reward": total,
             "unrewarded": int(not applies),
             "reward_timeouts": sum(values is None for values in results),
+            "reward_seconds": seconds,
             "reward_without_token": int(not ends),
         }
 
@@ -410,8 +422,8 @@ def log_metric(trajectories: list) -> Callable:
 # Metrics of the run itself: whole names, and what others begin with. A test compares them with docs/metrics.md.
 OWN_METRICS = """step reward reward_std frac_reward_zero_std frac_singleton_groups reward_timeouts unrewarded
     reward_without_token num_tokens policy_lag loss grad_norm lr entropy kl beta entropy_coef solved prompts""".split()
-OWN_GROUPS = """eval time rewards completions turns tools images rollout dynamic_sampling ranks advantages lr clip_ratio
-    kl_cov sampling routing value log_metric distill server""".split()
+OWN_GROUPS = """eval time rewards reward_seconds completions turns tools images rollout dynamic_sampling ranks
+    advantages lr clip_ratio kl_cov sampling routing value log_metric distill server""".split()
 
 
 def is_own_metric(name: str) -> bool:

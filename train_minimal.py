@@ -348,12 +348,14 @@ def train(cfg: Settings) -> dict[str, float]:
         return metrics
 
     last_eval = evaluate(0) if cfg.eval_steps else {}
+    num_tokens = 0  # of the run so far, prompts included
     for step in range(cfg.max_steps):
         metrics: dict[str, float] = {}
         with clock(metrics, "step"):
             with clock(metrics, "generate"):
                 trajectories = sampled(rows_of_step(rows, step, cfg), cfg.num_generations, step)
             metrics |= rollout_metrics(trajectories)  # reward, length, ... over all ranks
+            metrics["num_tokens"] = num_tokens = num_tokens + metrics["num_tokens"]  # from which the log counts tok/s
             scores = [sum(t.token_rewards) for t in trajectories]
             gains = advantages(torch.tensor(scores, dtype=torch.float64), cfg.num_generations)  # [B]
             batch = tensors(trajectories, device)

@@ -23,7 +23,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     """What a step's completions look like, over all ranks, which all call it. Keys are TRL's."""
     lengths = [sum(t.loss_mask) for t in trajectories]
     out = means_over_ranks(by_completion(trajectories))
-    out |= reward_means(trajectories)
+    out |= reward_means(trajectories) | reward_seconds(trajectories)
     for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
         out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
     out["completions/max_length"], out["completions/min_length"] = (
@@ -111,7 +111,7 @@ def turn_metrics(trajectories: list[Trajectory]) -> dict:
             continue  # of an environment's own making
         for key, value in (("calls", 1), ("seconds", call["seconds"]), ("cached", call["cached"])):
             sums[f"{call['name']}/{key}"] = sums.get(f"{call['name']}/{key}", 0) + value
-    names = sorted(set().union(*utils.gather_objects(set(sums))))
+    names = sorted(on_any_rank(set(sums)))
     summed = utils.all_sum(torch.tensor([float(sums.get(name, 0)) for name in names], dtype=torch.float64)).tolist()
     total = dict(zip(names, summed, strict=True))
     if not total["trajectories"]:
@@ -136,14 +136,31 @@ def counts_by_origin(trajectories: list[Trajectory]) -> dict:
 
 def reward_means(trajectories: list[Trajectory]) -> dict:
     """Mean of every reward function and component where it applied, over all ranks, which all call it."""
-    mine, out = {key for t in trajectories for key in t.info["rewards"]}, {}  # components may differ by row
-    keys = set().union(*utils.gather_objects(mine))
+    keys = on_any_rank({key for t in trajectories for key in t.info["rewards"]})  # components may differ by row
     components = {key for key in keys if "/" in key}
-    for key in sorted(keys - components | bounded("names of rewards' components", components)):
-        values = [t.info["rewards"].get(key, math.nan) for t in trajectories]
+    keys = keys - components | bounded("names of rewards' components", components)
+    return {f"rewards/{key}/mean": mean for key, mean in means_where_given(trajectories, "rewards", keys).items()}
+
+
+def reward_seconds(trajectories: list[Trajectory]) -> dict:
+    """Seconds that a call of each reward function took, on average, over all ranks, which all call it."""
+    names = on_any_rank({name for t in trajectories for name in t.info.get("reward_seconds", ())})
+    means = means_where_given(trajectories, "reward_seconds", names)
+    return {f"reward_seconds/{name}": mean for name, mean in means.items()}
+
+
+def on_any_rank(names: set[str]) -> set[str]:
+    return set().union(*utils.gather_objects(names))
+
+
+def means_where_given(trajectories: list[Trajectory], entry: str, keys: set[str]) -> dict[str, float]:
+    """Means over all ranks of the numbers in info[entry] by key; of those that are there and not nan."""
+    out = {}
+    for key in sorted(keys):
+        values = [t.info.get(entry, {}).get(key, math.nan) for t in trajectories]
         values = torch.tensor(values, dtype=torch.float64)
         count, mean, _ = utils.global_moments(values.nan_to_num(), ~values.isnan())
-        out |= {f"rewards/{key}/mean": float(mean)} if count else {}
+        out |= {key: float(mean)} if count else {}
     return out
 
 
@@ -172,6 +189,21 @@ def bounded(what: str, names: set[str]) -> set[str]:
     return names & known
 
 
+def check_scored(trajectories: list[Trajectory], cfg: TrainConfig) -> None:
+    """RuntimeError if no reward function answered in time for any completion of a step: then all have the same score,
+    and nothing is learned. All ranks call it."""
+    scored = [t for t in trajectories if "failure" not in t.info]
+    late = sum(t.info.get("reward_timeouts", 0) >= max(len(t.info.get("rewards", ())), 1) for t in scored)
+    late, count = (int(n) for n in utils.all_sum(torch.tensor([late, len(scored)])))
+    if count and late == count:
+        names = sorted({name for own in cfg.by_domain() for name in own.reward_funcs})
+        raise RuntimeError(
+            f"No reward function ({', '.join(names)}) answered within --reward_timeout={cfg.reward_timeout:g} s, "
+            f"for any of the {count} completions of this step. Call it on one completion by hand; if it is merely "
+            "slow, raise --reward_timeout."
+        )
+
+
 _SHOWN: set[str] = set()  # causes whose traceback was printed, at most MOST_SHOWN
 
 
@@ -182,6 +214,7 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig) -> int:
     """How many of a step's trajectories failed, over all ranks, which all call it. Prints the traceback of each new
     cause; above --max_failed raises the commonest one, on every rank. Rows with a damaged image are named, and do not
     end a run that has others."""
+    check_scored([t for group in groups for t in group], cfg)
     failures = [t.info["failure"] for group in groups for t in group if "failure" in t.info]
     damaged = [t for group in groups for t in group if isinstance(t.info.get("failure"), RowPictureError)]
     for t in damaged:

@@ -70,6 +70,7 @@ def test_it_learns(tmp_path):
     assert (
         lines[1]["sampling/logprob_diff_mean"] < 1e-3
     )  # of the step's last update, but the first has no other weights
+    assert min(line["time/tokens_per_second"] for line in lines if "time/step" in line) > 10
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 

@@ -515,6 +515,18 @@ def test_a_function_that_never_returns_is_counted(endless, caplog):
     assert run([trajectory()], quick)[0].info["reward_timeouts"] == 0, "async functions have a loop again"
 
 
+def test_a_step_in_which_nothing_was_scored_in_time_ends_the_run():
+    functions = {"endless": sleeps, "fine": lambda completions: [1.0, 2.0]}
+    late = run([trajectory(), trajectory()], {"endless": sleeps}, reward_timeout=0.5)
+    half = run([trajectory(), trajectory()], functions, reward_timeout=0.5)
+    cfg = TrainConfig(reward_funcs=["endless"], reward_timeout=0.5)
+    with pytest.raises(RuntimeError, match=r"endless.*--reward_timeout=0.5 s, for any of the 2 completions"):
+        rollout_metrics.check_failed([late], cfg)
+    assert rollout_metrics.check_failed([late, half], cfg) == 0
+    seconds = rollout_metrics.reward_seconds(half)
+    assert seconds["reward_seconds/endless"] > 0.4 > seconds["reward_seconds/fine"] > 0
+
+
 def test_a_busy_loop_ends_with_the_program():
     """`while True` holds a thread for ever; neither score() nor the exit may wait for it."""
     code = """
