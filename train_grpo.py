@@ -459,11 +459,12 @@ class Policy(nn.Module):
         if self.temperature != 1:  # the generator did the same
             logits = logits / self.temperature
         log_p = logits.log_softmax(-1)  # [n, V]
+        found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
+        # Below the gather: when the backward pass recomputes a chunk, it stops behind the last value that it needs.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]
             squares = (p.detach() ** 2).sum(-1) if self.squares else torch.zeros_like(entropy)
-        found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
         return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
 
 

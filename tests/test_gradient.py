@@ -8,6 +8,7 @@ import pytest
 import torch
 from live import running, trainer
 from peft.tuners.lora import LoraLayer
+from torch.profiler import ProfilerActivity, profile
 
 import train_grpo as script
 from config import TrainConfig
@@ -87,6 +88,18 @@ def test_chunks_of_the_output_layer_sum_their_gradient_in_float32(chunk, monkeyp
     exact = gradient("float32", n)
     errors = [float((gradient("bfloat16", size) - exact).norm() / exact.norm()) for size in (chunk, n)]
     assert errors[0] < 1.1 * errors[1] < 0.01, errors
+
+
+@pytest.mark.parametrize("coef, passes", [(0.0, 1), (0.1, 2)])
+def test_the_entropy_is_recomputed_only_where_it_has_a_gradient(coef, passes, monkeypatch):
+    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+    cfg = TrainConfig(logprob_chunk=4, entropy_coef=coef, compute_dtype="float32")
+    batch = gradient_worker.local_batch(0, 1)
+    policy, _ = script.load_policy(cfg, torch.device("cpu"))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        script.accumulate_gradients(policy, batch, cfg)
+    exponentials = [e for e in seen.events() if e.name == "aten::exp" and e.input_shapes[0][1:] == [1000]]
+    assert len(exponentials) == passes * -(-int(batch.loss_mask.sum()) // 4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
