@@ -218,8 +218,8 @@ def number_states(trajectories: list, length: int) -> Tensor:
 # ---- domains --------------------------------------------------------------------------------------------------------
 
 
-def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, list[int], Batch, int]]:
-    """Each domain's config, its rows on this rank, these rows as a batch, and how many ranks have some. Collective.
+def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, list[int], Batch]]:
+    """The config of each domain that has rows on any rank, its rows on this rank, and these as a batch. Collective.
 
     Where a rank has none its batch is a completion of another domain, beside a data row of this one that another rank
     has, and what is computed from it has to be thrown away: meanwhile the rank takes part in sums over ranks, to which
@@ -243,7 +243,7 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
                 wanted = len(own.reward_funcs)
                 part.reward_components = torch.nn.functional.pad(part.reward_components, (0, wanted - most))
             with utils.counted(bool(mine)):
-                yield own, mine, part, int(count)
+                yield own, mine, part
 
 
 def placed(values: Tensor, rows: list[int], whole: Tensor) -> Tensor:

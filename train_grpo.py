@@ -226,7 +226,7 @@ def check_algorithm(cfg: TrainConfig) -> None:
 
 # batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index look
 # at this rank alone; whiten and normalize take all ranks together, so every rank has to call them.
-# Statistics have the same names on every rank, and are logged as their mean over ranks.
+# Statistics are logged as their mean over the ranks that have one of the name.
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -981,7 +981,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     batch.given_scores = batch.rewards.sum(1)  # what batch.scores are from here on; shaped_scores follow batch.rewards
     normalised = (cfg.reward_mean, cfg.reward_std) != ("none", "none")
     # A rank without rows of a domain gets some row as `part`, so that it joins the collectives; it contributes 0.
-    for own, rows, part, _ in by_domain(batch, cfg) if normalised else ():
+    for own, rows, part in by_domain(batch, cfg) if normalised else ():
         running = utils.running_moments(part.scores, moments.setdefault(own.domain, [0.0] * 3))
         center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
         last = (part.loss_mask * torch.arange(part.loss_mask.shape[1], device=scale.device)).argmax(1)
@@ -999,19 +999,16 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
     batch.extras |= prepared({f"--advantage {cfg.advantage}": ADVANTAGES[cfg.advantage]}, batch, cfg)
-    whole, stats, num_ranks = torch.zeros_like(batch.rewards), {}, []
-    for own, rows, part, ranks in by_domain(batch, cfg):  # "batch" statistics cover one domain's rows; ranks have some
+    whole, stats = torch.zeros_like(batch.rewards), {}
+    for own, rows, part in by_domain(batch, cfg):  # statistics over "batch" cover the rows of one domain
         advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
         whole = placed(advantages, rows, whole)
-        # Without rows of the domain on this rank, what `part` gave is thrown away.
-        stats |= {own.prefix + name: float(value) if rows else 0.0 for name, value in numbers.items()}
-        num_ranks += [ranks] * len(numbers)
+        if rows:  # else this rank has none of the domain, and what `part` gave is thrown away
+            stats |= {own.prefix + name: float(value) for name, value in numbers.items()}
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
-    values = utils.all_sum(torch.tensor([float(value) for value in stats.values()], dtype=torch.float64))
-    num_ranks = torch.tensor(num_ranks, dtype=torch.float64)  # that have rows of the number's domain
-    return dict(zip(stats, (values / num_ranks).tolist(), strict=True)) | {
+    return utils.means_of_ranks(stats) | {
         "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
         "advantages/frac_zero_groups": float(utils.global_mean(silent)),
     }

@@ -305,6 +305,13 @@ def global_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return global_moments(values, mask)[1]
 
 
+def means_of_ranks(numbers: dict[str, float]) -> dict[str, float]:
+    """The mean of each number over the ranks that have one of its name. Collective."""
+    everyone = gather_objects(numbers)
+    found = {name: [of_rank[name] for of_rank in everyone if name in of_rank] for of in everyone for name in of}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
 def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]:
     """Mean and standard deviation of all values so far, on all ranks; adds to moments = [count, sum, squares' sum]."""
     values = values.double()

@@ -164,8 +164,18 @@ def with_foreign_term(policy, part, cfg, counts):
     return loss - 0.1 * (script.token_weights(part.loss_mask, cfg.loss_agg, **counts) * logprobs).sum(), stats
 
 
+def check_statistics(rank: int, world: int) -> None:
+    """An advantage may have a statistic on some ranks alone: of a kind of group, say."""
+    of_rank = {"all": 1.0 + rank, f"rank_{rank}": 5.0}
+    script.ADVANTAGES["mine"] = lambda batch, cfg: (script.dr_grpo(batch, cfg), of_rank)
+    found = script.add_advantages(local_batch(rank, world), TrainConfig(advantage="mine"))
+    expected = {"all": (1 + world) / 2} | {f"rank_{each}": 5.0 for each in range(world)}
+    assert {name: found[name] for name in expected} == expected, found
+
+
 def main(strategy: str, out: str) -> None:
     rank, world, device = utils.init_distributed(60)
+    check_statistics(rank, world)
     original, script.load_hf_model = script.shard, small_llama
     # Adapters must be set before sharding, alike on every rank.
     script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
