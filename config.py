@@ -10,11 +10,14 @@ Nothing in this file imports torch: `--help` and every mistake answer in a fract
 touching a GPU, a process group or a server.
 """
 
+import ast
 import dataclasses
+import importlib.util
 import math
 import os
 import re
 import sys
+import types
 import typing
 from dataclasses import dataclass, field
 from typing import Literal
@@ -568,6 +571,26 @@ What runs without a GPU: with a server (installs, makes a small model and trains
   bash scripts/demo.sh
   python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
   python {script} {cfg.first_run}"""
+
+
+def knobs_of(script: str) -> type:
+    """TrainConfig of a script that another one builds on: what stands above its line CONFIG = ... is run, and nothing
+    below, as that imports torch. A script without the line is run as a whole."""
+    if script in sys.modules:
+        return sys.modules[script].TrainConfig
+    name = f"{script} (above CONFIG)"
+    if name not in sys.modules:
+        if (spec := importlib.util.find_spec(script)) is None:
+            raise ModuleNotFoundError(f"there is no {script}.py to take TrainConfig from", name=script)
+        with open(spec.origin, encoding="utf-8") as file:
+            tree = ast.parse(file.read(), spec.origin)
+        names = [[getattr(target, "id", "") for target in getattr(node, "targets", ())] for node in tree.body]
+        tree.body = tree.body[: names.index(["CONFIG"]) if ["CONFIG"] in names else None]
+        module = types.ModuleType(name)
+        module.__file__ = spec.origin  # where --help finds the knobs' comments
+        sys.modules[name] = module
+        exec(compile(tree, spec.origin, "exec"), module.__dict__)
+    return sys.modules[name].TrainConfig
 
 
 def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):

@@ -127,7 +127,7 @@ class Page:
 
     def __init__(self, folder: Path):
         command = [sys.executable, str(ROOT / "look.py"), str(folder)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ends_with_us())
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", preexec_fn=ends_with_us())
         self.base, self.token = re.search(r"(http://\S+)/\?token=(\S+)", self.process.stdout.readline()).groups()
 
     def ask(self, name: str) -> dict[str, float]:
