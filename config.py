@@ -251,6 +251,7 @@ class TrainConfig:
     output_dir: str = "runs"  # where run folders go
     resume: bool = False  # continue run_name from its last complete checkpoint
     strict_resume: bool = False  # refuse to resume where settings, rows, code, ranks or versions are not as they were
+    keep_going: bool = False  # with --resume, in a loop: begin anew without a checkpoint, set a damaged one aside
     save_steps: int | None = None  # checkpoint every N steps, and one after the last step; Ctrl-C writes none
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps
@@ -520,6 +521,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"--run_name={c.run_name!r:.60}: give the name of a folder under --output_dir, at most 200 characters, no /."),
         (c.resume and not c.run_name, "--resume needs --run_name, the folder under --output_dir to continue."),
         (c.strict_resume and not c.resume, "--strict_resume says how to resume; add --resume, or leave it out."),
+        (c.keep_going and not c.resume, "--keep_going says how to resume; add --resume, or leave it out."),
     ):  # fmt: skip
         if wrong:
             raise ConfigError(message)

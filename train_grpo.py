@@ -1592,13 +1592,13 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
-    if cfg.resume:
+    if first:  # steps that are done, by the checkpoint
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory)
         mixture.restore(state.get("domains"), first)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
-    log = RunLog(cfg, first if cfg.resume else None, cfg.max_steps, lock) if rank == 0 else None
+    log = RunLog(cfg, first or None, cfg.max_steps, lock) if rank == 0 else None
     state["made_with"] = made_with
     if rank == 0:
         describe(cfg, policy, group_sizes(rows, cfg), world)
