@@ -4,11 +4,12 @@
     python tests/chaos.py ranks --seeds 0 1 2        # the same on two ranks
     python tests/chaos.py server --seeds 0 1 2       # beside a server that is ended, too, and starts again
 
-Outside stands what docs/runs.md shows: a loop that starts the run again until it has ended well. A seed says which fault
-comes when: every few steps one, at a random time within a step, some while the run still loads, FAULTS in all. Then the
-run is left alone and compared with the same run undisturbed: each step once in metrics and completions, with the prompts
-it should have; whole checkpoints; `finished`; nothing left half-written. In the process, where a run in float32 is
-repeatable, losses, gradients, tokens and the weights at the end must be equal bit for bit, on one rank and on two.
+Outside stands what docs/runs.md shows: a loop that starts the run again until it has ended well. A seed says which
+fault comes when: every few steps one, at a random time within a step, some while the run still loads, FAULTS in all.
+Then the run is left alone and compared with the same run undisturbed: each step once in metrics and completions, with
+the prompts it should have; whole checkpoints; `finished`; nothing left half-written. In the process, where a run in
+float32 is repeatable, losses, gradients, tokens and the weights at the end must be equal bit for bit, on one rank and
+on two.
 
 The reward sleeps .1 s a group, so that faults meet steps. The clock is not set back: that wants libfaketime.
 """
@@ -91,7 +92,7 @@ def trainers(loop: subprocess.Popen) -> list[psutil.Process]:
     for process in named(loop.pid, "train_grpo.py"):
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            found += [process] * ("torch.distributed.run" not in words and words[1].endswith("train_grpo.py"))
+            found += [process] * any(word.endswith("train_grpo.py") for word in words[1:3])
     return found
 
 
@@ -169,10 +170,8 @@ def live(mode: str, folder: Path, seed: int | None) -> dict:
     try:
         while seed is not None and sum(done.values()) < FAULTS and loop.poll() is None:
             # After some steps, at a random time within one; one in five while the run may still load.
-            wait, target = (
-                chance.uniform(0, 8 if chance.random() < 0.2 else 0.4),
-                steps_done(run) + chance.randint(2, 9),
-            )
+            wait = chance.uniform(0, 8 if chance.random() < 0.2 else 0.4)
+            target = min(steps_done(run) + chance.randint(2, 9), STEPS - 1)
             limit = time.monotonic() + (wait if wait > 0.4 else 120)
             while time.monotonic() < limit and not target <= steps_done(run) < STEPS and loop.poll() is None:
                 time.sleep(0.02)
@@ -269,10 +268,8 @@ def main() -> int:
         failed += bool(wrong)
         what = ", ".join(f"{name} {count}" if count > 1 else name for name, count in sorted(result["faults"].items()))
         score = f"{last_rewards(result['run']):.3f}" if not wrong else ""
-        print(
-            f"| {seed} | {what} | {result['resumed']} | {result['seconds']:.0f} | {score} | {'; '.join(wrong) or 'equal'} |",
-            flush=True,
-        )
+        row = [seed, what, result["resumed"], f"{result['seconds']:.0f}", score, "; ".join(wrong) or "equal"]
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
     return failed
 
 
