@@ -30,10 +30,11 @@ from pathlib import Path
 
 import psutil
 import pyarrow.parquet
-from server_fixture import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from server_fixture import free_port  # noqa: E402
 
 from runlog import checkpoints  # noqa: E402
 from runlog.reading import read_metrics  # noqa: E402
