@@ -49,19 +49,19 @@ def start(path: Path, flags: list[str]) -> None:
     import train_grpo as script
     from runlog import resume
 
-    given = (
-        f"--model_id {ROOT / 'models/tiny'} --dataset_id {path} --generator hf --max_prompt_length 128 --max_steps 9"
-    )
+    given = f"--model_id {ROOT / 'models/tiny'} --dataset_id {path} --generator hf --max_steps 9"
     cfg = script.parse_args(script.TrainConfig, [*given.split(), "--reward_funcs", "exact_match", *flags])
-    before, times = megabytes("VmRSS"), {"start": time.monotonic()}
+    now = lambda: (time.monotonic(), time.process_time())  # noqa: E731
+    before, times = megabytes("VmRSS"), {"start": now()}
     cfg, _, _, rows, held_out = script.setup(cfg)
-    times["setup"] = time.monotonic()
+    times["setup"] = now()
     rows[int(script.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed).next(0)[0])]
-    times["first row"] = time.monotonic()
+    times["first row"] = now()
     made_with = resume.fingerprint(cfg, rows, held_out, 1)
-    times["fingerprint"] = time.monotonic()
+    times["fingerprint"] = now()
     names = list(times)
-    phases = ", ".join(f"{b} {times[b] - times[a]:.1f} s" for a, b in zip(names, names[1:], strict=False))
+    took = {b: [y - x for x, y in zip(times[a], times[b], strict=True)] for a, b in zip(names, names[1:], strict=False)}
+    phases = ", ".join(f"{name} {wall:.1f} s ({cpu:.1f} of a core)" for name, (wall, cpu) in took.items())
     kept = len(json.dumps(made_with)) / 1e6
     print(f"{len(rows):,} rows: {phases}; {megabytes('VmHWM') - before:.0f} MB; a checkpoint's record {kept:.1f} MB")
 

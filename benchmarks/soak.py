@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -81,18 +80,24 @@ def letters(text: str) -> int:
 class Asks(Environment):
     """Three turns. A random model writes no calls, so the environment calls the tool with what it wrote."""
 
-    box = None
+    box, turns = None, 3
 
     def reset(self, row, seed):
         tool = from_function(letters)
         Asks.box = Asks.box or Toolbox({tool.name: tool}, TrainConfig())
-        self.left = 3
+        self.left = self.turns
         return row["prompt"]
 
     async def step(self, text):
         self.left -= 1
         messages, events = await self.box.run([Call("letters", {"text": text})], self.box.tools)
         return f"{messages[0]['content']} letters.", 0.0, self.left == 0, {"calls": events}
+
+
+class Long(Asks):
+    """As many turns as the completion's length allows (long_completions.py)."""
+
+    turns = 1000
 
 
 # ---- what each process holds ----------------------------------------------------------------------------------------
@@ -195,8 +200,8 @@ def soak(name: str, folder: Path, steps: int, hours: float) -> int:
         watch(name, folder, trainers, server, page, time.monotonic() + 3600 * hours)
     finally:
         for process in trainers:
-            if process.poll() is None:  # the time is over: as Ctrl-C does it
-                process.send_signal(signal.SIGINT)
+            if process.poll() is None:  # the time is over
+                process.terminate()
             status |= abs(process.wait(120))
         page.process.terminate()
         if server:

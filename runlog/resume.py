@@ -163,6 +163,11 @@ def row_hashes(rows) -> np.ndarray:
     left out: to read them all takes long."""
     if not isinstance(rows, list):
         rows = rows.remove_columns([name for name in ("image", "images") if name in rows.column_names])
+    return data.remembered(rows, f"hashes, by {data.code_of(row_hash)}", lambda: _row_hashes(rows))
+
+
+def _row_hashes(rows) -> np.ndarray:
+    """[rows] of uint64."""
     seen, hashes = Counter(), np.zeros(len(rows), np.uint64)
     for index, row in enumerate(rows):
         value = row_hash(row)
