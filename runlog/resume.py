@@ -169,7 +169,7 @@ def row_hashes(rows) -> np.ndarray:
 def _row_hashes(rows) -> np.ndarray:
     """[rows] of uint64."""
     seen, hashes = Counter(), np.zeros(len(rows), np.uint64)
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows if isinstance(rows, list) else data.at_once(rows)):
         value = row_hash(row)
         hashes[index] = (value + 0x9E3779B97F4A7C15 * seen[value]) % 2**64
         seen[value] += 1
