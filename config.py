@@ -10,11 +10,14 @@ Nothing in this file imports torch: `--help` and every mistake answer in a fract
 touching a GPU, a process group or a server.
 """
 
+import ast
 import dataclasses
+import importlib.util
 import math
 import os
 import re
 import sys
+import types
 import typing
 from dataclasses import dataclass, field
 from typing import Literal
@@ -248,6 +251,7 @@ class TrainConfig:
     output_dir: str = "runs"  # where run folders go
     resume: bool = False  # continue run_name from its last complete checkpoint
     strict_resume: bool = False  # refuse to resume where settings, rows, code, ranks or versions are not as they were
+    keep_going: bool = False  # with --resume, in a loop: begin anew without a checkpoint, set a damaged one aside
     save_steps: int | None = None  # checkpoint every N steps, and one after the last step; Ctrl-C writes none
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps
@@ -517,6 +521,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"--run_name={c.run_name!r:.60}: give the name of a folder under --output_dir, at most 200 characters, no /."),
         (c.resume and not c.run_name, "--resume needs --run_name, the folder under --output_dir to continue."),
         (c.strict_resume and not c.resume, "--strict_resume says how to resume; add --resume, or leave it out."),
+        (c.keep_going and not c.resume, "--keep_going says how to resume; add --resume, or leave it out."),
     ):  # fmt: skip
         if wrong:
             raise ConfigError(message)
@@ -568,6 +573,26 @@ What runs without a GPU: with a server (installs, makes a small model and trains
   bash scripts/demo.sh
   python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
   python {script} {cfg.first_run}"""
+
+
+def knobs_of(script: str) -> type:
+    """TrainConfig of a script that another one builds on: what stands above its line CONFIG = ... is run, and nothing
+    below, as that imports torch. A script without the line is run as a whole."""
+    if script in sys.modules:
+        return sys.modules[script].TrainConfig
+    name = f"{script} (above CONFIG)"
+    if name not in sys.modules:
+        if (spec := importlib.util.find_spec(script)) is None:
+            raise ModuleNotFoundError(f"there is no {script}.py to take TrainConfig from", name=script)
+        with open(spec.origin, encoding="utf-8") as file:
+            tree = ast.parse(file.read(), spec.origin)
+        names = [[getattr(target, "id", "") for target in getattr(node, "targets", ())] for node in tree.body]
+        tree.body = tree.body[: names.index(["CONFIG"]) if ["CONFIG"] in names else None]
+        module = types.ModuleType(name)
+        module.__file__ = spec.origin  # where --help finds the knobs' comments
+        sys.modules[name] = module
+        exec(compile(tree, spec.origin, "exec"), module.__dict__)
+    return sys.modules[name].TrainConfig
 
 
 def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):

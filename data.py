@@ -17,6 +17,8 @@ import ast
 import contextlib
 import csv
 import dataclasses
+import functools
+import hashlib
 import inspect
 import json
 import math
@@ -27,7 +29,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -53,6 +55,8 @@ MAX_DEPTH = 100  # lists in lists, of a row: what handles rows recurses, and Pyt
 SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_ROWS = 2_000_000  # of a function that does not say how many it has
 LEAST_MEMORY = 0.05  # of the machine's that reading rows leaves free
+MANY = 50_000  # rows from which on what was found out about each is kept
+KEPT = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_rows")
 MEMORY_SECONDS, _looked = 0.1, 0.0  # between two looks at it; when the last one was
 PROGRESS_SECONDS = 5.0  # between two lines about something that takes long
 REMEDY = "Build or rename columns in format_row (train script) or a function of yours: --dataset_id file.py:function"
@@ -72,7 +76,8 @@ def load_rows(
     """All rows of a data set, checked: a list of dicts, or (hub, parquet) a `datasets.Dataset`, which indexes to dicts
     and decodes images only when a row is taken. Files have no splits: held-out rows need a file of their own.
 
-    `format_row` makes a row from each one read, before the check (and a list of them all, images opened). Without
+    `format_row` makes a row from each one read, before the check (and a list of them all, images opened); one that
+    gives back the row as it is leaves a `datasets.Dataset` what it is. Without
     `own_prompts` a row may lack `prompt`: it is an empty one, for an environment to complete.
     """
     is_gym, is_function = dataset_id.startswith("reasoning_gym:"), names_function(dataset_id)
@@ -90,10 +95,52 @@ def load_rows(
         rows = load_hub(dataset_id, config, split)
     if not own_prompts:
         rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in opened(rows)]
-    if format_row is not None:
+    if format_row is not None and not (changes_nothing(format_row) and stays_on_disk(rows)):
         rows = [*formatted(format_row, with_progress(opened(rows), f"{dataset_id}: format_row", len(rows)), dataset_id)]
     check_rows(rows, dataset_id)
     return rows
+
+
+def changes_nothing(format_row: Callable) -> bool:
+    """Whether it is `return row`, as the script's is until somebody edits it."""
+    code = getattr(format_row, "__code__", None)
+    return code is not None and code.co_code == (lambda row: row).__code__.co_code
+
+
+def stays_on_disk(rows) -> bool:
+    """Whether these are rows that are read when they are taken: a `datasets.Dataset`, and none with images, as those
+    are opened and looked at."""
+    return not isinstance(rows, list) and not {"image", "images"} & {*rows.column_names}
+
+
+def many_on_disk(rows) -> bool:
+    return not isinstance(rows, list) and len(rows) >= MANY
+
+
+def remembered(rows, what: str, make: Callable[[], Iterable]) -> np.ndarray:
+    """make(): a number for each row. Of MANY rows that are on disk, which know by a fingerprint what they are, it is
+    kept in KEPT and found there by the next start. what: all that the numbers depend on beside the rows.  [rows]"""
+    if not many_on_disk(rows):
+        return np.array(make())
+    path = KEPT / f"{hashlib.sha256(f'{rows._fingerprint} {what}'.encode()).hexdigest()[:32]}.npy"
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
+        if len(found := np.load(path)) == len(rows):
+            return found
+    made = np.array(make())
+    with contextlib.suppress(OSError):  # a disk that is full or read only: the next start makes it again
+        KEPT.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.stem}.{os.getpid()}.npy.partial")
+        with partial.open("wb") as file:
+            np.save(file, made)
+        partial.replace(path)
+    return made
+
+
+def columns_of(rows) -> set[str] | None:
+    """Those that every row has; None where there are no rows."""
+    if not isinstance(rows, list):
+        return {*rows.column_names}
+    return functools.reduce(lambda known, row: known & row.keys(), rows[1:], {*rows[0]}) if rows else None
 
 
 def formatted(format_row: Callable[[dict], dict], rows: Iterable[dict], name: str) -> Iterator[dict]:
@@ -241,7 +288,9 @@ def read_parquet(file: Path):
     check_once(names, "")
     table = pyarrow.parquet.read_table(file)
     table.validate(full=True)  # that text is UTF-8; reading a row would fail in the middle of the run
-    return datasets.Dataset(table)
+    what = file.stat()  # the same file has the same fingerprint at the next start
+    name = f"{file.resolve()} {what.st_size} {what.st_mtime_ns}"
+    return datasets.Dataset(table, fingerprint=hashlib.sha256(name.encode()).hexdigest()[:16])
 
 
 def read_lines(file: Path) -> Iterator[str]:
@@ -489,16 +538,36 @@ def check_rows(rows, name: str) -> None:
     """ConfigError naming data set, row and fault for the first row that no prompt can be made of."""
     if not isinstance(rows, list):  # a datasets.Dataset: look at one column, the others may be images to decode
         check_columns(rows.column_names, name)
-        rows = rows.select_columns(["prompt"])
+        prompts = rows.select_columns(["prompt"])
+        remembered(rows, f"are right, by {code_of(prompt_fault)}", lambda: check_each(prompts, name, at_once(prompts)))
+    else:
+        check_each(rows, name)
+
+
+def at_once(rows, many: int = 1000) -> Iterator[dict]:
+    """The rows of a `datasets.Dataset`, many read at once: one at a time takes twice as long."""
+    for first in range(0, len(rows), many):
+        columns = rows[first : first + many]
+        yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+
+
+def code_of(function: Callable) -> str:
+    """Changes with the file that a function stands in."""
+    return hashlib.sha256(Path(function.__code__.co_filename).read_bytes()).hexdigest()
+
+
+def check_each(rows, name: str, read: Iterable[dict] | None = None) -> np.ndarray:
+    """Of `check_rows`, of rows or as they are `read`; 1 for each row.  [rows]"""
     if len(rows) == 0:
         raise ConfigError(f"{name}: has no rows.")
-    for index, row in enumerate(with_progress(rows, f"{name}: looking at the rows", len(rows))):
+    for index, row in enumerate(with_progress(read or rows, f"{name}: looking at the rows", len(rows))):
         where = f"{name}, row {index}"
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: is a {type(row).__name__}, {shorten(row)}; a row must be a dict. {REMEDY}")
         check_columns(row, where)
         if fault := prompt_fault(row["prompt"]):
             raise ConfigError(f"{where}: {fault}. {PROMPT_RULE}.")
+    return np.ones(len(rows), np.uint8)
 
 
 def check_columns(columns, where: str) -> None:
@@ -529,7 +598,7 @@ def prompt_fault(prompt) -> str | None:
     return content_fault(prompt)
 
 
-def filter_overlong(rows, lengths: list[int], max_prompt_length: int) -> tuple:
+def filter_overlong(rows, lengths: Sequence[int], max_prompt_length: int) -> tuple:
     """(rows of at most `max_prompt_length` prompt tokens, how many were dropped: the caller says so). ConfigError if
     no row is left."""
     kept = [index for index, length in enumerate(lengths) if length <= max_prompt_length]
@@ -682,11 +751,13 @@ def load_data(
         same = (dataclasses.replace(own, eval_split=own.eval_split or split) for own in (whole or cfg).by_domain())
         sharing = [own.domain for own in same if sources(own).get(use, ())[:3] == source[:3]]
         loaded = domains.rows_of(read[source], cfg, where, sharing)
+        if use == "eval" or cfg.env:  # held-out rows are few, and an environment's get a seed
+            loaded = loaded if isinstance(loaded, list) else [*opened(loaded)]
         for number, row in enumerate(loaded if cfg.env else ()):
             if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
                 row["seed"] = zlib.crc32(f"{cfg.seed} {dataset_id} {split} {number}".encode())
         kept, dropped = filter_overlong(loaded, measure(loaded, where), cfg.max_prompt_length)
-        found[use] += kept
+        found[use] = kept
         if os.environ.get("RANK", "0") == "0":
             name = f"{cfg.domain}: " if cfg.domain else ""
             print(f"{name}{where}: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))

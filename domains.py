@@ -221,7 +221,7 @@ def check_enough(cfg, rows: list[dict]) -> None:
 
 def sizes(rows: list[dict], cfg) -> dict[str, int]:
     """Rows of each domain; without domains, {"": all}."""
-    counts = Counter(row["domain"] for row in rows if cfg.domains)
+    counts = Counter(row["domain"] for row in (rows if cfg.domains else ()))
     return {entry["name"]: counts[entry["name"]] for entry in cfg.domains} or {"": len(rows)}
 
 

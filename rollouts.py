@@ -273,6 +273,8 @@ def group_size(row: dict, cfg: TrainConfig) -> int:
 
 def group_sizes(rows: list[dict], cfg: TrainConfig) -> list[int]:
     """`group_size` of every row."""
+    if not isinstance(rows, list) and "num_generations" not in rows.column_names:  # all rows need not be read
+        return [cfg.num_generations] * len(rows)
     return [group_size(row, cfg) for row in rows]
 
 

@@ -18,8 +18,22 @@ corrected token by token, by the log-probs of sampling (--correction).
 
 Rewards, tools and environments run in the background, too. The step number is the only state needed to resume: what was
 under way is sampled again. A `PromptSampler.next` that reads `memory` is asked for a step up to max_staleness steps
-early. To use it with a copy of train_grpo.py, copy this file, too, and change its two imports.
+early. To use it with a copy of train_grpo.py, copy this file, too, and change the name where it stands.
 """
+
+# ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
+
+from config import ConfigError, knobs_of, parse_args
+
+
+class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there is one here, too
+    first_run = f"{knobs_of('train_grpo').first_run} --max_staleness 0"
+
+    # --- overlap ---
+    max_staleness: int = 1  # most policy versions between a completion's first token and its training; 0: no overlap
+
+
+CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
 
 import asyncio
 import concurrent.futures
@@ -30,16 +44,8 @@ from types import SimpleNamespace
 
 import train_grpo
 import utils
-from config import ConfigError, parse_args
 from inputs.trajectory import Trajectory
 from train_grpo import Collector, collect, sample_step
-
-
-class TrainConfig(train_grpo.TrainConfig):
-    first_run = f"{train_grpo.TrainConfig.first_run} --max_staleness 0"
-
-    # --- overlap ---
-    max_staleness: int = 1  # most policy versions between a completion's first token and its training; 0: no overlap
 
 
 def check(cfg: TrainConfig) -> None:
@@ -154,5 +160,4 @@ def staleness(trajectories: list[Trajectory], step: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0])
     train_grpo.main(CONFIG, make_collector=Ahead)

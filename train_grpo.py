@@ -58,7 +58,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1534,11 +1534,11 @@ def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict
     for own in cfg.by_domain():
         with domains.named(own):
             parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, files_read)
-            columns = [set(row) for row in parts[0] or parts[1]]
-            functions = get_reward_functions(own, set.intersection(*columns) if columns else None)
+            functions = get_reward_functions(own, data.columns_of(parts[0] if len(parts[0]) else parts[1]))
             if own.has_teacher and not cfg.eval_only:
                 teachers.connect(own, processor, parts[0])
-        rows, held_out = rows + parts[0], held_out + parts[1]
+        # Rows on disk stay there; those of several domains are a list.
+        rows, held_out = [*rows, *parts[0]] if cfg.domains else parts[0], held_out + parts[1]
         reward_functions |= {own.prefix + name: function for name, function in functions.items()}
         tools |= {own.prefix + tool.name: tool.call for tool in named_tools(own)}
     sandbox.check_contained([*reward_functions.values(), *tools.values()], cfg)
@@ -1590,13 +1590,13 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
-    if cfg.resume:
+    if first:  # steps that are done, by the checkpoint
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory)
         mixture.restore(state.get("domains"), first)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
-    log = RunLog(cfg, first if cfg.resume else None, cfg.max_steps, lock) if rank == 0 else None
+    log = RunLog(cfg, first or None, cfg.max_steps, lock) if rank == 0 else None
     state["made_with"] = made_with
     if rank == 0:
         describe(cfg, policy, group_sizes(rows, cfg), world)
@@ -1626,7 +1626,7 @@ def first_push(run: SimpleNamespace, cfg: TrainConfig) -> None:
     else:
         check_policy()
     push_weights(run.policy, run.generator, run.first, cfg.push_bucket_mb)
-    sampled = agreement.ask(run.generator, run.inner.hf_model, cfg, run.rows + run.held_out)
+    sampled = agreement.ask(run.generator, run.inner.hf_model, cfg, chain(run.rows, run.held_out))
     dtype = run.generator.weight_dtype
     check_generator = partial(agreement.check_generator, sampled, logprobs, dtype, cfg, run.device)
     if cfg.colocate:

@@ -9,25 +9,17 @@ the advantage is what it earned beyond that. Each step updates the critic, then 
     values -> returns and advantages (GAE) -> critic update -> policy update, after --critic_warmup steps
 
 Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion a prompt is enough. To use it
-with a copy of train_grpo.py, copy this file, too, and change its two imports.
+with a copy of train_grpo.py, copy this file, too, and change the name where it stands.
 """
 
-from dataclasses import dataclass, replace
+# ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
+
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
-
-import train_grpo
-import utils
-from config import parse_args
-from inputs.backbone import backbone
-from runlog.log import clock
-from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, token_weights, whiten
+from config import knobs_of, parse_args
 
 
-@dataclass
-class TrainConfig(train_grpo.TrainConfig):  # so that a knob of your own there is one here, too
+class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there is one here, too
     # --- batch ---
     prompts_per_step: int = 256  # distinct prompts per step, over all ranks
     num_generations: int = 1  # completions sampled per prompt; the critic stands in for the group
@@ -46,6 +38,20 @@ class TrainConfig(train_grpo.TrainConfig):  # so that a knob of your own there i
     critic_warmup: int = 0  # steps that train the critic only
     critic_iterations: int = 1  # passes over the step's completions for the critic
     value_clip: float = 0.5  # a value may move this far from what it was before the step's updates
+
+
+CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+import train_grpo
+import utils
+from inputs.backbone import backbone
+from runlog.log import clock
+from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, token_weights, whiten
 
 
 def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -146,4 +152,4 @@ def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) 
 
 
 if __name__ == "__main__":
-    train_grpo.main(parse_args(TrainConfig, description=__doc__.split("\n")[0]), CriticTrainer)
+    train_grpo.main(CONFIG, CriticTrainer)

@@ -189,7 +189,7 @@ def asked(generator, hf_model: nn.Module, cfg: TrainConfig, rows: list[dict]) ->
     """A text and, where rows have images, the first of these: a tower's outputs, and places on several axes, are known
     to no text."""
     ids, sees = text_ids(generator.tokenizer, hf_model), prompts.is_vision(generator.tokenizer)
-    shown = next((row for row in rows if sees and prompts.image_sources(row)), None)
+    shown = next((row for row in rows if prompts.image_sources(row)), None) if sees else None
     text = Prompt(ids, ids, model_inputs=text_inputs(hf_model, len(ids)))
     return [text] if shown is None else [text, prompts.build_prompt(shown, generator, cfg.of(shown))]
 

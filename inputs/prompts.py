@@ -10,6 +10,7 @@ several rows by their shapes. What a family wants beyond that stands in FOLLOWED
 import contextlib
 import functools
 import io
+import math
 import os
 import re
 import threading
@@ -21,12 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from jinja2 import TemplateError
 from PIL import Image
 
 from cli import shorten
 from config import ConfigError, TrainConfig
-from data import with_progress
+from data import code_of, many_on_disk, remembered, with_progress
 from inputs.parts import PartError, in_usual_form, parts_of, text_of_parts, text_part
 from inputs.pictures import PictureError, load_image, open_image, read_image, scaled, undecoded, upright_size
 from inputs.special_tokens import END, found_in, guard, process, tokenize
@@ -83,17 +85,18 @@ def image_parts(prompt) -> list[dict]:
     return [part for m in messages for part in parts_of(m.get("content")) if part["type"] == "image"]
 
 
-def check_images(rows, name: str, processor, decode: Literal["none", "some", "all"] = "none") -> list:
+def check_images(rows, name: str, processor, decode: Literal["none", "some", "all"] = "none", first: int = 0) -> list:
     """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
     cannot be read, or are not as many as its placeholders.
 
     decode: "all" of the images, too, or "some", evenly spread, with DECODED pixels: a header says nothing of damage.
+    first: the first row's number.
     """
     columns = [c for c in ("image", "images") if c in getattr(rows, "column_names", ())]
     if columns:  # a datasets.Dataset: its files as they are, nothing decoded
         rows = undecoded(rows, columns).select_columns(["prompt", *columns])
     sizes = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows, first):
         where = f"{name}, row {index}"
         try:
             parts, column, sources = image_parts(row["prompt"]), column_images(row), image_sources(row)
@@ -565,6 +568,11 @@ def check_echo(prompt: Prompt, samples: list) -> None:
 
 def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "none") -> list[int]:
     """Tokens of every prompt, its images counted by their sizes; see `length_or_more`. decode: as of `check_images`."""
+    if many_on_disk(rows) and getattr(processor, "is_fast", False):  # a tokenizer, which says what it is
+        how = (processor.backend_tokenizer.to_str(), processor.chat_template, cfg.chat_template_kwargs)
+        how += (cfg.system_prompt, cfg.allow_special_tokens, cfg.no_apply_chat_template, cfg.max_prompt_length)
+        how += (code_of(prompt_lengths), type(processor).__name__)
+        return remembered(rows, f"prompt lengths {how}", lambda: lengths_on_disk(rows, name, processor, cfg))
     sizes = check_images(rows, name, processor, decode)
 
     def count(row: dict, shapes: list[tuple[int, int]]) -> int:
@@ -593,12 +601,65 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
     return lengths
 
 
+CHUNK, TRIED = 1000, 16  # rows on disk that are read at once; of these, evenly spread, those that are always tokenised
+
+
+def lengths_on_disk(rows, name: str, tokenizer, cfg: TrainConfig) -> np.ndarray:
+    """`prompt_lengths` of very many rows of text, where tokenising each would take a core ten minutes for two million.
+
+    No more tokens than UTF-8 bytes: so it is for tokenizers that begin with bytes, and templates that write each text
+    once. Where that shows that a prompt fits, its bytes, with those of its template, stand for its length. Some of the
+    prompts are tokenised all the same; the first that has more tokens than that ends it, and all of them are.
+    """
+
+    def count(row: dict) -> int:
+        return length_or_more(row, lambda cut: len(prompt_ids(cut, tokenizer, cfg)), cfg.max_prompt_length)
+
+    @functools.lru_cache(1000)
+    def template(roles: tuple) -> int:  # its tokens around texts of a letter
+        return count({"prompt": [{"role": role, "content": "x"} for role in roles] if roles else "x"})
+
+    def at_most(prompt) -> float:
+        messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not all(m.keys() <= {"role", "content"} and isinstance(m["content"], str) for m in messages):
+            return math.inf
+        roles = () if isinstance(prompt, str) else tuple(m["role"] for m in messages)
+        return template(roles) + sum(len(m["content"].encode()) for m in messages)
+
+    lengths, bounded, prompts = np.zeros(len(rows), np.int32), True, rows.select_columns(["prompt"])
+    chunks = with_progress(range(0, len(rows), CHUNK), f"{name}: measuring prompts", -(-len(rows) // CHUNK))
+    for first in chunks:
+        part = [{"prompt": prompt} for prompt in prompts[first : first + CHUNK]["prompt"]]
+        check_images(part, name, tokenizer, first=first)
+        for index, row in enumerate(part):
+            try:
+                known = at_most(row["prompt"]) if bounded else math.inf
+                tried = index % (CHUNK // TRIED) == 0
+                length = count(row) if tried or known > cfg.max_prompt_length else known
+            except PartError as error:
+                raise ConfigError(f"{name}, row {first + index}: {error}.") from error
+            if length > known:
+                bounded = False
+                lengths[:first] = [count(prompts[earlier]) for earlier in range(first)]
+                lengths[first : first + index] = [count(earlier) for earlier in part[:index]]
+            lengths[first + index] = min(length, np.iinfo(np.int32).max)
+    return lengths
+
+
 def special_text_in(rows, processor, cfg: TrainConfig) -> str | None:
     """What to say about prompts whose text reads like special tokens; None where there are none."""
     if cfg.no_apply_chat_template:  # such prompts bring the tokens of their template along
         return None
-    rows = rows if isinstance(rows, list) else rows.select_columns(["prompt"])
-    found = [tokens for row in rows if (tokens := found_in(row["prompt"], processor))]
+    if not (many_on_disk(rows) and getattr(processor, "is_fast", False)):
+        rows = rows if isinstance(rows, list) else rows.select_columns(["prompt"])
+        having = [row for row in rows if found_in(row["prompt"], processor)]
+    else:
+        prompts = rows.select_columns(["prompt"])
+        parts = (prompts[first : first + CHUNK]["prompt"] for first in range(0, len(rows), CHUNK))
+        what = f"special text {processor.backend_tokenizer.to_str()} {code_of(found_in)}"
+        each = remembered(rows, what, lambda: [bool(found_in(p, processor)) for part in parts for p in part])
+        having = prompts.select(np.flatnonzero(each)) if each.any() else []
+    found = [tokens for row in having if (tokens := found_in(row["prompt"], processor))]
     if not found:
         return None
     taken = "becomes one (--allow_special_tokens)" if cfg.allow_special_tokens else "is taken as plain text"

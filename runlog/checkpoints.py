@@ -72,14 +72,14 @@ def steps_saved(run_dir: Path) -> list[int]:
     return sorted(int(found[1]) for path in folders if (found := re.fullmatch(r"step_(\d+)", path.name)))
 
 
-def last_step(run_dir: Path) -> int:
-    """Step of the newest complete checkpoint."""
-    if steps := steps_saved(run_dir):
-        return steps[-1]
+def last_step(run_dir: Path, or_none: bool = False) -> int:
+    """Step of the newest complete checkpoint; 0 where there is none and that is allowed."""
+    if (steps := steps_saved(run_dir)) or or_none:
+        return steps[-1] if steps else 0
     raise ConfigError(
         f"--resume: no complete checkpoint in {run_dir}/checkpoints. Is it the right --output_dir and --run_name? "
         "--save_steps N makes one every N steps; without it there is only the last. A run that ended before its "
-        "first starts anew without --resume."
+        "first starts anew without --resume, or with --keep_going."
     )
 
 

@@ -316,7 +316,9 @@ class RunLog:
         self.state |= {"host": socket.gethostname(), "started": time.time(), "updated": time.time(), "why": ""}
         with disk.at_start(self.dir):
             # An evaluation samples no step anew, so it drops none.
-            self.last_step, self.num_tokens = self._keep_until(math.inf if cfg.eval_only else resume_step or 0)
+            self.last_step, self.num_tokens = self._keep_until(
+                math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
+            )
             self._describe_run()
             self.lines = disk.Lines(self.metrics_path)
             disk.write_whole(self.dir / "state.json", json.dumps(self.state) + "\n")

@@ -26,7 +26,7 @@ from runlog.log import claim_run, code_files, package_versions, public_config
 
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (
-    "resume strict_resume run_name output_dir server_urls server_token server_ca client_cert server_timeout "
+    "resume strict_resume keep_going run_name output_dir server_urls server_token server_ca client_cert server_timeout "
     "request_timeout push_bucket_mb push_changes push_over adapter dist_timeout save_steps save_total_limit log_steps "
     "log_completions log_unique_prompts log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
     "wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset check_images"
@@ -47,7 +47,7 @@ def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
     start = 0
     try:
         if utils.is_main():
-            start = checkpoints.last_step(run_dir) if cfg.resume else 0
+            start = checkpoints.last_step(run_dir, or_none=cfg.keep_going) if cfg.resume else 0
             lock = claim_run(cfg)
             made_with = fingerprint(cfg, rows, held_out, utils.world_size())
     except (ConfigError, OSError) as caught:
@@ -55,14 +55,43 @@ def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
     utils.raise_together(error, "Taking the run folder")
     check_seen(run_dir, lock)
     start = utils.gather_objects(start)[0]
-    if cfg.resume:
-        verified = checkpoints.check_sums(run_dir, start)
-        state = checkpoints.read_state(run_dir, start)
+    if cfg.keep_going and not start and utils.is_main():
+        print(f"--keep_going: {cfg.run_name} has no complete checkpoint, so it begins anew.", flush=True)
+    while start:
+        try:
+            verified = checkpoints.check_sums(run_dir, start)
+            state = checkpoints.read_state(run_dir, start)
+        except ConfigError as caught:
+            if not cfg.keep_going:
+                raise
+            start = set_aside(run_dir, start, caught)
+            continue
         if utils.is_main():
             lines = differences(state, made_with, start, cfg, lr_at, verified)
             error = say_differences(lines, cfg, start)
         utils.raise_together(error, "Resuming")
+        break
     return lock, start, made_with
+
+
+def set_aside(run_dir: Path, step: int, why: ConfigError) -> int:
+    """Renames a damaged checkpoint, which nothing reads or removes from then on; the step of the one before it, or 0.
+    Collective. An error here, as of a disk that is read only, is raised on all ranks."""
+    error, before = None, 0
+    try:
+        if utils.is_main():
+            folder = checkpoints.folder_of(run_dir, step)
+            damaged = folder.with_name(f"damaged_step_{step}_{os.urandom(2).hex()}")
+            folder.rename(damaged)
+            before = checkpoints.last_step(run_dir, or_none=True)
+            goes_on = f"goes on from step {before}" if before else "begins anew"
+            print(
+                f"--keep_going: {str(why).split('. ')[0]}. It is {damaged.name} now, and the run {goes_on}.", flush=True
+            )
+    except OSError as caught:
+        error = caught
+    utils.raise_together(error, "Setting a damaged checkpoint aside")
+    return utils.gather_objects(before)[0]
 
 
 def check_seen(run_dir: Path, lock) -> None:
@@ -134,8 +163,13 @@ def row_hashes(rows) -> np.ndarray:
     left out: to read them all takes long."""
     if not isinstance(rows, list):
         rows = rows.remove_columns([name for name in ("image", "images") if name in rows.column_names])
+    return data.remembered(rows, f"hashes, by {data.code_of(row_hash)}", lambda: _row_hashes(rows))
+
+
+def _row_hashes(rows) -> np.ndarray:
+    """[rows] of uint64."""
     seen, hashes = Counter(), np.zeros(len(rows), np.uint64)
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows if isinstance(rows, list) else data.at_once(rows)):
         value = row_hash(row)
         hashes[index] = (value + 0x9E3779B97F4A7C15 * seen[value]) % 2**64
         seen[value] += 1

@@ -149,6 +149,9 @@ def main(script: str, *flags: str) -> int:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__, "Flags of the script: python train_grpo.py --help", sep="\n")
+        sys.exit()
     if "--gpu" in arguments:
         arguments.remove("--gpu")
         os.execv(sys.executable, [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), *arguments])

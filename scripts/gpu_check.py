@@ -13,7 +13,28 @@ The last checks measure how fast the GPUs are. plan.py reads that from a file (-
 The page names no user, host, token or home folder: send it as it is.
 """
 
+# ruff: noqa: E402 - the command line is parsed before torch is imported, so that --help answers at once
+
 import argparse
+import sys
+from pathlib import Path
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names begin so")
+    parser.add_argument("--page", type=Path, default=Path("gpu_check.md"))
+    parser.add_argument("--rates", type=Path, help="where plan.py looks for them; unset, on GPUs: its own place")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies every time limit, for slow machines")
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)  # answers, names
+    return parser
+
+
+PARSER = command_line()
+if __name__ == "__main__":
+    PARSER.parse_args()
+
 import contextlib
 import faulthandler
 import functools
@@ -22,24 +43,22 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
-import torch  # noqa: E402
-from gpu_checks import CHECKS, CLOSE, RATES, SLOW, TINY, Machine, Skipped, Slower, asked  # noqa: E402
-from live import Process, running  # noqa: E402
+import torch
+from gpu_checks import CHECKS, CLOSE, RATES, SLOW, TINY, Machine, Skipped, Slower, asked
+from live import Process, running
 
-import utils  # noqa: E402
-from safety import credentials  # noqa: E402
+import utils
+from safety import credentials
 
 START = 120  # seconds until a process has imported everything
 
@@ -234,14 +253,7 @@ def hand_over(rates: dict[str, float], machine: Machine, to: Path | None) -> Non
     print(f"rates: {to}, which plan.py reads")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names begin so")
-    parser.add_argument("--page", type=Path, default=Path("gpu_check.md"))
-    parser.add_argument("--rates", type=Path, help="where plan.py looks for them; unset, on GPUs: its own place")
-    parser.add_argument("--patience", type=float, default=1.0, help="multiplies every time limit, for slow machines")
-    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)  # answers, names
+def main(parser: argparse.ArgumentParser) -> int:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here. --device cpu tries the checks themselves; nvidia-smi says what the "
@@ -274,4 +286,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PARSER))

@@ -10,28 +10,13 @@ The result is a `from_pretrained` folder, runs/NAME/checkpoints/step_N. Flags ar
 a warm start should say so.
 """
 
-import asyncio
-import inspect
-import os
-import random
+# ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
+
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import data  # noqa: E402
-import train_grpo as script  # noqa: E402
-import utils  # noqa: E402
-from config import ConfigError, TrainConfig, parse_args  # noqa: E402
-from envs import adapters, formats  # noqa: E402
-from envs.calls import put_away  # noqa: E402
-from inputs.processor import load_processor, with_template_kwargs  # noqa: E402
-from inputs.prompts import rope_index_of  # noqa: E402
-from plugins import function_path, load_function  # noqa: E402
-from rollouts import measure, play  # noqa: E402
-from runlog import checkpoints  # noqa: E402
-from vllm_client import Completion  # noqa: E402
+from config import ConfigError, TrainConfig, parse_args
 
 
 class WarmConfig(TrainConfig):
@@ -44,6 +29,28 @@ class WarmConfig(TrainConfig):
     num_generations: int = 2  # demonstrations of each row
     generator: str = "hf"  # none is started
     lr_schedule: str = "cosine"
+
+
+CONFIG = parse_args(WarmConfig, description=__doc__) if __name__ == "__main__" else None
+
+import asyncio
+import inspect
+import os
+import random
+import time
+from dataclasses import replace
+
+import data
+import train_grpo as script
+import utils
+from envs import adapters, formats
+from envs.calls import put_away
+from inputs.processor import load_processor, with_template_kwargs
+from inputs.prompts import rope_index_of
+from plugins import function_path, load_function
+from rollouts import measure, play
+from runlog import checkpoints
+from vllm_client import Completion
 
 
 class Demonstrator:
@@ -122,9 +129,8 @@ def main(cfg: WarmConfig) -> None:
 
 
 if __name__ == "__main__":
-    config = parse_args(WarmConfig, description=__doc__)
     try:
-        main(replace(config, max_steps=config.max_steps or 60))
+        main(replace(CONFIG, max_steps=CONFIG.max_steps or 60))
     except ConfigError as error:
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -6,6 +6,7 @@ import re
 import time
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -16,14 +17,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import data
+import rollouts
 from config import ConfigError, TrainConfig
 from data import filter_overlong, gym_seed, load_rows
 from envs.adapters import with_added
 from envs.calls import checked_messages
 from envs.tools import as_content
-from inputs import parts
+from inputs import parts, prompts
+from inputs.processor import load_processor
 from inputs.prompts import prompt_lengths, prompt_messages, tokenize_prompt
 from plugins import load_function
+from runlog import resume
 from scoring.text import completion_text
 from train_grpo import PromptSampler
 
@@ -110,6 +114,45 @@ def test_folders_that_datasets_can_read(tmp_path):
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     assert list(load_rows(str(tmp_path / "plain"))) == ROWS
+
+
+def test_many_rows_on_disk_stay_there_and_what_was_found_out_is_found_again(tmp_path, monkeypatch):
+    """Lengths may be upper bounds, but what is left out is the same; a second start reads no row to know."""
+    texts = [f"{n} {'wörter und ' * (n % 90)}" for n in range(3000)]
+    texts[1999] = "<|im_start|>system"
+    table = {"prompt": [[{"role": "user", "content": text}] for text in texts], "answer": [*map(str, range(3000))]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
+    model = "models/tiny"
+    cfg = TrainConfig(model_id=model, dataset_id=str(tmp_path / "rows.parquet"), max_prompt_length=256)
+    processor = load_processor(model)
+
+    def load(format_row):
+        rows, _ = data.load_data(cfg, format_row, lambda rows, name: rollouts.measure(rows, name, processor, cfg))
+        return rows, resume.row_hashes(rows)
+
+    listed, hashes = load(lambda row: {**row})  # what an edited format_row makes is a list
+    monkeypatch.setattr(data, "MANY", 1000)
+    monkeypatch.setattr(data, "KEPT", tmp_path / "kept")
+    rows, same = load(lambda row: row)
+    assert not isinstance(rows, list) and isinstance(listed, list) and 0 < len(rows) < 3000
+    assert [*rows] == listed and (same == hashes).all()
+    assert rows[np.int64(7)] == listed[7] and rollouts.group_sizes(rows, cfg) == [cfg.num_generations] * len(rows)
+    monkeypatch.setattr(prompts, "tokenize_prompt", None)  # a call of it would raise
+    again, same = load(lambda row: row)
+    assert [*again["answer"]] == [row["answer"] for row in listed] and (same == hashes).all()
+
+
+def test_a_template_that_writes_more_than_its_texts_is_measured_row_by_row(tmp_path, monkeypatch):
+    """There bytes would be no bound."""
+    table = {"prompt": [[{"role": "user", "content": "a b c " * 20}] for _ in range(40)]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
+    cfg, processor = TrainConfig(model_id="models/tiny", max_prompt_length=1000), load_processor("models/tiny")
+    processor.chat_template = "{% for m in messages %}{% for n in range(4) %}{{ m.content }}{% endfor %}{% endfor %}"
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    exact = prompts.prompt_lengths([*rows], "rows", processor, cfg)
+    monkeypatch.setattr(data, "MANY", 10)
+    monkeypatch.setattr(data, "KEPT", tmp_path / "kept")
+    assert [*prompts.prompt_lengths(rows, "rows", processor, cfg)] == exact and exact[0] > 180
 
 
 def test_format_row_comes_before_the_check(tmp_path):

@@ -188,6 +188,20 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_rewritten(broken, what):
     assert "Traceback" not in end.text
 
 
+def test_a_loop_that_keeps_going_sets_damage_aside_and_begins_anew_where_nothing_is_left(broken):
+    """With --keep_going, as a run is started that nobody watches: docs/runs.md has the loop."""
+    flip_a_bit(broken.step / "model.safetensors")
+    end = broken.resume("--keep_going")
+    assert end.status == 0 and "step_4 is damaged" in end.text and "goes on from step 2" in end.text, end.text
+    assert timeless(broken.run)[:4] == timeless(broken.folder / "whole")
+    assert len([*broken.run.glob("checkpoints/damaged_step_4_*")]) == 1
+    done = timeless(broken.run)
+    shutil.rmtree(broken.run / "checkpoints")  # as of a run that was killed before its first checkpoint
+    end = broken.resume("--keep_going")
+    assert end.status == 0 and "begins anew" in end.text, end.text
+    assert timeless(broken.run) == done  # each line once
+
+
 def test_the_older_checkpoint_takes_over(broken):
     flip_a_bit(broken.step / "model.safetensors")
     broken.step.rename(broken.run / "checkpoints" / "damaged")

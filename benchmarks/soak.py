@@ -1,0 +1,306 @@
+"""What grows over ten thousand steps: memory, descriptors, threads, processes, files, seconds.  No GPU.
+
+    python benchmarks/soak.py process --folder soak             # 20 minutes; the page beside it is asked all the while
+    python benchmarks/soak.py server --folder soak --hours 3    # beside a live server, with a push a step
+    python benchmarks/soak.py async --folder soak               # train_async.py, turns with an environment and its tool
+    python benchmarks/soak.py two --folder soak                 # two runs with adapters on one server
+    python benchmarks/soak.py --table soak                      # slopes of all that are there, and docs/images/soak.svg
+
+The tiny random model learns a toy whose goal moves (which last digit of a token earns reward), so that there is signal
+until the end. look.py runs beside it, and its page is asked every five seconds for what an open page asks for. Every
+100 steps a line with what each process holds goes to FOLDER/NAME.jsonl: trainer (its watchdog and tools are its
+children), server, its workers, look.py. A run that is cut off by --hours counts as far as it came.
+
+The table: least squares through the second half for memory; last minus first of the second half for what is counted;
+medians of the first and last tenth for seconds. Seconds of a CPU (user and system) do not depend on what else runs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import linear_regression, median
+
+import psutil
+import requests
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from config import TrainConfig  # noqa: E402
+from envs import Environment  # noqa: E402
+from envs.tools import Call, Toolbox, from_function  # noqa: E402
+from runlog.reading import phases, read_metrics  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
+
+SEED, EVERY, PERIOD = 0, 100, 250
+TASK = (
+    "--model_id models/tiny --compute_dtype float32 --dataset_id benchmarks/toy.py:rows --learning_rate 3e-4 "
+    "--reward_funcs benchmarks/soak.py:digit --max_prompt_length 64 --prompts_per_step 4 --num_generations 4 "
+    f"--save_steps 100 --eval_steps 100 --print_samples_every 100 --seed {SEED} --server_timeout 600 "
+    "--entropy_target 5 --entropy_coef_step 0.002 "
+)
+SHORT = "--max_completion_length 8 "
+CASES = {  # name -> (script, flags, server's flags or None without one, how many trainers)
+    "process": ("train_grpo.py", SHORT + "--generator hf", None, 1),
+    "server": ("train_grpo.py", SHORT, "", 1),
+    "async": (
+        "train_async.py",
+        "--max_completion_length 160 --max_turn_length 6 --env benchmarks/soak.py:Asks --max_prompt_length 64",
+        "",
+        1,
+    ),
+    "two": ("train_grpo.py", SHORT + "--use_peft --lora_r 4 --push_lora adapters", "--enable-lora --max-loras 4", 2),
+}
+
+
+# ---- the task -------------------------------------------------------------------------------------------------------
+
+
+def digit(completion_ids, trainer_state, **_) -> list[float]:
+    """Share of tokens whose number ends in the digit that counts, another one every PERIOD steps."""
+    wanted = trainer_state.global_step // PERIOD % 10
+    return [sum(token % 10 == wanted for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def letters(text: str) -> int:
+    """Counts letters.
+
+    Args:
+        text: of which
+    """
+    return sum(letter.isalpha() for letter in text)
+
+
+class Asks(Environment):
+    """Three turns. A random model writes no calls, so the environment calls the tool with what it wrote."""
+
+    box, turns = None, 3
+
+    def reset(self, row, seed):
+        tool = from_function(letters)
+        Asks.box = Asks.box or Toolbox({tool.name: tool}, TrainConfig())
+        self.left = self.turns
+        return row["prompt"]
+
+    async def step(self, text):
+        self.left -= 1
+        messages, events = await self.box.run([Call("letters", {"text": text})], self.box.tools)
+        return f"{messages[0]['content']} letters.", 0.0, self.left == 0, {"calls": events}
+
+
+class Long(Asks):
+    """As many turns as the completion's length allows (long_completions.py)."""
+
+    turns = 1000
+
+
+# ---- what each process holds ----------------------------------------------------------------------------------------
+
+
+def held(pid: int) -> dict[str, float]:
+    """Of one process. `all_rss` is its memory with that of all its descendants."""
+    process = psutil.Process(pid)
+    with process.oneshot():
+        cpu = process.cpu_times()
+        mine = {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
+        mine |= {"cpu": cpu.user + cpu.system}
+    children = process.children(recursive=True)
+    others = 0
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            others += child.memory_info().rss
+    return mine | {"children": len(children), "all_rss": mine["rss"] + others}
+
+
+def folder_size(folder: Path) -> dict[str, float]:
+    sizes = {"files": 0, "bytes": 0}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a checkpoint of those that go
+            sizes["bytes"] += path.stat().st_size
+            sizes["files"] += 1
+    return sizes
+
+
+class Page:
+    """What an open page asks for, and how long it waits for it."""
+
+    def __init__(self, folder: Path):
+        command = [sys.executable, str(ROOT / "look.py"), str(folder)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", preexec_fn=ends_with_us())
+        self.base, self.token = re.search(r"(http://\S+)/\?token=(\S+)", self.process.stdout.readline()).groups()
+
+    def ask(self, name: str) -> dict[str, float]:
+        seconds = {}
+        for kind in ("runs", "run", "steps", "notes", "compare"):
+            begun = time.monotonic()
+            query = {"run": name, "token": self.token}
+            requests.get(f"{self.base}/api/{kind}", params=query, timeout=60).raise_for_status()
+            seconds[kind] = time.monotonic() - begun
+        return seconds
+
+
+def last_step(run: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((run / "state.json").read_text(encoding="utf-8"))["step"]
+    return 0
+
+
+def watch(name: str, folder: Path, trainers: list, server, page: Page, until: float) -> None:
+    """A line every EVERY steps of the first trainer, until all have ended or the time is over."""
+    run, next_line, begun, asked, slowest = folder / f"{name}-0", EVERY, time.monotonic(), 0.0, {}
+    with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as out:
+        while any(trainer.poll() is None for trainer in trainers) and time.monotonic() < until:
+            time.sleep(0.2)
+            if time.monotonic() - asked > 5 and (run / "metrics.jsonl").exists():
+                asked, times = time.monotonic(), page.ask(run.name)
+                slowest = {kind: max(seconds, slowest.get(kind, 0)) for kind, seconds in times.items()}
+            if (step := last_step(run)) < next_line:
+                continue
+            pids = {f"trainer {number}" if number else "trainer": one.pid for number, one in enumerate(trainers)}
+            pids |= {"look.py": page.process.pid}
+            if server:
+                pids["server"] = server.process.pid
+                for child in psutil.Process(server.process.pid).children(recursive=True):
+                    words = " ".join(child.cmdline())
+                    pids["helper" if "tracker" in words else f"worker {child.name()[:20]}"] = child.pid
+            line = {"step": step, "seconds": time.monotonic() - begun, "page": slowest, "folder": folder_size(run)}
+            for role, pid in pids.items():
+                with contextlib.suppress(psutil.Error):
+                    line[role] = held(pid)
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            slowest, next_line = {}, (step // EVERY + 1) * EVERY
+
+
+def soak(name: str, folder: Path, steps: int, hours: float) -> int:
+    from server_fixture import start_server
+
+    script, flags, serve, count = CASES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    server, trainers, status = None, [], 0
+    if serve is not None:
+        server = start_server(ROOT / "models" / "tiny", "--dtype", "float32", "--max-model-len", "512", *serve.split())
+        env["VLLM_SERVER_TOKEN"] = server.token
+    page = Page(folder)
+    try:
+        where = ["--server_urls", server.wait(600).url] if server else []
+        for number in range(count):
+            command = [sys.executable, script, *(TASK + flags).split(), *where, "--max_steps", str(steps)]
+            command += ["--output_dir", str(folder), "--run_name", f"{name}-{number}"]
+            with (folder / f"{name}-{number}.log").open("w", encoding="utf-8") as log:
+                how = dict(cwd=ROOT, env=env, stdout=log, stderr=log, preexec_fn=ends_with_us())
+                trainers.append(subprocess.Popen(command, **how))
+        watch(name, folder, trainers, server, page, time.monotonic() + 3600 * hours)
+    finally:
+        for process in trainers:
+            if process.poll() is None:  # the time is over
+                process.terminate()
+            status |= abs(process.wait(120))
+        page.process.terminate()
+        if server:
+            server.stop()
+    print(f"{name}: {last_step(folder / f'{name}-0')} steps, status {status}")
+    return status
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def roles(lines: list[dict]) -> list[str]:
+    return [key for key in lines[-1] if key not in ("step", "seconds", "page", "folder")]
+
+
+def slope(lines: list[dict], role: str, key: str) -> float:
+    """Per 1,000 steps, by least squares."""
+    points = [(line["step"], line[role][key]) for line in lines if role in line]
+    return 1000 * linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else float("nan")
+
+
+def cpu_by_tenth(lines: list[dict], role: str) -> tuple[float, float]:
+    """CPU seconds a step, in the first tenth (but for the first line) and in the last."""
+    tenth = max(2, len(lines) // 10)
+    parts = (lines[1 : tenth + 1], lines[-tenth:])
+    return tuple((p[-1][role]["cpu"] - p[0][role]["cpu"]) / (p[-1]["step"] - p[0]["step"]) for p in parts)
+
+
+def table(folder: Path) -> str:
+    text = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        half, name = lines[len(lines) // 2 :], path.stem
+        hours = lines[-1]["seconds"] / 3600
+        text += [f"**{name}**: {lines[-1]['step']:,} steps in {hours:.2f} h, seed {SEED}.\n"]
+        text += [
+            "| process | MB at half | MB at end | MB / 1,000 steps | descriptors | threads | children | CPU s / step |"
+        ]
+        text += ["|---|---:|---:|---:|---|---|---|---|"]
+        for role in roles(lines):
+            first, last = half[0][role], half[-1][role]
+            counted = [f"{first[key]} -> {last[key]}" for key in ("fds", "threads", "children")]
+            memory = [f"{first['rss'] / 1e6:.1f}", f"{last['rss'] / 1e6:.1f}", f"{slope(half, role, 'rss') / 1e6:+.2f}"]
+            cpu = "{:.4f} -> {:.4f}".format(*cpu_by_tenth(lines, role))
+            text.append(f"| {role} | " + " | ".join([*memory, *counted, cpu]) + " |")
+        steps = [line for line in read_metrics(folder / f"{name}-0") if "time/step" in line]
+        tenth = len(steps) // 10
+        parts = [[phases(line) for line in part] for part in (steps[:tenth], steps[-tenth:])]
+        names = dict.fromkeys(key for part in parts for line in part for key in line)
+        values = [f"{n} {' -> '.join(f'{median(line.get(n, 0.0) for line in p):.4f}' for p in parts)}" for n in names]
+        whole = " -> ".join(f"{median(line['time/step'] for line in p):.4f}" for p in (steps[:tenth], steps[-tenth:]))
+        files, size = half[-1]["folder"]["files"], half[-1]["folder"]["bytes"] / 1e6
+        page = {kind: max(line["page"].get(kind, 0) for line in half) for kind in half[-1]["page"]}
+        text += [f"\nSeconds a step, medians of the first and the last tenth: **{whole}** ({', '.join(values)})."]
+        text += [f"The run folder: {files:,} files, {size:.0f} MB. The page's slowest answers in the second half: "]
+        text += [", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in page.items()) + ".\n"]
+    return "\n".join(text)
+
+
+def draw(folder: Path, path: Path) -> None:
+    """Memory of each process less that at a tenth of the run, and CPU seconds a step, by step."""
+    from matplotlib.figure import Figure
+
+    files = sorted(folder.glob("*.jsonl"))
+    figure = Figure(figsize=(9, 2.3 * len(files)), layout="constrained")
+    axes = figure.subplots(len(files), 2, squeeze=False)
+    for row, file in zip(axes, files, strict=True):
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for role in roles(lines):
+            own = [line for line in lines if role in line]
+            start = own[len(own) // 10][role]["rss"]
+            row[0].plot([line["step"] for line in own], [(line[role]["rss"] - start) / 1e6 for line in own], label=role)
+            pairs = list(zip(own, own[1:], strict=False))
+            spent = [(b[role]["cpu"] - a[role]["cpu"]) / (b["step"] - a["step"]) for a, b in pairs]
+            row[1].plot([b["step"] for _, b in pairs], spent, label=role)
+        row[0].set_title(f"{file.stem}: MB more than at a tenth of the run", fontsize=9, loc="left")
+        row[1].set_title(f"{file.stem}: CPU seconds a step", fontsize=9, loc="left")
+        row[0].legend(frameon=False, fontsize=7)
+        for one in row:
+            one.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", choices=CASES)
+    parser.add_argument("--folder", type=Path, default=Path("soak"))
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--hours", type=float, default=3.0)
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table, and draw docs/images/soak.svg")
+    given = parser.parse_args()
+    if given.table:
+        draw(given.table, ROOT / "docs" / "images" / "soak.svg")
+        print(table(given.table))
+    elif given.case:
+        raise SystemExit(soak(given.case, given.folder.resolve(), given.steps, given.hours))
+    else:
+        parser.error("give a case or --table")
+
+
+if __name__ == "__main__":
+    main()
