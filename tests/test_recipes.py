@@ -481,3 +481,25 @@ def test_the_table_of_the_docs_says_the_same():
         _, _, _, model, needs, _, _ = rows[name]
         assert recipe["model_id"].removeprefix("Qwen/") in model and re.findall(r"[\d.]+", needs)[0] == gpus, name
         assert needs.split(",")[-1].strip() == hours, name
+
+
+def test_the_reward_for_a_schema_of_ones_own_counts_as_the_page_says(tmp_path, monkeypatch):
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    block = re.search(r"^```python\n(# my_json.py.*?)^```", page, re.M | re.S)[1]
+    (tmp_path / "my_json.py").write_text(block, encoding="utf-8")
+    fields = {"item": {"type": "string"}, "count": {"type": "integer", "minimum": 1}}
+    schema = {"type": "object", "properties": fields, "required": ["item", "count"], "additionalProperties": False}
+    (tmp_path / "my_schema.json").write_text(json.dumps(schema), encoding="utf-8")
+    wanted = {"item": "mug", "count": 3}
+    lines = [json.dumps({"text": f"{n}: three mugs", "wanted": wanted}) for n in range(25)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    rows, fits = (load_function(f"{tmp_path}/my_json.py:{name}") for name in ("rows", "fits"))
+    assert [len(list(rows(split, 0))) for split in ("train", "test")] == [5, 20]
+    said = ['{"item": "mug", "count": 3}', '{"item": "mug", "count": 0}', '{"item": "mug", "count": true, "more": 1}']
+    said += ['[{"item": "mug", "count": 3}]', '```json\n{"item": "mug", "count": 3}\n```', "[" * 100_000, ""]
+    scores = [
+        sum(one.values())
+        for one in fits([[{"role": "assistant", "content": text}] for text in said], [json.dumps(wanted)] * 7)
+    ]
+    assert scores == pytest.approx([1, 0.2 + 0.25, 0.2 + 0.5 / 3, 0, 0, 0, 0])
