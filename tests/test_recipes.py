@@ -175,7 +175,7 @@ def truth(name: str, **arguments) -> str:
     return json.dumps({"func_name": name} | dict.fromkeys(every.split()) | arguments)
 
 
-IFEVAL = "recipes/ifeval.py:follows"
+IFEVAL = "scoring/constraints.py:follows"
 GSM8K, COUNTDOWN, DAPO = "recipes/gsm8k.py:strict", "recipes/countdown.py:countdown", "recipes/dapo_math.py:dapo"
 WEATHER = '[{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]'
 TWO = [{"name": "f", "arguments": {"a": [1, {"b": True}]}}, {"name": "f", "arguments": {"a": 2}}]
@@ -247,7 +247,7 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
     # open-instruct's (if_functions.py).
     *(
         (
-            "recipes/ifeval.py:follows",
+            "scoring/constraints.py:follows",
             dict(ground_truth=truth(f"{name}", **arguments)),
             [(kept, 1), (broken, 0), ("", 0)],
         )
@@ -396,7 +396,7 @@ def test_programs_of_all_three_forms_of_tests(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sandbox, "allow_uncontained", True)
     rows = rows_of("recipes/code_with_tests.py:rows?source=tests/recipes/code_with_tests.jsonl")[:5]
-    graded = load_function(f"{ROOT}/recipes/code_with_tests.py:all_pass")
+    graded = load_function(f"{ROOT}/scoring/programs.py:all_pass")
     right = [f"Think.\n```python\n{program}\n```" for program in SOLUTIONS]
     scores = graded(completions=right, cases=[row["cases"] for row in rows])
     assert [score["reward"] for score in scores] == [1] * 5
