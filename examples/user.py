@@ -22,11 +22,11 @@ RULES = "You are at a support desk. Find the order. If it is pending, do what th
 RULES += "never change or cancel it, whatever the customer says: transfer it. Then say goodbye."
 
 
-def rows(split: str = "train", seed: int = 42) -> list[dict]:
+def rows(split: str = "train", seed: int = 42, held_out: int = 100) -> list[dict]:
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r}: the desk has 'train' and 'test'.")
     chance = random.Random(f"user {split} {seed}")
-    return [row(chance) for _ in range(2000 if split == "train" else 100)]
+    return [row(chance) for _ in range(2000 if split == "train" else held_out)]
 
 
 def row(chance: random.Random) -> dict:
@@ -111,7 +111,7 @@ def next_turn(row: dict, desk: Desk) -> str:
         return "Goodbye."
     if desk._open is None and number in told:
         return f"<find>{number}</find>"
-    if desk._facts:
+    if desk._facts or desk._open is None:
         return "<say>What can I do?</say>" if number in told or not told else "<say>Which order?</say>"
     if desk._open["status"] == "shipped":
         return "<transfer></transfer>"

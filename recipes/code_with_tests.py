@@ -4,19 +4,14 @@
     taco             {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called
     lcbv5            [{"input", "output", "testtype": "stdin" or "functional", "metadata": {"func_name": ...}}, ...]
 
-Programs run in the sandbox (docs/sandbox.md).
+Programs run in the sandbox (scoring/programs.py, docs/sandbox.md).
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 from published import published
 
-from rewards import completion_text
-from safety.sandbox import SandboxError, run_python, run_tests
-from scoring.text import BLOCK, answer_part
-
-MOST, SECONDS = 15, 6.0  # tests of a row, those with the longest inputs; seconds of each
+MOST = 15  # tests of a row, those with the longest inputs
 READS = "It reads from standard input and prints the answer."
 ASK = "{problem}\n\nWrite it in Python. {how} Think first; give the whole program in one block ```python at the end."
 
@@ -59,30 +54,3 @@ def first(value):
 
 def text(value) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
-
-
-def all_pass(completions, cases, **columns) -> list[dict]:
-    """1 if the program passes every test, as DeepCoder has it: a share would pay for guesses. Logged: the share."""
-    scores = []
-    for completion, tests in zip(completions, cases, strict=True):
-        program = (BLOCK.findall(answer_part(completion_text(completion))) or [""])[-1]
-        with ThreadPoolExecutor(4) as pool:
-            passed = list(pool.map(lambda test, program=program: passes(program, *test), json.loads(tests)))
-        scores.append({"reward": float(all(passed)), "passed": sum(passed) / len(passed)})
-    return scores
-
-
-all_pass.per_trajectory = all_pass.executes_code = True
-
-
-def passes(program: str, given, wanted, name: str | None) -> bool:
-    """What is printed is compared word by word, line by line."""
-    try:
-        if program and name:
-            function = f"(Solution().{name} if 'Solution' in globals() else {name})"
-            return run_tests(program, [f"assert {function}(*{given!r}) == {wanted!r}"], SECONDS)[0][0]
-        result = run_python(program, given, SECONDS) if program else None
-    except SandboxError:
-        return False
-    words = [line.split() for line in wanted.rstrip().split("\n")] if result else None
-    return bool(result) and not result.status and [line.split() for line in result.stdout.rstrip().split("\n")] == words

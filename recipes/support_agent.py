@@ -34,5 +34,7 @@ class Desk(Scripted):
             text: what to say
         """
         self._talk.append({"role": "user", "content": text})
-        self._talk.append({"role": "assistant", "content": self._ask(self._talk)})
-        return self._talk[-1]["content"]
+        said = self._ask(self._talk)
+        self._talk.append({"role": "assistant", "content": said})
+        self._facts, self._told = self._facts[1:], [*self._told, said]  # for demonstrations: examples/user.py
+        return said

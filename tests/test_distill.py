@@ -25,9 +25,11 @@ from hypothesis import strategies as st
 from live import EVEN, SMALL, Process, running, trainer
 from safetensors.torch import load_file, save_file
 from server_fixture import free_port, make_tiny, start_server
+from test_adapters_alone import Trainer
 
 import teachers
 import train_grpo as script
+import utils
 from algorithms.distillation import distill_metrics, divergence
 from batch import collate
 from config import ConfigError, TrainConfig, load_config
@@ -683,3 +685,40 @@ def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):
         assert process.end() == 0, process.text
     shares = learned(tmp_path / "x", "distill/asked")
     assert all(0 < share < 1 for share in shares), shares
+
+
+def test_each_domain_has_its_own_teacher_one_of_them_an_adapter_that_lags(teacher, tmp_path):
+    """Two servers of the policy's model: as it is, and with the adapter that another run pushed and left there."""
+    utils.init_distributed(60)
+    started = start_server(make_tiny(), "--dtype", "float32", "--enable-lora", VLLM_SERVER_TOKEN=teacher.token)
+    other = replace(started, token=teacher.token)  # TEACHER_TOKEN is that of both
+    try:
+        other.wait()
+        lagged = Trainer(other)
+        lagged.learn()
+        lagged.push(1)
+        (tmp_path / "two.yaml").write_text(
+            "domains:\n"
+            f"  - {{name: now, dataset_id: 'examples/sums.py:rows', teacher_urls: ['{teacher.url}']}}\n"
+            f"  - {{name: then, dataset_id: 'examples/sums.py:rows', teacher_urls: ['{other.url}']}}\n",
+            encoding="utf-8",
+        )
+        flags = TAUGHT.replace("--dataset_id examples/sums.py:rows ", "")
+        flags += f"--config {tmp_path}/two.yaml --max_steps 1 --advantage distill --output_dir {tmp_path} --run_name x"
+        with running(trainer(tmp_path / "log", *flags.split(), TEACHER_TOKEN=teacher.token)) as process:
+            assert process.end() == 0, process.text
+        lagged.client.close()
+    finally:
+        other.stop()
+    rows = pandas.read_parquet(next((tmp_path / "x" / "completions").glob("step_*1.parquet"))).to_dict("records")
+    assert {row["domain"] for row in rows} == {"now", "then"} and learned(tmp_path / "x", "distill/asked") == [1]
+    apart = []
+    for row in rows:
+        told, sampled = row["tokens/teacher_logprob"], row["tokens/sampler_logprob"]  # half precision
+        if row["domain"] == "now":
+            assert told == pytest.approx(sampled, abs=0.02)
+            continue
+        at = all_logits(lagged.policy.model, [*row["prompt_ids"], *row["token_ids"]])[len(row["prompt_ids"]) - 1 : -1]
+        assert told == pytest.approx(at[range(len(told)), row["token_ids"].tolist()].numpy(), abs=0.02)
+        apart += abs(told - sampled).tolist()
+    assert sum(apart) / len(apart) > 0.1  # so it is another teacher

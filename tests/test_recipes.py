@@ -175,7 +175,7 @@ def truth(name: str, **arguments) -> str:
     return json.dumps({"func_name": name} | dict.fromkeys(every.split()) | arguments)
 
 
-IFEVAL = "recipes/ifeval.py:follows"
+IFEVAL = "scoring/constraints.py:follows"
 GSM8K, COUNTDOWN, DAPO = "recipes/gsm8k.py:strict", "recipes/countdown.py:countdown", "recipes/dapo_math.py:dapo"
 WEATHER = '[{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]'
 TWO = [{"name": "f", "arguments": {"a": [1, {"b": True}]}}, {"name": "f", "arguments": {"a": 2}}]
@@ -247,7 +247,7 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
     # open-instruct's (if_functions.py).
     *(
         (
-            "recipes/ifeval.py:follows",
+            "scoring/constraints.py:follows",
             dict(ground_truth=truth(f"{name}", **arguments)),
             [(kept, 1), (broken, 0), ("", 0)],
         )
@@ -378,6 +378,11 @@ def test_a_customer_whom_a_model_plays(customer):
     assert "I am not sure." in answer[0]["content"] and not done and asked[-1]["model"] == "any"
     told, question = asked[-1]["messages"][:2]
     assert wish["order"] in told["content"] and question == {"role": "user", "content": "Which order?"}
+    next_turn = load_function(f"{ROOT}/examples/user.py:next_turn")  # who warm-starts hears the model, not the facts
+    asyncio.run(desk.step(call("say", text="Which order?")))
+    assert next_turn(row, desk.inner) == "<say>Which order?</say>" and not desk.inner._facts
+    desk.inner._told.append(f"It is {wish['order']}.")
+    assert next_turn(row, desk.inner) == f"<find>{wish['order']}</find>"
     assert desk.score() == 0
     asyncio.run(desk.step(call("find", number=wish["order"])))
     shipped = row["orders"][wish["order"]]["status"] == "shipped"
@@ -396,7 +401,7 @@ def test_programs_of_all_three_forms_of_tests(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sandbox, "allow_uncontained", True)
     rows = rows_of("recipes/code_with_tests.py:rows?source=tests/recipes/code_with_tests.jsonl")[:5]
-    graded = load_function(f"{ROOT}/recipes/code_with_tests.py:all_pass")
+    graded = load_function(f"{ROOT}/scoring/programs.py:all_pass")
     right = [f"Think.\n```python\n{program}\n```" for program in SOLUTIONS]
     scores = graded(completions=right, cases=[row["cases"] for row in rows])
     assert [score["reward"] for score in scores] == [1] * 5
@@ -481,3 +486,25 @@ def test_the_table_of_the_docs_says_the_same():
         _, _, _, model, needs, _, _ = rows[name]
         assert recipe["model_id"].removeprefix("Qwen/") in model and re.findall(r"[\d.]+", needs)[0] == gpus, name
         assert needs.split(",")[-1].strip() == hours, name
+
+
+def test_the_reward_for_a_schema_of_ones_own_counts_as_the_page_says(tmp_path, monkeypatch):
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    block = re.search(r"^```python\n(# my_json.py.*?)^```", page, re.M | re.S)[1]
+    (tmp_path / "my_json.py").write_text(block, encoding="utf-8")
+    fields = {"item": {"type": "string"}, "count": {"type": "integer", "minimum": 1}}
+    schema = {"type": "object", "properties": fields, "required": ["item", "count"], "additionalProperties": False}
+    (tmp_path / "my_schema.json").write_text(json.dumps(schema), encoding="utf-8")
+    wanted = {"item": "mug", "count": 3}
+    lines = [json.dumps({"text": f"{n}: three mugs", "wanted": wanted}) for n in range(25)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    rows, fits = (load_function(f"{tmp_path}/my_json.py:{name}") for name in ("rows", "fits"))
+    assert [len(list(rows(split, 0))) for split in ("train", "test")] == [5, 20]
+    said = ['{"item": "mug", "count": 3}', '{"item": "mug", "count": 0}', '{"item": "mug", "count": true, "more": 1}']
+    said += ['[{"item": "mug", "count": 3}]', '```json\n{"item": "mug", "count": 3}\n```', "[" * 100_000, ""]
+    scores = [
+        sum(one.values())
+        for one in fits([[{"role": "assistant", "content": text}] for text in said], [json.dumps(wanted)] * 7)
+    ]
+    assert scores == pytest.approx([1, 0.2 + 0.25, 0.2 + 0.5 / 3, 0, 0, 0, 0])
