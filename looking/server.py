@@ -1,4 +1,5 @@
-"""The page's server: answers to GET alone, about run folders alone, for those who have the token.
+"""The page's server: answers to GET alone, about run folders alone, for those who have the token. With
+--prepare it also takes POSTs (prepare.py).
 
 What it answers is JSON; a model's text never becomes HTML here. The page is static files (page/), which put text into
 the document as text; the content security policy lets no other script run.
@@ -21,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cli import ConfigError
+from looking.prepare import Prepare, posted
 from looking.runs import Gone, Run, Runs, digest, plain, stamp, unreadable
 from looking.told import all_notes, compared, described
 from runlog import samples
@@ -60,15 +62,21 @@ class Connection(LimitedProtocol):
     max_strangers, max_connections = 128, 512
 
 
-def make_app(root: Path, token: str) -> Starlette:
-    """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header."""
+def make_app(root: Path, token: str, prepare: Prepare | None = None) -> Starlette:
+    """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header.
+    prepare: what it does beside looking."""
     names = {"/": page, "/page/{name}": file} | {f"/api/{name}": answer for name, answer in ANSWERS.items()}
+    names |= {f"/api/{name}": answer for name, answer in PREPARING.items()} if prepare else {}
     routes = [Route(path, guarded(answer)) for path, answer in names.items()]
+    if prepare:
+        routes.append(Route("/api/prepare/{action}", posted(prepare, respond, presented), methods=["POST"]))
     app = Starlette(routes=routes, exception_handlers={HTTPException: missing, 500: failed})
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
-    app.state.runs, app.state.token = Runs(root), token
+    app.state.runs, app.state.token, app.state.prepare = Runs(root), token, prepare
     app.state.files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
     app.state.files["plotly.js"] = plotly()
+    if prepare:
+        app.state.files["index.html"] = app.state.files["index.html"].replace(b"<body>", b"<body data-prepare>")
     threading.Thread(target=read_ahead, args=(app.state.runs,), daemon=True).start()
     return app
 
@@ -94,9 +102,13 @@ def cookie(request: Request) -> str:
     return f"look_{port}" if port.isdecimal() and len(port) < 6 else "look"
 
 
+def presented(request: Request) -> tuple[str | None, str]:
+    """The token, as it stands in the cookie and in the header."""
+    return request.cookies.get(cookie(request)), request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
 def allowed(request: Request) -> bool:
-    header = request.headers.get("authorization", "").removeprefix("Bearer ")
-    given = (request.query_params.get("token"), request.cookies.get(cookie(request)), header)
+    given = (request.query_params.get("token"), *presented(request))
     token = request.app.state.token.encode()
     return any(hmac.compare_digest(word.encode("utf-8", "replace"), token) for word in given if word)
 
@@ -114,6 +126,8 @@ def guarded(answer):
             made = answer(request)
         except Gone as error:
             return respond({"error": str(error)}, 404)
+        except ConfigError as error:
+            return respond({"error": str(error)}, 422)
         except samples.Unreadable as error:
             return respond({"error": str(error)}, 422)
         return made if isinstance(made, Response) else respond(made)
@@ -302,3 +316,15 @@ def over_time(request: Request) -> dict:
 ANSWERS = {"runs": table, "run": run, "notes": notes, "compare": compare, "steps": steps, "listing": listing}
 ANSWERS |= {"search": found_text, "rows": several, "row": one, "tokens": tokens, "picture": picture}
 ANSWERS |= {"over_time": over_time}
+
+
+def prepare_about(request: Request) -> dict:
+    return request.app.state.prepare.about()
+
+
+def launch_log(request: Request) -> dict:
+    start = integer(request.query_params.get("from", "0"))
+    return request.app.state.prepare.launches.log(request.query_params.get("name", ""), start)
+
+
+PREPARING = {"prepare": prepare_about, "launch_log": launch_log}

@@ -121,7 +121,7 @@ export function tokenView(data, chosen, onChoice = () => {}) {
   const more = element("button", "more");
   const numbers = element("div", "numbers");
   numbers.setAttribute("role", "status");
-  view.append(bar, meaning, prompt, box, more, numbers);
+  view.append(bar, meaning, ...(data.prompt.ids.length ? [prompt] : []), box, more, numbers);
 
   const spans = [];
   const starts = new Map(data.turns.map(([start, end], n) => [start, `turn ${n + 1}, the model's`]));
@@ -214,7 +214,7 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     onChoice(select.value);
   });
   if (known.length) select.value = known.includes(chosen) ? chosen : known[0];
-  else bar.replaceChildren(element("span", "dim", "Of these tokens the ids were kept, and no numbers."));
+  else bar.replaceChildren(element("span", "dim", data.note ?? "Of these tokens the ids were kept, and no numbers."));
   show(CHUNK);
   numbers.append(element("p", "dim", "Hover over a token, or press Tab and the arrow keys, for its numbers."));
   return view;
