@@ -184,7 +184,8 @@ class Prepare:
         """For the first look: scripts, and what was started from here."""
         runs = os.path.relpath(self.launches.runs, self.folder)
         runs = str(self.launches.runs) if runs.startswith("..") else runs
-        return {"folder": str(self.folder), "runs": runs, "scripts": scripts(self.folder), "launched": self.launches.all()}
+        told = {"folder": str(self.folder), "runs": runs, "scripts": scripts(self.folder)}
+        return told | {"launched": self.launches.all()}
 
     def end(self) -> None:
         self.sessions.end()

@@ -182,21 +182,23 @@ def test_the_command_that_is_shown_says_what_the_form_says(page):
     assert {"epsilon", "use_peft", "model_id"} <= set(found["differs"]) and "beta" not in found["differs"]
     path = page.folder.parent / "same.yaml"
     path.write_text(found["yaml"], encoding="utf-8")
-    again = load_config(TrainConfig, ["--config", str(path), "--run_name", cfg.run_name, "--output_dir", cfg.output_dir])
-    assert again == cfg
+    own = ["--run_name", cfg.run_name, "--output_dir", cfg.output_dir]
+    assert load_config(TrainConfig, ["--config", str(path), *own]) == cfg
 
 
 def test_a_reward_that_raises_is_named_with_its_line_and_one_that_was_edited_is_read_again(page):
     file = ROOT / "reward_of_a_test.py"
     settings = SMALL | {"reward_funcs": f"last_number {file.name}:own"}
     try:
-        file.write_text("def own(completions, **_):\n    print('seen', len(completions))\n    return [1 / 0]\n", encoding="utf-8")
+        code = "def own(completions, **_):\n    print('seen', len(completions))\n    return [1 / 0]\n"
+        file.write_text(code, encoding="utf-8")
         found = told(page, "score", settings, row=1, completions=[{"text": "21"}, {"text": "no"}])
         right, own = found["functions"]
         assert right["values"] == [1, 0] and right["error"] is None
         assert "ZeroDivisionError" in own["error"] and own["said"] == "seen 2\n"
         assert (own["where"]["file"], own["where"]["line"]) == (file.name, 3)
-        file.write_text("def own(completions, **_):\n    return [{'a': 0.5, 'b': 1}, None]\n", encoding="utf-8")
+        code = "def own(completions, **_):\n    return [{'a': 0.5, 'b': 1}, None]\n"
+        file.write_text(code, encoding="utf-8")
         found = told(page, "score", settings, row=1, completions=[{"text": "21"}, {"text": "no"}])
         own = found["functions"][1]
         assert own["values"][0] == 1.5 and own["components"][0] == {"a": 0.5, "b": 1} and own["values"][1] is None
