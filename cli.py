@@ -62,7 +62,7 @@ def field_help(cls: type) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _split(annotation) -> tuple[object, bool]:
+def without_none(annotation) -> tuple[object, bool]:
     """`X | None` -> (X, True); anything else -> (itself, False)."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType) and type(None) in args:
@@ -80,7 +80,7 @@ KIND_NAMES[dict] = "`name: value` lines in a --config file, or JSON such as '{\"
 
 def convert(name: str, annotation, value):
     """A string (command line) or YAML value as the field's type; ConfigError naming the flag otherwise."""
-    kind, optional = _split(annotation)
+    kind, optional = without_none(annotation)
     if typing.get_origin(kind) is Literal and value in typing.get_args(kind):  # one choice may be called none
         return value
     if typing.get_origin(kind) is list:
@@ -183,7 +183,7 @@ def build_parser(cls: type, description: str | None = None, page: str = "all") -
     )
     groups = {heading: parser.add_argument_group(heading) for heading in dict.fromkeys(shown.values())}
     for f in [fields[name] for name in dict.fromkeys([*shown, *fields])]:  # those on the page in its order
-        kind, _ = _split(hints[f.name])
+        kind, _ = without_none(hints[f.name])
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
         text = helps.get(f.name, ("", ""))[1]
         if default not in (None, "", []):

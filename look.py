@@ -2,7 +2,7 @@
 
 Prints an address with a token in it; open it in a browser. On another machine: `ssh -L 6060:127.0.0.1:6060 HOST` first,
 then the same address. Reads the run folders and changes nothing in them; a training does not notice it.
-See docs/looking.md.
+With --prepare it also shows rows, calls rewards and tools, and starts trainings. See docs/looking.md.
 """
 
 import argparse
@@ -46,12 +46,26 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--ssl-certfile", help="PEM file of a certificate, for https://; with --ssl-keyfile")
     parser.add_argument("--ssl-keyfile", help="PEM file of the certificate's key, unless --ssl-certfile holds it, too")
+    parser.add_argument(
+        "--prepare", action="store_true", help="also prepare and start runs: who has the token can run code as you"
+    )
+    parser.add_argument(
+        "--let-others-run-code", action="store_true", help="with --prepare, on a --host that other machines reach"
+    )
     given = parser.parse_args(arguments)
+    if given.prepare and not given.folder.exists() and given.folder == Path("runs"):
+        given.folder.mkdir()  # of a first run
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder; give the one that run folders are in, such as runs/")
+    if given.prepare and not loopback(given.host) and not given.let_others_run_code:
+        raise ConfigError(
+            f"--prepare --host {given.host}: whoever has the token can run code as you. Leave --host out and use "
+            "`ssh -L`, or add --let-others-run-code."
+        )
     try:  # here, so that --help and mistakes answer at once
         import uvicorn
 
+        from looking.prepare import Prepare
         from looking.server import Connection, make_app, new_token
     except ImportError as error:
         raise ConfigError(f"look.py needs {error.name}, which is not installed: bash scripts/install.sh") from None
@@ -70,7 +84,8 @@ def main(arguments: list[str]) -> None:
         ) from None
     token, listening = new_token(), bound(given.host, given.port)
     port = listening.getsockname()[1]
-    app = make_app(given.folder, token)
+    prepare = Prepare(Path.cwd(), given.folder, given.let_others_run_code) if given.prepare else None
+    app = make_app(given.folder, token, prepare)
     if not loopback(given.host) and not tls:
         print(
             f"Warning: --host {given.host} lets other machines connect. The token and all that models wrote travel "
@@ -91,7 +106,11 @@ def main(arguments: list[str]) -> None:
         timeout_graceful_shutdown=1,
         **tls,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        if prepare:
+            prepare.end()  # what it has under way; not the trainings that it has started
 
 
 if __name__ == "__main__":

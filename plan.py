@@ -71,10 +71,13 @@ def measured_rates(path: str | None) -> dict:
 
 CONFIG = parse_args(PlanConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
 
+import contextlib
+import io
 import shlex
 import sys
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -403,6 +406,7 @@ def flags(cfg: TrainConfig) -> list[str]:
     return ["--config", "MIX.yaml", *words] if cfg.domains else words
 
 
+KEPT = "weights,optimizer,kept gradients,critic,reference,generator,push".split(",")  # of a push
 KINDS = "weights,gradients,kept gradients,optimizer,critic,reference,generator,gathered,activations,logits,push"
 
 
@@ -450,30 +454,40 @@ def by_turns(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> str:
     )
 
 
-def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters: int) -> int:
-    """Print whether a server and the trainer fit on one GPU at the same time, or the trainer with --generator hf, and
-    what to type; 1 if neither does."""
+def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters: int) -> list[dict]:
+    """Whether a server and the trainer fit on one GPU at the same time, and the trainer with --generator hf."""
     cfg = replace(cfg, strategy="ddp" if cfg.strategy == "auto" else cfg.strategy)
     kv, window_of = kv_bytes(config, 1), cfg.max_prompt_length + cfg.max_completion_length
     server = cfg.server_bytes * sum(sizes) + VLLM_SPARE + slots(adapters, 1)
     caches = {"vllm": cfg.num_generations * kv * window_of}  # at the least
     caches["hf"] = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window_of
-    found = 1
+    ways = []
     for generator, beside in (("vllm", server + received(cfg, sizes, 1) + caches["vllm"]), ("hf", caches["hf"])):
         room = usable(cfg) - beside
         own = replace(cfg, generator=generator, push_lora=cfg.push_lora if generator == "vllm" else "auto")
         choice, need = memory.fitted(make_policy, own, 1, room / (1 - memory.SPARE))
         both = memory.peak(need) + beside
         name = "server and trainer at the same time" if generator == "vllm" else "--generator hf, no server"
-        verdict = "yes" if both <= usable(cfg) else "NO"
-        print(f"On one GPU, {name}: {verdict}, {both / GIB:.1f} GiB of {usable(cfg) / GIB:.1f} used")
-        print(f"  {'sampling' if generator == 'hf' else 'server':<15}{beside / GIB:8.1f} GiB at the least")
+        ways.append(dict(cfg=choice, need=need, beside=beside, both=both, name=name, fits=both <= usable(cfg)))
+    return ways
+
+
+def say_one_gpu(ways: list[dict], cfg: PlanConfig) -> int:
+    """Print these, and what to type; 1 if neither fits."""
+    for way in ways:
+        choice, need = way["cfg"], way["need"]
+        print(
+            f"On one GPU, {way['name']}: {'yes' if way['fits'] else 'NO'}, {way['both'] / GIB:.1f} GiB of "
+            f"{usable(cfg) / GIB:.1f} used"
+        )
+        print(
+            f"  {'sampling' if choice.generator == 'hf' else 'server':<15}{way['beside'] / GIB:8.1f} GiB at the least"
+        )
         print(f"  {'trainer':<15}{memory.peak(need) / GIB:8.1f} GiB, micro-batches of {choice.tokens_per_microbatch}")
         print("".join(f"    {kind:<15}{need[kind] / GIB:6.1f} GiB\n" for kind in KINDS.split(",") if need[kind]))
-        if verdict == "NO":
+        if not way["fits"]:
             continue
-        found = 0
-        if generator == "vllm":
+        if choice.generator == "vllm":
             share = int(100 * (usable(cfg) - memory.peak(need)) / (cfg.gpu_memory * GIB)) / 100
             model, lora = served_as(cfg, " --enable-lora")
             print("".join(f"{line}\n" for line in unpacking(cfg)), end="")
@@ -482,11 +496,11 @@ def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters:
                 f"--gpu-memory-utilization {min(share, VLLM_SHARE):g}{lora} &"
             )
         print(f"python {script_of(cfg)} {shlex.join(flags(replace(choice, server_timeout=1800.0)))}\n")
-    return found
+    return int(not any(way["fits"] for way in ways))
 
 
-def main(cfg: PlanConfig) -> int:
-    """Print the plan; 1 if nothing fits."""
+def weighed(cfg: PlanConfig) -> SimpleNamespace:
+    """Every split of the GPUs (`plans`, `best`), or the ways to use the only one (`ways`)."""
     for name in ("gpus", "node_gpus", "gpu_memory", *RATES):
         if not getattr(cfg, name) > 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
@@ -511,17 +525,35 @@ def main(cfg: PlanConfig) -> int:
             cfg = replace(cfg, push_lora="adapters")  # what the lines to type let the server have
         alone = cfg.push_lora == "adapters"
         adapters = sum(p.numel() for p in make_policy(cfg).parameters() if p.requires_grad) if alone else 0
+    found = SimpleNamespace(cfg=cfg, config=config, make_policy=make_policy, sizes=sizes, several=several)
     if cfg.gpus == 1:
-        print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, one GPU of {cfg.gpu_memory:g} GiB\n")
-        return on_one_gpu(cfg, config, make_policy, sizes, adapters)
+        found.ways = on_one_gpu(cfg, config, make_policy, sizes, adapters)
+        return found
     unit = cfg.node_gpus if several else 1
     shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
     shares = [share for share in shares if (cfg.gpus - share) % (cfg.shard_size or 1) == 0]
     if not shares:
         given = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
         raise ConfigError(f"{given}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
-    plans = [split(cfg, config, make_policy, sizes, adapters, sum(sizes) - idle, share) for share in shares]
-    best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
+    found.plans = plans = [
+        split(cfg, config, make_policy, sizes, adapters, sum(sizes) - idle, share) for share in shares
+    ]
+    found.best = min(plans, key=lambda plan: (not plan["fits"], plan["per_completion"]))
+    return found
+
+
+def main(cfg: PlanConfig) -> int:
+    """Print the plan; 1 if nothing fits."""
+    return say(weighed(cfg))
+
+
+def say(found: SimpleNamespace) -> int:
+    """Print what was weighed; 1 if nothing fits."""
+    cfg, sizes = found.cfg, found.sizes
+    if cfg.gpus == 1:
+        print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, one GPU of {cfg.gpu_memory:g} GiB\n")
+        return say_one_gpu(found.ways, cfg)
+    best, plans = found.best, found.plans
     print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
     rates = measured_rates(cfg.rates)
     if used := [f"--{name} {getattr(cfg, name):g}" for name in RATES if rates.get(name) == getattr(cfg, name)]:
@@ -537,12 +569,41 @@ def main(cfg: PlanConfig) -> int:
                 f"{plan['server_gpus']:<14}{plan['ranks']:<15}{used:<18}{memory.peak(plan['need']) / GIB:<11.1f}"
                 f"{plan['step']:<11.1f}{1 / plan['per_completion']:.2f}{says}"
             )
-    print(f"\n{by_turns(cfg, config, make_policy, sizes)}")
+    print(f"\n{by_turns(cfg, found.config, found.make_policy, sizes)}")
     if best["fits"]:
         print("\nTo type:\n\n" + "\n".join(commands(best, cfg)))
-    if best["fits"] and several and not cfg.load_in:  # there both ends are given one model
+    if best["fits"] and found.several and not cfg.load_in:  # there both ends are given one model
         print("\nOr under Slurm, from a folder that all nodes have mounted:\n\n" + slurm(best, cfg))
     return 0 if best["fits"] else 1
+
+
+def told(cfg: PlanConfig) -> dict:
+    """The plan for a page: {"fits", "text": as it is printed, "bars": [{"title", "limit", "used", "parts"}]} in GiB."""
+    found = weighed(cfg)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        fits = say(found) == 0
+
+    def parts_of(need: Counter) -> dict[str, float]:
+        """Of the phase that takes most; see memory.peak."""
+        between = KEPT if memory.peak(need) > memory.update_peak(need) else KINDS.split(",")
+        return {kind: need[kind] / GIB for kind in between if need[kind] and (between is KEPT or kind != "push")}
+
+    bars, limit = [], usable(cfg) / GIB
+    for way in getattr(found, "ways", ()):
+        beside = {"sampling" if way["cfg"].generator == "hf" else "server": way["beside"] / GIB}
+        bars.append(
+            {"title": way["name"], "limit": limit, "used": way["both"] / GIB, "parts": beside | parts_of(way["need"])}
+        )
+    if cfg.gpus > 1:
+        need, server = found.best["need"], found.best["server"]
+        title = f"each of {found.best['ranks']} trainer GPUs"
+        bars.append({"title": title, "limit": limit, "used": memory.peak(need) / GIB, "parts": parts_of(need)})
+        if server:
+            parts = {"weights": server["weights"], "KV cache": server["kv_used"], "push": server["push"]}
+            parts = {name: value / GIB for name, value in (parts | {"vLLM itself": VLLM_SPARE}).items()}
+            title = f"each of {found.best['server_gpus']} server GPUs"
+            bars.append({"title": title, "limit": cfg.gpu_memory, "used": sum(parts.values()), "parts": parts})
+    return {"fits": fits, "text": text.getvalue(), "bars": bars}
 
 
 if __name__ == "__main__":

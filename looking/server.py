@@ -1,4 +1,5 @@
-"""The page's server: answers to GET alone, about run folders alone, for those who have the token.
+"""The page's server: answers to GET alone, about run folders alone, for those who have the token. With
+--prepare it also takes POSTs (prepare.py).
 
 What it answers is JSON; a model's text never becomes HTML here. The page is static files (page/), which put text into
 the document as text; the content security policy lets no other script run.
@@ -21,8 +22,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cli import ConfigError
+from looking.prepare import Prepare, posted
 from looking.runs import Gone, Run, Runs, digest, plain, stamp, unreadable
-from looking.told import all_notes, compared, described
+from looking.told import all_notes, compared, described, standing_out
 from runlog import samples
 from runlog.reading import readable_prompt
 from safety.storable import storable
@@ -40,6 +42,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 COMPARED = 40  # runs at once
+NOTED_SECONDS = 10.0  # between two looks at what stands out in the runs
 SECONDS = 1.0  # that one request looks for a prompt in files
 
 
@@ -60,15 +63,21 @@ class Connection(LimitedProtocol):
     max_strangers, max_connections = 128, 512
 
 
-def make_app(root: Path, token: str) -> Starlette:
-    """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header."""
+def make_app(root: Path, token: str, prepare: Prepare | None = None) -> Starlette:
+    """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header.
+    prepare: what it does beside looking."""
     names = {"/": page, "/page/{name}": file} | {f"/api/{name}": answer for name, answer in ANSWERS.items()}
+    names |= {f"/api/{name}": answer for name, answer in PREPARING.items()} if prepare else {}
     routes = [Route(path, guarded(answer)) for path, answer in names.items()]
+    if prepare:
+        routes.append(Route("/api/prepare/{action}", posted(prepare, respond, presented), methods=["POST"]))
     app = Starlette(routes=routes, exception_handlers={HTTPException: missing, 500: failed})
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
-    app.state.runs, app.state.token = Runs(root), token
+    app.state.runs, app.state.token, app.state.prepare = Runs(root), token, prepare
     app.state.files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
     app.state.files["plotly.js"] = plotly()
+    if prepare:
+        app.state.files["index.html"] = app.state.files["index.html"].replace(b"<body>", b"<body data-prepare>")
     threading.Thread(target=read_ahead, args=(app.state.runs,), daemon=True).start()
     return app
 
@@ -78,10 +87,22 @@ def new_token() -> str:
 
 
 def read_ahead(runs: Runs) -> None:
-    """So that the first look at the table need not wait for a slow disk."""
+    """So that the first look at the table need not wait for a slow disk. Then, again and again, what stands out in each
+    run that has changed, one after the other and with four fifths of the time free."""
     with contextlib.suppress(OSError):
         for run in runs.all():
             run.summary()
+    while True:
+        time.sleep(NOTED_SECONDS / 10)
+        for run in list(runs.known.values()):
+            begun = time.monotonic()
+            with contextlib.suppress(Exception):  # a run that cannot be read says so in the table
+                if run.noted[0] != run.version():
+                    run.noted = run.version(), standing_out(run)
+                    if run not in runs.recent:
+                        run.forget()
+            time.sleep(4 * (time.monotonic() - begun))
+        time.sleep(0.9 * NOTED_SECONDS)
 
 
 # ---- who may ask, and how answers look ------------------------------------------------------------------------------
@@ -94,9 +115,13 @@ def cookie(request: Request) -> str:
     return f"look_{port}" if port.isdecimal() and len(port) < 6 else "look"
 
 
+def presented(request: Request) -> tuple[str | None, str]:
+    """The token, as it stands in the cookie and in the header."""
+    return request.cookies.get(cookie(request)), request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
 def allowed(request: Request) -> bool:
-    header = request.headers.get("authorization", "").removeprefix("Bearer ")
-    given = (request.query_params.get("token"), request.cookies.get(cookie(request)), header)
+    given = (request.query_params.get("token"), *presented(request))
     token = request.app.state.token.encode()
     return any(hmac.compare_digest(word.encode("utf-8", "replace"), token) for word in given if word)
 
@@ -114,6 +139,8 @@ def guarded(answer):
             made = answer(request)
         except Gone as error:
             return respond({"error": str(error)}, 404)
+        except ConfigError as error:
+            return respond({"error": str(error)}, 422)
         except samples.Unreadable as error:
             return respond({"error": str(error)}, 422)
         return made if isinstance(made, Response) else respond(made)
@@ -192,7 +219,7 @@ def file(request: Request) -> Response:
 
 
 def table(request: Request) -> Response:
-    found = [run.summary() for run in runs_of(request).all()]
+    found = [run.summary() | run.noted[1] for run in runs_of(request).all()]
     found.sort(key=lambda run: -(run["updated"] or 0))
     return unless_known(request, None, lambda: respond({"root": storable(str(runs_of(request).root)), "runs": found}))
 
@@ -271,6 +298,10 @@ def tokens(request: Request) -> dict:
     return samples.tokens(step_file(request), whole(request, "row"), of(request).vocabulary()) or {}
 
 
+def scales(request: Request) -> dict:
+    return samples.scales(step_file(request))
+
+
 def picture(request: Request) -> Response:
     data = samples.image(step_file(request), whole(request, "row"))
     if data is None:
@@ -301,4 +332,16 @@ def over_time(request: Request) -> dict:
 
 ANSWERS = {"runs": table, "run": run, "notes": notes, "compare": compare, "steps": steps, "listing": listing}
 ANSWERS |= {"search": found_text, "rows": several, "row": one, "tokens": tokens, "picture": picture}
-ANSWERS |= {"over_time": over_time}
+ANSWERS |= {"over_time": over_time, "scales": scales}
+
+
+def prepare_about(request: Request) -> dict:
+    return request.app.state.prepare.about()
+
+
+def launch_log(request: Request) -> dict:
+    start = integer(request.query_params.get("from", "0"))
+    return request.app.state.prepare.launches.log(request.query_params.get("name", ""), start)
+
+
+PREPARING = {"prepare": prepare_about, "launch_log": launch_log}

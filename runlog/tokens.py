@@ -14,6 +14,7 @@ Columns of completions/step_N.parquet, a list each as long as token_ids; a numbe
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -72,21 +73,39 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
 
+class Known:
+    """What a processor's token ids say; as samples.Vocabulary reads it from a run."""
+
+    def __init__(self, processor):
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self.tokens = {number: token for token, number in tokenizer.get_vocab().items()}
+        self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special.update(tokenizer.all_special_ids)
+        self.read = reader(tokenizer)
+
+    def of(self, token: int) -> tuple[bytes | None, bool]:
+        """(its bytes, or None; whether it is a special token)."""
+        return self.read(self.tokens[token]) if token in self.tokens else None, token in self.special
+
+
+@functools.lru_cache(4)
+def vocabulary_of(processor) -> Known:
+    return Known(processor)
+
+
 def write_vocabulary(run_dir: Path, processor) -> None:
     """vocabulary.parquet: id, piece (bytes of UTF-8; of a byte-level BPE perhaps part of a character), special. The
     pieces of a text's ids, joined, are the text; sentencepiece models may put a space before it."""
     path = Path(run_dir) / "vocabulary.parquet"
     if path.exists():  # a resumed run
         return
-    tokenizer = getattr(processor, "tokenizer", processor)
-    tokens = {number: token for token, number in tokenizer.get_vocab().items()}
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.update(tokenizer.all_special_ids)
-    ids, read = sorted(tokens), reader(tokenizer)
+    known = vocabulary_of(processor)
+    ids = sorted(known.tokens)
+    pieces, special = zip(*map(known.of, ids), strict=True)
     columns = {
         "id": pyarrow.array(ids, pyarrow.int32()),
-        "piece": pyarrow.array([read(tokens[number]) for number in ids], pyarrow.binary()),
-        "special": pyarrow.array([number in special for number in ids], pyarrow.bool_()),
+        "piece": pyarrow.array(pieces, pyarrow.binary()),
+        "special": pyarrow.array(special, pyarrow.bool_()),
     }
     partial = path.with_suffix(".partial")
     try:

@@ -1,6 +1,7 @@
 // Which view is shown follows from the address: #/VIEW?what=is&chosen=in&it
 import { h, link, said, tell } from "./dom.js";
 import { compareView } from "./compare.js";
+import { prepareLink, preparing, prepareView } from "./prepare.js";
 import { rowView } from "./row.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
@@ -9,6 +10,7 @@ import { trajectoryView } from "./trajectory.js";
 
 const VIEWS = {
   runs: runsView, compare: compareView, run: runView, trajectories: trajectoriesView, trajectory: trajectoryView, row: rowView,
+  ...(preparing() ? { prepare: prepareView } : {}),
 };
 let leave = new AbortController();
 
@@ -16,6 +18,7 @@ function navigation(view, parameters) {
   const runs = parameters.getAll("run");
   const item = (name, label, given) => h("a", { href: link(name, given), "aria-current": name === view ? "page" : undefined }, label);
   const found = [item("runs", "Runs", {})];
+  if (preparing()) found.push(h("a", { href: prepareLink(), "aria-current": view === "prepare" ? "page" : undefined }, "Prepare"));
   if (view === "compare") found.push(item("compare", `Compare ${runs.length}`, { run: runs }));
   else if (runs.length && view !== "runs") {
     const run = { run: runs[0] };

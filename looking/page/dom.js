@@ -42,9 +42,10 @@ export function long(text, limit = 4000, attributes = {}) {
 }
 
 export class Failure extends Error {
-  constructor(message, status) {
+  constructor(message, status, printed) {
     super(message);
     this.status = status;
+    this.said = printed;
   }
 }
 
@@ -74,6 +75,19 @@ export async function get(name, parameters = {}) {
     known.set(url, [tag, value]);
     if (known.size > 12) known.delete(known.keys().next().value);
   }
+  return value;
+}
+
+/** The answer to a POST of what is to be done; with --prepare alone. */
+export async function post(action, given, type = "application/json") {
+  let answer;
+  try {
+    answer = await fetch(`/api/prepare/${action}`, { method: "POST", headers: { "Content-Type": type }, body: type.endsWith("json") ? JSON.stringify(given) : given, cache: "no-store" });
+  } catch {
+    throw new Failure("look.py does not answer; was it ended?", 0);
+  }
+  const value = await answer.json().catch(() => ({ error: `status ${answer.status}` }));
+  if (!answer.ok) throw new Failure(value.error ?? `status ${answer.status}`, answer.status, value.said);
   return value;
 }
 
@@ -120,9 +134,9 @@ export function link(view, parameters = {}) {
   return `#/${view}?${query}`;
 }
 
-/** Keeps what is chosen in the address, without going anywhere. */
+/** Keeps what is chosen in the address, without going anywhere; where one is on the way to another view, it stays so. */
 export function remember(view, parameters) {
-  history.replaceState(null, "", link(view, parameters));
+  if ((/^#\/(\w+)/.exec(location.hash)?.[1] ?? view) === view) history.replaceState(null, "", link(view, parameters));
 }
 
 export function duration(seconds) {

@@ -1,0 +1,150 @@
+// Whether it fits, and starting it: the whole form, the command, and what was started from here.
+import { ago, get, h, link, long, poll, said, tell } from "./dom.js";
+import { colour } from "./charts.js";
+import { copier, doer, failure, fieldOf, printedBy } from "./prepare.js";
+
+// ---- fit ----
+
+export function fitTab(work, result, card) {
+  const fields = work.form.plan.map((field) => fieldOf(work, field, "plan"));
+  card.append(h("h3", {}, "The machine"), ...fields.slice(0, 5), h("details", {}, h("summary", {}, "more of it"), fields.slice(5)));
+  const target = h("div");
+  const ask = doer(work, "Will it fit?", target, () => work.ask("fit", { plan: work.plan }), (found) => {
+    const kinds = [...new Set(found.bars.flatMap((bar) => Object.keys(bar.parts)))];
+    const most = Math.max(...found.bars.flatMap((bar) => [bar.used, bar.limit]));
+    return [h("div", { class: "card" }, h("h2", {}, found.fits ? "It fits" : "It does not fit"), found.bars.map((bar) => barOf(bar, kinds, most)),
+      h("p", { class: "key" }, kinds.map((kind, n) => { const line = h("i", { class: "line" }); line.style.borderTop = `8px solid ${colour(n)}`; return h("span", {}, line, said(kind)); }))),
+    h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "What plan.py says, and what to type"), h("span", { class: "space" }), copier(() => found.text)), said(found.text, { tabindex: "0" }, "pre")), printedBy(found)];
+  }, { class: "primary" });
+  card.actions.append(ask);
+  result.append(target);
+}
+
+function barOf(bar, kinds, most) {
+  const parts = Object.entries(bar.parts).map(([kind, size]) => {
+    const part = h("i", { title: `${kind}: ${size.toFixed(1)} GiB` });
+    part.style.width = `${(100 * size) / most}%`;
+    part.style.backgroundColor = colour(kinds.indexOf(kind));
+    return part;
+  });
+  const limit = h("b", { title: `${bar.limit.toFixed(1)} GiB can be used` });
+  limit.style.left = `${(100 * bar.limit) / most}%`;
+  const words = Object.entries(bar.parts).map(([kind, size]) => `${kind} ${size.toFixed(1)}`).join(", ");
+  return h("div", { class: "memory" }, h("p", {}, said(bar.title), h("span", { class: bar.used > bar.limit ? "fault" : "dim" }, ` ${bar.used.toFixed(1)} of ${bar.limit.toFixed(1)} GiB`)), h("div", { class: "memory-bar", role: "img", "aria-label": `${bar.title}, in GiB: ${words}` }, parts, limit));
+}
+
+// ---- launch ----
+
+export function launchTab(work, result) {
+  const search = h("input", { type: "search", placeholder: "a word of a name or help text", "aria-label": "Filter settings", oninput: () => filter() });
+  const only = h("input", { type: "checkbox", onchange: () => filter() });
+  const form = h("form", { class: "knobs", "aria-label": "All settings", onsubmit: (event) => event.preventDefault() });
+  const first = Object.entries(work.form.first).map(([wish, names]) => [wish, names]);
+  const shown = new Set(first.flatMap(([, names]) => names));
+  const groups = new Map([["file", ["config"]], ...first]);
+  for (const field of work.form.fields) if (!shown.has(field.name)) groups.set(field.group, [...(groups.get(field.group) ?? []), field.name]);
+  const sections = [...groups].map(([group, names]) => {
+    const fields = names.filter((name) => work.fields.has(name)).map((name) => fieldOf(work, work.fields.get(name)));
+    const count = h("span", { class: "dim" });
+    const section = h("details", { class: "card", open: shown.has(names[0]) || group === "file" }, h("summary", {}, said(group), " ", count), h("div", { class: "fields" }, fields));
+    return { section, fields, count, open: section.open };
+  });
+  form.append(...sections.map(({ section }) => section));
+  function filter() {
+    const word = search.value.toLowerCase();
+    for (const { section, fields, open } of sections) {
+      let seen = 0;
+      for (const made of fields) {
+        const field = work.fields.get(made.dataset.field);
+        made.hidden = !(`${field.name} ${field.help}`.toLowerCase().includes(word) && (!only.checked || made.classList.contains("differs")));
+        seen += !made.hidden;
+      }
+      section.hidden = !seen;
+      section.open = word || only.checked ? Boolean(seen) : open;
+    }
+  }
+
+  const command = said("", { tabindex: "0", class: "command" }, "pre");
+  const yaml = said("", { tabindex: "0" }, "pre");
+  const fault = h("div", { class: "note bad", role: "status", hidden: true });
+  const started = h("div");
+  const ranks = h("input", { type: "number", class: "step", min: "1", value: "1", "aria-label": "Processes", onchange: () => { work.ranks = Number(ranks.value); work.check(); } });
+  const serves = h("input", { type: "checkbox", onchange: () => { work.serves = serves.checked; work.check(); } });
+  const needs = h("p", { class: "dim", hidden: true });
+  const beside = h("label", { title: "scripts/serve_and_train.sh: a server of the model on this machine, which ends with the training" }, serves, " start its server, too");
+  let launched = [];
+  const go = doer(work, "Start it", started, () => work.send("launch", { ranks: work.ranks, serves: work.serves, settings: { ...work.settings, run_name: work.settings.run_name ?? work.told.run_name } }), (made) => {
+    look();
+    return h("p", { class: "note" }, h("code", {}, said(made.name)), " is started. It goes on when this page is closed.");
+  }, { class: "primary" });
+  work.listeners.push((told) => {
+    fault.hidden = !told.error;
+    fault.replaceChildren(...(told.error ? [said(told.error)] : []));
+    go.disabled = Boolean(told.error);
+    beside.hidden = told.error ? beside.hidden : told.generator !== "vllm";
+    needs.hidden = beside.hidden || serves.checked;
+    needs.replaceChildren("Sampling is a server's (--generator vllm), which must run at ", said(told.values?.server_urls), ", or be started too. On one GPU or a CPU --generator hf needs none.");
+    for (const { fields, count } of sections) {
+      const number = fields.filter((made) => made.classList.contains("differs")).length;
+      count.textContent = number ? `${number} set` : "";
+    }
+    if (told.error) return;
+    command.replaceChildren(said(told.serves ? `SERVER: bash scripts/serve_and_train.sh ${told.run_name} ${told.model_id} ${told.window} …\n${told.command}` : told.command));
+    yaml.replaceChildren(said(told.yaml || "# nothing differs from the defaults"));
+    filter();
+  });
+
+  // What was started: drawn anew only where something changed, so that a log stays where it was read.
+  const list = h("div", { "aria-label": "Started from here" });
+  let open = null;
+  let end = 0;
+  const log = said("", { tabindex: "0", class: "log", "aria-label": "Log" }, "pre");
+  const act = (one, label, action, attributes = {}) => h("button", { type: "button", ...attributes, onclick: async () => {
+    try {
+      await work.send(action, { name: one.name });
+    } catch (error) {
+      tell(error.message);
+    }
+    look();
+  } }, label);
+  function line(one) {
+    const state = one.alive ? "running" : one.status === 0 ? "finished" : one.status === "ended" ? "ended" : "failed";
+    const mark = h("span", { class: `state ${state}` }, state + (state === "failed" ? `, status ${one.status}` : ""));
+    const show = h("button", { type: "button", "aria-expanded": String(open === one.name), onclick: () => { open = open === one.name ? null : one.name; end = 0; log.replaceChildren(); draw(); follow(); } }, "log");
+    return h("div", { class: "launched" }, h("div", { class: "bar" }, h("b", { title: one.command }, said(one.name)), mark, h("span", { class: "dim" }, ago(one.time)), h("span", { class: "space" }),
+      h("a", { class: "button", href: link("run", { run: one.run }) }, "curves"), show, one.alive ? [act(one, "stop", "stop", { title: "as Ctrl-C: what there is, is written" }), one.stopping ? act(one, "end at once", "kill") : null] : one.can_resume ? act(one, "resume", "resume") : null),
+      open === one.name ? log : null);
+  }
+  let drawn = "";
+  function draw() {
+    const text = JSON.stringify([launched.map(({ time, ...one }) => one), open]);
+    if (text === drawn) return;
+    drawn = text;
+    const focused = [...list.querySelectorAll("button, a")].indexOf(document.activeElement);
+    list.replaceChildren(...(launched.length ? launched.map(line) : [h("p", { class: "dim" }, "Nothing yet.")]));
+    if (focused >= 0) [...list.querySelectorAll("button, a")][focused]?.focus();
+  }
+  const look = poll("prepare", () => ({}), 2000, (about) => { launched = about.launched; draw(); }, work.signal);
+  async function follow() {
+    if (!open || work.signal.aborted) return;
+    const name = open;
+    try {
+      const found = await get("launch_log", { name, from: end });
+      if (name !== open) return;
+      if (found.from < end) log.replaceChildren();
+      const bottom = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+      if (found.text) log.append(said(found.text));
+      while (log.childNodes.length > 200) log.firstChild.remove();
+      end = found.end;
+      if (bottom) log.scrollTop = log.scrollHeight;
+    } catch (error) {
+      tell(error.message);
+    }
+    setTimeout(() => name === open && follow(), 1000);
+  }
+  result.append(h("div", { class: "columns even" }, h("div", {}, h("div", { class: "bar" }, search, h("label", {}, only, " what differs from the defaults")), form),
+    h("div", { class: "beside-form" }, h("div", { class: "card" }, h("h2", {}, "Start"), fault, h("div", { class: "bar" }, h("label", {}, "processes ", ranks), beside, h("span", { class: "space" }), go), needs, started),
+      h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Command"), h("span", { class: "space" }), copier(() => work.told.command ?? "")), command,
+        h("details", {}, h("summary", {}, "as a --config file"), copier(() => work.told.yaml ?? ""), yaml)),
+      h("div", { class: "card" }, h("h2", {}, "Started from here"), list))));
+}
