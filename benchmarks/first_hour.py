@@ -4,7 +4,7 @@
     python benchmarks/first_hour.py --model models/SmolLM2-135M-Instruct      # the demo's
 
 Beside each stands what cannot be had without: the imports of torch, transformers and the parts of them that a run uses,
-and for the server `vllm serve` itself. Wall seconds, and seconds of a core (all processes that were started), which
+and for the server vLLM's own. Wall seconds, and seconds of a core (all processes that were started), which
 other work on the machine does not change. The best of three, of runs and servers of one.
 """
 
@@ -106,6 +106,7 @@ def served(*command: str) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/tiny")
+    parser.add_argument("--servers", action="store_true", help="the servers alone")
     given = parser.parse_args()
     print("| what | s | s of a core |\n|---|---:|---:|")
 
@@ -133,7 +134,8 @@ def main() -> None:
         print(f"| ... until it has compared what it resumes | {again['resumed']:.1f} | |")
         print(f"| ... to its first step | {again['first step']:.1f} | |")
     flags = ["--dtype", "float32", "--max-model-len", "512"]
-    say("*vllm serve*", served("vllm", "serve", given.model, *flags, "--enforce-eager"))
+    bare = ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    say("*vLLM's own server*", served(sys.executable, *bare, "--model", given.model, *flags))
     say("`vllm_server.py`", served(sys.executable, "vllm_server.py", "--model", given.model, *flags))
 
 

@@ -11,8 +11,9 @@ until the end. look.py runs beside it, and its page is asked every five seconds 
 100 steps a line with what each process holds goes to FOLDER/NAME.jsonl: trainer (its watchdog and tools are its
 children), server, its workers, look.py. A run that is cut off by --hours counts as far as it came.
 
-The table: least squares through the second half for memory; last minus first of the second half for what is counted;
-medians of the first and last tenth for seconds. Seconds of a CPU (user and system) do not depend on what else runs.
+The table: least squares through the second half for memory that is no file's, since the system takes back pages of
+files whenever it likes; last minus first of the second half for what is counted; medians of the first and last tenth
+for seconds. Seconds of a CPU (user and system) depend less on what else runs.
 """
 
 import argparse
@@ -103,13 +104,19 @@ class Long(Asks):
 # ---- what each process holds ----------------------------------------------------------------------------------------
 
 
+def own_memory(pid: int) -> int:
+    """Bytes that are no file's. The system takes back pages of files (RSS falls) whenever it likes."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(re.search(r"RssAnon:\s+(\d+)", text)[1]) * 1024
+
+
 def held(pid: int) -> dict[str, float]:
     """Of one process. `all_rss` is its memory with that of all its descendants."""
     process = psutil.Process(pid)
     with process.oneshot():
         cpu = process.cpu_times()
         mine = {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
-        mine |= {"cpu": cpu.user + cpu.system}
+        mine |= {"cpu": cpu.user + cpu.system, "anon": own_memory(pid)}
     children = process.children(recursive=True)
     others = 0
     for child in children:
@@ -217,9 +224,14 @@ def roles(lines: list[dict]) -> list[str]:
     return [key for key in lines[-1] if key not in ("step", "seconds", "page", "folder")]
 
 
+def memory_of(lines: list[dict], role: str) -> str:
+    """The kind that was written down: memory of its own, or all that was resident."""
+    return "anon" if "anon" in lines[-1][role] else "rss"
+
+
 def slope(lines: list[dict], role: str, key: str) -> float:
     """Per 1,000 steps, by least squares."""
-    points = [(line["step"], line[role][key]) for line in lines if role in line]
+    points = [(line["step"], line[role][key]) for line in lines if key in line.get(role, ())]
     return 1000 * linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else float("nan")
 
 
@@ -244,7 +256,9 @@ def table(folder: Path) -> str:
         for role in roles(lines):
             first, last = half[0][role], half[-1][role]
             counted = [f"{first[key]} -> {last[key]}" for key in ("fds", "threads", "children")]
-            memory = [f"{first['rss'] / 1e6:.1f}", f"{last['rss'] / 1e6:.1f}", f"{slope(half, role, 'rss') / 1e6:+.2f}"]
+            kind = memory_of(lines, role)
+            begin = next(line[role][kind] for line in half if kind in line.get(role, ()))
+            memory = [f"{begin / 1e6:.1f}", f"{last[kind] / 1e6:.1f}", f"{slope(half, role, kind) / 1e6:+.2f}"]
             cpu = "{:.4f} -> {:.4f}".format(*cpu_by_tenth(lines, role))
             text.append(f"| {role} | " + " | ".join([*memory, *counted, cpu]) + " |")
         steps = [line for line in read_metrics(folder / f"{name}-0") if "time/step" in line]
@@ -272,8 +286,10 @@ def draw(folder: Path, path: Path) -> None:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         for role in roles(lines):
             own = [line for line in lines if role in line]
-            start = own[len(own) // 10][role]["rss"]
-            row[0].plot([line["step"] for line in own], [(line[role]["rss"] - start) / 1e6 for line in own], label=role)
+            kind = memory_of(lines, role)
+            seen = [(line["step"], line[role][kind] / 1e6) for line in own if kind in line[role]]
+            start = seen[len(seen) // 10][1]
+            row[0].plot([step for step, _ in seen], [value - start for _, value in seen], label=role)
             pairs = list(zip(own, own[1:], strict=False))
             spent = [(b[role]["cpu"] - a[role]["cpu"]) / (b["step"] - a["step"]) for a, b in pairs]
             row[1].plot([b["step"] for _, b in pairs], spent, label=role)

@@ -552,6 +552,9 @@ def write_table(path: Path, rows: list[dict]) -> None:
         raise
 
 
+DOMAINS = 12  # whose rewards are in a line of the terminal; metrics.jsonl and the page have all
+
+
 def progress_text(line: dict, num_steps: int | None, teaches: bool = True) -> str:
     """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...'
 
@@ -559,9 +562,10 @@ def progress_text(line: dict, num_steps: int | None, teaches: bool = True) -> st
     """
     parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
     by_domain = [key for key in line if key.endswith("/reward") and key.count("/") == 1]
+    shown, more = by_domain[:DOMAINS], len(by_domain) - DOMAINS
     for key, label in (
         ("reward", "reward"),
-        *((key, key.split("/")[0]) for key in by_domain),
+        *((key, key.split("/")[0]) for key in shown),
         ("distill/reverse_kl", "from teacher"),
         ("kl", "kl"),
         ("grad_norm", "grad norm"),
@@ -569,6 +573,8 @@ def progress_text(line: dict, num_steps: int | None, teaches: bool = True) -> st
         if key in line:
             parts.append(f"{label} {_short(line[key])}")
     taught = teaches and (line.get("distill/asked") or 0) > 0.5  # most tokens learn, whatever the rewards are
+    if more > 0:
+        parts.insert(2 + len(shown), f"and {more} domains more")
     if line.get("frac_reward_zero_std") is not None and line.get("frac_singleton_groups") != 1 and not taught:
         parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
     if line.get("rollout/failed"):

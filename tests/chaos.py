@@ -40,7 +40,7 @@ from runlog import checkpoints  # noqa: E402
 from runlog.reading import read_metrics  # noqa: E402
 from safety.orphans import ends_with_us  # noqa: E402
 
-STEPS, FAULTS, LIMIT = 40, 10, 900  # LIMIT: seconds of a whole run
+STEPS, FAULTS = 40, 10
 FLAGS = "--model_id models/tiny --compute_dtype float32 --dataset_id examples/sums.py:rows --prompts_per_step 4 "
 FLAGS += "--num_generations 4 --max_prompt_length 64 --max_completion_length 8 --learning_rate 1e-3 --seed 0 "
 FLAGS += f"--max_steps {STEPS} --save_steps 5 --num_iterations 2 --print_samples_every 0 --dist_timeout 60 "
@@ -155,7 +155,7 @@ def ended(process: subprocess.Popen | None) -> None:
         process.wait()
 
 
-def live(mode: str, folder: Path, seed: int | None) -> dict:
+def live(mode: str, folder: Path, seed: int | None, limit: float) -> dict:
     """A run to its end, with the faults of a seed or undisturbed; what happened."""
     chance, done, begun, server = random.Random(seed), Counter(), time.monotonic(), None
     folder.mkdir(parents=True)
@@ -173,15 +173,15 @@ def live(mode: str, folder: Path, seed: int | None) -> dict:
             # After some steps, at a random time within one; one in five while the run may still load.
             wait = chance.uniform(0, 8 if chance.random() < 0.2 else 0.4)
             target = min(steps_done(run) + chance.randint(2, 9), STEPS - 1)
-            limit = time.monotonic() + (wait if wait > 0.4 else 120)
-            while time.monotonic() < limit and not target <= steps_done(run) < STEPS and loop.poll() is None:
+            latest = time.monotonic() + (wait if wait > 0.4 else 120)
+            while time.monotonic() < latest and not target <= steps_done(run) < STEPS and loop.poll() is None:
                 time.sleep(0.02)
             time.sleep(min(wait, 0.4))
             fault = chance.choice(kinds)
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 inflict(fault, chance, loop, server, run)
                 done[fault] += 1
-        status = loop.wait(max(1.0, LIMIT - (time.monotonic() - begun)))
+        status = loop.wait(max(1.0, limit - (time.monotonic() - begun)))
     except subprocess.TimeoutExpired:
         status = None
     finally:
@@ -250,11 +250,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=COMMANDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--folder", type=Path, help="for the runs; unset: a temporary one")
+    parser.add_argument("--folder", type=Path, help="for the runs, where an undisturbed one may be; unset: temporary")
+    parser.add_argument("--limit", type=float, default=900, help="seconds of a run")
     given = parser.parse_args()
     folder = (given.folder or Path(tempfile.mkdtemp(prefix="chaos_"))).resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    plain = live(given.mode, folder / "undisturbed", None)
+    if (earlier := folder / "undisturbed" / "run").exists():
+        plain = {"run": earlier, "status": 0, "seconds": 0.0}
+    else:
+        plain = live(given.mode, folder / "undisturbed", None, given.limit)
     if wrong := faults_of(plain, plain, True):
         print(f"the undisturbed run: {'; '.join(wrong)}; see {folder}", file=sys.stderr)
         return 1
@@ -264,7 +268,7 @@ def main() -> int:
     )
     failed = 0
     for seed in given.seeds:
-        result = live(given.mode, folder / str(seed), seed)
+        result = live(given.mode, folder / str(seed), seed, given.limit)
         wrong = faults_of(result, plain, given.mode != "server")
         failed += bool(wrong)
         what = ", ".join(f"{name} {count}" if count > 1 else name for name, count in sorted(result["faults"].items()))

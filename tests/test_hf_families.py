@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import DENSE, EXPERTS, FAMILIES, config_of, model_of, saved
-from server_fixture import ROOT
+from server_fixture import ROOT, make_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from hf_generator import HFGenerator, Way
@@ -223,3 +225,28 @@ def test_layers_that_share_a_weight_take_no_adapters(tmp_path):
     assert len(steps) == 2 and max(line["sampling/logprob_diff_mean"] for line in steps) < 1e-4
     with pytest.raises(ConfigError, match="shared_transf.*shared weights take no adapters"):
         script.load_policy(TrainConfig(**how, lora_targets=["q_proj"]), CPU)
+
+
+def test_a_cache_is_not_copied_for_every_token(monkeypatch):
+    """Copies of all keys and values at each token took most of the time of 4,000 tokens. What is sampled stays."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
+    places, sampled = [], []
+
+    def noted(update):
+        def call(self, *args, **kwargs):
+            keys, values = update(self, *args, **kwargs)
+            places.append(keys.data_ptr())
+            return keys, values
+
+        return call
+
+    monkeypatch.setattr(hf_generator.Roomy, "update", noted(hf_generator.Roomy.update))
+    for give_room in (hf_generator.give_room, lambda cache: cache):
+        monkeypatch.setattr(hf_generator, "give_room", give_room)
+        generator = hf_generator.HFGenerator(model, AutoTokenizer.from_pretrained(make_tiny()))
+        generator.eos_ids |= set(range(0, 4096, 400))  # some sequences end before the others, and are taken out
+        generator.seed(0)
+        sampled.append(asyncio.run(generator.generate([5, 6, 7, 8], max_tokens=300, n=6)))
+    assert sampled[0] == sampled[1] and len({len(one.token_ids) for one in sampled[0]}) > 1
+    longest = max(len(one.token_ids) for one in sampled[0])
+    assert len(places) == 2 * (longest - 1) and len(set(places)) < longest / 4

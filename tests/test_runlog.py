@@ -283,6 +283,12 @@ def test_a_line_of_progress_names_the_number_that_a_run_is_about():
     assert "silent groups 100%" in progress_text(line, 3) and "teacher" not in progress_text(line, 3)
 
 
+def test_a_line_of_two_hundred_domains_is_still_a_line():
+    line = {"step": 1, "reward": 0.5, "grad_norm": 1.0} | {f"d{n}/reward": n / 200 for n in range(200)}
+    text = progress_text(line, 3)
+    assert "d0 0" in text and "d11 0.055  and 188 domains more  grad norm 1" in text and len(text) < 300
+
+
 def test_phases_add_up_to_the_step():
     line = {"step": 3, "time/update": 3.0, "time/generate": 5.0, "time/mine": 1.0, "time/step": 10.0, "time/unix": 1e9}
     assert phases(line) == {"generate": 5.0, "update": 3.0, "mine": 1.0, "other": 1.0}
