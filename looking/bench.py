@@ -92,6 +92,9 @@ def answered(function, *about) -> dict:
         return json.loads(json.dumps({"value": value}, default=text_of))
     except BaseException as error:  # SystemExit of a user's file, too
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(Path.cwd())]
+        if not isinstance(error, ConfigError) and frames:
+            text += f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: {frames[-1].line})"
         return {
             "raised": credentials.mask(text)[:20_000],
             "traceback": credentials.mask(traceback.format_exc()[-20_000:]),

@@ -40,7 +40,7 @@ class Launches:
         self.started: dict[str, subprocess.Popen] = {}
 
     def all(self) -> list[dict]:
-        """The newest first: {"name", "script", "command", "time", "alive", "status", "can_resume"}."""
+        """The newest first: {"name", "script", "command", "time", "alive", "status", "state", "can_resume", ...}."""
         found = []
         for path in (self.runs / KEPT).glob("*.launch"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -72,15 +72,39 @@ class Launches:
         name = record["name"]
         status = self._status(record)
         folder = Path(record["run_dir"]) / "checkpoints"
+        state, step = self._state(record, status)
         return {
-            **{key: record[key] for key in ("name", "script", "time")},
+            **{key: record[key] for key in ("name", "script")},
+            "time": round(record["time"]),  # a fraction would be cut to six digits
             "command": shlex.join(record["command"]),
             "run": os.path.relpath(record["run_dir"], self.runs),
             "alive": status is None,
             "status": status,
-            "can_resume": status is not None and folder.is_dir() and any(folder.iterdir()),
+            "state": state,
+            "step": step,
+            "has_run": (Path(record["run_dir"]) / "state.json").is_file(),
+            "why": self._last_line(name) if state == "failed" else "",
+            "can_resume": status is not None and state != "finished" and folder.is_dir() and any(folder.iterdir()),
             "log": text_of(str(self._path(name, ".log"))),
         }
+
+    def _last_line(self, name: str) -> str:
+        lines = [line.strip() for line in self.log(name, 0)["text"].splitlines() if line.strip()]
+        return text_of(lines[-1])[:500] if lines else ""
+
+    def _state(self, record: dict, status: int | str | None) -> tuple[str, int]:
+        """(running, stopping, finished, failed, interrupted or ended; steps done), as the run itself says it."""
+        told = {}
+        with contextlib.suppress(OSError, ValueError):
+            file = Path(record["run_dir"], "state.json")
+            told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        told = told if isinstance(told, dict) and told.get("started", 0) >= record["time"] - 1 else {}
+        step = told.get("step") if isinstance(told.get("step"), int) else 0
+        if status is None:
+            return "stopping" if record.get("stopping") else "running", step
+        if told.get("state") in ("finished", "failed", "interrupted"):
+            return told["state"], step
+        return {0: "finished", "ended": "ended"}.get(status, "failed"), step
 
     def _status(self, record: dict) -> int | str | None:
         """None while it runs, else its exit status; "ended" where no page was there to see it."""
@@ -136,7 +160,7 @@ class Launches:
                     **dict(cwd=self.folder, env=os.environ | how, start_new_session=True),
                     **dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT),
                 )
-            record |= {"pid": process.pid, "born": born(process.pid), "time": time.time()}
+            record |= {"pid": process.pid, "born": born(process.pid), "time": time.time(), "stopping": False}
             self._write(record)
         except OSError as error:
             raise ConfigError(f"{name!r:.80} cannot be started: {error}") from None
@@ -152,7 +176,9 @@ class Launches:
 
     def stop(self, name: str) -> dict:
         """As Ctrl-C at its terminal: report and state are written."""
-        return self._signal(name, signal.SIGINT)
+        self._signal(name, signal.SIGINT)
+        self._write(record := self.get(name) | {"stopping": True})
+        return self._told(record)
 
     def kill(self, name: str) -> dict:
         return self._signal(name, signal.SIGKILL)

@@ -584,12 +584,11 @@ def scored(spec: str, weight: float, trajectories: list, own, processor) -> dict
             start = time.perf_counter()  # without what it takes to import it
             asyncio.run(rewards.score(trajectories, functions, one, processor))
         except BaseException as error:
-            told |= {
-                "error": credentials.mask(
-                    str(error) if isinstance(error, ConfigError | rewards.RewardError) else repr(error)
-                )
-            }
-            told |= {"where": place_of(error)}
+            whole = isinstance(error, ConfigError | rewards.RewardError)
+            text = str(error) if whole else f"{type(error).__name__}: {error}"
+            # A ConfigError is raised by a line of ours, which says nothing of the user's.
+            told |= {"error": credentials.mask(text)}
+            told |= {"where": None if isinstance(error, ConfigError) else place_of(error)}
         told["seconds"] = time.perf_counter() - start
     told["said"] = said()
     if not told["error"]:

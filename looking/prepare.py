@@ -154,7 +154,7 @@ class Prepare:
             path = self.folder / (f"{name}.py" if number == 1 else f"{name}_{number}.py")
             with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
                 file.write(content.format(name=path.name, **values))
-                return {"path": path.name, "spec": f"{path.name}:{function}"}
+                return {"path": path.name, "spec": f"{path.name}:{function}", "answer": given.get("answer")}
         raise ConfigError(f"there are 99 files {name}*.py already; edit one of them.")
 
     def dropped(self, name: str, content: bytes) -> dict:

@@ -67,7 +67,7 @@ def silent_groups(curves: Curves, config: dict, apart: list[dict]) -> list[dict]
     elif reward < 0.15:
         why = f"too hard (reward {reward:.2f}). Easier rows, a warm start or partial credit would give a signal"
     else:
-        why = f"completions of a prompt score alike (reward {reward:.2f}). Read a group: do they say the same"
+        why = f"completions of a prompt score alike (reward {reward:.2f}). Read a group, whether they say the same"
     quarters = round(4 * now(silent))
     share = f"{quarters} of 4 groups" if quarters < 4 else f"{now(silent):.0%} of the groups"
     return [note("watch", "Groups without signal", f"{share} are silent since step {start}: {why}.", "silent-groups")]
@@ -193,7 +193,7 @@ def length(curves: Curves, config: dict, apart: list[dict]) -> list[dict]:
         text += (
             "they grew until there. Is length rewarded?"
             if grew and (apart or paid)
-            else ("their answer is missing, not wrong. A higher --max_completion_length, or a reward for ending.")
+            else "what would follow is missing. A higher --max_completion_length, or a reward for ending?"
         )
         found.append(note("watch", "Cut off", text, "cut-off"))
     return found

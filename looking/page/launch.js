@@ -88,7 +88,11 @@ export function launchTab(work, result) {
       const number = fields.filter((made) => made.classList.contains("differs")).length;
       count.textContent = number ? `${number} set` : "";
     }
-    if (told.error) return;
+    if (told.error) {
+      command.replaceChildren("mend what is marked first");
+      yaml.replaceChildren("mend what is marked first");
+      return;
+    }
     command.replaceChildren(said(told.serves ? `SERVER: bash scripts/serve_and_train.sh ${told.run_name} ${told.model_id} ${told.window} …\n${told.command}` : told.command));
     yaml.replaceChildren(said(told.yaml || "# nothing differs from the defaults"));
     filter();
@@ -108,16 +112,15 @@ export function launchTab(work, result) {
     look();
   } }, label);
   function line(one) {
-    const state = one.alive ? "running" : one.status === 0 ? "finished" : one.status === "ended" ? "ended" : "failed";
-    const mark = h("span", { class: `state ${state}` }, state + (state === "failed" ? `, status ${one.status}` : ""));
+    const mark = h("span", { class: `state ${one.state === "stopping" ? "running" : one.state}` }, one.state + (one.state === "failed" ? `, status ${one.status}` : one.state === "stopping" ? " …" : one.step ? `, step ${one.step}` : ""));
     const show = h("button", { type: "button", "aria-expanded": String(open === one.name), onclick: () => { open = open === one.name ? null : one.name; end = 0; log.replaceChildren(); draw(); follow(); } }, "log");
     return h("div", { class: "launched" }, h("div", { class: "bar" }, h("b", { title: one.command }, said(one.name)), mark, h("span", { class: "dim" }, ago(one.time)), h("span", { class: "space" }),
-      h("a", { class: "button", href: link("run", { run: one.run }) }, "curves"), show, one.alive ? [act(one, "stop", "stop", { title: "as Ctrl-C: what there is, is written" }), one.stopping ? act(one, "end at once", "kill") : null] : one.can_resume ? act(one, "resume", "resume") : null),
-      open === one.name ? log : null);
+      one.has_run ? h("a", { class: "button", href: link("run", { run: one.run }) }, "curves") : null, show, one.state === "stopping" ? act(one, "end at once", "kill") : one.alive ? act(one, "stop", "stop", { title: "as Ctrl-C: what there is, is written" }) : one.can_resume ? act(one, "resume", "resume") : null),
+      one.why && open !== one.name ? h("p", { class: "fault" }, said(one.why)) : null, open === one.name ? log : null);
   }
   let drawn = "";
   function draw() {
-    const text = JSON.stringify([launched.map(({ time, ...one }) => one), open]);
+    const text = JSON.stringify([launched.map(({ time, ...one }) => [one, ago(time)]), open]);
     if (text === drawn) return;
     drawn = text;
     const focused = [...list.querySelectorAll("button, a")].indexOf(document.activeElement);

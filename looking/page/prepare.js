@@ -172,6 +172,7 @@ export function doer(work, label, target, ask, show, attributes = {}) {
     target.removeAttribute("aria-busy");
     begun = null;
     button.disabled = false;
+    if (button === document.activeElement || document.activeElement === document.body) target.scrollIntoView({ block: "nearest" });
   }
   button.run = run;
   return button;

@@ -136,13 +136,15 @@ export function rewardsTab(work, result, card) {
   const peek = doer(work, "show its prompt", prompt, () => work.ask("row", about()), (found) => [long(found.text, 1500, { class: "answer" }), h("dl", { class: "columns-of" }, Object.entries(found.columns).filter(([name]) => name !== "prompt").flatMap(([name, value]) => [h("dt", {}, said(name)), h("dd", {}, long(value, 600))]))]);
   const begun = h("div");
   const begin = doer(work, "Begin a reward of my own", begun, async () => {
-    const columns = Object.keys((await work.ask("row", about())).columns);
-    const answer = columns.find((name) => /answer|solution|target|label/i.test(name)) ?? columns.find((name) => name !== "prompt");
+    const { columns, text } = await work.ask("row", about());
+    const asked = (name) => (text.includes(String(columns[name])) ? String(columns[name]).length : 0);
+    const others = Object.keys(columns).filter((name) => name !== "prompt").sort((a, b) => asked(a) - asked(b)); // the question last
+    const answer = others.find((name) => /answer|solution|target|label/i.test(name)) ?? others[0];
     return work.send("write", { kind: "reward", answer });
   }, (made) => {
     work.set("reward_funcs", made.spec);
     work.listeners.forEach((listener) => listener(work.told));
-    return h("p", { class: "note" }, h("code", {}, made.path), " is written: open it in your editor and change it. It is read again each time you press Score.");
+    return h("p", { class: "note" }, h("code", {}, made.path), ` is written, for an answer in the column ${made.answer}: open it in your editor and change it. It is read again each time you press “Score them”.`);
   });
   card.actions.append(begin, begun);
   result.append(h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Row"), number("Row", work.row, (value) => { work.row = value; work.keep(); peek.run(); }), peek), prompt,
