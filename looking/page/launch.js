@@ -12,7 +12,7 @@ export function fitTab(work, result, card) {
   const ask = doer(work, "Will it fit?", target, () => work.ask("fit", { plan: work.plan }), (found) => {
     const kinds = [...new Set(found.bars.flatMap((bar) => Object.keys(bar.parts)))];
     const most = Math.max(...found.bars.flatMap((bar) => [bar.used, bar.limit]));
-    return [h("div", { class: "card" }, h("h2", {}, found.fits ? "It fits" : "It does not fit"), found.bars.map((bar) => barOf(bar, kinds, most)),
+    return [h("div", { class: "card" }, h("h2", {}, found.fits ? "It fits" : "It does not fit"), h("p", { class: "dim" }, said(found.text.split("\n")[0]), ": set your machine's at the left"), found.bars.map((bar) => barOf(bar, kinds, most)),
       h("p", { class: "key" }, kinds.map((kind, n) => { const line = h("i", { class: "line" }); line.style.borderTop = `8px solid ${colour(n)}`; return h("span", {}, line, said(kind)); }))),
     h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "What plan.py says, and what to type"), h("span", { class: "space" }), copier(() => found.text)), said(found.text, { tabindex: "0" }, "pre")), printedBy(found)];
   }, { class: "primary" });
