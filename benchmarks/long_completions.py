@@ -4,10 +4,10 @@
     python benchmarks/long_completions.py --lengths 500 1000     # fewer
 
 The tiny random model with a wider window, sampled in the process; each completion has exactly so many tokens, in one
-turn or in turns of 250 with an environment and its tool between (soak.py). Of each length a run of its own, three steps,
-of which the fastest counts, phase by phase, in seconds of a core, which other work on the machine changes little. Memory
-is the process's peak. The exponent is that of a power law through the lengths (least squares of logarithms): 1 is
-linear, 2 quadratic; behind it that of the last two lengths alone. Attention has to be quadratic, and nothing else.
+turn or in turns of 250 with an environment and its tool between (soak.py). Of each length a run of its own, of three
+steps: of each phase the fastest counts, in seconds of a core, which other work on the machine changes little. Memory is
+the process's peak. The exponent is that of a power law through the lengths (least squares of logarithms), 1 is linear,
+2 quadratic; behind it that of the last two lengths alone. Attention has to be quadratic, and nothing else.
 """
 
 import argparse
