@@ -103,6 +103,29 @@ def served(*command: str) -> tuple[float, float]:
         process.wait(60)
 
 
+def scripts_and_runs(model: str, say) -> None:
+    for command in COMMANDS:
+        say(f"`{command} --help`", timed(command, "--help"))
+    say("*import torch*", timed("-c", "import torch"))
+    say("*import torch, transformers, peft, as far as a run does*", timed("-c", USED))
+    say("import train_grpo", timed("-c", "import train_grpo"))
+    with tempfile.TemporaryDirectory() as folder:
+        first = trained(Path(folder), model, "--max_steps", "2")
+        say("a run of two steps, its end and three evaluations", (first["ended"], first["core"]))
+        print(f"| ... to its first evaluation, before a step | {first['evaluation']:.1f} | |")
+        print(f"| ... to its first step | {first['first step']:.1f} | |")
+        lines = [line for line in read_metrics(Path(folder) / "run") if "time/unix" in line]
+        print(f"| ... a step (the last) | {lines[-2]['time/step']:.2f} | |")
+        evaluated = lines[-1]["time/unix"] - lines[-2]["time/unix"]
+        print(f"| ... an evaluation of 60 rows x 4 (the last) | {evaluated:.2f} | |")
+        saved = max(p.stat().st_mtime for p in (Path(folder) / "run/checkpoints/step_2").rglob("*"))
+        print(f"| ... from there until a checkpoint is whole | {saved - lines[-1]['time/unix']:.2f} | |")
+        again = trained(Path(folder), model, "--max_steps", "4", "--resume")
+        say("the same with --resume, two steps more", (again["ended"], again["core"]))
+        print(f"| ... until it has compared what it resumes | {again['resumed']:.1f} | |")
+        print(f"| ... to its first step | {again['first step']:.1f} | |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/tiny")
@@ -113,26 +136,8 @@ def main() -> None:
     def say(what: str, seconds: tuple[float, float]) -> None:
         print(f"| {what} | {seconds[0]:.1f} | {seconds[1]:.1f} |", flush=True)
 
-    for command in COMMANDS:
-        say(f"`{command} --help`", timed(command, "--help"))
-    say("*import torch*", timed("-c", "import torch"))
-    say("*import torch, transformers, peft, as far as a run does*", timed("-c", USED))
-    say("import train_grpo", timed("-c", "import train_grpo"))
-    with tempfile.TemporaryDirectory() as folder:
-        first = trained(Path(folder), given.model, "--max_steps", "2")
-        say("a run of two steps, its end and three evaluations", (first["ended"], first["core"]))
-        print(f"| ... to its first evaluation, before a step | {first['evaluation']:.1f} | |")
-        print(f"| ... to its first step | {first['first step']:.1f} | |")
-        lines = [line for line in read_metrics(Path(folder) / "run") if "time/unix" in line]
-        print(f"| ... a step (the last) | {lines[-2]['time/step']:.2f} | |")
-        evaluated = lines[-1]["time/unix"] - lines[-2]["time/unix"]
-        print(f"| ... an evaluation of 60 rows x 4 (the last) | {evaluated:.2f} | |")
-        saved = max(p.stat().st_mtime for p in (Path(folder) / "run/checkpoints/step_2").rglob("*"))
-        print(f"| ... from there until a checkpoint is whole | {saved - lines[-1]['time/unix']:.2f} | |")
-        again = trained(Path(folder), given.model, "--max_steps", "4", "--resume")
-        say("the same with --resume, two steps more", (again["ended"], again["core"]))
-        print(f"| ... until it has compared what it resumes | {again['resumed']:.1f} | |")
-        print(f"| ... to its first step | {again['first step']:.1f} | |")
+    if not given.servers:
+        scripts_and_runs(given.model, say)
     flags = ["--dtype", "float32", "--max-model-len", "512"]
     bare = ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     say("*vLLM's own server*", served(sys.executable, *bare, "--model", given.model, *flags))

@@ -4,9 +4,10 @@
     python benchmarks/long_completions.py --lengths 500 1000     # fewer
 
 The tiny random model with a wider window, sampled in the process; each completion has exactly so many tokens, in one
-turn or in turns of 250 with an environment and its tool between (soak.py). Of each length a run of its own, three
-steps, of which the fastest counts, phase by phase; memory is the process's peak. The exponent is that of a power law
-through the lengths (least squares of logarithms): 1 is linear, 2 quadratic. Attention alone has to be quadratic.
+turn or in turns of 250 with an environment and its tool between (soak.py). Of each length a run of its own, of three
+steps: of each phase the fastest counts, in seconds of a core, which other work on the machine changes little. Memory is
+the process's peak. The exponent is that of a power law through the lengths (least squares of logarithms), 1 is linear,
+2 quadratic; behind it that of the last two lengths alone. Attention has to be quadratic, and nothing else.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from safety.orphans import ends_with_us  # noqa: E402
 
 FLAGS = "--generator hf --compute_dtype float32 --dataset_id benchmarks/toy.py:rows --seed 0 --max_prompt_length 64 "
 FLAGS += "--reward_funcs benchmarks/toy.py:tens --max_steps 3 --print_samples_every 0 --prompts_per_step 1 "
+CPU_CLOCK = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv[0] = 'train_grpo.py'; "
+CPU_CLOCK += "sys.path.insert(0, '.'); runpy.run_path('train_grpo.py', run_name='__main__')"
 TURNS = "--env benchmarks/soak.py:Long --max_turn_length 250 --max_turns 64 "
 KINDS = {"one turn": "", "turns of 250 and a tool": TURNS}
 
@@ -45,7 +48,7 @@ def run(model: Path, kind: str, length: int, completions: int) -> dict[str, floa
     with tempfile.TemporaryDirectory() as folder:
         batch = f"--model_id {model} --num_generations {completions} --max_completion_length {length} "
         batch += f"--min_completion_length {length} --output_dir {folder} --run_name run"
-        command = [sys.executable, "train_grpo.py", *(FLAGS + KINDS[kind] + batch).split()]
+        command = [sys.executable, "-c", CPU_CLOCK, *(FLAGS + KINDS[kind] + batch).split()]
         log = Path(folder) / "log"
         with log.open("w", encoding="utf-8") as out:
             how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=out, stderr=out)
@@ -75,6 +78,7 @@ def measure(model: Path, lengths: list[int], completions: int) -> None:
             values = [one[name] for one in found]
             digits = 0 if name in ("MB", "tokens") else 2
             power = "" if digits == 0 or math.isnan(e := exponent(lengths, values)) else f"{e:.2f}"
+            power += f", {exponent(lengths[-2:], values[-2:]):.2f}" if power else ""
             print(f"| {name} | {' | '.join(f'{v:.{digits}f}' for v in values)} | {power} |", flush=True)
 
 

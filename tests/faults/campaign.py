@@ -54,7 +54,8 @@ SUBREAPER, DIE_WITH_PARENT = 36, 1  # prctl
 INTRODUCTION = """# Reliability: the fault campaign
 
 Written by `python tests/faults`; do not edit. Every fault is injected into real processes on one machine, with
-a time limit of its own; what it leaves behind is looked for.
+a time limit of its own; what it leaves behind is looked for. Many in one run, and thousands of steps:
+[endurance.md](endurance.md).
 
 * **survived**: the run or server went on and ended with a right result.
 * **named**: it ended in time with a non-zero status and a message that names cause and remedy.
