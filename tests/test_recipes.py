@@ -384,6 +384,8 @@ def test_a_customer_whom_a_model_plays(customer):
     desk.inner._told.append(f"It is {wish['order']}.")
     assert next_turn(row, desk.inner) == f"<find>{wish['order']}</find>"
     assert desk.score() == 0
+    served = load_function(f"{ROOT}/recipes/support_agent.py:served")
+    assert served(load_function(f"{ROOT}/recipes/support_agent.py:Desk")(url, "any"), row) == (False, False)
     asyncio.run(desk.step(call("find", number=wish["order"])))
     shipped = row["orders"][wish["order"]]["status"] == "shipped"
     asyncio.run(desk.step(call("transfer") if shipped else call("change", color=wish["color"])))
