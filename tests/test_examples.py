@@ -42,8 +42,9 @@ SCRIPTS = {"train_grpo.py": "", "train_ppo.py": "--num_generations 1"}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """(script, example) -> future of its run's folder, status and text. Two at a time: one leaves a core idle."""
+def runs(tmp_path_factory, request):
+    """(script, example) -> future of its run's folder, status and text, of those that were asked for (-k). Two at a
+    time: one leaves a core idle."""
     folder = tmp_path_factory.mktemp("examples")
     models = {False: str(make_tiny()), True: str(tiny_vlms.make("idefics3", folder / "vlm"))}
 
@@ -58,7 +59,8 @@ def runs(tmp_path_factory):
             return folder / name, run.end(), run.text
 
     with ThreadPoolExecutor(2) as pool:
-        yield {(s, e): pool.submit(train, s, e) for s in SCRIPTS for e in EXAMPLES}
+        asked = [item.callspec.params for item in request.session.items if item.originalname == "test_trains"]
+        yield {(p["script"], p["example"]): pool.submit(train, p["script"], p["example"]) for p in asked}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
