@@ -36,10 +36,12 @@ KINDS = {"one turn": "", "turns of 250 and a tool": TURNS}
 
 
 def widened(folder: Path) -> Path:
-    """models/tiny with places for 8,192 tokens."""
+    """models/tiny with places for 8,192 tokens, and every second token as an end."""
     shutil.copytree(ROOT / "models" / "tiny", folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": 8192}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ends = {"eos_token_id": [2, *range(1, 4096, 2)]}  # a turn ends where it may: one that is cut ends the game
+    (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
     return folder
 
 
@@ -47,7 +49,7 @@ def run(model: Path, kind: str, length: int, completions: int) -> dict[str, floa
     """Seconds of the fastest step by phase, and MB."""
     with tempfile.TemporaryDirectory() as folder:
         batch = f"--model_id {model} --num_generations {completions} --max_completion_length {length} "
-        batch += f"--min_completion_length {length} --output_dir {folder} --run_name run"
+        batch += f"--min_completion_length {240 if KINDS[kind] else length} --output_dir {folder} --run_name run"
         command = [sys.executable, "-c", CPU_CLOCK, *(FLAGS + KINDS[kind] + batch).split()]
         log = Path(folder) / "log"
         with log.open("w", encoding="utf-8") as out:
