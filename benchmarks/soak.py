@@ -187,7 +187,7 @@ def watch(name: str, folder: Path, trainers: list, server, page: Page, until: fl
 
 
 def model_for(name: str, folder: Path) -> Path:
-    """models/tiny; where turns matter a copy with one token in twelve as an end, as a turn that is cut ends the game."""
+    """models/tiny; for turns a copy with one token in twelve as an end, as a turn that is cut ends the game."""
     if name != "async":
         return ROOT / "models" / "tiny"
     copy = shutil.copytree(ROOT / "models" / "tiny", folder / "tiny_that_ends", dirs_exist_ok=True)
