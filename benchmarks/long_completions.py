@@ -29,6 +29,7 @@ from safety.orphans import ends_with_us  # noqa: E402
 
 FLAGS = "--generator hf --compute_dtype float32 --dataset_id benchmarks/toy.py:rows --seed 0 --max_prompt_length 64 "
 FLAGS += "--reward_funcs benchmarks/toy.py:tens --max_steps 3 --print_samples_every 0 --prompts_per_step 1 "
+FLAGS += "--logprob_diff_limit 1e9 "  # sampling that blocks the ends has other log-probs
 CPU_CLOCK = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv[0] = 'train_grpo.py'; "
 CPU_CLOCK += "sys.path.insert(0, '.'); runpy.run_path('train_grpo.py', run_name='__main__')"
 TURNS = "--env benchmarks/soak.py:Long --max_turn_length 250 --max_turns 64 "
