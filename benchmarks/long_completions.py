@@ -29,6 +29,7 @@ from safety.orphans import ends_with_us  # noqa: E402
 
 FLAGS = "--generator hf --compute_dtype float32 --dataset_id benchmarks/toy.py:rows --seed 0 --max_prompt_length 64 "
 FLAGS += "--reward_funcs benchmarks/toy.py:tens --max_steps 3 --print_samples_every 0 --prompts_per_step 1 "
+FLAGS += "--logprob_diff_limit 1e9 "  # sampling that blocks the ends has other log-probs
 CPU_CLOCK = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv[0] = 'train_grpo.py'; "
 CPU_CLOCK += "sys.path.insert(0, '.'); runpy.run_path('train_grpo.py', run_name='__main__')"
 TURNS = "--env benchmarks/soak.py:Long --max_turn_length 250 --max_turns 64 "
@@ -36,10 +37,12 @@ KINDS = {"one turn": "", "turns of 250 and a tool": TURNS}
 
 
 def widened(folder: Path) -> Path:
-    """models/tiny with places for 8,192 tokens."""
+    """models/tiny with places for 8,192 tokens, and every second token as an end."""
     shutil.copytree(ROOT / "models" / "tiny", folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": 8192}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ends = {"eos_token_id": [2, *range(1, 4096, 2)]}  # a turn ends where it may: one that is cut ends the game
+    (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
     return folder
 
 
@@ -47,7 +50,7 @@ def run(model: Path, kind: str, length: int, completions: int) -> dict[str, floa
     """Seconds of the fastest step by phase, and MB."""
     with tempfile.TemporaryDirectory() as folder:
         batch = f"--model_id {model} --num_generations {completions} --max_completion_length {length} "
-        batch += f"--min_completion_length {length} --output_dir {folder} --run_name run"
+        batch += f"--min_completion_length {240 if KINDS[kind] else length} --output_dir {folder} --run_name run"
         command = [sys.executable, "-c", CPU_CLOCK, *(FLAGS + KINDS[kind] + batch).split()]
         log = Path(folder) / "log"
         with log.open("w", encoding="utf-8") as out:

@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ from safety.orphans import ends_with_us  # noqa: E402
 
 SEED, EVERY, PERIOD = 0, 100, 250
 TASK = (
-    "--model_id models/tiny --compute_dtype float32 --dataset_id benchmarks/toy.py:rows --learning_rate 3e-4 "
+    "--compute_dtype float32 --dataset_id benchmarks/toy.py:rows --learning_rate 3e-4 "
     "--reward_funcs benchmarks/soak.py:digit --max_prompt_length 64 --prompts_per_step 4 --num_generations 4 "
     f"--save_steps 100 --eval_steps 100 --print_samples_every 100 --seed {SEED} --server_timeout 600 "
     "--entropy_target 5 --entropy_coef_step 0.002 "
@@ -52,7 +53,7 @@ CASES = {  # name -> (script, flags, server's flags or None without one, how man
     "server": ("train_grpo.py", SHORT, "", 1),
     "async": (
         "train_async.py",
-        "--max_completion_length 160 --max_turn_length 6 --env benchmarks/soak.py:Asks --max_prompt_length 64",
+        "--max_completion_length 160 --max_turn_length 40 --env benchmarks/soak.py:Asks --max_prompt_length 64",
         "",
         1,
     ),
@@ -185,21 +186,32 @@ def watch(name: str, folder: Path, trainers: list, server, page: Page, until: fl
             slowest, next_line = {}, (step // EVERY + 1) * EVERY
 
 
+def model_for(name: str, folder: Path) -> Path:
+    """models/tiny; for turns a copy with one token in twelve as an end, as a turn that is cut ends the game."""
+    if name != "async":
+        return ROOT / "models" / "tiny"
+    copy = shutil.copytree(ROOT / "models" / "tiny", folder / "tiny_that_ends", dirs_exist_ok=True)
+    ends = json.dumps({"eos_token_id": [2, *range(7, 4096, 12)]})
+    (copy / "generation_config.json").write_text(ends, encoding="utf-8")
+    return copy
+
+
 def soak(name: str, folder: Path, steps: int, hours: float) -> int:
     from server_fixture import start_server
 
     script, flags, serve, count = CASES[name]
     folder.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    server, trainers, status = None, [], 0
+    server, trainers, status, model = None, [], 0, model_for(name, folder)
     if serve is not None:
-        server = start_server(ROOT / "models" / "tiny", "--dtype", "float32", "--max-model-len", "512", *serve.split())
+        server = start_server(model, "--dtype", "float32", "--max-model-len", "512", *serve.split())
         env["VLLM_SERVER_TOKEN"] = server.token
     page = Page(folder)
     try:
         where = ["--server_urls", server.wait(600).url] if server else []
         for number in range(count):
             command = [sys.executable, script, *(TASK + flags).split(), *where, "--max_steps", str(steps)]
+            command += ["--model_id", str(model)]
             command += ["--output_dir", str(folder), "--run_name", f"{name}-{number}"]
             with (folder / f"{name}-{number}.log").open("w", encoding="utf-8") as log:
                 how = dict(cwd=ROOT, env=env, stdout=log, stderr=log, preexec_fn=ends_with_us())
