@@ -134,9 +134,9 @@ export function link(view, parameters = {}) {
   return `#/${view}?${query}`;
 }
 
-/** Keeps what is chosen in the address, without going anywhere. */
+/** Keeps what is chosen in the address, without going anywhere; where one is on the way to another view, it stays so. */
 export function remember(view, parameters) {
-  history.replaceState(null, "", link(view, parameters));
+  if ((/^#\/(\w+)/.exec(location.hash)?.[1] ?? view) === view) history.replaceState(null, "", link(view, parameters));
 }
 
 export function duration(seconds) {

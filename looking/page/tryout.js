@@ -129,7 +129,7 @@ export function rewardsTab(work, result, card) {
       completions = found.completions.map(({ text, ids, finish }) => ({ text, ids, finish }));
       draw();
     }
-    return [...found.notes.map((note) => h("p", { class: "note watch" }, said(note))), functionsOf(found.functions, found.completions), ...found.completions.map((one, n) => scoredCard(one, n, found)), printedBy(found)];
+    return [...found.notes.map((note) => h("p", { class: "note watch" }, said(note))), functionsOf(found.functions, found.completions), ...(found.functions.some((one) => one.error) ? [] : found.completions).map((one, n) => scoredCard(one, n, found)), printedBy(found)];
   };
   const score = doer(work, "Score them", target, () => work.ask("score", { ...about(), completions }), show, { class: "primary" });
   const sample = doer(work, "Sample", target, () => work.ask("score", { ...about(), sample: { n: Number(size.value) } }), show);
