@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 from cli import ConfigError
-from looking.parts import ACTIONS, APART, Script
+from looking.parts import ACTIONS, Script, apart
 from safety import credentials
 from safety.orphans import end_with
 from safety.storable import text_of
@@ -66,12 +66,10 @@ def session(script: Script, channel: int, output: int) -> None:
     for line in channel.makefile("rb"):
         asked = json.loads(line)
         action, given = asked["action"], asked["given"]
-        if action in APART:
-            if before := APART[action]:  # what is kept of one question for the next
-                answer = answered(lambda *about: before(*about) and {}, script, given)
-                if "raised" in answer:
-                    channel.sendall(json.dumps(answer).encode() + b"\n")
-                    continue
+        answer = answered(apart, script, action, given)  # what it reads is kept for the next question
+        if "raised" in answer:
+            channel.sendall(json.dumps(answer).encode() + b"\n")
+        elif answer["value"]:
             pid = os.fork()
             if pid == 0:
                 end_with(os.getppid())
@@ -88,9 +86,9 @@ def session(script: Script, channel: int, output: int) -> None:
     os._exit(0)
 
 
-def answered(function, script: Script, given: dict) -> dict:
+def answered(function, *about) -> dict:
     try:
-        value = function(script, given)
+        value = function(*about)
         return json.loads(json.dumps({"value": value}, default=text_of))
     except BaseException as error:  # SystemExit of a user's file, too
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

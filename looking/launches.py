@@ -44,7 +44,8 @@ class Launches:
         found = []
         for path in (self.runs / KEPT).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found.append(self._told(self._read(path.stem)))
+                if path.is_file():  # to open a FIFO waits for its writer
+                    found.append(self._told(self._read(path.stem)))
         return sorted(found, key=lambda one: -one["time"])
 
     def _path(self, name: str, suffix: str) -> Path:

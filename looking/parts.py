@@ -81,7 +81,6 @@ class Script:
             file = getattr(sys.modules[name], "__file__", None)
             if name.startswith("user_") or (file and Path(file).is_relative_to(Path.cwd()) and ".venv" not in file):
                 del sys.modules[name]
-        adapters._MADE.clear()
 
 
 def loaded(path: Path) -> ModuleType:
@@ -281,6 +280,7 @@ def read(script: Script, given: dict) -> dict:
         return script.kept | {"cfg": formats.settled(cfg, script.kept["processor"])}
     script.kept = {}
     script.forget()
+    adapters._MADE.clear()
     for own in cfg.by_domain():
         with domains.named(own):
             rollouts.check_rollout(own)
@@ -481,6 +481,7 @@ def own_row(known: dict, given: dict) -> tuple[TrainConfig, dict]:
 def score(script: Script, given: dict) -> dict:
     """Completions of a row, typed or sampled now, scored as in training, and the advantages of the group."""
     known = read(script, given)
+    script.forget()
     own, one = own_row(known, given)
     processor, notes = known["processor"], []
     sampling = given.get("sample")
@@ -786,5 +787,11 @@ def fit(script: Script, given: dict) -> dict:
 
 ACTIONS = {"form": form, "check": check, "rows": rows, "row": row, "score": score, "tools": tools, "call": call}
 ACTIONS |= {"play": play, "say": say, "fit": fit}
-# In a fork of the session's process, which forgets the users' files; and what its process does before, and keeps.
-APART = {"form": None, "check": None, "score": read, "tools": read, "call": read, "fit": None}
+
+
+def apart(script: Script, action: str, given: dict) -> bool:
+    """Whether an action is done in a fork of the session's process, so that a crash costs no more than its answer. Not
+    where there are tools: servers and threads of the session's process are not in a fork."""
+    if action in ("form", "check", "fit"):
+        return True
+    return action == "score" and all(own.rollout != "multi_turn" for own in read(script, given)["cfg"].by_domain())

@@ -1,6 +1,7 @@
 """Pictures of a run's page and of its report: bash scripts/pictures.sh RUN [STEP ROW]."""
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ WIDTH = 1300
 @contextlib.contextmanager
 def page(folder: Path) -> Iterator[str]:
     """The address of look.py on the folder."""
-    command = [sys.executable, str(ROOT / "look.py"), str(folder)]
+    command = [sys.executable, str(ROOT / "look.py"), str(folder), "--prepare"]
     options = dict(stdout=subprocess.PIPE, text=True, encoding="utf-8", preexec_fn=ends_with_us())
     process = subprocess.Popen(command, **options)
     try:
@@ -41,6 +42,12 @@ def shown(run: Path, arguments: list[str]) -> dict:
     return {"kind": "completions", "step": samples.step_of(path), "row": samples.telling(path)[0][0]}
 
 
+def settings(run: Path) -> dict:
+    """Those of the run that say what its rows are, as they stand in the page's address."""
+    known = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    return {f"s.{name}": known[name] for name in ("model_id", "dataset_id", "max_prompt_length")}
+
+
 def main(arguments: list[str]) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if len(arguments) not in (1, 3) or not Path(arguments[0]).is_dir() or not chromium:
@@ -53,6 +60,7 @@ def main(arguments: list[str]) -> None:
         "look-run": ("run", {"run": run.name}, ".top-charts svg.main-svg", 860),
         "look-group": ("trajectories", {"run": run.name, **place}, ".completion", 760),
         "look-tokens": ("trajectory", {"run": run.name, **place, "colour": "weight"}, ".token-view .token", 640),
+        "look-prepare": ("prepare", {"tab": "rows", **settings(run)}, ".token-view .token", 1010),
     }
     with sync_playwright() as playwright, page(run.parent) as address:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -42,14 +43,24 @@ class Page:
             return session.send(made, timeout=30)
 
 
+def checkout(folder: Path) -> Path:
+    """A copy of the repository's code, for what writes into the folder that look.py is started in."""
+    wanted = "algorithms envs inputs looking runlog safety scoring serving examples recipes scripts".split()
+    others = {path.name for path in ROOT.iterdir() if path.suffix != ".py" and path.name not in wanted}
+    shutil.copytree(ROOT, folder, ignore=lambda where, _: others if Path(where) == ROOT else {"__pycache__"})
+    (folder / "models").symlink_to((ROOT / "models").resolve())
+    (folder / "runs").mkdir()
+    return folder
+
+
 @contextlib.contextmanager
-def looking(folder: Path, *flags: str) -> Iterator[Page]:
+def looking(folder: Path, *flags: str, cwd: Path = ROOT) -> Iterator[Page]:
     """`python look.py FOLDER --port 0 FLAGS`."""
     log = Path(folder).resolve().parent / f"look-{time.monotonic_ns()}.log"
     scheme = "https" if "--ssl-certfile" in flags else "http"
     with open(log, "w", encoding="utf-8") as file:
         command = [sys.executable, "look.py", str(folder), "--port", "0", *flags]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+        process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + 60
         while not (found := re.search(scheme + r"://[^/]+:(\d+)/\?token=([\w-]+)", log.read_text(encoding="utf-8"))):

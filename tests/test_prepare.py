@@ -5,13 +5,11 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import requests
-from looking_at import looking
+from looking_at import ROOT, checkout, looking
 
-ROOT = Path(__file__).parent.parent
 SMALL = dict(model_id="models/tiny", generator="hf", dataset_id="examples/sums.py:rows", compute_dtype="float32")
 SMALL |= dict(prompts_per_step="4", num_generations="4", max_prompt_length="64", max_completion_length="8")
 SMALL |= dict(print_samples_every="0", learning_rate="1e-3", max_steps="2")
@@ -19,9 +17,8 @@ SMALL |= dict(print_samples_every="0", learning_rate="1e-3", max_steps="2")
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("here") / "runs"
-    folder.mkdir()
-    with looking(folder, "--prepare") as page:
+    here = checkout(tmp_path_factory.mktemp("look") / "here")
+    with looking(here / "runs", "--prepare", cwd=here) as page:
         yield page
 
 
@@ -118,14 +115,9 @@ def test_files_are_dropped_under_plain_names_alone(page):
 
     for name in ("..%2Fx.csv", "%2Ftmp%2Fx.csv", ".x.csv", "x.py", "", "a%00b.csv"):
         assert drop(name, b"a\n1\n").status_code == 422, name
-    made = []
-    try:
-        for content in (b"a\n1\n", b"a\n2\n", b"a\n1\n"):
-            made.append(ROOT / drop("of_a_test.csv", content).json()["path"])
-        assert made[0] == made[2] != made[1] and made[1].read_bytes() == b"a\n2\n"
-    finally:
-        for path in set(made):
-            path.unlink()
+    contents = (b"a\n1\n", b"a\n2\n", b"a\n1\n")
+    made = [page.folder.parent / drop("rows.csv", content).json()["path"] for content in contents]
+    assert made[0] == made[2] != made[1] and made[1].read_bytes() == b"a\n2\n"
 
 
 # ---- what it says is what a training does ---------------------------------------------------------------------------
@@ -187,43 +179,39 @@ def test_the_command_that_is_shown_says_what_the_form_says(page):
 
 
 def test_a_reward_that_raises_is_named_with_its_line_and_one_that_was_edited_is_read_again(page):
-    file = ROOT / "reward_of_a_test.py"
+    file = page.folder.parent / "own_reward.py"
     settings = SMALL | {"reward_funcs": f"last_number {file.name}:own"}
-    try:
-        code = "def own(completions, **_):\n    print('seen', len(completions))\n    return [1 / 0]\n"
-        file.write_text(code, encoding="utf-8")
-        found = told(page, "score", settings, row=1, completions=[{"text": "21"}, {"text": "no"}])
-        right, own = found["functions"]
-        assert right["values"] == [1, 0] and right["error"] is None
-        assert "ZeroDivisionError" in own["error"] and own["said"] == "seen 2\n"
-        assert (own["where"]["file"], own["where"]["line"]) == (file.name, 3)
-        code = "def own(completions, **_):\n    return [{'a': 0.5, 'b': 1}, None]\n"
-        file.write_text(code, encoding="utf-8")
-        found = told(page, "score", settings, row=1, completions=[{"text": "21"}, {"text": "no"}])
-        own = found["functions"][1]
-        assert own["values"][0] == 1.5 and own["components"][0] == {"a": 0.5, "b": 1} and own["values"][1] is None
-        assert [round(c["advantage"], 3) for c in found["completions"]] == [0.707, -0.707]
-    finally:
-        file.unlink(missing_ok=True)
+    given = [{"text": "21"}, {"text": "no"}]
+    code = "def own(completions, **_):\n    print('seen', len(completions))\n    return [1 / 0]\n"
+    file.write_text(code, encoding="utf-8")
+    right, own = told(page, "score", settings, row=1, completions=given)["functions"]
+    assert right["values"] == [1, 0] and right["error"] is None
+    assert "ZeroDivisionError" in own["error"] and own["said"] == "seen 2\n"
+    assert (own["where"]["file"], own["where"]["line"]) == (file.name, 3)
+    file.write_text("def own(completions, **_):\n    return [{'a': 0.5, 'b': 1}, None]\n", encoding="utf-8")
+    found = told(page, "score", settings, row=1, completions=given)
+    own = found["functions"][1]
+    assert own["values"][0] == 1.5 and own["components"][0] == {"a": 0.5, "b": 1} and own["values"][1] is None
+    assert [round(c["advantage"], 3) for c in found["completions"]] == [0.707, -0.707]
 
 
-def test_what_never_ends_or_crashes_takes_nothing_along(page):
-    file = ROOT / "crash_of_a_test.py"
+@pytest.mark.parametrize(
+    "code, text",
+    [
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("import os; os._exit(3)", "status 3"),
+        ("raise SystemExit(4)", None),
+        ("while True: pass", None),
+    ],
+)
+def test_what_never_ends_or_crashes_takes_nothing_along(page, code, text):
+    file = page.folder.parent / "crash.py"
+    file.write_text(f"def own(completions, **_):\n    {code}\n", encoding="utf-8")
     settings = SMALL | {"reward_funcs": f"{file.name}:own", "reward_timeout": "1"}
-    try:
-        for code, text in (
-            ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
-            ("import os; os._exit(3)", "status 3"),
-            ("raise SystemExit(4)", None),
-            ("while True: pass", None),
-        ):
-            file.write_text(f"def own(completions, **_):\n    {code}\n", encoding="utf-8")
-            answer = post(page, "score", settings=settings, row=1, completions=[{"text": "21"}])
-            if text:
-                assert answer.status_code == 422 and text in answer.json()["error"], answer.text
-            else:
-                (own,) = answer.json()["functions"]
-                assert own["error"] or own["late"]
-            assert page.ask("/api/runs").status_code == 200
-    finally:
-        file.unlink(missing_ok=True)
+    answer = post(page, "score", settings=settings, row=1, completions=[{"text": "21"}])
+    if text:
+        assert answer.status_code == 422 and text in answer.json()["error"], answer.text
+    else:
+        (own,) = answer.json()["functions"]
+        assert own["error"] or own["late"]
+    assert page.ask("/api/runs").status_code == 200

@@ -6,7 +6,8 @@ import { copier, doer, failure, fieldOf, printedBy } from "./prepare.js";
 // ---- fit ----
 
 export function fitTab(work, result, card) {
-  card.append(h("h3", {}, "The machine"), ...work.form.plan.map((field) => fieldOf(work, field, "plan")));
+  const fields = work.form.plan.map((field) => fieldOf(work, field, "plan"));
+  card.append(h("h3", {}, "The machine"), ...fields.slice(0, 5), h("details", {}, h("summary", {}, "more of it"), fields.slice(5)));
   const target = h("div");
   const ask = doer(work, "Will it fit?", target, () => work.ask("fit", { plan: work.plan }), (found) => {
     const kinds = [...new Set(found.bars.flatMap((bar) => Object.keys(bar.parts)))];
@@ -107,9 +108,9 @@ export function launchTab(work, result) {
     const state = one.alive ? "running" : one.status === 0 ? "finished" : one.status === "ended" ? "ended" : "failed";
     const mark = h("span", { class: `state ${state}` }, state + (state === "failed" ? `, status ${one.status}` : ""));
     const show = h("button", { type: "button", "aria-expanded": String(open === one.name), onclick: () => { open = open === one.name ? null : one.name; end = 0; log.replaceChildren(); draw(); follow(); } }, "log");
-    return h("div", { class: "launched" }, h("div", { class: "bar" }, h("b", {}, said(one.name)), mark, h("span", { class: "dim" }, ago(one.time)), h("span", { class: "space" }),
+    return h("div", { class: "launched" }, h("div", { class: "bar" }, h("b", { title: one.command }, said(one.name)), mark, h("span", { class: "dim" }, ago(one.time)), h("span", { class: "space" }),
       h("a", { class: "button", href: link("run", { run: one.run }) }, "curves"), show, one.alive ? [act(one, "stop", "stop", { title: "as Ctrl-C: what there is, is written" }), one.stopping ? act(one, "end at once", "kill") : null] : one.can_resume ? act(one, "resume", "resume") : null),
-      said(one.command, { class: "dim command" }), open === one.name ? log : null);
+      open === one.name ? log : null);
   }
   let drawn = "";
   function draw() {

@@ -12,7 +12,7 @@ const TABS = {
   rows: ["Rows", rowsTab, "config model_id dataset_id dataset_config dataset_split eval_dataset_id eval_steps system_prompt max_prompt_length"],
   rewards: ["Rewards", rewardsTab, "reward_funcs reward_weights reward_timeout advantage scale_rewards max_completion_length generator server_urls temperature"],
   tools: ["Tools and environments", toolsTab, "env tools mcp_config tool_parser max_turns max_completion_length max_prompt_length tool_timeout"],
-  fit: ["Fit", fitTab, "model_id use_peft strategy prompts_per_step num_generations max_prompt_length max_completion_length"],
+  fit: ["Fit", fitTab, "model_id use_peft prompts_per_step num_generations max_prompt_length max_completion_length"],
   launch: ["Launch", launchTab, ""],
 };
 let address = {}; // of the last visit, for the link that leads back
@@ -92,9 +92,10 @@ export function fieldOf(work, field, kind = "settings") {
     mark();
   };
   const aside = { id, name: field.name, "aria-describedby": `${id}-help ${id}-fault` };
-  let input, list;
+  let input, list, usual;
   if (options.length) {
-    input = h("select", { ...aside, onchange: change }, h("option", { value: "" }, `${field.default}`), options.map((one) => h("option", { value: one }, one)));
+    usual = h("option", { value: "" }, field.default);
+    input = h("select", { ...aside, onchange: change }, usual, options.map((one) => h("option", { value: one }, one)));
     input.value = value;
   } else {
     const names = field.known.length ? field.known : [];
@@ -113,7 +114,11 @@ export function fieldOf(work, field, kind = "settings") {
     h("p", { class: "dim help", id: `${id}-help` }, said(field.help)), fault);
   function mark() {
     const given = input.value !== "";
-    const differs = given && (kind === "settings" && work.told.differs ? work.told.differs.includes(field.name) : input.value !== field.default);
+    const told = kind === "settings" ? work.told : {};
+    const differs = told.differs ? told.differs.includes(field.name) || (given && field.name === "config") : given && input.value !== field.default;
+    const now = given ? field.default : (told.values?.[field.name] ?? field.default); // as a file or a preset has it
+    if (usual) usual.textContent = now;
+    else input.placeholder = now === "" ? "none" : now;
     made.classList.toggle("differs", Boolean(differs));
     back.hidden = !given;
     const wrong = kind === "settings" && work.told.field === field.name;
