@@ -168,6 +168,7 @@ class Run:
         self.metrics_file, self.curves_read, self.unreadable = Growing(path), Curves(), 0
         self.settings: tuple = ((), {})  # what was read of config.json, and of which state of it
         self.lock_seen: tuple = (None, False)
+        self.noted: tuple[tuple | None, dict] = (None, {})  # of which state of it, and what stands out there
 
     def config(self) -> dict:
         mark = stamp(self.path / "config.json")

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from cli import ConfigError
 from looking.prepare import Prepare, posted
 from looking.runs import Gone, Run, Runs, digest, plain, stamp, unreadable
-from looking.told import all_notes, compared, described
+from looking.told import all_notes, compared, described, standing_out
 from runlog import samples
 from runlog.reading import readable_prompt
 from safety.storable import storable
@@ -42,6 +42,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 COMPARED = 40  # runs at once
+NOTED_SECONDS = 10.0  # between two looks at what stands out in the runs
 SECONDS = 1.0  # that one request looks for a prompt in files
 
 
@@ -86,10 +87,22 @@ def new_token() -> str:
 
 
 def read_ahead(runs: Runs) -> None:
-    """So that the first look at the table need not wait for a slow disk."""
+    """So that the first look at the table need not wait for a slow disk. Then, again and again, what stands out in each
+    run that has changed, one after the other and with four fifths of the time free."""
     with contextlib.suppress(OSError):
         for run in runs.all():
             run.summary()
+    while True:
+        time.sleep(NOTED_SECONDS / 10)
+        for run in list(runs.known.values()):
+            begun = time.monotonic()
+            with contextlib.suppress(Exception):  # a run that cannot be read says so in the table
+                if run.noted[0] != run.version():
+                    run.noted = run.version(), standing_out(run)
+                    if run not in runs.recent:
+                        run.forget()
+            time.sleep(4 * (time.monotonic() - begun))
+        time.sleep(0.9 * NOTED_SECONDS)
 
 
 # ---- who may ask, and how answers look ------------------------------------------------------------------------------
@@ -206,7 +219,7 @@ def file(request: Request) -> Response:
 
 
 def table(request: Request) -> Response:
-    found = [run.summary() for run in runs_of(request).all()]
+    found = [run.summary() | run.noted[1] for run in runs_of(request).all()]
     found.sort(key=lambda run: -(run["updated"] or 0))
     return unless_known(request, None, lambda: respond({"root": storable(str(runs_of(request).root)), "runs": found}))
 
@@ -285,6 +298,10 @@ def tokens(request: Request) -> dict:
     return samples.tokens(step_file(request), whole(request, "row"), of(request).vocabulary()) or {}
 
 
+def scales(request: Request) -> dict:
+    return samples.scales(step_file(request))
+
+
 def picture(request: Request) -> Response:
     data = samples.image(step_file(request), whole(request, "row"))
     if data is None:
@@ -315,7 +332,7 @@ def over_time(request: Request) -> dict:
 
 ANSWERS = {"runs": table, "run": run, "notes": notes, "compare": compare, "steps": steps, "listing": listing}
 ANSWERS |= {"search": found_text, "rows": several, "row": one, "tokens": tokens, "picture": picture}
-ANSWERS |= {"over_time": over_time}
+ANSWERS |= {"over_time": over_time, "scales": scales}
 
 
 def prepare_about(request: Request) -> dict:

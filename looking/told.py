@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from config import TrainConfig
 from looking.runs import Gone, Run, digest, opened, stamp
 from runlog import advice, samples
 from runlog.curves import SOLVED, Curves, binned, domains, panels
+from safety.masking import public_config
 
 FREE = ("seed", "run_name", "output_dir", "server_url", "resume", "save_steps", "report_to")  # no other setting
 
@@ -38,8 +40,19 @@ def described(run: Run, axis: str) -> dict:
         "times": [{"name": name, **curve} for name, curve in times.items()],
         "domains": domain_table(curves, run.config()),
         "config": run.config(),
+        "differs": differing(run.config()),
         "texts": {name: text_of(run, name) for name in ("command.txt", "environment.txt", "git.diff")},
     }
+
+
+@lru_cache(1)
+def usual() -> dict:
+    return public_config(TrainConfig())
+
+
+def differing(config: dict) -> list[str]:
+    """The settings that are not train_grpo.py's defaults."""
+    return [name for name, value in config.items() if name in usual() and value != usual()[name]]
 
 
 def headline(curves: Curves) -> dict[str, str]:
@@ -108,6 +121,13 @@ def all_notes(run: Run) -> list[dict]:
         text = f"{run.unreadable} lines of metrics.jsonl cannot be read, and are left out."
         found.append(advice.note("watch", "Torn lines", text, "state"))
     return sorted(found, key=lambda note: note["level"] != "bad")
+
+
+def standing_out(run: Run) -> dict:
+    """For the table: the worst note on the run's metrics and completions, and how many there are."""
+    found = [note for note in all_notes(run) if note["see"] != "state"]
+    first = found[0] if found else {"title": "", "level": ""}
+    return {"note": first["title"], "level": first["level"], "notes": len(found)}
 
 
 def setting(config: dict) -> dict:

@@ -444,6 +444,32 @@ def _digits(value):
     return value
 
 
+def scales(path: Path) -> dict[str, float]:
+    """Of each quantity of the step's tokens the size that .98 of them stay below, in the token view's names."""
+    return _scales(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(16)
+def _scales(path: Path, mark: int) -> dict[str, float]:
+    table = table_of(path, [f"tokens/{name}" for name in TOKEN_COLUMNS])
+    known = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        known[name.removeprefix("tokens/")] = column.flatten().to_numpy(zero_copy_only=False)
+    sized = {"advantage", "weight", "logprob", "entropy", "teacher_logprob"}
+    sizes = {name: values for name, values in known.items() if name in sized}
+    for name, (a, b) in {"difference": ("logprob", "sampler_logprob"), "gap": ("teacher_logprob", "logprob")}.items():
+        if a in known and b in known and len(known[a]) == len(known[b]):
+            sizes[name] = known[a].astype(float) - known[b]
+    found = {}
+    for name, values in sizes.items():
+        values = np.abs(values.astype(float))
+        values = values[np.isfinite(values)]
+        if len(values):
+            found[name] = float(np.quantile(values, 0.98))
+    return found
+
+
 def tokens(path: Path, number: int, known: Vocabulary) -> dict | None:
     names = ["prompt_ids", "token_ids", "turns", *(f"tokens/{name}" for name in TOKEN_COLUMNS)]
     return token_view(rows(path, [number], names)[0], known)

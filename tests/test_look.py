@@ -238,6 +238,28 @@ def test_a_trajectory_with_calls_and_tokens(page):
     assert tokens["turns"] == [[turn["start"], turn["end"]] for turn in whole["turns"]]
 
 
+def test_colours_can_be_scaled_by_all_tokens_of_the_step(page):
+    scales = page.ask("/api/scales", run="one", **PLACE).json()
+    rows = pq.read_table(page.folder / "one/completions/step_000040.parquet").to_pylist()
+    entropy = np.abs(np.concatenate([row["tokens/entropy"] for row in rows]).astype(float))
+    assert scales["entropy"] == pytest.approx(np.nanquantile(entropy, 0.98), rel=1e-3)
+    assert {"advantage", "weight", "logprob", "difference"} <= scales.keys()
+
+
+def test_the_table_says_what_stands_out_and_a_run_what_is_not_as_usual(tmp_path):
+    make_run(tmp_path / "sick", steps=60, rows=64, fault="stale", learning_rate=3e-4)
+    make_run(tmp_path / "well", steps=60, rows=64)
+    with looking(tmp_path) as page:
+        deadline, found = time.monotonic() + 30, {}
+        while not (found and all("notes" in run for run in found.values())) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            found = {run["name"]: run for run in page.ask("/api/runs").json()["runs"]}
+        assert found["sick"]["note"] == "A stale server" and found["sick"]["level"] == "bad"
+        assert found["well"]["note"] == "" and found["well"]["notes"] == 0
+        differs = page.ask("/api/run", run="sick").json()["differs"]
+        assert "learning_rate" in differs and "gamma" not in differs
+
+
 def test_the_list_finds_and_counts(page):
     listing = page.ask("/api/listing", run="one", **PLACE).json()
     assert len(listing["group"]) == 16 and set(listing["rewards"]) == {"right", "format"}

@@ -73,6 +73,6 @@ export function runView(content, parameters, signal) {
     domains.replaceChildren(...(data.domains.length ? [h("h2", {}, "Domains"), h("div", { class: "card" }, h("table", {}, h("thead", {}, h("tr", {}, ["domain", "reward, first", "now", "held out"].map((name, n) => h("th", { class: n ? "n" : "" }, name)))),
       h("tbody", {}, data.domains.map((part) => h("tr", {}, h("td", {}, h("a", { href: link("trajectories", { run, domain: part.name }) }, said(part.name))), [part.first, part.now, part.held_out].map((value) => h("td", { class: "n" }, short(value))))))))] : []));
     if (!details.firstChild) details.append(h("h2", {}, "Details"), ...Object.entries(data.texts).filter(([, text]) => text).map(([name, text]) => h("details", {}, h("summary", {}, name), said(text, {}, "pre"))),
-      h("details", {}, h("summary", {}, "settings"), h("table", {}, h("tbody", {}, Object.entries(config).map(([name, value]) => h("tr", {}, h("td", {}, said(name)), h("td", {}, said(JSON.stringify(value)))))))));
+      h("details", {}, h("summary", {}, "settings", h("span", { class: "dim" }, `, ${data.differs.length} other than the defaults`)), h("table", {}, h("tbody", {}, Object.entries(config).map(([name, value]) => h("tr", { class: data.differs.includes(name) ? "differs" : "" }, h("td", {}, said(name)), h("td", {}, said(JSON.stringify(value)))))))));
   }
 }

@@ -3,10 +3,10 @@ import { ago, duration, h, link, poll, remember, said, short } from "./dom.js";
 
 const COLUMNS = [
   ["name", "run"], ["state", "state"], ["task", "task"], ["algorithm", "algorithm"], ["step", "step"],
-  ["last", "held out: last"], ["best", "best"], ["reward", "reward"], ["seconds", "time"], ["tokens_per_second", "tokens/s"],
+  ["note", "stands out"], ["last", "held out: last"], ["best", "best"], ["reward", "reward"], ["seconds", "time"], ["tokens_per_second", "tokens/s"],
   ["updated", "last line"],
 ];
-const TEXT = new Set(["name", "state", "task", "algorithm"]);
+const TEXT = new Set(["name", "state", "task", "algorithm", "note"]);
 
 export function stateOf(run) {
   return h("span", { class: `state ${run.state}`, title: run.why }, run.state,
@@ -56,6 +56,7 @@ export function runsView(content, parameters, signal) {
     const gained = typeof run.first === "number" && typeof run.last === "number" && run.first !== run.last;
     return h("tr", {}, h("td", {}, box), h("td", { class: "name" }, h("a", { href: link("run", { run: run.name }) }, said(run.name))),
       h("td", {}, stateOf(run)), h("td", {}, said(run.task)), h("td", {}, said(run.algorithm)), number(progress(run)),
+      h("td", { class: "stands-out" }, run.note ? h("a", { class: run.level, href: link("run", { run: run.name }), title: run.notes > 1 ? `and ${run.notes - 1} more` : undefined }, said(run.note), run.notes > 1 ? ` +${run.notes - 1}` : "") : null),
       h("td", { class: "n", title: run.metric }, gained ? h("span", { class: "dim" }, `${short(run.first)} → `) : null, h("b", {}, short(run.last))),
       number(short(run.best)), number(short(run.reward)), number(duration(run.seconds)),
       number(typeof run.tokens_per_second === "number" ? Math.round(run.tokens_per_second).toLocaleString("en") : "–"), number(ago(run.updated)));
@@ -85,7 +86,7 @@ export function runsView(content, parameters, signal) {
     headings();
     body.replaceChildren(...found.map(line));
     if (focused >= 0) [...body.querySelectorAll("input, a")][focused]?.focus();
-    if (!found.length) body.append(h("tr", {}, h("td", { colspan: "12", class: "dim" }, runs.length ? "No run fits." : "There is no run in this folder yet. It is looked at every few seconds.")));
+    if (!found.length) body.append(h("tr", {}, h("td", { colspan: "13", class: "dim" }, runs.length ? "No run fits." : "There is no run in this folder yet. It is looked at every few seconds.")));
     count.textContent = found.length === runs.length ? `${runs.length}` : `${found.length} of ${runs.length}`;
     buttons();
   }

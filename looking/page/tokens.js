@@ -31,7 +31,7 @@ function quantile(values, share) {
 }
 
 /** (value) -> a CSS colour, light enough for dark text; and the ends of the scale in words. */
-function scale(kind, values, name, trained) {
+function scale(kind, values, name, trained, whole) {
   if (kind === "trained") return [(value) => (value ? "hsl(214 95% 88%)" : "hsl(220 13% 91%)"), null];
   if (kind === "kinds") {
     const known = [...new Set(values.filter((value, n) => value !== null && trained?.[n] !== false))].sort((a, b) => a - b);
@@ -40,7 +40,7 @@ function scale(kind, values, name, trained) {
   }
   const sizes = values.map((value) => (value === null ? null : Math.abs(value)));
   const least = { difference: 0.05, gap: 0.5, logprob: 0.5, teacher_logprob: 0.5, entropy: 0.1 }[name] ?? 1e-6;
-  const top = Math.max(quantile(sizes, 0.98), least);
+  const top = Math.max(whole ?? quantile(sizes, 0.98), least);
   const part = (value) => Math.min(Math.abs(value) / top, 1);
   const hue = { up: "270 85%", down: "350 90%" }[kind];
   const colour = (value) => {
@@ -103,7 +103,19 @@ export function tokenView(data, chosen, onChoice = () => {}) {
   });
   label.append(select);
   const legend = element("span", "legend");
-  bar.append(label, legend);
+  const whole = element("label", "", "");
+  const byStep = element("input");
+  byStep.type = "checkbox";
+  whole.append(byStep, " scaled by the whole step");
+  whole.title = "Colours of the same quantity mean the same in all completions of the step.";
+  let tops = null; // of the step, by quantity
+  byStep.addEventListener("change", async () => {
+    tops = byStep.checked ? await data.scales().catch(() => null) : null;
+    byStep.checked = Boolean(tops);
+    painted = null;
+    paint();
+  });
+  bar.append(label, legend, ...(data.scales ? [whole] : []));
   const meaning = element("p", "dim meaning");
 
   // The prompt, folded; the tokens; the numbers of the one that is looked at.
@@ -149,7 +161,7 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     const name = select.value;
     const values = columns[name];
     if (!values) return;
-    const [colour, ends] = scale(QUANTITIES[name][2], values, name, columns.trained);
+    const [colour, ends] = scale(QUANTITIES[name][2], values, name, columns.trained, tops?.[name]);
     const from = painted === name ? Number(box.dataset.painted ?? 0) : 0;
     for (let place = from; place < spans.length; place++) {
       const masked = columns.trained && !columns.trained[place];

@@ -62,7 +62,7 @@ export async function trajectoryView(content, parameters, signal) {
     return;
   }
   try {
-    const data = await get("tokens", place);
+    const data = { ...(await get("tokens", place)), scales: () => get("scales", place) };
     if (signal.aborted) return;
     tokens.append(data.completion ? tokenView(data, parameters.get("colour") ?? "trained", (colour) => {
       parameters.set("colour", colour);
