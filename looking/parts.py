@@ -169,6 +169,10 @@ def usual(field) -> object:
 def form(script: Script, given: dict) -> dict:
     """The fields of the script's TrainConfig, and those that plan.py adds."""
     own = fields_of(script, script.config)
+    here = sorted(str(path.parent) for path in Path("models").glob("*/config.json"))
+    for field in own:
+        if field["name"] == "model_id":
+            field["known"] = here
     planned = [field for field in fields_of(script, script.plan.PlanConfig) if field["group"] == "plan"]
     first = next((vars(c)["first_flags"] for c in script.config.__mro__ if "first_flags" in vars(c)), {})
     files = sorted(str(p) for folder in ("recipes", "examples", ".") for p in Path(folder).glob("*.yaml"))
@@ -325,9 +329,9 @@ def rows(script: Script, given: dict) -> dict:
         known = read(script, given)
     except ConfigError as error:
         cfg, _ = settled(script, given)
-        if not data.names_file(cfg.dataset_id) or not Path(cfg.dataset_id).expanduser().is_file():
+        if "no column `prompt`" not in str(error) or not data.names_file(cfg.dataset_id):
             raise
-        found = data.load_file(cfg.dataset_id)  # a file whose rows are not as they should be
+        found = data.load_file(cfg.dataset_id)  # a file whose question stands in another column
         first = {name: text_of(value)[:300] for name, value in found[0].items()} if len(found) else {}
         return {"parts": [], "error": str(error), "file": {"path": cfg.dataset_id, "first": first}}
     told = []
@@ -552,6 +556,7 @@ def sampler_of(script: Script, own, processor):
         client = utils.reach_servers(replace(own, server_timeout=min(own.server_timeout, 20.0)))
         client.tokenizer, client.rope_index = processor, None
         return client
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # here nothing is forked after it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = script["load_hf_model"](own, getattr(torch, own.compute_dtype)).to(device)
     generator = HFGenerator(model, processor)

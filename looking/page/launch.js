@@ -16,7 +16,7 @@ export function fitTab(work, result, card) {
       h("p", { class: "key" }, kinds.map((kind, n) => { const line = h("i", { class: "line" }); line.style.borderTop = `8px solid ${colour(n)}`; return h("span", {}, line, said(kind)); }))),
     h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "What plan.py says, and what to type"), h("span", { class: "space" }), copier(() => found.text)), said(found.text, { tabindex: "0" }, "pre")), printedBy(found)];
   }, { class: "primary" });
-  card.append(h("div", { class: "bar" }, ask));
+  card.actions.append(ask);
   result.append(target);
 }
 
@@ -70,6 +70,7 @@ export function launchTab(work, result) {
   const started = h("div");
   const ranks = h("input", { type: "number", class: "step", min: "1", value: "1", "aria-label": "Processes", onchange: () => { work.ranks = Number(ranks.value); work.check(); } });
   const serves = h("input", { type: "checkbox", onchange: () => { work.serves = serves.checked; work.check(); } });
+  const needs = h("p", { class: "dim", hidden: true });
   const beside = h("label", { title: "scripts/serve_and_train.sh: a server of the model on this machine, which ends with the training" }, serves, " start its server, too");
   let launched = [];
   const go = doer(work, "Start it", started, () => work.send("launch", { ranks: work.ranks, serves: work.serves, settings: { ...work.settings, run_name: work.settings.run_name ?? work.told.run_name } }), (made) => {
@@ -81,6 +82,8 @@ export function launchTab(work, result) {
     fault.replaceChildren(...(told.error ? [said(told.error)] : []));
     go.disabled = Boolean(told.error);
     beside.hidden = told.error ? beside.hidden : told.generator !== "vllm";
+    needs.hidden = beside.hidden || serves.checked;
+    needs.replaceChildren("Sampling is a server's (--generator vllm), which must run at ", said(told.values?.server_urls), ", or be started too. On one GPU or a CPU --generator hf needs none.");
     for (const { fields, count } of sections) {
       const number = fields.filter((made) => made.classList.contains("differs")).length;
       count.textContent = number ? `${number} set` : "";
@@ -140,7 +143,7 @@ export function launchTab(work, result) {
     setTimeout(() => name === open && follow(), 1000);
   }
   result.append(h("div", { class: "columns even" }, h("div", {}, h("div", { class: "bar" }, search, h("label", {}, only, " what differs from the defaults")), form),
-    h("div", { class: "beside-form" }, h("div", { class: "card" }, h("h2", {}, "Start"), fault, h("div", { class: "bar" }, h("label", {}, "processes ", ranks), beside, h("span", { class: "space" }), go), started),
+    h("div", { class: "beside-form" }, h("div", { class: "card" }, h("h2", {}, "Start"), fault, h("div", { class: "bar" }, h("label", {}, "processes ", ranks), beside, h("span", { class: "space" }), go), needs, started),
       h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Command"), h("span", { class: "space" }), copier(() => work.told.command ?? "")), command,
         h("details", {}, h("summary", {}, "as a --config file"), copier(() => work.told.yaml ?? ""), yaml)),
       h("div", { class: "card" }, h("h2", {}, "Started from here"), list))));

@@ -165,7 +165,7 @@ export function doer(work, label, target, ask, show, attributes = {}) {
       const value = await ask();
       if (!work.signal.aborted) target.replaceChildren(...[show(value)].flat().filter(Boolean));
     } catch (error) {
-      if (!work.signal.aborted) target.replaceChildren(failure(error));
+      if (!work.signal.aborted) target.replaceChildren(failure(error, work, run));
     }
     clearInterval(tick);
     wait.remove();
@@ -177,8 +177,15 @@ export function doer(work, label, target, ask, show, attributes = {}) {
   return button;
 }
 
-export function failure(error) {
-  return h("div", { class: "note bad", role: "alert" }, said(error.message), printedBy(error));
+/** Why nothing came; where it is about a setting whose names are known, these to choose from. */
+export function failure(error, work, again) {
+  const field = work?.fields?.get(/--(\w+)/.exec(error.message)?.[1]);
+  const names = again && field?.known.length && field.known.length < 13 ? field.known : [];
+  return h("div", { class: "note bad", role: "alert" }, said(error.message), names.length ? h("p", { class: "bar" }, `${field.name}: `, names.map((name) => h("button", { type: "button", onclick: () => {
+    work.set(field.name, name);
+    work.listeners.forEach((listener) => listener(work.told));
+    again();
+  } }, name))) : null, printedBy(error));
 }
 
 export function printedBy({ said: text }) {
@@ -231,6 +238,8 @@ export async function prepareView(content, parameters, signal) {
     body.replaceChildren(h("div", { class: "columns prepare-columns" }, card, result));
   } else body.replaceChildren(result);
   card.prepend(faultLine(work, card));
+  card.actions = h("div", { class: "bar actions" });
+  card.prepend(card.actions);
   show(work, result, card);
   work.check();
 }

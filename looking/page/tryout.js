@@ -57,7 +57,7 @@ export function rowsTab(work, result, card) {
     parts = found.parts;
     detail.replaceChildren();
     const made = [found.error ? h("div", { class: "note bad", role: "alert" }, said(found.error)) : null, ...parts.map(partOf),
-      found.file && /no column/.test(found.error) ? mapping(work, found, () => open.run()) : null, printedBy(found)];
+      found.file ? mapping(work, found, () => open.run()) : null, printedBy(found)];
     if (parts.length) showRow(Math.min(work.row, parts[0].count - 1), 0);
     return made;
   }, { class: "primary" });
@@ -77,7 +77,7 @@ export function rowsTab(work, result, card) {
     event.preventDefault();
     if (name === "drop") take(event.dataTransfer.files[0]);
   });
-  card.append(drop, h("div", { class: "bar" }, open));
+  card.actions.append(open, drop);
   result.append(list, detail);
 
   function partOf(part) {
@@ -143,7 +143,7 @@ export function rewardsTab(work, result, card) {
     work.listeners.forEach((listener) => listener(work.told));
     return h("p", { class: "note" }, h("code", {}, made.path), " is written: open it in your editor and change it. It is read again each time you press Score.");
   });
-  card.append(h("div", { class: "bar" }, begin));
+  card.actions.append(begin);
   result.append(h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Row"), number("Row", work.row, (value) => { work.row = value; work.keep(); peek.run(); }), peek), prompt,
     h("h2", {}, "Completions"), boxes, h("div", { class: "bar" }, h("button", { type: "button", onclick: () => { completions.push({ text: "" }); draw(); boxes.lastChild.querySelector("textarea").focus(); } }, "one more"), score, h("span", { class: "space" }),
       h("label", {}, "or from the model as it is: ", size, " "), sample)), target);
@@ -178,7 +178,7 @@ export function toolsTab(work, result, card) {
     return [found.tools.length ? h("div", { class: "card" }, h("h2", {}, "Tools"), found.tools.map((tool) => toolCard(tool)), h("h3", {}, "How it is told"), long(found.told, 1500, { class: "answer" })) : h("p", { class: "dim" }, "No tools: the environment reads the text."), printedBy(found)];
   }, { class: "primary" });
   const begin = doer(work, "Play it as the model", stage, () => work.ask("play", about()), turnOf);
-  card.append(h("div", { class: "bar" }, h("label", {}, "row ", number("Row", work.row, (value) => { work.row = value; work.keep(); })), look, begin));
+  card.actions.append(...[h("label", {}, "row ", number("Row", work.row, (value) => { work.row = value; work.keep(); })), look, begin]);
   result.append(list, stage);
 
   function toolCard(tool) {

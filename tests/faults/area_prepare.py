@@ -1,8 +1,10 @@
 """look.py --prepare: requests that are not the page's own, paths and scripts outside, code that never ends or crashes,
 two tabs, and a page that is killed while what it started goes on."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -55,9 +57,10 @@ class _Tab:
 
     def clear(self) -> None:
         for path in (self.here / "runs" / ".launched").glob("*.json"):
-            pid = json.loads(path.read_text(encoding="utf-8")).get("pid")
-            if pid and psutil.pid_exists(pid):
-                os.killpg(pid, signal.SIGKILL)
+            found = re.search(r'"pid": (\d+)', path.read_text(encoding="utf-8")) if path.is_file() else None
+            with contextlib.suppress(ProcessLookupError):
+                if found and int(found[1]) > 1:
+                    os.killpg(int(found[1]), signal.SIGKILL)
 
 
 def _refused(at, ask, statuses=(403,), said: str = "") -> Seen:
@@ -203,7 +206,9 @@ def words_of_a_shell(at, limit=120):
     tab = _Tab(at)
     mark = at.given / "ran"
     name = f"a; touch {mark.name} $(touch {mark.name}) `touch {mark.name}`"
-    answer = tab.launch(name, system_prompt=f"$(touch {mark}); touch {mark} '\"", max_steps="2")
+    answer = tab.launch(
+        name, system_prompt=f"$(touch {mark}); touch {mark} '\"", max_steps="2", max_prompt_length="400"
+    )
     if answer.status_code != 200:
         return Seen("ended", shorten(answer.text))
     wait_until(lambda: not tab.started()[0]["alive"], 90)
