@@ -1,5 +1,5 @@
 """Trainings that the page has started: processes of their own, which go on when the page, its terminal or browser is
-gone. What was started stands in RUNS/.launched, so that the next page knows of it: NAME.json and NAME.log.
+gone. What was started stands in RUNS/.launched, so that the next page knows of it: NAME.launch (JSON) and NAME.log.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Launches:
     def all(self) -> list[dict]:
         """The newest first: {"name", "script", "command", "time", "alive", "status", "can_resume"}."""
         found = []
-        for path in (self.runs / KEPT).glob("*.json"):
+        for path in (self.runs / KEPT).glob("*.launch"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if path.is_file():  # to open a FIFO waits for its writer
                     found.append(self._told(self._read(path.stem)))
@@ -54,10 +54,10 @@ class Launches:
         return self.runs / KEPT / f"{name}{suffix}"
 
     def _read(self, name: str) -> dict:
-        return json.loads(self._path(name, ".json").read_text(encoding="utf-8"))
+        return json.loads(self._path(name, ".launch").read_text(encoding="utf-8"))
 
     def _write(self, record: dict) -> None:
-        path = self._path(record["name"], ".json")
+        path = self._path(record["name"], ".launch")
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
         os.replace(partial, path)
@@ -124,7 +124,7 @@ class Launches:
     def _run(self, record: dict) -> dict:
         name = record["name"]
         (self.runs / KEPT).mkdir(parents=True, exist_ok=True)
-        if self._path(name, ".json").exists() and self._status(self.get(name)) is None:
+        if self._path(name, ".launch").exists() and self._status(self.get(name)) is None:
             raise ConfigError(f"{name} runs already; stop it first.")
         try:
             with self.lock, open(self._path(name, ".log"), "ab") as log:

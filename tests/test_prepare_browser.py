@@ -165,7 +165,7 @@ def test_a_run_goes_on_when_its_page_is_killed_and_the_next_one_stops_it(browser
         show(tab, "launch", SMALL)
         tab.locator(".launched", has_text="outlives").locator("button:text-is('stop')").click()
         tab.locator(".launched", has_text="outlives").locator(".state.ended").wait_for()
-    record = json.loads((site.folder / ".launched" / "outlives.json").read_text(encoding="utf-8"))
+    record = json.loads((site.folder / ".launched" / "outlives.launch").read_text(encoding="utf-8"))
     assert not os.path.exists(f"/proc/{record['pid']}") or "Z" in open(f"/proc/{record['pid']}/stat").read().split()[2]
 
 

@@ -28,7 +28,7 @@ export function runsView(content, parameters, signal) {
   const state = h("select", { "aria-label": "State", onchange: () => show() }, h("option", { value: "" }, "all states"),
     ["running", "finished", "failed", "killed", "interrupted", "ended", "silent", "unreadable"].map((name) => h("option", { value: name }, name)));
   state.value = parameters.get("state") ?? "";
-  const compare = h("button", { class: "primary", onclick: () => { location.hash = link("compare", { run: [...chosen] }); } });
+  const compare = h("button", { class: "primary", onclick: () => { location.hash = link("compare", { run: [...chosen] }); } }, "Compare");
   const none = h("button", { class: "quiet", onclick: () => { chosen.clear(); show(); } }, "choose none");
   const count = h("span", { class: "dim" });
   const head = h("tr");

@@ -45,7 +45,7 @@ function mapping(work, found, again) {
     again();
     return h("p", {}, h("code", {}, made.path), " is written, and read.");
   }, { class: "primary" });
-  return h("div", { class: "card" }, h("h2", {}, "Which column is the question?"), h("p", {}, "A row wants a column ", h("code", {}, "prompt"), "; a file in between can make one, and keeps every tenth row apart, as held-out rows that are never trained on."),
+  return h("div", { class: "card" }, h("h2", {}, "Which column is the question?"), h("p", {}, "A row wants a column ", h("code", {}, "prompt"), "; a file in between can make one, and keeps every tenth row apart: held-out rows, by which ", h("code", {}, "--eval_steps"), " sees whether it learns."),
     pairs(Object.entries(found.file.first)), h("div", { class: "bar" }, column, make), target);
 }
 
@@ -134,7 +134,8 @@ export function rewardsTab(work, result, card) {
   const score = doer(work, "Score them", target, () => work.ask("score", { ...about(), completions }), show, { class: "primary" });
   const sample = doer(work, "Sample", target, () => work.ask("score", { ...about(), sample: { n: Number(size.value) } }), show);
   const peek = doer(work, "show its prompt", prompt, () => work.ask("row", about()), (found) => [long(found.text, 1500, { class: "answer" }), h("dl", { class: "columns-of" }, Object.entries(found.columns).filter(([name]) => name !== "prompt").flatMap(([name, value]) => [h("dt", {}, said(name)), h("dd", {}, long(value, 600))]))]);
-  const begin = doer(work, "Begin a reward of my own", prompt, async () => {
+  const begun = h("div");
+  const begin = doer(work, "Begin a reward of my own", begun, async () => {
     const columns = Object.keys((await work.ask("row", about())).columns);
     const answer = columns.find((name) => /answer|solution|target|label/i.test(name)) ?? columns.find((name) => name !== "prompt");
     return work.send("write", { kind: "reward", answer });
@@ -143,10 +144,11 @@ export function rewardsTab(work, result, card) {
     work.listeners.forEach((listener) => listener(work.told));
     return h("p", { class: "note" }, h("code", {}, made.path), " is written: open it in your editor and change it. It is read again each time you press Score.");
   });
-  card.actions.append(begin);
+  card.actions.append(begin, begun);
   result.append(h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Row"), number("Row", work.row, (value) => { work.row = value; work.keep(); peek.run(); }), peek), prompt,
     h("h2", {}, "Completions"), boxes, h("div", { class: "bar" }, h("button", { type: "button", onclick: () => { completions.push({ text: "" }); draw(); boxes.lastChild.querySelector("textarea").focus(); } }, "one more"), score, h("span", { class: "space" }),
       h("label", {}, "or from the model as it is: ", size, " "), sample)), target);
+  if (work.settings.dataset_id || work.settings.config) peek.run();
 }
 
 function functionsOf(functions, completions) {

@@ -56,7 +56,7 @@ class _Tab:
         return path.exists() and path.stat().st_size > 0
 
     def clear(self) -> None:
-        for path in (self.here / "runs" / ".launched").glob("*.json"):
+        for path in (self.here / "runs" / ".launched").glob("*.launch"):
             found = re.search(r'"pid": (\d+)', path.read_text(encoding="utf-8")) if path.is_file() else None
             with contextlib.suppress(ProcessLookupError):
                 if found and int(found[1]) > 1:
@@ -350,10 +350,10 @@ def torn_record(at):
     kept = tab.here / "runs" / ".launched"
     kept.mkdir()
     right = {"name": "right", "script": "train_grpo.py", "command": ["python"], "run_dir": str(kept), "pid": 1}
-    (kept / "right.json").write_text(json.dumps(right | {"born": 1.0, "time": 1.0}), encoding="utf-8")
-    (kept / "torn.json").write_text('{"name": "torn"', encoding="utf-8")
-    (kept / "list.json").write_text("[]", encoding="utf-8")
-    os.mkfifo(kept / "pipe.json")
-    (kept / "folder.json").mkdir()
+    (kept / "right.launch").write_text(json.dumps(right | {"born": 1.0, "time": 1.0}), encoding="utf-8")
+    (kept / "torn.launch").write_text('{"name": "torn"', encoding="utf-8")
+    (kept / "list.launch").write_text("[]", encoding="utf-8")
+    os.mkfifo(kept / "pipe.launch")
+    (kept / "folder.launch").mkdir()
     names = [one["name"] for one in tab.started()]
     return Seen("survived" if names == ["right"] else "ended", str(names))
