@@ -237,7 +237,7 @@ def check(script: Script, given: dict) -> dict:
     asked = [name for name in settings if name in values and settings[name].strip()]
     name, ranks = name_run(cfg), ranks_of(given)
     runs = Path(given.get("runs") or "runs")
-    if "output_dir" not in asked and "config" not in settings and Path(cfg.output_dir).resolve() != runs.resolve():
+    if cfg.output_dir == plain.output_dir and Path(cfg.output_dir).resolve() != runs.resolve():
         cfg, words = replace(cfg, output_dir=str(runs)), [*words, [f"--output_dir={runs}"]]
     if not cfg.run_name:
         words = [*words, [f"--run_name={name}"]]

@@ -1,6 +1,8 @@
 """look.py --prepare: who may ask, and that what it says of rows, prompts and rewards is what a training does. The page
 itself is in test_prepare_browser.py."""
 
+import base64
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 import pytest
 import requests
 from looking_at import ROOT, checkout, looking
+from PIL import Image
 
 SMALL = dict(model_id="models/tiny", generator="hf", dataset_id="examples/sums.py:rows", compute_dtype="float32")
 SMALL |= dict(prompts_per_step="4", num_generations="4", max_prompt_length="64", max_completion_length="8")
@@ -157,6 +160,26 @@ def test_rows_prompts_and_rewards_are_those_of_the_run(page, trained):
         for function in scored["functions"]:
             logged = [row[f"rewards/{function['name']}"] for row in group]
             assert function["values"] == pytest.approx(logged, abs=1e-5)
+
+
+def test_images_of_a_row_are_shown_as_the_model_gets_them(page):
+    """In a process of its own, as tiny_vlms imports torch."""
+    here = page.folder.parent
+    code = "import sys; sys.path[:0] = ['tests', '.']; import tiny_vlms; from pathlib import Path; "
+    code += f"tiny_vlms.make('qwen2_5_vl', Path({str(here)!r}) / 'vlm'); "
+    code += f"tiny_vlms.picture(1, 640, 320).save({str(here / 'picture.png')!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=200)
+    row = {"prompt": "What is it?", "answer": "a cat", "image": str(here / "picture.png")}
+    (here / "pictures.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    settings = SMALL | dict(model_id="vlm", dataset_id="pictures.jsonl", reward_funcs="zero", prompts_per_step="1")
+    settings |= dict(max_pixels="50176", max_prompt_length="2000")
+    (data,) = told(page, "rows", settings)["parts"]
+    shown = told(page, "row", settings, row=0)
+    assert data["longest"] == shown["length"] == len(shown["tokens"]["completion"]["ids"]) > 20
+    (image,) = shown["images"]
+    with Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))) as made:
+        assert 0.8 * 50176 < made.width * made.height <= 50176
+    assert shown["columns"].keys() == {"prompt", "answer"}
 
 
 def test_the_command_that_is_shown_says_what_the_form_says(page):
