@@ -136,7 +136,7 @@ class Launches:
                     **dict(cwd=self.folder, env=os.environ | how, start_new_session=True),
                     **dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT),
                 )
-            record |= {"pid": process.pid, "born": born(process.pid), "time": time.time()}
+            record |= {"pid": process.pid, "born": born(process.pid), "time": round(time.time())}
             self._write(record)
         except OSError as error:
             raise ConfigError(f"{name!r:.80} cannot be started: {error}") from None
