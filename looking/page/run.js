@@ -57,7 +57,7 @@ export function runView(content, parameters, signal) {
     subtitle.replaceChildren(nodes([summary.model, summary.task, summary.algorithm].filter(Boolean).join(" · ")));
     const steps = `step ${summary.step}${summary.steps ? ` of ${summary.steps}` : ""}`;
     const moved = typeof summary.first === "number" && summary.first !== summary.last ? `${short(summary.first)} → ${short(summary.last)}` : short(summary.last);
-    tiles.replaceChildren(tile(`held out, ${summary.metric || "score"}`, moved, `best ${short(summary.best)}`), tile("training reward", short(summary.reward), "last step"),
+    tiles.replaceChildren(tile(`held out, ${summary.metric || "score"}`, moved, `best ${short(summary.best)}${/^mean@/.test(summary.metric ?? "") ? "; share with a score of --eval_solved or more" : ""}`), tile("training reward", short(summary.reward), "last step"),
       tile("progress", steps, left(summary)), tile("time", duration(summary.seconds), "from the first line to the last"),
       tile("speed", `${short(summary.tokens_per_second)} tok/s`, "prompts and completions, whole step"));
     data.panels.forEach((panel, n) => {
