@@ -132,7 +132,8 @@ def guarded(answer):
     def endpoint(request: Request) -> Response:
         if not allowed(request):
             text = "Take the address that look.py printed when it started: it ends with ?token=..."
-            refused = respond({"error": text}, 401)
+            reads = "text/html" in request.headers.get("accept", "")  # a browser's own request, such as a reload
+            refused = Response(text, 401, HEADERS, "text/plain") if reads else respond({"error": text}, 401)
             refused.headers["Connection"] = "close"  # what else it may send is not worth reading
             return refused
         try:

@@ -110,7 +110,7 @@ export function rowsTab(work, result, card) {
 // ---- rewards ----
 
 export function rewardsTab(work, result, card) {
-  let completions = [{ text: "" }, { text: "" }];
+  let completions = (work.completions ??= [{ text: "" }, { text: "" }]); // they stay while other tabs are looked at
   const boxes = h("div");
   const prompt = h("div");
   const target = h("div");
@@ -126,7 +126,7 @@ export function rewardsTab(work, result, card) {
   draw();
   const show = (found) => {
     if (!found.several) {
-      completions = found.completions.map(({ text, ids, finish }) => ({ text, ids, finish }));
+      completions = work.completions = found.completions.map(({ text, ids, finish }) => ({ text, ids, finish }));
       draw();
     }
     return [...found.notes.map((note) => h("p", { class: "note watch" }, said(note))), functionsOf(found.functions, found.completions), ...(found.functions.some((one) => one.error) ? [] : found.completions).map((one, n) => scoredCard(one, n, found)), printedBy(found)];
