@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from runlog.reading import NOT_PHASES, PHASES
+from runlog.reading import PHASES, is_phase
 
 # (title, what to look for, metric names; a trailing * takes all that begin so)
 PANELS = [
@@ -133,7 +133,7 @@ class Curves:
 
     def phases(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Steps and the seconds of each phase in them, as reading.phases; phases below half a percent are left out."""
-        others = sorted(n for n in self.columns if n.startswith("time/") and n not in PHASES + NOT_PHASES)
+        others = sorted(name for name in self.columns if is_phase(name) and name not in PHASES)
         read = {name: self.all(name) for name in [*PHASES, *others] if name in self.columns}
         total = self.all("time/step")
         steps = np.unique(np.concatenate([x for x, _ in [*read.values(), total]]))

@@ -11,6 +11,11 @@ PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/p
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
 
 
+def is_phase(name: str) -> bool:
+    """Of a metric: whether it is a share of a step's seconds. time/reward/NAME are calls beside sampling."""
+    return name.startswith("time/") and name.count("/") == 1 and name not in NOT_PHASES
+
+
 def held_out(run_dir: Path) -> dict[str, list[str]]:
     """{metric: its value in each evaluation of the run, in order}, "-" where one has no such number."""
     evaluations = [line for line in read_metrics(run_dir) if "eval/reward" in line]
@@ -41,7 +46,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 def phases(metrics: dict) -> dict[str, float]:
     """Seconds by phase: the known ones in their order, then any other `time/` key, then what is left of time/step."""
-    names = [*PHASES, *sorted(k for k in metrics if k.startswith("time/") and k not in PHASES + NOT_PHASES)]
+    names = [*PHASES, *sorted(name for name in metrics if is_phase(name) and name not in PHASES)]
     seconds = {name.removeprefix("time/"): metrics[name] for name in names if metrics.get(name) is not None}
     if metrics.get("time/step") is not None:
         # Never negative: phases may overlap, as scoring does with generation.

@@ -146,7 +146,7 @@ def reward_seconds(trajectories: list[Trajectory]) -> dict:
     """Seconds that a call of each reward function took, on average, over all ranks, which all call it."""
     names = on_any_rank({name for t in trajectories for name in t.info.get("reward_seconds", ())})
     means = means_where_given(trajectories, "reward_seconds", names)
-    return {f"reward_seconds/{name}": mean for name, mean in means.items()}
+    return {f"time/reward/{name}": mean for name, mean in means.items()}
 
 
 def on_any_rank(names: set[str]) -> set[str]:

@@ -524,7 +524,7 @@ def test_a_step_in_which_nothing_was_scored_in_time_ends_the_run():
         rollout_metrics.check_failed([late], cfg)
     assert rollout_metrics.check_failed([late, half], cfg) == 0
     seconds = rollout_metrics.reward_seconds(half)
-    assert seconds["reward_seconds/endless"] > 0.4 > seconds["reward_seconds/fine"] > 0
+    assert seconds["time/reward/endless"] > 0.4 > seconds["time/reward/fine"] > 0
 
 
 def test_a_busy_loop_ends_with_the_program():
