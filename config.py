@@ -136,7 +136,7 @@ class TrainConfig:
     logprob_chunk: int | None = None  # sampled tokens whose logits exist at a time; unset: 256, more on GPUs
 
     # --- reward ---
-    reward_funcs: list[str] | None = None  # names in REWARDS or file.py:function; unset: environment, or reasoning_gym
+    reward_funcs: list[str] | None = None  # names in REWARDS, or file.py:function; unset: --env's own, or reasoning_gym
     reward_model: str | None = None  # folder, hub id or http address of a classifier, for --reward_funcs reward_model
     judge_url: str | None = None  # OpenAI-compatible server, up to and with /v1, for --reward_funcs judge
     judge_model: str = ""  # the judge's name there
@@ -170,7 +170,7 @@ class TrainConfig:
     # --- algorithm ---
     preset: str | None = None  # a published recipe's settings, printed at start; flags still win over it
     advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # what grpo divides the centred score by: a std over ...
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # std that grpo divides by: of ...
     gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
     lam: float = field(default=1.0, metadata={"flag": False})  # of train_ppo.py, where it is a flag
     critic_warmup: int = field(default=0, metadata={"flag": False})  # the same
@@ -228,7 +228,7 @@ class TrainConfig:
     adam_epsilon: float = 1e-8  # the optimizer's, if it has betas
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     num_epochs: float = 1.0  # passes over the data set, if max_steps is unset
-    max_steps: int | None = None  # stop after this many steps
+    max_steps: int | None = None  # stop after this many steps; unset: after num_epochs
     seed: int = 42  # data order, sampling, initialisation of adapters
 
     # --- sharding ---

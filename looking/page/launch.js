@@ -89,8 +89,8 @@ export function launchTab(work, result) {
       count.textContent = number ? `${number} set` : "";
     }
     if (told.error) {
-      command.replaceChildren("mend what is marked first");
-      yaml.replaceChildren("mend what is marked first");
+      command.replaceChildren("first correct what is marked");
+      yaml.replaceChildren("first correct what is marked");
       return;
     }
     command.replaceChildren(said(told.serves ? `SERVER: bash scripts/serve_and_train.sh ${told.run_name} ${told.model_id} ${told.window} …\n${told.command}` : told.command));

@@ -87,7 +87,7 @@ export function runsView(content, parameters, signal) {
     headings();
     body.replaceChildren(...found.map(line));
     if (focused >= 0) [...body.querySelectorAll("input, a")][focused]?.focus();
-    if (!found.length) body.append(h("tr", {}, h("td", { colspan: "13", class: "dim" }, runs.length ? "No run fits." : ["There is no run in this folder yet. It is looked at every few seconds.", preparing() ? [" ", h("a", { href: prepareLink() }, "Prepare one"), "."] : null])));
+    if (!found.length) body.append(h("tr", {}, h("td", { colspan: "13", class: "dim" }, runs.length ? "No run fits." : ["There is no run in this folder yet. One that starts shows up here within seconds.", preparing() ? [" ", h("a", { href: prepareLink() }, "Prepare one"), "."] : null])));
     count.textContent = found.length === runs.length ? `${runs.length}` : `${found.length} of ${runs.length}`;
     buttons();
   }

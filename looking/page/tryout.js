@@ -45,7 +45,7 @@ function mapping(work, found, again) {
     again();
     return h("p", {}, h("code", {}, made.path), " is written, and read.");
   }, { class: "primary" });
-  return h("div", { class: "card" }, h("h2", {}, "Which column is the question?"), h("p", {}, "A row wants a column ", h("code", {}, "prompt"), "; a file in between can make one, and keeps every tenth row apart: held-out rows, by which ", h("code", {}, "--eval_steps"), " sees whether it learns."),
+  return h("div", { class: "card" }, h("h2", {}, "Which column is the question?"), h("p", {}, "Each row needs a column ", h("code", {}, "prompt"), ". A python file that is written for you can make it from yours; it also keeps every tenth row out of training, so that ", h("code", {}, "--eval_steps"), " can tell whether the model learns."),
     pairs(Object.entries(found.file.first)), h("div", { class: "bar" }, column, make), target);
 }
 
@@ -149,7 +149,7 @@ export function rewardsTab(work, result, card) {
   card.actions.append(begin, begun);
   result.append(h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Row"), number("Row", work.row, (value) => { work.row = value; work.keep(); peek.run(); }), peek), prompt,
     h("h2", {}, "Completions"), boxes, h("div", { class: "bar" }, h("button", { type: "button", onclick: () => { completions.push({ text: "" }); draw(); boxes.lastChild.querySelector("textarea").focus(); } }, "one more"), score, h("span", { class: "space" }),
-      h("label", {}, "or from the model as it is: ", size, " "), sample)), target);
+      h("label", {}, "or sample some from the model as it is now: ", size, " "), sample)), target);
   if (work.settings.dataset_id || work.settings.config) peek.run();
 }
 
