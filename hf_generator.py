@@ -103,14 +103,14 @@ class Roomy(DynamicLayer):
     """DynamicLayer with room for the next tokens: it copies all keys and values now and then, not for each new token,
     which at 4,000 tokens takes three times as long as attention does."""
 
-    room: tuple[Tensor, Tensor] | None = None  # [S, kv heads, more than T, D]; keys and values are their beginnings
+    room: tuple[Tensor, Tensor] | None = None  # [S, kv heads, more than T, D]
+    begun: Tensor | None = None  # the keys as `update` left them, which are the beginning of room[0]
 
     def update(self, key_states, value_states, *args, **kwargs):
         had, more = self.get_seq_length(), key_states.shape[-2]
         if not had:
             return super().update(key_states, value_states, *args, **kwargs)
-        # Another tensor stands there after sequences were chosen.
-        if self.room is None or self.keys.data_ptr() != self.room[0].data_ptr() or had + more > self.room[0].shape[-2]:
+        if self.keys is not self.begun or had + more > self.room[0].shape[-2]:  # new, after sequences were chosen, full
             room = had + more + max(64, had // 4)
             self.room = tuple(x.new_empty(*x.shape[:-2], room, x.shape[-1]) for x in (self.keys, self.values))
             for whole, begun in zip(self.room, (self.keys, self.values), strict=True):
@@ -118,6 +118,7 @@ class Roomy(DynamicLayer):
         for whole, new in zip(self.room, (key_states, value_states), strict=True):
             whole[..., had : had + more, :] = new
         self.keys, self.values = (whole[..., : had + more, :] for whole in self.room)
+        self.begun = self.keys
         return self.keys, self.values
 
 

@@ -253,7 +253,8 @@ def hand_over(rates: dict[str, float], machine: Machine, to: Path | None) -> Non
     print(f"rates: {to}, which plan.py reads")
 
 
-def main(parser: argparse.ArgumentParser) -> int:
+def main() -> int:
+    parser = PARSER
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here. --device cpu tries the checks themselves; nvidia-smi says what the "
@@ -286,4 +287,4 @@ def main(parser: argparse.ArgumentParser) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(PARSER))
+    sys.exit(main())
