@@ -75,12 +75,12 @@ def test_rows_with_a_bad_line_then_a_csv_whose_question_becomes_the_prompt(tab, 
 def test_a_reward_of_ones_own_is_begun_raises_and_is_mended(tab, site):
     show(tab, "rewards", SMALL)
     tab.click("text=Begin a reward of my own")
-    tab.wait_for_selector("text=is written: open it")
+    tab.wait_for_selector("text=is written, for an answer in the column answer: open it")
     file = site.here / "my_rewards.py"
     assert tab.input_value("#settings-reward_funcs") == "my_rewards.py:right" and file.is_file()
     tab.locator("textarea").nth(0).fill("It is 20.")
     tab.locator("textarea").nth(1).fill("It is 21.")
-    tab.click("text=Score them")
+    tab.click("button:text-is('Score them')")
     tab.wait_for_selector("tr.sum")
     numbers = [row.locator("td.n").all_inner_texts()[-2:] for row in tab.locator(".result tbody tr").all()]
     assert numbers == [["1", "0"], ["1", "0"], ["0.707", "-0.707"]]
@@ -88,7 +88,7 @@ def test_a_reward_of_ones_own_is_begun_raises_and_is_mended(tab, site):
     file.write_text(
         text + "\n\ndef right(completions, **_):\n    return [1 / 0 for _ in completions]\n", encoding="utf-8"
     )
-    tab.click("text=Score them")
+    tab.click("button:text-is('Score them')")
     tab.wait_for_selector(".note.bad:has-text('my_rewards.py, line 13')")
     file.write_text(text, encoding="utf-8")
     tab.fill("input[aria-label='How many to sample']", "3")
@@ -165,7 +165,7 @@ def test_a_run_goes_on_when_its_page_is_killed_and_the_next_one_stops_it(browser
         tab.wait_for_selector("tbody tr")
         show(tab, "launch", SMALL)
         tab.locator(".launched", has_text="outlives").locator("button:text-is('stop')").click()
-        tab.locator(".launched", has_text="outlives").locator(".state.ended").wait_for()
+        tab.locator(".launched", has_text="outlives").locator(".state.interrupted").wait_for()
     record = json.loads((site.folder / ".launched" / "outlives.launch").read_text(encoding="utf-8"))
     assert born(record["pid"]) is None
 
