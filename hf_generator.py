@@ -110,7 +110,8 @@ class Roomy(DynamicLayer):
         had, more = self.get_seq_length(), key_states.shape[-2]
         if not had:
             return super().update(key_states, value_states, *args, **kwargs)
-        if self.keys is not self.begun or had + more > self.room[0].shape[-2]:  # new, after sequences were chosen, full
+        # Without room yet, with other sequences than `update` left, or full:
+        if self.keys is not self.begun or had + more > self.room[0].shape[-2]:
             room = had + more + max(64, had // 4)
             self.room = tuple(x.new_empty(*x.shape[:-2], room, x.shape[-1]) for x in (self.keys, self.values))
             for whole, begun in zip(self.room, (self.keys, self.values), strict=True):
