@@ -6,11 +6,13 @@ import sys
 from urllib.parse import urlencode
 
 import pytest
+import test_look_browser
 from looking_at import ROOT, checkout, looking
-from test_look_browser import CHROMIUM, CONTRAST, opened, sync_api, until
+from test_look_browser import CHROMIUM, CONTRAST, opened, until
 
 from looking.launches import born
 
+browser = test_look_browser.browser  # a fixture
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 
 SMALL = dict(model_id="models/tiny", generator="hf", dataset_id="examples/sums.py:rows", reward_funcs="last_number")
@@ -26,14 +28,6 @@ def site(tmp_path_factory):
     with looking(here / "runs", "--prepare", cwd=here) as page:
         page.here = here
         yield page
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
