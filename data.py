@@ -432,7 +432,7 @@ def lines_of(file: Path) -> on_disk.Lines | None:
         raise
     if len(look) < on_disk.MANY:
         return None
-    return on_disk.Lines(file, lambda line: DECODER.decode(line.decode()), look)
+    return on_disk.Lines(file, lambda line: json.loads(line.decode()), look)
 
 
 def read_csv(file: Path) -> list[dict]:

@@ -140,24 +140,30 @@ class Lines(Sequence):
 
     def row(self, number: int) -> dict:
         """By its number in the file."""
+        return self.parse(self.read(int(self.look["start"][number]), int(self.ends[number])))
+
+    def read(self, start: int, end: int) -> bytes:
         if stamp(os.fstat(self.file.fileno())) != self.stamp:
-            raise RuntimeError(
-                f"{self.path} has been changed while its rows were read from it; restore it, and resume."
-            )
-        start = int(self.look["start"][number])
-        return self.parse(os.pread(self.file.fileno(), int(self.ends[number]) - start, start))
+            raise RuntimeError(f"{self.path} has been changed while rows were read from it; restore it, and resume.")
+        return os.pread(self.file.fileno(), end - start, start)
 
     def __len__(self) -> int:
         return len(self.look) if self.places is None else len(self.places)
 
     def __getitem__(self, key):
         if isinstance(key, slice):
-            return [self[place] for place in range(len(self))[key]]
+            numbers = np.arange(len(self))[key] if self.places is None else self.places[key]
+            if not len(numbers) or np.ptp(numbers) > 2 * len(numbers):
+                return [self.row(int(number)) for number in numbers]
+            starts, ends = self.look["start"][numbers], self.ends[numbers]  # near each other: all read at once
+            begin = int(starts.min())
+            block = self.read(begin, int(ends.max()))
+            return [self.parse(block[a:b]) for a, b in zip(starts - begin, ends - begin, strict=True)]
         place = range(len(self))[key]
         return self.row(place if self.places is None else int(self.places[place]))
 
     def __iter__(self) -> Iterator[dict]:
-        return (self[place] for place in range(len(self)))
+        return (row for first in range(0, len(self), 100) for row in self[first : first + 100])
 
     def select(self, places) -> "Lines":
         places = np.asarray(places, np.int64)
@@ -173,10 +179,10 @@ class Lines(Sequence):
         if any(json.dumps(text, ensure_ascii=False) != f'"{text}"' for text in texts):
             return np.ones(last - first, bool)
         found = re.compile(b"|".join([rb"\\[u/]", *(re.escape(text.encode()) for text in texts)])).search
-        starts, ends = self.mine("start")[first:last], self.ends[first:last] if self.places is None else None
-        ends = self.ends[self.places[first:last]] if ends is None else ends
+        starts, ends = self.mine("start")[first:last], self.ends
+        ends = (ends if self.places is None else ends[self.places])[first:last]
         begin = int(starts.min())
-        block = os.pread(self.file.fileno(), int(ends.max()) - begin, begin)
+        block = self.read(begin, int(ends.max()))
         return np.array([found(block, a, b) is not None for a, b in zip(starts - begin, ends - begin, strict=True)])
 
 

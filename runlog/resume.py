@@ -145,14 +145,17 @@ def fingerprint(cfg: TrainConfig, rows, held_out, world: int) -> dict:
     }
 
 
+def _other(value) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
+
+
+ENCODER = json.JSONEncoder(default=_other, skipkeys=True)
+
+
 def row_hash(row: dict) -> int:
     """64 bits of a row's texts, numbers and bytes; of anything else, such as a decoded image, the type alone."""
-
-    def other(value) -> str:
-        return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
-
     try:
-        text = json.dumps(row, default=other, skipkeys=True)
+        text = ENCODER.encode(row)
     except (ValueError, RecursionError):  # it holds itself, or a number of more than 4,300 digits
         text = repr(row.get("prompt"))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -833,7 +833,8 @@ def test_a_run_of_20000_steps_costs_no_more_with_each_step(tmp_path):
         process = psutil.Process(page.process.pid)
 
         def memory() -> float:
-            return int(re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) / 1e3
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+            return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1e3
 
         for step, line in enumerate(lines, 11):
             file.write(re.sub(r'"step": \d+', f'"step": {step}', line))
