@@ -121,9 +121,9 @@ def test_folders_that_datasets_can_read(tmp_path):
 
 def test_many_rows_on_disk_stay_there_and_what_was_found_out_is_found_again(tmp_path, monkeypatch):
     """Lengths may be upper bounds, but what is left out is the same; a second start reads no row to know."""
-    texts = [f"{n} {'wörter und ' * (n % 90)}" for n in range(3000)]
-    texts[1999] = "<|im_start|>system"
-    table = {"prompt": [[{"role": "user", "content": text}] for text in texts], "answer": [*map(str, range(3000))]}
+    texts = [f"{n} {'wörter und ' * (n % 90)}" for n in range(1200)]
+    texts[799] = "<|im_start|>system"
+    table = {"prompt": [[{"role": "user", "content": text}] for text in texts], "answer": [*map(str, range(1200))]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
     model = "models/tiny"
     cfg = TrainConfig(model_id=model, dataset_id=str(tmp_path / "rows.parquet"), max_prompt_length=256)
@@ -135,10 +135,10 @@ def test_many_rows_on_disk_stay_there_and_what_was_found_out_is_found_again(tmp_
 
     listed, hashes = load(lambda row: {**row})  # what an edited format_row makes is a list
     monkeypatch.setattr(on_disk, "MANY", 1000)
-    monkeypatch.setattr(on_disk, "CHUNK", 700)
+    monkeypatch.setattr(on_disk, "CHUNK", 500)
     monkeypatch.setattr(on_disk, "KEPT", tmp_path / "kept")
     rows, same = load(lambda row: row)
-    assert not isinstance(rows, list) and isinstance(listed, list) and 0 < len(rows) < 3000
+    assert not isinstance(rows, list) and isinstance(listed, list) and 0 < len(rows) < 1200
     assert [*rows] == listed and (same == hashes).all()
     assert rows[np.int64(7)] == listed[7] and rollouts.group_sizes(rows, cfg) == [cfg.num_generations] * len(rows)
     monkeypatch.setattr(prompts, "tokenize_prompt", None)  # a call of it would raise
