@@ -658,7 +658,7 @@ def advantages(script: Script, trajectories: list, own) -> dict:
 
 
 def tools(script: Script, given: dict) -> dict:
-    """What the model is told of its tools, in the prompt of a row."""
+    """What the model is told of its tools, in the prompt of a row, and the turns that an environment offers."""
     known = read(script, given)
     own, one = own_row(known, given)
     if own.rollout != "multi_turn":
@@ -759,11 +759,12 @@ class Game:
 
 
 def play(script: Script, given: dict) -> dict:
-    """Begin a trajectory of a row."""
+    """Begin a trajectory of a row; "actions": turns that can be chosen, where the environment names them."""
     known = read(script, given)
+    actions = tools(script, given)["actions"]
     script.forget()
     script.game = Game(script, known, given)
-    return script.game.next()
+    return script.game.next() | {"actions": actions}
 
 
 def say(script: Script, given: dict) -> dict:
