@@ -38,6 +38,7 @@ import psutil
 
 import domains
 from cli import ConfigError, known_name, shorten
+from inputs import on_disk
 from inputs.parts import PartError, parts_of
 from inputs.pictures import opened
 from plugins import function_path, load_function, require, with_arguments
@@ -55,8 +56,6 @@ MAX_DEPTH = 100  # lists in lists, of a row: what handles rows recurses, and Pyt
 SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_ROWS = 2_000_000  # of a function that does not say how many it has
 LEAST_MEMORY = 0.05  # of the machine's that reading rows leaves free
-MANY = 50_000  # rows from which on what was found out about each is kept
-KEPT = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_rows")
 MEMORY_SECONDS, _looked = 0.1, 0.0  # between two looks at it; when the last one was
 PROGRESS_SECONDS = 5.0  # between two lines about something that takes long
 REMEDY = "Build or rename columns in format_row (train script) or a function of yours: --dataset_id file.py:function"
@@ -72,9 +71,11 @@ def load_rows(
     seed: int = 0,
     format_row: Callable[[dict], dict] | None = None,
     own_prompts: bool = True,
+    lines: bool = False,
 ):
     """All rows of a data set, checked: a list of dicts, or (hub, parquet) a `datasets.Dataset`, which indexes to dicts
     and decodes images only when a row is taken. Files have no splits: held-out rows need a file of their own.
+    lines: those of a large .jsonl file may be `on_disk.Lines`.
 
     `format_row` makes a row from each one read, before the check (and a list of them all, images opened); one that
     gives back the row as it is leaves a `datasets.Dataset` what it is. Without
@@ -90,11 +91,13 @@ def load_rows(
     elif is_function:
         rows = load_from_function(dataset_id, split, seed)
     elif names_file(dataset_id):
-        rows = load_file(dataset_id)
+        rows = load_file(dataset_id, lines and own_prompts and changes_nothing(format_row))
     else:
         rows = load_hub(dataset_id, config, split)
     if not own_prompts:
         rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in opened(rows)]
+    if isinstance(rows, on_disk.Lines) and not stays_on_disk(rows):
+        rows = [*rows]
     if format_row is not None and not (changes_nothing(format_row) and stays_on_disk(rows)):
         rows = [*formatted(format_row, with_progress(opened(rows), f"{dataset_id}: format_row", len(rows)), dataset_id)]
     check_rows(rows, dataset_id)
@@ -114,30 +117,29 @@ def stays_on_disk(rows) -> bool:
 
 
 def many_on_disk(rows) -> bool:
-    return not isinstance(rows, list) and len(rows) >= MANY
+    return not isinstance(rows, list) and len(rows) >= on_disk.MANY
 
 
-def remembered(rows, what: str, make: Callable[[], Iterable]) -> np.ndarray:
-    """make(): a number for each row. Of MANY rows that are on disk, which know by a fingerprint what they are, it is
-    kept in KEPT and found there by the next start. what: all that the numbers depend on beside the rows.  [rows]"""
+def remembered(rows, what: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """make(): a number for each row. Of many rows on disk, which know by a fingerprint what they are, the next start
+    finds what was made. what: all that the numbers depend on beside the rows.  [rows]"""
+    return on_disk.kept(f"{rows._fingerprint} {what}", len(rows), make) if many_on_disk(rows) else make()
+
+
+def each_of(rows, find: Callable[[int, int], np.ndarray], told: str) -> np.ndarray:
+    """What `find` says of each row, given the first place and the one behind the last; of many rows on disk several
+    processes ask it. told: what is done, for those who wait.  [rows]"""
     if not many_on_disk(rows):
-        return np.array(make())
-    path = KEPT / f"{hashlib.sha256(f'{rows._fingerprint} {what}'.encode()).hexdigest()[:32]}.npy"
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is damaged
-        if len(found := np.load(path)) == len(rows):
-            return found
-    made = np.array(make())
-    with contextlib.suppress(OSError):  # a disk that is full or read only: the next start makes it again
-        KEPT.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.stem}.{os.getpid()}.npy.partial")
-        with partial.open("wb") as file:
-            np.save(file, made)
-        partial.replace(path)
-    return made
+        return find(0, len(rows))
+    starts = range(0, len(rows), on_disk.CHUNK)
+    found = on_disk.by_processes(lambda start: find(start, min(start + on_disk.CHUNK, len(rows))), starts)
+    return np.concatenate([*with_progress(found, told, len(starts))])
 
 
 def columns_of(rows) -> set[str] | None:
     """Those that every row has; None where there are no rows."""
+    if isinstance(rows, on_disk.Lines):
+        return rows.in_every_row
     if not isinstance(rows, list):
         return {*rows.column_names}
     return functools.reduce(lambda known, row: known & row.keys(), rows[1:], {*rows[0]}) if rows else None
@@ -263,8 +265,8 @@ def memory_left() -> tuple[int, int]:
     return free, min(machine.total, most)
 
 
-def load_file(path: str):
-    """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings."""
+def load_file(path: str, lines: bool = False):
+    """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings. lines: see `load_rows`."""
     file = Path(path).expanduser()
     if not file.is_file():
         odd = "a folder, pipe or device, not a file; give a file" if file.exists() else "no such file"
@@ -272,6 +274,8 @@ def load_file(path: str):
     readers = {".parquet": read_parquet, ".csv": read_csv, ".json": read_json, ".jsonl": read_jsonl}
     suffix = file.suffix.lower()
     try:
+        if lines and suffix == ".jsonl" and (rows := lines_of(file)) is not None:
+            return rows
         return readers[suffix](file)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
@@ -288,9 +292,7 @@ def read_parquet(file: Path):
     check_once(names, "")
     table = pyarrow.parquet.read_table(file)
     table.validate(full=True)  # that text is UTF-8; reading a row would fail in the middle of the run
-    what = file.stat()  # the same file has the same fingerprint at the next start
-    name = f"{file.resolve()} {what.st_size} {what.st_mtime_ns}"
-    return datasets.Dataset(table, fingerprint=hashlib.sha256(name.encode()).hexdigest()[:16])
+    return datasets.Dataset(table, fingerprint=on_disk.fingerprint(file, on_disk.stamp(file.stat())))
 
 
 def read_lines(file: Path) -> Iterator[str]:
@@ -300,12 +302,14 @@ def read_lines(file: Path) -> Iterator[str]:
         size = max(file.stat().st_size, 1)
         lines = with_progress(opened, f"reading {file} ({size / 1e6:.0f} MB)", size, opened.buffer.tell)
         for number, line in enumerate(lines, 1):
-            if not line.isascii() and (bad := SURROGATE.search(line)):
-                raise ConfigError(
-                    f", line {number}: not UTF-8: byte {ord(bad[0]) - 0xDC00:#x} {where_in(line, bad.start())}. Save "
-                    "the file as UTF-8."
-                )
+            check_utf8(line, f", line {number}")
             yield line
+
+
+def check_utf8(line: str, place: str) -> None:
+    if not line.isascii() and (bad := SURROGATE.search(line)):
+        byte = f"{ord(bad[0]) - 0xDC00:#x} {where_in(line, bad.start())}"
+        raise ConfigError(f"{place}: not UTF-8: byte {byte}. Save the file as UTF-8.")
 
 
 def where_in(text: str, position: int) -> str:
@@ -336,13 +340,14 @@ def decimal(text: str) -> float:
 
 
 STRICT = dict(object_pairs_hook=once, parse_constant=no_number, parse_float=decimal)
+DECODER = json.JSONDecoder(**STRICT)
 
 
 def parse_json(text: str, place: str):
     """The value. ConfigError beginning with `place`, ", line N" of a file of lines; "" of a whole file."""
     kind = "jsonl" if place else "json"
     try:
-        return json.loads(text, **STRICT)
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
         place = place or f", line {error.lineno}"
         raise ConfigError(f"{place}: not valid {kind}: {error.msg} at character {error.colno}") from None
@@ -391,11 +396,46 @@ def read_jsonl(file: Path) -> list:
     rows = []
     for number, line in enumerate(read_lines(file), 1):
         if line.strip():
-            rows.append(parse_json(line.rstrip("\r\n"), f", line {number}"))
-            suspect = "\\u" in line or line.count("[") + line.count("{") > MAX_DEPTH  # looking at each takes its time
-            if suspect and (fault := content_fault(rows[-1])):
-                raise ConfigError(f", line {number}: {fault}")
+            rows.append(parse_line(line, f", line {number}"))
     return rows
+
+
+def parse_line(line: str, place: str):
+    row = parse_json(line.rstrip("\r\n"), place)
+    suspect = "\\u" in line or line.count("[") + line.count("{") > MAX_DEPTH  # looking at each takes its time
+    if suspect and (fault := content_fault(row)):
+        raise ConfigError(f"{place}: {fault}")
+    return row
+
+
+def lines_of(file: Path) -> on_disk.Lines | None:
+    """The rows of a large file, checked; they stay there. None of a small one, or where that does not do."""
+
+    def checked(line: bytes, place: str = "", index: int = 0) -> dict:
+        text = line.decode("utf-8", "surrogateescape")
+        check_utf8(text, place)
+        row = parse_line(text, place or ", line")
+        check_row(row, f", row {index}")
+        return row
+
+    mark = on_disk.stamp(file.stat())
+    if mark[0] < on_disk.LARGE:
+        return None
+    what = (
+        f"lines of {on_disk.fingerprint(file, mark)}, by {[code_of(f) for f in (check_row, on_disk.form_of, parts_of)]}"
+    )
+    told = f"reading {file} ({mark[0] / 1e6:.0f} MB)"
+    try:
+        look = on_disk.kept(
+            what, None, lambda: on_disk.looked_at(file, checked, lambda parts, n: with_progress(parts, told, n))
+        )
+    except on_disk.Unsound as error:
+        number, index, line = error.args
+        checked(line, f", line {number}", index)
+        raise
+    if len(look) < on_disk.MANY:
+        return None
+    return on_disk.Lines(file, lambda line: json.loads(line.decode()), look)
 
 
 def read_csv(file: Path) -> list[dict]:
@@ -539,19 +579,24 @@ def gym_value(task: str, field: dataclasses.Field, text: str):
 
 def check_rows(rows, name: str) -> None:
     """ConfigError naming data set, row and fault for the first row that no prompt can be made of."""
+    if isinstance(rows, on_disk.Lines):
+        return  # lines_of has looked at each
     if not isinstance(rows, list):  # a datasets.Dataset: look at one column, the others may be images to decode
         check_columns(rows.column_names, name)
-        prompts = rows.select_columns(["prompt"])
-        remembered(rows, f"are right, by {code_of(prompt_fault)}", lambda: check_each(prompts, name, at_once(prompts)))
+        if len(rows) == 0:
+            raise ConfigError(f"{name}: has no rows.")
+        prompts, told = rows.select_columns(["prompt"]), f"{name}: looking at the rows"
+
+        def check(first: int, last: int) -> np.ndarray:
+            """1 for each row."""
+            for index in first + np.flatnonzero(~on_disk.Prompts(rows, first, last).sound()):
+                check_row(prompts[int(index)], f"{name}, row {index}")
+            return np.ones(last - first, np.uint8)
+
+        what = f"are right, by {code_of(check_row)} {code_of(on_disk.form_of)}"
+        remembered(rows, what, lambda: each_of(rows, check, told))
     else:
         check_each(rows, name)
-
-
-def at_once(rows, many: int = 1000) -> Iterator[dict]:
-    """The rows of a `datasets.Dataset`, many read at once: one at a time takes twice as long."""
-    for first in range(0, len(rows), many):
-        columns = rows[first : first + many]
-        yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
 def code_of(function: Callable) -> str:
@@ -559,18 +604,19 @@ def code_of(function: Callable) -> str:
     return hashlib.sha256(Path(function.__code__.co_filename).read_bytes()).hexdigest()
 
 
-def check_each(rows, name: str, read: Iterable[dict] | None = None) -> np.ndarray:
-    """Of `check_rows`, of rows or as they are `read`; 1 for each row.  [rows]"""
+def check_each(rows, name: str) -> None:
     if len(rows) == 0:
         raise ConfigError(f"{name}: has no rows.")
-    for index, row in enumerate(with_progress(read or rows, f"{name}: looking at the rows", len(rows))):
-        where = f"{name}, row {index}"
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}: is a {type(row).__name__}, {shorten(row)}; a row must be a dict. {REMEDY}")
-        check_columns(row, where)
-        if fault := prompt_fault(row["prompt"]):
-            raise ConfigError(f"{where}: {fault}. {PROMPT_RULE}.")
-    return np.ones(len(rows), np.uint8)
+    for index, row in enumerate(with_progress(rows, f"{name}: looking at the rows", len(rows))):
+        check_row(row, f"{name}, row {index}")
+
+
+def check_row(row, where: str) -> None:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: is a {type(row).__name__}, {shorten(row)}; a row must be a dict. {REMEDY}")
+    check_columns(row, where)
+    if fault := prompt_fault(row["prompt"]):
+        raise ConfigError(f"{where}: {fault}. {PROMPT_RULE}.")
 
 
 def check_columns(columns, where: str) -> None:
@@ -750,7 +796,7 @@ def load_data(
     for use, source in sources(cfg).items():
         (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
         if source not in read:
-            read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts=own_prompts)
+            read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts, lines=not cfg.domain)
         same = (dataclasses.replace(own, eval_split=own.eval_split or split) for own in (whole or cfg).by_domain())
         sharing = [own.domain for own in same if sources(own).get(use, ())[:3] == source[:3]]
         loaded = domains.rows_of(read[source], cfg, where, sharing)

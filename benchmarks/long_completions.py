@@ -71,8 +71,8 @@ def exponent(lengths: list[int], values: list[float]) -> float:
     return linear_regression([math.log(n) for n in lengths], [math.log(v) for v in values]).slope
 
 
-def measure(model: Path, lengths: list[int], completions: int) -> None:
-    for kind in KINDS:
+def measure(model: Path, kinds: list[str], lengths: list[int], completions: int) -> None:
+    for kind in kinds:
         found = [run(model, kind, length, completions) for length in lengths]
         print(f"\n**{kind}**, {completions} completions a step, seed 0\n")
         print(f"| phase | {' | '.join(f'{n:,}' for n in lengths)} | exponent |")
@@ -89,9 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, 1000, 2000, 4000])
     parser.add_argument("--completions", type=int, default=8)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure(widened(Path(folder) / "tiny"), given.lengths, given.completions)
+        measure(widened(Path(folder) / "tiny"), given.kinds, given.lengths, given.completions)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,7 @@ class Page:
     def __init__(self, folder: Path):
         command = [sys.executable, str(ROOT / "look.py"), str(folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", preexec_fn=ends_with_us())
+        self.known = {}  # what it has of each, as a browser does
         self.base, self.token = re.search(r"(http://\S+)/\?token=(\S+)", self.process.stdout.readline()).groups()
 
     def ask(self, name: str) -> dict[str, float]:
@@ -148,7 +149,11 @@ class Page:
         for kind in ("runs", "run", "steps", "notes", "compare"):
             begun = time.monotonic()
             query = {"run": name, "token": self.token}
-            requests.get(f"{self.base}/api/{kind}", params=query, timeout=60).raise_for_status()
+            headers = {"If-None-Match": self.known[kind]} if kind in self.known else {}
+            answer = requests.get(f"{self.base}/api/{kind}", params=query, headers=headers, timeout=60)
+            answer.raise_for_status()
+            if "ETag" in answer.headers:
+                self.known[kind] = answer.headers["ETag"]
             seconds[kind] = time.monotonic() - begun
         return seconds
 

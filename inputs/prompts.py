@@ -28,10 +28,12 @@ from PIL import Image
 
 from cli import shorten
 from config import ConfigError, TrainConfig
-from data import code_of, many_on_disk, remembered, with_progress
+from data import code_of, each_of, many_on_disk, remembered, with_progress
+from inputs import on_disk
+from inputs.on_disk import rows_between
 from inputs.parts import PartError, in_usual_form, parts_of, text_of_parts, text_part
 from inputs.pictures import PictureError, load_image, open_image, read_image, scaled, undecoded, upright_size
-from inputs.special_tokens import END, found_in, guard, process, tokenize
+from inputs.special_tokens import END, found_in, guard, process, special_texts, tokenize
 
 # torch is imported where there are images, so that environments can be tried without it.
 
@@ -591,7 +593,7 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
         sent = len(tokenize(text, processor, add_special_tokens=cfg.no_apply_chat_template))
         return sent - len(shapes) + sum(expanded)
 
-    lengths, texts = [], rows if isinstance(rows, list) else rows.select_columns(["prompt"])
+    lengths, texts = [], rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(["prompt"])
     texts = with_progress(texts, f"{name}: measuring prompts", len(rows))
     for index, (row, shapes) in enumerate(zip(texts, sizes, strict=True)):
         try:
@@ -601,7 +603,7 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
     return lengths
 
 
-CHUNK, TRIED = 1000, 16  # rows on disk that are read at once; of these, evenly spread, those that are always tokenised
+TRIED = 4000  # rows on disk, evenly spread, that are always tokenised
 
 
 def lengths_on_disk(rows, name: str, tokenizer, cfg: TrainConfig) -> np.ndarray:
@@ -609,41 +611,59 @@ def lengths_on_disk(rows, name: str, tokenizer, cfg: TrainConfig) -> np.ndarray:
 
     No more tokens than UTF-8 bytes: so it is for tokenizers that begin with bytes, and templates that write each text
     once. Where that shows that a prompt fits, its bytes, with those of its template, stand for its length. Some of the
-    prompts are tokenised all the same; the first that has more tokens than that ends it, and all of them are.
+    prompts are tokenised all the same; if one has more tokens than that, all of them are.
     """
 
     def count(row: dict) -> int:
         return length_or_more(row, lambda cut: len(prompt_ids(cut, tokenizer, cfg)), cfg.max_prompt_length)
 
-    @functools.lru_cache(1000)
-    def template(roles: tuple) -> int:  # its tokens around texts of a letter
-        return count({"prompt": [{"role": role, "content": "x"} for role in roles] if roles else "x"})
+    def template(roles: tuple | None) -> float:  # its tokens around texts of a letter
+        messages = [{"role": role, "content": "x"} for role in roles or ()]
+        return math.inf if roles is None else count({"prompt": messages or "x"})
 
-    def at_most(prompt) -> float:
-        messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not all(m.keys() <= {"role", "content"} and isinstance(m["content"], str) for m in messages):
-            return math.inf
-        roles = () if isinstance(prompt, str) else tuple(m["role"] for m in messages)
-        return template(roles) + sum(len(m["content"].encode()) for m in messages)
+    texts, roles = texts_of(rows)
+    forms, place = np.unique(texts["form"], return_inverse=True)
+    known = np.array([template(roles[form]) for form in forms.tolist()])[place] + texts["size"]
+    asked = known > cfg.max_prompt_length
+    asked[:: max(len(rows) // TRIED, 1)] = True
 
-    lengths, bounded, prompts = np.zeros(len(rows), np.int32), True, rows.select_columns(["prompt"])
-    chunks = with_progress(range(0, len(rows), CHUNK), f"{name}: measuring prompts", -(-len(rows) // CHUNK))
-    for first in chunks:
-        part = [{"prompt": prompt} for prompt in prompts[first : first + CHUNK]["prompt"]]
-        check_images(part, name, tokenizer, first=first)
-        for index, row in enumerate(part):
-            try:
-                known = at_most(row["prompt"]) if bounded else math.inf
-                tried = index % (CHUNK // TRIED) == 0
-                length = count(row) if tried or known > cfg.max_prompt_length else known
-            except PartError as error:
-                raise ConfigError(f"{name}, row {first + index}: {error}.") from error
-            if length > known:
-                bounded = False
-                lengths[:first] = [count(prompts[earlier]) for earlier in range(first)]
-                lengths[first : first + index] = [count(earlier) for earlier in part[:index]]
-            lengths[first + index] = min(length, np.iinfo(np.int32).max)
-    return lengths
+    def lengths(first: int, last: int) -> np.ndarray:
+        found = known[first:last].copy()
+        for start in range(first, last, 1000):
+            numbers = start + np.flatnonzero(asked[start : min(start + 1000, last)])
+            part = rows_between(rows, start, min(start + 1000, last)) if len(numbers) > 100 else None
+            for index in numbers.tolist():
+                row = {"prompt": (rows[index] if part is None else part[index - start])["prompt"]}
+                if math.isinf(known[index]):
+                    check_images([row], name, tokenizer, first=index)
+                try:
+                    found[index - first] = count(row)
+                except PartError as error:
+                    raise ConfigError(f"{name}, row {index}: {error}.") from error
+        return np.minimum(found, np.iinfo(np.int32).max).astype(np.int32)
+
+    told = f"{name}: measuring prompts"
+    made = each_of(rows, lengths, told)
+    if (made > known).any():
+        asked[:] = True
+        made = each_of(rows, lengths, told)
+    return made
+
+
+def texts_of(rows) -> tuple[np.ndarray, dict[int, tuple | None]]:
+    """(form and bytes of the texts of each prompt of rows on disk, [rows] of on_disk.FORM; by form the roles of its
+    messages, () of a text, None of one that holds more than texts)."""
+    if isinstance(rows, on_disk.Lines):
+        texts = np.zeros(len(rows), on_disk.FORM)
+        texts["form"], texts["size"] = rows.mine("kind"), rows.mine("size")
+        return texts, {kind: roles for kind, (_, roles) in enumerate(rows.forms)}
+    look = lambda first, last: on_disk.Prompts(rows, first, last).forms()  # noqa: E731
+    what = f"texts, by {code_of(on_disk.form_of)}"
+    texts = remembered(rows, what, lambda: each_of(rows, look, "looking at prompts"))
+    forms, first = np.unique(texts["form"], return_index=True)
+    pairs = zip(forms.tolist(), first.tolist(), strict=True)
+    prompts = rows.select_columns(["prompt"])
+    return texts, {form: on_disk.form_of(prompts[row])[1] if form else None for form, row in pairs}
 
 
 def special_text_in(rows, processor, cfg: TrainConfig) -> str | None:
@@ -651,14 +671,24 @@ def special_text_in(rows, processor, cfg: TrainConfig) -> str | None:
     if cfg.no_apply_chat_template:  # such prompts bring the tokens of their template along
         return None
     if not (many_on_disk(rows) and getattr(processor, "is_fast", False)):
-        rows = rows if isinstance(rows, list) else rows.select_columns(["prompt"])
+        rows = rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(["prompt"])
         having = [row for row in rows if found_in(row["prompt"], processor)]
     else:
-        prompts = rows.select_columns(["prompt"])
-        parts = (prompts[first : first + CHUNK]["prompt"] for first in range(0, len(rows), CHUNK))
-        what = f"special text {processor.backend_tokenizer.to_str()} {code_of(found_in)}"
-        each = remembered(rows, what, lambda: [bool(found_in(p, processor)) for part in parts for p in part])
-        having = prompts.select(np.flatnonzero(each)) if each.any() else []
+        texts = special_texts(processor)
+
+        def holding(first: int, last: int) -> np.ndarray:
+            if isinstance(rows, on_disk.Lines):
+                found = rows.holding(texts, first, last)
+            else:
+                pattern = "|".join(re.escape(text) for text in texts)
+                found = on_disk.Prompts(rows, first, last).holding(pattern) if texts else np.zeros(last - first, bool)
+            for place in np.flatnonzero(found).tolist():
+                found[place] = bool(found_in(rows[first + place]["prompt"], processor))
+            return found
+
+        what = f"special text {processor.backend_tokenizer.to_str()} {code_of(found_in)} {code_of(on_disk.form_of)}"
+        each = remembered(rows, what, lambda: each_of(rows, holding, "looking for special tokens in prompts"))
+        having = rows.select(np.flatnonzero(each)) if each.any() else []
     found = [tokens for row in having if (tokens := found_in(row["prompt"], processor))]
     if not found:
         return None

@@ -25,7 +25,9 @@ from safety.storable import text_of
 
 METRICS = "metrics.jsonl"
 MARKS = (METRICS, "state.json", "config.json")  # one of them makes a folder a run
-REMEMBERED = 60  # runs whose curves stay in memory, of 2 to 3 MB each with 2,000 steps
+REMEMBERED = 60  # runs whose curves stay in memory, of 2 MB each with 2,000 steps and at most 6
+KEPT = 4096  # points of a metric that stay in memory; of longer runs some stand for several steps
+BLOCK = 4 << 20  # bytes of metrics that are read at a time
 DEPTH = 4  # of run folders below the given one
 MAX_JSON = 16 << 20  # bytes of config.json and state.json
 STALLED = 900.0  # seconds after which a run of another machine that says nothing is not called running
@@ -56,13 +58,13 @@ def opened(folder: Path, *names: str) -> BinaryIO:
 
 
 class Growing:
-    """New whole lines of a run's metrics.jsonl, each time it is asked. Raises Unreadable."""
+    """New whole lines of a run's metrics.jsonl, some BLOCK at a time. Raises Unreadable."""
 
     def __init__(self, folder: Path):
         self.folder, self.offset, self.inode = folder, 0, None
 
     def news(self) -> tuple[bool, bytes]:
-        """(whether it is another file than before, so that everything comes again; its new lines)."""
+        """(whether it is another file than before, so that everything comes again; its next lines, none at the end)."""
         try:
             with opened(self.folder, METRICS) as file:
                 status = os.fstat(file.fileno())
@@ -70,7 +72,7 @@ class Growing:
                 if anew:
                     self.offset, self.inode = 0, status.st_ino
                 file.seek(self.offset)
-                block = file.read()
+                block = file.read(BLOCK) + file.readline()
         except FileNotFoundError:
             anew, self.offset, self.inode, block = self.inode is not None, 0, None, b""
         block = block[: block.rfind(b"\n") + 1]  # a line without its end is still being written, or torn
@@ -130,11 +132,15 @@ class Summary:
         self.first, self.last, self.held_out, self.metric = None, {}, {}, None
 
     def update(self) -> None:
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
         anew, block = self.file.news()
         if anew:
             self.clear()
         if not block:
-            return
+            return False
         self.first = self.first or parsed(block[: block.find(b"\n")])
         found = -1
         while (found := block.find(b'"eval/', found + 1)) >= 0:
@@ -150,6 +156,7 @@ class Summary:
             if b'"eval/' not in line and (step := parsed(line)):
                 self.last = step
                 break
+        return True
 
 
 def unreadable(error: Exception) -> tuple[str, str]:
@@ -165,7 +172,7 @@ class Run:
         self.name, self.path = name, path
         self.lock = threading.RLock()
         self.summarized = Summary(path)
-        self.metrics_file, self.curves_read, self.unreadable = Growing(path), Curves(), 0
+        self.metrics_file, self.curves_read, self.unreadable = Growing(path), Curves(most=KEPT), 0
         self.settings: tuple = ((), {})  # what was read of config.json, and of which state of it
         self.lock_seen: tuple = (None, False)
         self.noted: tuple[tuple | None, dict] = (None, {})  # of which state of it, and what stands out there
@@ -184,18 +191,20 @@ class Run:
         with self.lock:
             anew, block = self.metrics_file.news()
             if anew:
-                self.curves_read, self.unreadable = Curves(), 0
+                self.curves_read, self.unreadable = Curves(most=KEPT), 0
             elif block:
                 self.curves_read = self.curves_read.copy()  # another thread may be reading what it got
-            lines = [parsed(line) for line in block.split(b"\n") if line.strip()]
-            self.unreadable += lines.count(None)
-            self.curves_read.add(line for line in lines if line is not None)
+            while block:
+                lines = [parsed(line) for line in block.split(b"\n") if line.strip()]
+                self.unreadable += lines.count(None)
+                self.curves_read.add(line for line in lines if line is not None)
+                anew, block = self.metrics_file.news()
             return self.curves_read
 
     def forget(self) -> None:
         """Free the memory of its curves; they are read again when somebody asks."""
         with self.lock:
-            self.metrics_file, self.curves_read = Growing(self.path), Curves()
+            self.metrics_file, self.curves_read = Growing(self.path), Curves(most=KEPT)
 
     def file(self, *names: str) -> Path:
         """The path of one of the run's files; Gone if there is none that may be opened."""

@@ -12,6 +12,7 @@ import json
 import secrets
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -99,7 +100,7 @@ def read_ahead(runs: Runs) -> None:
             with contextlib.suppress(Exception):  # a run that cannot be read says so in the table
                 if run.noted[0] != run.version():
                     run.noted = run.version(), standing_out(run)
-                    if run not in runs.recent:
+                    if run not in runs.recent and run.state()[0] != "running":  # which would be read whole each time
                         run.forget()
             time.sleep(4 * (time.monotonic() - begun))
         time.sleep(0.9 * NOTED_SECONDS)
@@ -176,6 +177,19 @@ def unless_known(request: Request, tag: str | None, make) -> Response:
     return answer
 
 
+def unless_drawn(request: Request, tag: str, make) -> Response:
+    """make(known), where `known` is what the browser has of it, as its ETag says; 304 where that is all of it."""
+    given = request.headers.get("if-none-match", "").strip('"')
+    known, _, then = given.rpartition("_")
+    if then == tag:
+        return Response(status_code=304, headers=HEADERS | {"ETag": f'"{given}"'})
+    made = make(known)
+    mark = made.pop("mark")
+    answer = respond(made)
+    answer.headers.update({"Cache-Control": "no-cache", "ETag": f'"{mark}_{tag}"'})
+    return answer
+
+
 def integer(text: str) -> int:
     if not text.isdecimal() or len(text) > 12:
         raise Gone(f"{text[:40]!r} is no number.")
@@ -232,8 +246,7 @@ def of(request: Request) -> Run:
 def run(request: Request) -> Response:
     found = of(request)
     axis = choice(request, "x", ("step", "tokens", "seconds"))
-    tag = digest(found.version(), found.state(), axis)
-    return unless_known(request, tag, lambda: respond(described(found, axis)))
+    return unless_drawn(request, digest(found.version(), found.state(), axis), partial(described, found, axis))
 
 
 def notes(request: Request) -> Response:
@@ -258,7 +271,7 @@ def compare(request: Request) -> Response:
             broken.append(f"{name}: {unreadable(error)[1]}")
     tag = digest([(one.name, one.version()) for one in chosen], gone, broken, axis, seeds)
     more = {"gone": gone, "unreadable": broken}
-    return unless_known(request, tag, lambda: respond(compared(chosen, axis, seeds) | more))
+    return unless_drawn(request, tag, lambda known: compared(chosen, axis, seeds, known) | more)
 
 
 def steps(request: Request) -> dict:

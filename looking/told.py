@@ -1,7 +1,9 @@
 """What the page says of a run, of several over each other, and in words: plain values, ready for JSON."""
 
+import contextlib
 import json
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,39 +12,72 @@ import numpy as np
 from config import TrainConfig
 from looking.runs import Gone, Run, digest, opened, stamp
 from runlog import advice, samples
-from runlog.curves import SOLVED, Curves, binned, domains, panels
+from runlog.curves import POINTS, SOLVED, Curves, domains, merged, panels
 from safety.masking import public_config
 
 FREE = ("seed", "run_name", "output_dir", "server_url", "resume", "save_steps", "report_to")  # no other setting
 
 
-def described(run: Run, axis: str) -> dict:
-    """Everything that a run's page draws."""
+def described(run: Run, axis: str, known: str = "") -> dict:
+    """Everything that a run's page draws. known: the "mark" of what it has; where that is the beginning of what there
+    is now, the answer goes "behind" it: curves from their point "at" on, and nothing of what stays."""
     curves = run.curves()
-    moved = mover(curves, axis)
-    steps, split = curves.phases()
+    size, move = curves.size(), mover(curves, axis)
+    mark, (begin,) = marked([curves], size, axis, known)
+
+    def drawn(name: str, label: str) -> dict:
+        return {"key": name, "name": label} | new_of(merged(curves.points(name), size), begin, move, size > 1)
+
+    steps, split = curves.phases(size)
     first = ("Reward", "training reward and what was never trained on", headline(curves))
     shown = [first, *panels(curves, run.config())]
-    times = {name: moved(*binned(steps, seconds)) for name, seconds in split.items()}
-    return {
+    told = {
+        "mark": mark,
         "summary": run.summary(),
         "unreadable": run.unreadable,
         "panels": [
             {
                 "title": title,
                 "note": note,
-                "curves": [{"name": label, **moved(*curves.series(n))} for n, label in labels.items()],
+                "curves": [drawn(name, label) for name, label in labels.items()],
             }
             for title, note, labels in shown
             if labels
         ],
-        "spread": moved(*curves.series("reward_std")),
-        "times": [{"name": name, **curve} for name, curve in times.items()],
+        "spread": drawn("reward_std", "reward_std"),
+        "times": [
+            {"key": f"phase {name}", "name": name, **new_of(np.array([steps, seconds]), begin, move, False)}
+            for name, seconds in split.items()
+        ],
         "domains": domain_table(curves, run.config()),
+    }
+    if begin > -math.inf:
+        return told | {"behind": True}
+    return told | {
         "config": run.config(),
         "differs": differing(run.config()),
         "texts": {name: text_of(run, name) for name in ("command.txt", "environment.txt", "git.diff")},
     }
+
+
+def marked(read: list[Curves], size: float, how, known: str) -> tuple[str, list[float]]:
+    """(what the page has with this answer, as it will say in `known`; of each run the step at which the bin begins that
+    was its last when the page got `known`: what is before has not changed). All is new, -inf, where something else was
+    read, or is shown by bins of another size or otherwise (how)."""
+    what = digest([curves.mark for curves in read], size, how)
+    before, _, lasts = known.rpartition("_")
+    begins = [-math.inf] * len(read)
+    if before == what and lasts.count(",") == len(read) - 1:
+        with contextlib.suppress(ValueError, OverflowError):
+            begins = [math.floor(float(last) / size) * size for last in lasts.split(",")]
+    return f"{what}_{','.join(repr(curves.last) for curves in read)}", begins
+
+
+def new_of(points: np.ndarray, begin: float, move: Callable, extremes: bool) -> dict:
+    """Points from step `begin` on, and how many there are before."""
+    at = int(np.searchsorted(points[0], begin))
+    found = {"at": at, **move(points[0, at:], points[1, at:])}
+    return found | {"low": points[2, at:], "high": points[3, at:]} if extremes else found
 
 
 @lru_cache(1)
@@ -134,8 +169,9 @@ def setting(config: dict) -> dict:
     return {name: value for name, value in config.items() if name not in FREE}
 
 
-def compared(runs: list[Run], axis: str, seeds: bool) -> dict:
-    """Curves of several runs over each other: {"runs", "panels": [{"title", "name", "curves"}], "settings"}.
+def compared(runs: list[Run], axis: str, seeds: bool, known: str = "") -> dict:
+    """Curves of several runs over each other: {"runs", "panels": [{"title", "name", "curves"}], "settings"}; of what is
+    known, as in `described`, what is new.
 
     seeds: runs whose settings differ in nothing but the seed become one curve, their mean, with the lowest and highest
     as a band.
@@ -150,29 +186,43 @@ def compared(runs: list[Run], axis: str, seeds: bool) -> dict:
         titles = titles | {name: title for name in names if name not in titles}
     points = max(60, min(400, 3000 // max(len(runs), 1)))
     moved = [mover(curves, axis) for _, curves, _ in read]
+    size = max((curves.size(points) for _, curves, _ in read), default=1.0)
+    mark, begins = marked([curves for _, curves, _ in read], size, (axis, seeds, [run.name for run in runs]), known)
+
+    def drawn(n: int, name: str, begin: float) -> dict:
+        return new_of(merged(read[n][1].points(name), size), begin, moved[n], size > 1)
+
     shown = []
     for name, title in titles.items():
         lines = []
         for numbers in together.values():
-            parts = [moved[n](*read[n][1].series(name, points)) for n in numbers if name in read[n][1].columns]
-            if parts:
-                lines.append({"runs": numbers, **(parts[0] if len(parts) == 1 else band(parts))})
+            having = [n for n in numbers if name in read[n][1].columns]
+            if having:
+                alone = len(having) == 1
+                parts = [drawn(n, name, begins[n] if alone else -math.inf) for n in having]
+                key = f"{name} {having}"
+                lines.append({"key": key, "runs": numbers, **(parts[0] if alone else {"at": 0} | band(parts))})
         if lines:
             shown.append({"title": title, "name": name, "curves": lines})
     keys = dict.fromkeys(key for _, _, config in read for key in config)
     values = {key: [config.get(key) for _, _, config in read] for key in keys}
     differing = {key: v for key, v in values.items() if len({json.dumps(x, sort_keys=True) for x in v}) > 1}
-    return {"runs": [run.summary() for run in runs], "panels": shown, "settings": differing}
+    told = {"runs": [run.summary() for run in runs], "panels": shown, "settings": differing, "mark": mark}
+    return told | {"behind": True} if max(begins, default=-math.inf) > -math.inf else told
 
 
 def band(parts: list[dict]) -> dict:
-    """Mean, lowest and highest of curves, where at least two of them are."""
+    """Mean, lowest and highest of curves, where at least two of them are. Extremes of bins of steps count there."""
     x = np.unique(np.concatenate([part["x"] for part in parts]))
-    x = x[np.linspace(0, len(x) - 1, min(len(x), 400)).astype(int)] if len(x) else x
-    rows = [np.interp(x, part["x"], part["y"], left=math.nan, right=math.nan) for part in parts if len(part["x"])]
-    values = np.array(rows)
-    enough = np.isfinite(values).sum(0) >= min(2, len(rows))
-    values, x = values[:, enough], x[enough]
-    if not len(x):
+    parts_with = [part for part in parts if len(part["x"])]
+    y, low, high = (
+        np.array([np.interp(x, p["x"], p.get(kind, p["y"]), left=math.nan, right=math.nan) for p in parts_with])
+        for kind in ("y", "low", "high")
+    )
+    enough = np.isfinite(y).sum(0) >= min(2, len(y))
+    if not enough.any():
         return parts[0]
-    return {"x": x, "y": np.nanmean(values, 0), "low": np.nanmin(values, 0), "high": np.nanmax(values, 0)}
+    x, (y, low, high) = x[enough], (values[:, enough] for values in (y, low, high))
+    points = np.array([x, np.nanmean(y, 0), np.nanmin(low, 0), np.nanmax(high, 0), np.ones(len(x))])
+    points = merged(points, np.ptp(x) / POINTS) if len(x) > POINTS else points
+    return dict(zip(("x", "y", "low", "high"), points[:4], strict=True))

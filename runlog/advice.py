@@ -38,7 +38,9 @@ def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
     """The step from which on it has held, but for one step in five; None if it does not hold now."""
     if not len(holds) or late(holds).mean() < 0.8:
         return None
-    share = np.cumsum(holds[::-1]) / np.arange(1, len(holds) + 1)  # of the steps from there to the last
+    counts = np.diff(steps, prepend=2 * steps[0] - steps[min(1, len(steps) - 1)])[::-1]  # a point may be several steps
+    counts = counts if len(steps) > 1 else np.ones(1)
+    share = np.cumsum(holds[::-1] * counts) / np.cumsum(counts)  # of the steps from there to the last
     start = len(holds) - 1 - int(np.flatnonzero(share >= 0.8)[-1])
     while not holds[start]:
         start += 1
@@ -316,7 +318,7 @@ def failures(curves: Curves, config: dict) -> list[dict]:
         steps, values = curves.all(name)
         if len(values) and values[-RECENT:].sum() > 0:
             text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} steps, of "
-            text += f"{values.sum():.0f} in all."
+            text += f"{curves.total(name):.0f} in all."
             found.append(note("watch", title, text, "failures"))
     steps, calls = curves.all("tools/call_frequency")
     if config.get("tools") and len(calls) >= 3 and not late(calls).any():
@@ -329,7 +331,11 @@ def failures(curves: Curves, config: dict) -> list[dict]:
         found.append(note("watch", "No calls", text, "failures"))
     steps, explained = curves.all("value/explained_variance")
     if len(explained) >= 2 * ENOUGH and now(explained) < 0.05:
-        updates = len(explained) * (config.get("critic_iterations") or 1) * (config.get("num_minibatches") or 1)
+        updates = (
+            curves.count("value/explained_variance")
+            * (config.get("critic_iterations") or 1)
+            * (config.get("num_minibatches") or 1)
+        )
         text = f"The critic explains {now(explained):.0%} of the returns' variance after {updates} updates. It learns "
         text += "slower than the policy: more of them (--critic_iterations 8, --num_minibatches) or a higher "
         text += "--critic_learning_rate; or nothing in the prompt tells how it will end."

@@ -3,6 +3,8 @@
 PANELS says what belongs together. A metric that no panel names is among "Other metrics".
 """
 
+import math
+import time
 from array import array
 from collections.abc import Iterable
 from itertools import groupby
@@ -48,7 +50,8 @@ BY_DOMAIN = [  # the same of each domain, one curve a domain, where a run has se
     ("Prompts by domain", "of a step", "{}/prompts"),
 ]
 SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
-POINTS = 400  # a curve of more steps is drawn as means over bins
+POINTS = 400  # a curve of more steps is drawn as means over bins, with their extremes
+EXACT = 64  # the first and last steps that stay single ones, whatever is thinned
 
 
 def is_number(value) -> bool:
@@ -65,24 +68,41 @@ def is_evaluation(line: dict) -> bool:
     return any(key.startswith("eval/") for key in line)
 
 
-def binned(x: np.ndarray, y: np.ndarray, points: int = POINTS) -> tuple[list[float], list[float]]:
-    """The curve with at most so many points: means over bins of equally many."""
-    size = -(-len(x) // points) or 1
-    starts = np.arange(0, len(x), size)
-    if size == 1 or not len(x):
-        return x.tolist(), y.tolist()
-    counts = np.diff([*starts, len(x)])
-    return tuple((np.add.reduceat(values, starts) / counts).tolist() for values in (x, y))
+def merged(points: np.ndarray, size: float) -> np.ndarray:
+    """Points in bins of `size` steps: of each the mean step and value, the lowest and the highest, the number of steps.
+    points: [5, points], rows as in `Curves.points` -> [5, bins]"""
+    if size == 1 or not points.shape[1]:
+        return points
+    starts = np.flatnonzero(np.diff(np.floor(points[0] / size), prepend=-np.inf))
+    x, y, low, high, count = points
+    steps = np.add.reduceat(count, starts)
+    means = [np.add.reduceat(values * count, starts) / steps for values in (x, y)]
+    return np.array([*means, np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts), steps])
+
+
+def size_for(steps: np.ndarray, points: int, size: float = 1.0) -> float:
+    """Of bins of steps: the least power of two, from `size` on, that leaves no more points. Bins of one size lie in
+    those of the next, and begin at the same steps however long the run is: what has been drawn stays as it is."""
+    while len(steps) > points and np.count_nonzero(np.diff(np.floor(steps / size))) >= points:
+        size *= 2
+    return size
 
 
 class Curves:
     """Lines of metrics.jsonl by metric, added in the order in which they were written.
 
     A step that occurs again, as an evaluation may, counts once, the last time. What is no number is left out.
+
+    most: points of a metric that are kept, so that neither memory nor the time to draw grows with a run that goes on.
+    Where there are more steps, neighbours among those that are neither the first nor the last EXACT become one point,
+    which knows their extremes. None: all are kept.
     """
 
-    def __init__(self, lines: Iterable[dict] = ()):
-        self.columns: dict[str, tuple[array, array]] = {}  # name: (steps, values)
+    def __init__(self, lines: Iterable[dict] = (), most: int | None = None):
+        self.columns: dict[str, tuple[array, array]] = {}  # name: (steps, values), the newest
+        self.thinned: dict[str, tuple[float, np.ndarray]] = {}  # name: (size of its bins, points older than those)
+        self.most, self.last = most, -math.inf
+        self.mark = time.time_ns()  # another one where what was read before is not what would be read now
         self.add(lines)
 
     def add(self, lines: Iterable[dict]) -> None:
@@ -90,6 +110,9 @@ class Curves:
         for names, group in groupby(lines, key=tuple):
             rows = list(group)
             steps = array("d", [row["step"] for row in rows])
+            if min(steps) < self.last:
+                self.mark = time.time_ns()
+            self.last = max(self.last, max(steps))
             for name, values in zip(names, zip(*(row.values() for row in rows), strict=True), strict=True):
                 if name == "step" or (name == "time/unix" and is_evaluation(rows[0])):
                     continue
@@ -101,25 +124,61 @@ class Curves:
                     kept = [pair for pair in zip(steps, values, strict=True) if is_number(pair[1])]
                     x.extend(step for step, _ in kept)
                     y.extend(value for _, value in kept)
-                if not x:
+                if not x and name not in self.thinned:
                     del self.columns[name]
+                elif self.most and len(x) > self.most // 2:
+                    self._thin(name)
+
+    def _thin(self, name: str) -> None:
+        points = self.points(name)
+        first, old, new = np.split(points, [EXACT, max(points.shape[1] - EXACT, EXACT)], axis=1)
+        size = size_for(old[0], self.most // 2, self.thinned.get(name, (1.0,))[0])
+        self.thinned[name] = size, np.hstack([first, merged(old, size)])
+        self.columns[name] = array("d", new[0]), array("d", new[1])
 
     def copy(self) -> "Curves":
-        made = Curves()
+        made = Curves(most=self.most)
         made.columns = {name: (x[:], y[:]) for name, (x, y) in self.columns.items()}
+        made.thinned, made.mark, made.last = dict(self.thinned), self.mark, self.last
         return made
+
+    def points(self, name: str) -> np.ndarray:
+        """Rows: step, value, lowest and highest value, number of steps; ascending by step.  [5, points]"""
+        x, y = (np.array(values) for values in self.columns.get(name, ((), ())))
+        points = np.array([x, y, y, y, np.ones(len(x))])
+        if name in self.thinned:
+            points = np.hstack([self.thinned[name][1], points])
+        if not (np.diff(points[0]) > 0).all():
+            _, last = np.unique(points[0][::-1], return_index=True)  # of equal steps the one written last
+            points = points[:, ::-1][:, last]
+        return points
 
     def all(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps, values), ascending by step."""
-        x, y = (np.array(values) for values in self.columns.get(name, ((), ())))
-        if len(x) > 1 and not (np.diff(x) > 0).all():
-            _, last = np.unique(x[::-1], return_index=True)  # ascending; of equal steps the one written last
-            x, y = x[::-1][last], y[::-1][last]
-        return x, y
+        points = self.points(name)
+        return points[0], points[1]
 
-    def series(self, name: str, points: int = POINTS) -> tuple[list[float], list[float]]:
+    def total(self, name: str) -> float:
+        """The sum of the values of all steps."""
+        _, values, _, _, steps = self.points(name)
+        return float((values * steps).sum())
+
+    def count(self, name: str) -> int:
+        """How many steps have a value."""
+        return int(self.points(name)[4].sum())
+
+    def size(self, points: int = POINTS) -> float:
+        """Of bins that leave about so many points of the longest curve, and at least half of that."""
+        return size_for(self.points(max(self.columns, key=self.length))[0], points) if self.columns else 1.0
+
+    def length(self, name: str) -> int:
+        """Of a metric: how many points are kept."""
+        return len(self.columns[name][0]) + (self.thinned[name][1].shape[1] if name in self.thinned else 0)
+
+    def series(self, name: str, size: float | None = None) -> tuple[list[float], list[float]]:
         """Steps and values to draw."""
-        return binned(*self.all(name), points)
+        points = merged(self.points(name), size or self.size())
+        return points[0].tolist(), points[1].tolist()
 
     def matching(self, patterns: list[str]) -> list[str]:
         """Metrics that have a number, in the order of the patterns."""
@@ -131,21 +190,27 @@ class Curves:
         ]
         return list(dict.fromkeys(fits))
 
-    def phases(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Steps and the seconds of each phase in them, as reading.phases; phases below half a percent are left out."""
+    def phases(self, size: float = 1.0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Steps, in bins of `size`, and the mean seconds of each phase in them, as reading.phases; phases below half a
+        percent are left out."""
         others = sorted(name for name in self.columns if is_phase(name) and name not in PHASES)
-        read = {name: self.all(name) for name in [*PHASES, *others] if name in self.columns}
-        total = self.all("time/step")
-        steps = np.unique(np.concatenate([x for x, _ in [*read.values(), total]]))
+        names = [name for name in (*PHASES, *others, "time/step") if name in self.columns]
+        read = {name: merged(self.points(name), size) for name in names}
+        bins_of = {name: np.floor(points[0] / size) if size > 1 else points[0] for name, points in read.items()}
+        bins = np.unique(np.concatenate([*bins_of.values(), []]))
+        place = {name: np.searchsorted(bins, own) for name, own in bins_of.items()}
+        steps, counts = np.zeros(len(bins)), np.zeros(len(bins))
+        for name, (x, _, _, _, count) in read.items():  # steps without a phase count: it took no time in them
+            steps[place[name]], counts[place[name]] = x, np.maximum(counts[place[name]], count)
 
-        def spread_out(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-            values = np.zeros(len(steps))
-            values[np.searchsorted(steps, x)] = y
+        def spread_out(name: str) -> np.ndarray:
+            values = np.zeros(len(bins))
+            values[place[name]] = read[name][1] * read[name][4] / counts[place[name]]
             return values
 
-        split = {name.removeprefix("time/"): spread_out(*curve) for name, curve in read.items()}
-        if len(total[0]):  # never negative: phases may overlap, as scoring does with generation
-            split["other"] = np.maximum(0.0, spread_out(*total) - sum(split.values()))
+        split = {name.removeprefix("time/"): spread_out(name) for name in names if name != "time/step"}
+        if "time/step" in read:  # never negative: phases may overlap, as scoring does with generation
+            split["other"] = np.maximum(0.0, spread_out("time/step") - sum(split.values()))
         whole = sum(float(values.sum()) for values in split.values())
         return steps, {name: values for name, values in split.items() if values.sum() > 0.005 * whole}
 

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from runlog import advice, disk, samples
-from runlog.curves import SOLVED, Curves, binned, domains, duration, is_number
+from runlog.curves import SOLVED, Curves, domains, duration, is_number
 from runlog.curves import panels as panels_of
 from runlog.reading import call_text, read_metrics, readable_prompt
 from safety.storable import visible
@@ -131,13 +131,12 @@ def plot_panel(curves: Curves, labels: dict[str, str]) -> str:
 
 def plot_times(curves: Curves) -> str:
     """Seconds of each step, stacked by phase."""
-    steps, split = curves.phases()
-    drawn = {name: binned(steps, values) for name, values in split.items()}
+    steps, split = curves.phases(curves.size())
     figure, axes = new_figure(11, 2.8)
     axes.stackplot(
-        next(iter(drawn.values()))[0],
-        [y for _, y in drawn.values()],
-        labels=[label(name) for name in drawn],
+        steps,
+        [*split.values()],
+        labels=[label(name) for name in split],
         colors=COLORS,
         alpha=0.85,
         lw=0,
@@ -166,7 +165,7 @@ def tiles(curves: Curves) -> str:
     """Before and after, and what it cost."""
     shown = []
     for key in curves.matching(SOLVED):
-        x, y = curves.series(key)
+        x, y = curves.all(key)
         note = f"held-out, step {x[0]:.0f} to step {x[-1]:.0f}" if len(x) > 1 else f"held-out, step {x[0]:.0f}"
         value = f"{y[0]:.2f} → {y[-1]:.2f}" if len(x) > 1 else f"{y[0]:.2f}"
         shown.append(tile(key.removeprefix("eval/"), value, note, hero=True))

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import data
 import domains
 import utils
 from config import ConfigError, TrainConfig
+from inputs import on_disk
 from runlog import checkpoints
 from runlog.log import claim_run, code_files, package_versions, public_config
 
@@ -145,14 +145,17 @@ def fingerprint(cfg: TrainConfig, rows, held_out, world: int) -> dict:
     }
 
 
+def _other(value) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
+
+
+ENCODER = json.JSONEncoder(default=_other, skipkeys=True)
+
+
 def row_hash(row: dict) -> int:
     """64 bits of a row's texts, numbers and bytes; of anything else, such as a decoded image, the type alone."""
-
-    def other(value) -> str:
-        return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
-
     try:
-        text = json.dumps(row, default=other, skipkeys=True)
+        text = ENCODER.encode(row)
     except (ValueError, RecursionError):  # it holds itself, or a number of more than 4,300 digits
         text = repr(row.get("prompt"))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -161,19 +164,29 @@ def row_hash(row: dict) -> int:
 def row_hashes(rows) -> np.ndarray:
     """[rows] of uint64. Of equal rows the second is another one, and so on. Image columns of a `datasets.Dataset` are
     left out: to read them all takes long."""
-    if not isinstance(rows, list):
+    if not isinstance(rows, (list, on_disk.Lines)):
         rows = rows.remove_columns([name for name in ("image", "images") if name in rows.column_names])
-    return data.remembered(rows, f"hashes, by {data.code_of(row_hash)}", lambda: _row_hashes(rows))
+
+    def alone(first: int, last: int) -> np.ndarray:
+        starts = range(first, last, 1000)
+        parts = (on_disk.rows_between(rows, start, min(start + 1000, last)) for start in starts)
+        return np.array([row_hash(row) for part in parts for row in part], np.uint64)
+
+    def make() -> np.ndarray:
+        hashes = data.each_of(rows, alone, "hashing rows, to tell after a --resume whether they are the same")
+        return hashes + np.uint64(0x9E3779B97F4A7C15) * seen_before(hashes)
+
+    return data.remembered(rows, f"hashes, by {data.code_of(row_hash)}", make)
 
 
-def _row_hashes(rows) -> np.ndarray:
-    """[rows] of uint64."""
-    seen, hashes = Counter(), np.zeros(len(rows), np.uint64)
-    for index, row in enumerate(rows if isinstance(rows, list) else data.at_once(rows)):
-        value = row_hash(row)
-        hashes[index] = (value + 0x9E3779B97F4A7C15 * seen[value]) % 2**64
-        seen[value] += 1
-    return hashes
+def seen_before(values: np.ndarray) -> np.ndarray:
+    """How often each value stands further ahead.  [values] of uint64"""
+    order = np.argsort(values, kind="stable")
+    ranked = values[order]
+    begins = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]]))
+    counts = np.zeros(len(values), np.uint64)
+    counts[order] = np.arange(len(values)) - np.repeat(begins, np.diff([*begins, len(values)]))
+    return counts
 
 
 # ---- what follows ---------------------------------------------------------------------------------------------------

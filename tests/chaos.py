@@ -3,6 +3,7 @@
     python tests/chaos.py process --seeds 0 1 2      # sampled in the process, float32
     python tests/chaos.py ranks --seeds 0 1 2        # the same on two ranks
     python tests/chaos.py server --seeds 0 1 2       # beside a server that is ended, too, and starts again
+    python tests/chaos.py tools --seeds 0 1 2        # turns with a tool of an MCP server that is ended, too
 
 Outside stands what docs/runs.md shows: a loop that starts the run again until it has ended well. A seed says which
 fault comes when: every few steps one, at a random time within a step, some while the run still loads, FAULTS in all.
@@ -11,7 +12,9 @@ the prompts it should have; whole checkpoints; `finished`; nothing left half-wri
 float32 is repeatable, losses, gradients, tokens and the weights at the end must be equal bit for bit, on one rank and
 on two.
 
-The reward sleeps .1 s a group, so that faults meet steps. The clock is not set back: that wants libfaketime.
+The reward sleeps .1 s a group, so that faults meet steps. Where there is a C compiler the run's clock is set back, too,
+by a minute to two hours, and stays so over restarts: clock_gettime, gettimeofday and time say so to all its processes.
+(libfaketime 0.9.10 cannot leave the monotonic clock alone, by which waits are measured: time.sleep fails under it.)
 """
 
 import argparse
@@ -20,6 +23,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +40,10 @@ sys.path.insert(0, str(ROOT))
 
 from server_fixture import free_port  # noqa: E402
 
+from config import TrainConfig  # noqa: E402
+from envs import Environment  # noqa: E402
+from envs.mcp_tools import get_tools  # noqa: E402
+from envs.tools import Call, Toolbox  # noqa: E402
 from runlog import checkpoints  # noqa: E402
 from runlog.reading import read_metrics  # noqa: E402
 from safety.orphans import ends_with_us  # noqa: E402
@@ -50,10 +58,48 @@ COMMANDS = {
     "process": f"python train_grpo.py --generator hf {FLAGS}",
     "ranks": f"python -m torch.distributed.run --standalone --nproc_per_node=2 train_grpo.py --generator hf {FLAGS}",
     "server": f"python train_grpo.py --server_timeout 240 {FLAGS}",
+    "tools": f"python train_grpo.py --generator hf {FLAGS} --max_completion_length 120 --max_turn_length 24 "
+    f"--env {Path(__file__).resolve()}:Asks --max_turns 3",
 }
 ORDERS = {"raises": 1, "nan": 1, "waits": 1}  # what the reward is told to do, once
 ON_TRAINER = ("kill", "kill", "terminate", "stop", "full disk", "torn checkpoint", *ORDERS)
 ON_SERVER = ("kill server", "kill worker", "stop server", "stop worker")
+ON_TOOLS = ("kill tools", "kill tools", "stop tools")
+if shutil.which("cc"):
+    ON_TRAINER += ("clock back",)
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static volatile long *back; /* seconds, in a file that all processes share */
+__attribute__((constructor)) static void begin(void) {
+    int file = open(getenv("CHAOS_CLOCK"), O_RDONLY);
+    void *found = file < 0 ? MAP_FAILED : mmap(0, sizeof *back, PROT_READ, MAP_SHARED, file, 0);
+    if (found != MAP_FAILED) back = found;
+    if (file >= 0) close(file);
+}
+int clock_gettime(clockid_t clock, struct timespec *t) {
+    long failed = syscall(SYS_clock_gettime, clock, t);
+    if (!failed && back && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) t->tv_sec -= *back;
+    return failed;
+}
+int gettimeofday(struct timeval *t, void *zone) {
+    long failed = syscall(SYS_gettimeofday, t, zone);
+    if (!failed && back) t->tv_sec -= *back;
+    return failed;
+}
+time_t time(time_t *t) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (t) *t = now.tv_sec;
+    return now.tv_sec;
+}
+"""
 
 
 def reward(completion_ids, **_) -> list[float]:
@@ -67,6 +113,25 @@ def reward(completion_ids, **_) -> list[float]:
     if told == "raises":
         raise ValueError("chaos")
     return [float("nan") if told == "nan" else sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+
+
+class Asks(Environment):
+    """Three turns. A random model writes no calls, so the environment calls the server's tool with what it wrote."""
+
+    box = None
+
+    def reset(self, row, seed):
+        if Asks.box is None:
+            cfg = TrainConfig(mcp_config=str(Path(os.environ["CHAOS_FOLDER"]) / "mcp.json"), tool_timeout=10)
+            Asks.box = Toolbox(get_tools(cfg), cfg)
+        self.left = 3
+        return row["prompt"]
+
+    async def step(self, text):
+        self.left -= 1
+        call = Call("odd_names", {"tool": "said", "server": str(len(text)), "self": "letters"})
+        messages, events = await self.box.run([call], self.box.tools)
+        return messages[0]["content"][:40], 0.0, self.left == 0, {"calls": events}
 
 
 # ---- what happens to a run ------------------------------------------------------------------------------------------
@@ -107,7 +172,15 @@ def inflict(fault: str, chance: random.Random, loop, server, run: Path) -> None:
     """One fault. Who is gone already is not looked for."""
     victims = trainers(loop)
     victim = chance.choice(victims) if victims else None
-    if fault in ORDERS:
+    if fault == "clock back":
+        with (run.parent / "clock").open("r+b") as clock:  # in place: it is mapped
+            back = int.from_bytes(clock.read(), "little") + chance.randint(60, 7200)
+            clock.seek(0)
+            clock.write(back.to_bytes(8, "little"))
+    elif fault.endswith("tools"):
+        for process in named(server.pid, "mcp_server.py")[:1]:
+            act(process, fault.split()[0])
+    elif fault in ORDERS:
         (run.parent / "order").write_text(fault, encoding="utf-8")
     elif fault == "torn checkpoint":
         for process in victims:
@@ -141,6 +214,14 @@ def act(process: psutil.Process, fault: str) -> None:
         process.kill() if fault == "kill" else process.terminate()
 
 
+def model_that_ends(folder: Path) -> Path:
+    """models/tiny with one token in twelve as an end: a turn that is cut ends the game."""
+    copy = shutil.copytree(ROOT / "models" / "tiny", folder / "tiny_that_ends")
+    ends = json.dumps({"eos_token_id": [2, *range(7, 4096, 12)]})
+    (copy / "generation_config.json").write_text(ends, encoding="utf-8")
+    return copy
+
+
 def started(command: str, log: Path, env: dict[str, str]) -> subprocess.Popen:
     with log.open("a", encoding="utf-8") as out:
         how = dict(cwd=ROOT, env=os.environ | env, stdout=out, stderr=out, preexec_fn=ends_with_us())
@@ -160,14 +241,27 @@ def live(mode: str, folder: Path, seed: int | None, limit: float) -> dict:
     chance, done, begun, server = random.Random(seed), Counter(), time.monotonic(), None
     folder.mkdir(parents=True)
     env = {"CHAOS_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "VLLM_SERVER_TOKEN": "chaos"}
+    clock = {}  # of the trainer alone
+    if "clock back" in ON_TRAINER:
+        (folder / "clock").write_bytes(bytes(8))
+        (folder / "clock.c").write_text(CLOCK, encoding="utf-8")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "clock.so", folder / "clock.c"], check=True)
+        clock = {"LD_PRELOAD": str(folder / "clock.so"), "CHAOS_CLOCK": str(folder / "clock")}
     command = f"{COMMANDS[mode]} --output_dir {folder} --run_name run --resume --keep_going"
     if mode == "server":
         port = free_port()
         serve = f"python vllm_server.py --model models/tiny --dtype float32 --max-model-len 512 --port {port}"
         server = started(f"while true; do {serve}; sleep 1; done", folder / "server.log", env)
         command += f" --server_urls http://127.0.0.1:{port}"
-    loop = started(LOOP.format(command=command), folder / "log", env)
-    run, kinds = folder / "run", ON_TRAINER + (ON_SERVER if server else ())
+    if mode == "tools":
+        port = free_port()
+        serves = {"mcpServers": {"tools": {"url": f"http://127.0.0.1:{port}/mcp"}}}
+        (folder / "mcp.json").write_text(json.dumps(serves), encoding="utf-8")
+        serve = f"python tests/mcp_server.py {port} streamable-http"
+        server = started(f"while true; do {serve}; sleep 1; done", folder / "server.log", env)
+        command += f" --model_id {model_that_ends(folder)}"
+    loop = started(LOOP.format(command=command), folder / "log", env | clock)
+    run, kinds = folder / "run", ON_TRAINER + {"server": ON_SERVER, "tools": ON_TOOLS}.get(mode, ())
     try:
         while seed is not None and sum(done.values()) < FAULTS and loop.poll() is None:
             # After some steps, at a random time within one; one in five while the run may still load.
@@ -269,7 +363,7 @@ def main() -> int:
     failed = 0
     for seed in given.seeds:
         result = live(given.mode, folder / str(seed), seed, given.limit)
-        wrong = faults_of(result, plain, given.mode != "server")
+        wrong = faults_of(result, plain, given.mode in ("process", "ranks"))
         failed += bool(wrong)
         what = ", ".join(f"{name} {count}" if count > 1 else name for name, count in sorted(result["faults"].items()))
         score = f"{last_rewards(result['run']):.3f}" if not wrong else ""

@@ -31,11 +31,10 @@ class Page:
     def port(self) -> int:
         return int(self.root.rpartition(":")[2])
 
-    def ask(self, path: str, **parameters) -> requests.Response:
+    def ask(self, path: str, headers: dict | None = None, **parameters) -> requests.Response:
         """GET with the token; the path is sent as it stands, with its dots."""
-        request = requests.Request(
-            "GET", self.root, params=parameters, headers={"Authorization": f"Bearer {self.token}"}
-        )
+        given = {"Authorization": f"Bearer {self.token}"} | (headers or {})
+        request = requests.Request("GET", self.root, params=parameters, headers=given)
         made = request.prepare()
         query = made.url.partition("?")[2]
         made.url = self.root + path + (f"{'&' if '?' in path else '?'}{query}" if query else "")

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 
 import datasets
@@ -23,7 +26,7 @@ from data import filter_overlong, gym_seed, load_rows
 from envs.adapters import with_added
 from envs.calls import checked_messages
 from envs.tools import as_content
-from inputs import parts, prompts
+from inputs import on_disk, parts, prompts
 from inputs.processor import load_processor
 from inputs.prompts import prompt_lengths, prompt_messages, tokenize_prompt
 from plugins import load_function
@@ -131,8 +134,9 @@ def test_many_rows_on_disk_stay_there_and_what_was_found_out_is_found_again(tmp_
         return rows, resume.row_hashes(rows)
 
     listed, hashes = load(lambda row: {**row})  # what an edited format_row makes is a list
-    monkeypatch.setattr(data, "MANY", 1000)
-    monkeypatch.setattr(data, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(on_disk, "MANY", 1000)
+    monkeypatch.setattr(on_disk, "CHUNK", 700)
+    monkeypatch.setattr(on_disk, "KEPT", tmp_path / "kept")
     rows, same = load(lambda row: row)
     assert not isinstance(rows, list) and isinstance(listed, list) and 0 < len(rows) < 3000
     assert [*rows] == listed and (same == hashes).all()
@@ -140,6 +144,103 @@ def test_many_rows_on_disk_stay_there_and_what_was_found_out_is_found_again(tmp_
     monkeypatch.setattr(prompts, "tokenize_prompt", None)  # a call of it would raise
     again, same = load(lambda row: row)
     assert [*again["answer"]] == [row["answer"] for row in listed] and (same == hashes).all()
+
+
+def few_are_many(monkeypatch, folder) -> None:
+    """What is for large files, of small ones: in processes of a few lines each."""
+    for name, value in {"MANY": 10, "LARGE": 1, "PART": 5000, "CHUNK": 70, "KEPT": folder / "kept"}.items():
+        monkeypatch.setattr(on_disk, name, value)
+
+
+def test_lines_of_a_large_file_stay_there_and_are_as_those_of_a_list(tmp_path, monkeypatch):
+    odd = {
+        7: {"prompt": "a <|im_end|> b", "more": None},
+        11: {"prompt": [{"role": "user", "content": [{"type": "text", "text": "parts " * 90}]}]},
+        30: {"prompt": "\u003c|im_start|\u003e", "answer": [1, {"a": 2.5}]},
+    }
+    texts = ["\ufeff"]
+    for n in range(400):
+        messages = [{"role": "system", "content": "be brief"}] * (n % 3 == 0)
+        messages += [{"role": "user", "content": f"{n % 350} wörter \n {'und ' * (n % 90)}"}]
+        row = odd.get(n, {"prompt": messages, "answer": str(n)})
+        texts.append(json.dumps(row, ensure_ascii=n % 2 == 0).replace("<|im_start", "\\u003c|im_start") + "\n")
+        texts.append("\r\n" if n % 50 == 0 else "  \n" * (n % 40 == 0))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(texts).removesuffix("\n"), encoding="utf-8", newline="")
+    cfg, processor = TrainConfig(dataset_id=str(path), max_prompt_length=64), load_processor("models/tiny")
+
+    def load(format_row):
+        measure = lambda rows, name: rollouts.measure(rows, name, processor, cfg)  # noqa: E731
+        rows, _ = data.load_data(cfg, format_row, measure)
+        return rows, resume.row_hashes(rows), prompts.special_text_in(rows, processor, cfg)
+
+    listed, hashes, said = load(lambda row: {**row})
+    few_are_many(monkeypatch, tmp_path)
+    rows, same, also = load(lambda row: row)
+    assert isinstance(rows, on_disk.Lines) and isinstance(listed, list) and 100 < len(rows) < 400
+    assert [*rows] == listed and (same == hashes).all() and said == also and said.startswith("2 prompts")
+    assert rows[-1] == listed[-1] and rows[np.int64(3)] == listed[3] and rows[5:9] == listed[5:9]
+    assert data.columns_of(rows) == data.columns_of(listed) == {"prompt"} and "more" in rows.column_names
+    assert rollouts.group_sizes(rows, cfg) == rollouts.group_sizes(listed, cfg)
+    monkeypatch.setattr(prompts, "tokenize_prompt", None)  # a call of these would raise
+    monkeypatch.setattr(on_disk, "by_processes", None)
+    again, same, also = load(lambda row: row)
+    assert [*again] == listed and (same == hashes).all() and said == also
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n")
+    with pytest.raises(RuntimeError, match="has been changed while"):
+        rows[0]
+
+
+def test_lines_that_end_otherwise_images_and_few_rows_are_read_as_ever(tmp_path, monkeypatch):
+    few_are_many(monkeypatch, tmp_path)
+    row = '{"prompt": "a"}'
+    texts = {
+        "cr": f"{row}\r" * 40,
+        "images": '{"prompt": "a", "image": null}\n' * 40,
+        "few": f"{row}\n" * 9,
+        "ok": f"{row}\n" * 40,
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8", newline="")
+        rows = load_rows(str(tmp_path / f"{name}.jsonl"), format_row=lambda row: row, lines=True)
+        assert isinstance(rows, list) == (name != "ok") and len(rows) == text.count("prompt"), name
+
+
+def test_what_is_kept_of_rows_is_kept_within_limits(tmp_path, monkeypatch):
+    few_are_many(monkeypatch, tmp_path)
+    monkeypatch.setattr(on_disk, "KEPT_BYTES", 3000)
+    made = []
+
+    def make(name):
+        return on_disk.kept(name, 100, lambda: made.append(name) or np.arange(100))
+
+    for name, days in [("old", 31), ("a", 3), ("b", 2), ("c", 1)]:
+        assert (make(name) == np.arange(100)).all()
+        newest = max((tmp_path / "kept").iterdir(), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (time.time() - 86400 * days,) * 2)
+    make("a")  # used: younger now than b
+    make("d")
+    for name in ("a", "d", "b", "old"):
+        make(name)
+    assert made == ["old", "a", "b", "c", "d", "b", "old"]
+    (tmp_path / "rows.jsonl").touch()  # where nothing can be written
+    monkeypatch.setattr(on_disk, "KEPT", tmp_path / "rows.jsonl" / "no folder")
+    assert (make("e") == np.arange(100)).all()
+
+
+def test_ranks_look_at_rows_once(tmp_path):
+    """And one that is ended in the middle leaves nothing that the next takes for whole."""
+    code = "import time; from inputs import on_disk; import numpy as np; import sys\n"
+    code += "make = lambda: print('made') or time.sleep(float(sys.argv[1])) or np.arange(50)\n"
+    code += "assert len(on_disk.kept('x', 50, make)) == 50"
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    begin = lambda seconds: subprocess.Popen([sys.executable, "-uc", code, seconds], stdout=-1, env=env)  # noqa: E731
+    first = begin("60")
+    assert first.stdout.readline() == b"made\n"
+    first.kill()
+    first.wait()
+    assert [one.communicate(timeout=60)[0] for one in [begin("2") for _ in range(3)]].count(b"made\n") == 1
 
 
 def test_a_template_that_writes_more_than_its_texts_is_measured_row_by_row(tmp_path, monkeypatch):
@@ -150,8 +251,9 @@ def test_a_template_that_writes_more_than_its_texts_is_measured_row_by_row(tmp_p
     processor.chat_template = "{% for m in messages %}{% for n in range(4) %}{{ m.content }}{% endfor %}{% endfor %}"
     rows = load_rows(str(tmp_path / "rows.parquet"))
     exact = prompts.prompt_lengths([*rows], "rows", processor, cfg)
-    monkeypatch.setattr(data, "MANY", 10)
-    monkeypatch.setattr(data, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(on_disk, "MANY", 10)
+    monkeypatch.setattr(on_disk, "CHUNK", 15)
+    monkeypatch.setattr(on_disk, "KEPT", tmp_path / "kept")
     assert [*prompts.prompt_lengths(rows, "rows", processor, cfg)] == exact and exact[0] > 180
 
 
@@ -198,12 +300,17 @@ def test_format_row_comes_before_the_check(tmp_path):
         ("twice.csv", "prompt,prompt\na,b\n", ["line 1", "'prompt' stands there twice"]),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, name, text, parts):
+def test_files_that_cannot_be_read(tmp_path, name, text, parts, monkeypatch):
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as error:
         load_rows(str(tmp_path / name))
     assert all(part in str(error.value) for part in parts), error.value
+    if name.endswith(".jsonl"):
+        few_are_many(monkeypatch, tmp_path)
+        with pytest.raises(ConfigError) as same:
+            load_rows(str(tmp_path / name), format_row=lambda row: row, lines=True)
+        assert str(same.value) == str(error.value)
 
 
 def test_whole_emoji_and_long_fields_are_fine(tmp_path):

@@ -26,7 +26,7 @@ from made_runs import FAULTS, completions_table, make_run, metrics_line, vocabul
 
 from looking.runs import Runs
 from runlog import advice, samples
-from runlog.curves import Curves, panels
+from runlog.curves import Curves, merged, panels
 
 ROOT = Path(__file__).parent.parent
 PLACE = {"kind": "completions", "step": 40, "row": 3}
@@ -196,6 +196,34 @@ def test_what_a_run_used_of_a_shared_server_is_drawn_in_words():
     assert labels == ["sampling_seconds", "waited_seconds"] and "waiting for their turn" in note and len(drawn) == 2
 
 
+def test_of_a_long_run_few_points_are_kept_and_every_extreme():
+    rng, odd = random.Random(0), {7_777: 50.0, 12_345: -40.0, 29_000: 60.0}
+    value = {step: odd.get(step, rng.gauss(1, 0.1)) for step in range(1, 30_001)}
+    lines = [
+        {"step": n, "reward": v, "lost": v, "time/step": 2.0, "failed": float(n % 100 == 0)} for n, v in value.items()
+    ]
+    lines = [line if n % 3 else {k: v for k, v in line.items() if k != "lost"} for n, line in enumerate(lines)]
+    bit_by_bit, at_once, exact = Curves(most=4096), Curves(most=4096), Curves(lines)
+    for start in range(0, len(lines), 700):
+        bit_by_bit = bit_by_bit.copy()
+        bit_by_bit.add(lines[start : start + 700])
+    at_once.add(lines)
+    for curves in (bit_by_bit, at_once):
+        assert all(curves.length(name) <= 4096 for name in curves.columns)
+        assert curves.size() == exact.size() == 128
+        for name in ("reward", "lost"):
+            drawn, expected = (merged(one.points(name), 128) for one in (curves, exact))
+            assert drawn == pytest.approx(expected) and drawn.shape[1] <= 400
+            assert {round(v) for v in drawn[2:4].ravel()} >= {50, -40, 60} or name == "lost"
+        first, last = curves.all("reward")[1][:64], curves.all("reward")[1][-64:]
+        assert [*first, *last] == [value[n] for n in (*range(1, 65), *range(29_937, 30_001))]
+        assert curves.total("failed") == 300 and curves.count("reward") == 30_000
+        assert curves.axis("seconds")[1][-1] == pytest.approx(60_000)
+        steps, split = curves.phases(128)
+        assert split["other"] == pytest.approx(np.full(len(steps), 2.0)) and len(steps) == 235
+        assert advice.since(*(lambda x, y: (x, y > 0))(*curves.all("reward"))) == 1
+
+
 def test_curves_by_tokens_and_seconds(page):
     by_step, by_tokens, by_seconds = (
         next(p for p in page.ask(f"/api/run?run=one&x={x}").json()["panels"] if p["title"] == "Entropy")["curves"][0]
@@ -335,6 +363,55 @@ def test_lines_arrive_and_a_resumed_run_begins_anew(tmp_path):
     )
     os.replace(partial, folder / "metrics.jsonl")
     assert run.curves().all("reward")[0].tolist() == [1, 2, 3, 4] and run.summary()["reward"] == 9
+
+
+def curves_of(told: dict) -> list[dict]:
+    more = [*told.get("times", ()), *([told["spread"]] if "spread" in told else ())]
+    return more + [curve for panel in told["panels"] for curve in panel["curves"]]
+
+
+def grown(before: dict, told: dict) -> dict:
+    """As the page's own `grown` (dom.js)."""
+    had = {curve["key"]: curve for curve in curves_of(before)}
+    for curve in curves_of(told):
+        assert curve["at"] <= len(had.get(curve["key"], {"x": []})["x"])
+        for part in {"x", "y", "low", "high"} & curve.keys():
+            curve[part] = had.get(curve["key"], {}).get(part, [])[: curve["at"]] + curve[part]
+    return before | told
+
+
+@pytest.mark.parametrize("before", [30, 390, 1500])
+@pytest.mark.parametrize("what", ["run?run=one", "run?run=one&x=seconds", "compare?run=one&run=two"])
+def test_of_a_run_that_grows_the_page_gets_what_is_new(tmp_path, before, what):
+    for name in ("one", "two"):
+        make_run(tmp_path / name, steps=2000, files=0, state="running", evaluate=20)
+    metrics = tmp_path / "one" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(True)
+    metrics.write_bytes(b"".join(lines[:before]))
+    with looking(tmp_path) as page:
+        answer = page.ask(f"/api/{what}")
+        has, whole = answer.json(), len(answer.content)
+        for start in (before, before + 7, before + 15):
+            with metrics.open("ab") as file:
+                file.writelines(lines[start : start + 8])
+            answer = page.ask(f"/api/{what}", {"If-None-Match": answer.headers["ETag"]})
+            told = answer.json()
+            if told.get("behind"):
+                assert len(answer.content) < 0.5 * whole or before < 100
+                told = grown(has, told)
+            else:
+                assert before == 390  # bins of another size
+            has, expected = told, page.ask(f"/api/{what}").json()
+            assert [curve | {"at": 0} for curve in curves_of(has)] == curves_of(expected)
+            assert {
+                key: has[key] for key in expected.keys() - {"panels", "times", "spread"}
+            }.items() <= expected.items()
+        assert has["behind"]
+        assert page.ask(f"/api/{what}", {"If-None-Match": answer.headers["ETag"]}).status_code == 304
+        what_it_has, lasts, _ = answer.headers["ETag"].strip('"').split("_")
+        for last in ("", "nan", "inf,inf", "-inf", "1e308", f"{lasts},{lasts}", "x" * 3000):
+            odd = page.ask(f"/api/{what}", {"If-None-Match": f'"{what_it_has}_{last}_"'})
+            assert odd.status_code == 200, last
 
 
 def test_torn_lines_half_files_and_deleted_runs(tmp_path):
@@ -746,6 +823,36 @@ def test_200_runs_of_2000_steps(tmp_path):
         found = page.ask("/api/compare?" + "&".join(f"run=run-{n:03d}" for n in range(10))).json()
         watch("ten compared")
         assert len(next(p for p in found["panels"] if p["name"] == "reward")["curves"]) == 10
+
+
+def test_a_run_of_20000_steps_costs_no_more_with_each_step(tmp_path):
+    folder, rng = make_run(tmp_path / "run", steps=10, files=0, state="running", max_steps=20_000), random.Random(0)
+    lines = [json.dumps(metrics_line(step, 20_000, None, rng)) + "\n" for step in range(11, 2_011)] * 10
+    tags, used = {}, {}
+    with looking(tmp_path) as page, (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        process = psutil.Process(page.process.pid)
+
+        def memory() -> float:
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+            return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1e3
+
+        for step, line in enumerate(lines, 11):
+            file.write(re.sub(r'"step": \d+', f'"step": {step}', line))
+            if step % 500 and not (step // 1000 in (5, 18) and step % 50 == 0):
+                continue
+            file.flush()
+            before = sum(process.cpu_times()[:2])
+            for path in ("runs", "run?run=run", "notes?run=run", "compare?run=run", "steps?run=run"):
+                answer = page.ask(f"/api/{path}", {"If-None-Match": tags.get(path, "")})
+                assert answer.status_code == 200
+                tags[path] = answer.headers.get("ETag", "")
+            used.setdefault(step // 1000, []).append(sum(process.cpu_times()[:2]) - before)
+            if step == 5_000:
+                early = memory()
+        grown = (memory() - early) / 15
+        early, late = (np.mean(used[thousand]) for thousand in (5, 18))
+    print(f"{grown:.2f} MB in 1,000 steps; {1e3 * early:.0f} ms of a core a poll at 5,000, {1e3 * late:.0f} at 18,000")
+    assert grown < 1 and late < 1.5 * early + 0.01
 
 
 def test_a_step_of_4096_completions_of_1000_tokens(tmp_path):

@@ -63,7 +63,8 @@ export function runView(content, parameters, signal) {
     data.panels.forEach((panel, n) => {
       const curves = panel.curves.map((curve) => ({ ...curve }));
       const spread = n === 0 && panel.curves[0]?.name === "reward" && data.spread.x.length === curves[0].x.length && !smooth;
-      if (spread) Object.assign(curves[0], { low: curves[0].y.map((y, i) => y - data.spread.y[i]), high: curves[0].y.map((y, i) => y + data.spread.y[i]) });
+      const { y, low = y, high = y } = curves[0];
+      if (spread) Object.assign(curves[0], { low: low.map((least, i) => Math.min(least, y[i] - data.spread.y[i])), high: high.map((most, i) => Math.max(most, y[i] + data.spread.y[i])) });
       if (n === 0 && curves[1]) curves[1].dash = "dash";
       card(panel.title, panel.title, n === 0 && spread ? "training reward, with reward_std as a band; held-out rows were never trained on" : panel.note, n === 0 ? top : grid).update({ curves }, { x: AXES[axis], smooth });
       if (n === 0 && data.times.length) {
