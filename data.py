@@ -383,7 +383,10 @@ def line_of_unfit(text: str) -> int:
 
 def read_json(file: Path):
     rows = parse_json("".join(read_lines(file)), "")
-    for index, row in enumerate(rows if isinstance(rows, list) else [rows]):
+    if not isinstance(rows, list):
+        kind = type(rows).__name__
+        raise ConfigError(f": is {shorten(rows)}, a {kind}; a .json file is a list of rows, [{{...}}, ...].")
+    for index, row in enumerate(rows):
         if fault := content_fault(row):
             raise ConfigError(f", row {index}: {fault}")
     return rows

@@ -97,6 +97,7 @@ from algorithms.checks import (
     explained,
     prepared,
     read_once,
+    say_without_effect,
     uses_argument,
     with_numbers,
 )
@@ -194,9 +195,12 @@ from safety import sandbox
 
 def in_use(cfg: TrainConfig) -> dict[str, Callable]:
     """The functions that this run uses, by the flag that names each."""
-    kinds = (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("kl", KL_ESTIMATORS))
-    named = {f"--{kind} {getattr(cfg, kind)}": known[getattr(cfg, kind)] for kind, known in kinds}
+    named = {f"--{kind} {getattr(cfg, kind)}": known[getattr(cfg, kind)] for kind, known in tables().items()}
     return named | {"own_term": own_term}
+
+
+def tables() -> dict[str, dict[str, Callable]]:
+    return {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
 
 
 def needs(cfg: TrainConfig) -> set[str]:
@@ -206,7 +210,7 @@ def needs(cfg: TrainConfig) -> set[str]:
 
 def check_algorithm(cfg: TrainConfig) -> None:
     """ConfigError for settings with which the functions in use cannot work."""
-    for name, known in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("kl", KL_ESTIMATORS)):
+    for name, known in tables().items():
         known_name(f"--{name}", getattr(cfg, name), known)
     for name, function in in_use(cfg).items():
         check_needs(name, function)
@@ -1509,6 +1513,7 @@ def evaluate(
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or the generator's server is touched."""
     check_algorithm(cfg)
+    say_without_effect(tables(), in_use(cfg), globals(), cfg)
     with torch.device("meta"):  # what cannot be built is refused here
         hf_model = load_hf_model(cfg, torch.float32)
         balance.check(backbone(hf_model), cfg)

@@ -2,13 +2,17 @@
 
 import contextlib
 import dis
+import inspect
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
+import cli
 from config import ConfigError, TrainConfig, known_name
-from safety.limits import warn_once
+from safety.limits import say_once, warn_once
 
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
 # Of Batch, if a function asks.
@@ -29,6 +33,40 @@ def uses_argument(function: Callable, name: str, place: int) -> bool:
     argument = code.co_varnames[place]
     loads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD")]
     return any(argument == value or (isinstance(value, tuple) and argument in value) for value in loads)
+
+
+def read_by(function: Callable, seen: set | None = None) -> set[str]:
+    """Attributes and globals that a function reads, the functions that it calls by name, and what stands below it."""
+    seen = set() if seen is None else seen
+    found, codes = set(), [getattr(function, "__code__", None)]
+    if function in seen or codes == [None]:
+        return found
+    seen.add(function)
+    for code in codes:  # grows by the functions within
+        codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
+        found |= {*code.co_names}
+    called = [function.__globals__.get(name) for name in found] + [*vars(function).values()]
+    return found.union(*(read_by(one, seen) for one in called if inspect.isfunction(one)))
+
+
+def say_without_effect(tables: dict[str, dict], used: dict[str, Callable], script: dict, cfg: TrainConfig) -> None:
+    """Print each knob of the algorithm that is not at its default and is read by an advantage, loss or KL estimator,
+    but by none in use, and by no other function of the script, whose globals these are, or of the one that runs it."""
+    named = {f"--{kind} {name}": function for kind, table in tables.items() for name, function in table.items()}
+    readers = {name: read_by(function) for name, function in named.items()}
+    places = [script, vars(sys.modules["__main__"])]
+    own = [one for place in places for one in place.values() if getattr(one, "__module__", None) == place["__name__"]]
+    own += [method for one in own if inspect.isclass(one) for method in vars(one).values()]
+    read = set().union(*(names_in(one) for one in own if one not in named.values()), *map(read_by, used.values()))
+    groups, usual = cli.field_help(TrainConfig), type(cfg)()
+    for field in fields(cfg):
+        if groups.get(field.name, ("algorithm",))[0] != "algorithm":  # a knob of one's own is in no group
+            continue
+        those = [name for name, names in readers.items() if field.name in names]
+        value = getattr(cfg, field.name)
+        if those and field.name not in read and value != getattr(usual, field.name):
+            who = ", ".join(those[:4]) + (f" and {len(those) - 4} more" if len(those) > 4 else "")
+            say_once(f"  without effect         --{field.name} {value}, which is read by {who}")
 
 
 def check_needs(name: str, function: Callable) -> None:

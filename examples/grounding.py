@@ -11,6 +11,8 @@ import re
 from PIL import Image, ImageDraw
 from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
 
+from scoring.boxes import iou
+
 GRID = 32
 EXTENTS = (0.28, 0.42)  # of the shapes, as a share of the image
 SPLITS = {"train": 2000, "test": 400, "test_reasoning": 400}
@@ -72,13 +74,6 @@ def read_box(completion: str) -> list[float] | None:
     """Corners in pixels, or None if the completion is no box."""
     corners = [int(number) * SIZE / GRID for number in re.findall(r"\d+", completion)]
     return corners if len(corners) == 4 and corners[0] < corners[2] and corners[1] < corners[3] else None
-
-
-def iou(a, b) -> float:
-    """Intersection over union of two boxes x1, y1, x2, y2."""
-    width, height = (max(0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1))
-    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (a, b)]
-    return width * height / (sum(areas) - width * height)
 
 
 def picture(image, completion, row):

@@ -64,7 +64,12 @@ class Desk:
         Args:
             text: what to say
         """
-        self._told += self._facts[:1]
+        said = self._customer(text)
+        self._told.append(said)
+        return said
+
+    def _customer(self, text: str) -> str:
+        """What the customer says to that. When nothing is left to be told, `_facts` is empty."""
         return self._facts.pop(0) if self._facts else "That is all."
 
     def find(self, number: str) -> str:

@@ -160,10 +160,11 @@ def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConf
     third = max(1, len(ids) // 3)
     prompt, one, other = ids[:third], ids[third:] or ids, ids[-third:]
     beside = text_inputs(inner.hf_model, third)
+    cfg = replace(cfg, temperature=1.0)
     plain, pair = replace(cfg, shared_prefix=False), group_of(prompt, [one, other], device, beside)
-    with in_bfloat16(inner.hf_model):
-        silence(inner, lambda: logprobs(pair, cfg), device)
     with replaced(inner, temperature=1.0, never=[]):
+        with in_bfloat16(inner.hf_model):
+            silence(inner, lambda: logprobs(pair, cfg), device)
         with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model, inner.autocast)):
             expected = [logprobs(group_of(prompt, [row], device, beside), plain)[0, third:] for row in (one, other)]
         alone = logprobs(group_of(prompt, [one], device, beside), plain)[0, third:]

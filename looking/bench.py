@@ -17,10 +17,22 @@ import traceback
 from pathlib import Path
 
 from cli import ConfigError
-from looking.parts import ACTIONS, Script, apart
+from looking.answers import rewards, rows, settings, tools
+from looking.answers.settings import Script
 from safety import credentials
 from safety.orphans import end_with
 from safety.storable import text_of
+
+ACTIONS = {"form": settings.form, "check": settings.check, "fit": settings.fit, "rows": rows.rows, "row": rows.row}
+ACTIONS |= {"score": rewards.score, "tools": tools.tools, "call": tools.call, "play": tools.play, "say": tools.say}
+
+
+def apart(script: Script, action: str, given: dict) -> bool:
+    """Whether an action is done in a fork of the session's process, so that a crash costs no more than its answer. Not
+    where there are tools: servers and threads of the session's process are not in a fork."""
+    if action in ("form", "check", "fit"):
+        return True
+    return action == "score" and all(own.rollout != "multi_turn" for own in rows.read(script, given)["cfg"].by_domain())
 
 
 def main(script: str, control: socket.socket) -> None:

@@ -86,6 +86,7 @@ class Launches:
             "why": self._last_line(name) if state == "failed" else "",
             "can_resume": status is not None and state != "finished" and folder.is_dir() and any(folder.iterdir()),
             "log": text_of(str(self._path(name, ".log"))),
+            "settings": record.get("settings"),  # of the form; none of an older page's
         }
 
     def _last_line(self, name: str) -> str:
@@ -133,6 +134,7 @@ class Launches:
             several = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={told['ranks']}"]
             command = [*(several if told["ranks"] > 1 else python), script, *sum(flags, [])]
         record = {"name": name, "script": script, "command": command, "run_dir": run_dir}
+        record |= {"settings": {key: text for key, text in told["settings"].items() if key != "run_name"}}
         if Path(run_dir, "config.json").exists():
             raise ConfigError(f"--run_name={name}: there is a run of that name; give another, or resume it.")
         return self._run(record)

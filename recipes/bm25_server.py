@@ -10,7 +10,7 @@ from pathlib import Path
 
 import bm25s
 
-MOST_BYTES = 1 << 20  # of a request
+QUIET = {"show_progress": False}
 
 
 class Engine:
@@ -18,16 +18,12 @@ class Engine:
         with Path(corpus).open(encoding="utf-8") as lines:
             self.documents = [json.loads(line) for line in lines if line.strip()]
         self.index = bm25s.BM25()
-        self.index.index(self.tokens([document["contents"] for document in self.documents]), show_progress=False)
-
-    @staticmethod
-    def tokens(texts: list[str]):
-        return bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        self.index.index(bm25s.tokenize([one["contents"] for one in self.documents], stopwords="en", **QUIET), **QUIET)
 
     def retrieve(self, queries: list[str], topk: int = 3, return_scores: bool = False) -> dict:
         count, results = min(topk, len(self.documents)), []
         for query in queries:
-            places, scores = self.index.retrieve(self.tokens([query]), k=count, show_progress=False)
+            places, scores = self.index.retrieve(bm25s.tokenize([query], stopwords="en", **QUIET), k=count, **QUIET)
             found = [(n, float(score)) for n, score in zip(places[0], scores[0], strict=True) if score > 0]
             hits = [{"document": self.documents[n], "score": score} for n, score in found]
             results.append(hits if return_scores else [hit["document"] for hit in hits])
@@ -38,19 +34,16 @@ def server(engine: Engine, host: str = "127.0.0.1", port: int = 8100) -> Threadi
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             try:
-                length = min(int(self.headers["Content-Length"]), MOST_BYTES)
+                length = min(int(self.headers["Content-Length"]), 1 << 20)  # what is longer is cut, and so no JSON
                 status, answer = 200, engine.retrieve(**json.loads(self.rfile.read(length)))
             except (ValueError, TypeError) as error:
                 status, answer = 422, {"detail": f"expected queries, topk, return_scores: {error}"}
-            text = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            self.wfile.write(json.dumps(answer).encode())
 
-        def log_message(self, *parts):
-            pass
+        def log_message(self, *parts): ...
 
     return ThreadingHTTPServer((host, port), Handler)
 

@@ -3,15 +3,11 @@
 r1v_counting.yaml, grounding.yaml and geometry3k.yaml train on them. Written from the data sets' published columns.
 """
 
-import json
 import re
 
-from published import example, made, published
-
-from rewards import completion_text
+from published import published
 
 BOX_SIDE = 1000  # boxes are asked for in thousandths of the picture
-iou = example("grounding.py:iou")
 THINK = "First think in <think> </think>, then give the {what} in <answer> </answer>."
 
 
@@ -43,24 +39,6 @@ def refcoco(split: str = "train", seed: int = 42, source: str | None = None):
     return made(rows, row_of, drop=[name for name in names if name != "image"])
 
 
-def boxes(completions, box, **columns) -> list[dict]:
-    """0.5 * IoU^2 + 0.5 * format of the last [x1, y1, x2, y2] in the answer."""
-    scores = []
-    for completion, true_box in zip(completions, box, strict=True):
-        found = re.findall(r"\[[\d\s.,]+\]", completion_text(completion))
-        try:
-            x1, y1, x2, y2 = json.loads(found[-1]) if found else [0, 0, 0, 0]
-        except ValueError:
-            x1 = y1 = x2 = y2 = 0
-        form = float(x1 < x2 and y1 < y2)
-        overlap = iou((x1, y1, x2, y2), true_box) if form else 0.0
-        scores.append({"reward": 0.5 * overlap**2 + 0.5 * form, "iou": overlap, "format": form})
-    return scores
-
-
-boxes.per_trajectory = True
-
-
 def geometry3k(split: str = "train", seed: int = 42, source: str | None = None):
     """`images`, a list of one, `problem`, which begins with <image>, and `answer`, a number or LaTeX."""
     return made(
@@ -68,3 +46,10 @@ def geometry3k(split: str = "train", seed: int = 42, source: str | None = None):
         lambda row: {"prompt": row["problem"].replace("<image>", "").strip() + " Put the result into \\boxed{}."},
         drop=["problem"],
     )
+
+
+def made(rows, row_of, drop=()):
+    """row_of(row) of each, without the columns `drop`. A Dataset stays one: its pictures are decoded when used."""
+    if isinstance(rows, list):
+        return [{key: value for key, value in (row | row_of(row)).items() if key not in drop} for row in rows]
+    return rows.map(row_of, remove_columns=list(drop))

@@ -54,13 +54,6 @@ def part(rows, split: str):
     return [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
 
 
-def made(rows, row_of, drop=()):
-    """row_of(row) of each, without the columns `drop`. A Dataset stays one: its pictures are decoded when used."""
-    if isinstance(rows, list):
-        return [{key: value for key, value in (row | row_of(row)).items() if key not in drop} for row in rows]
-    return rows.map(row_of, remove_columns=list(drop))
-
-
 def example(name: str):
     """A function or class of the examples: "school_math.py:format_row"."""
     return load_function(f"{ROOT}/examples/{name}")

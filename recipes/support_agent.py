@@ -5,6 +5,7 @@
 The customer's model is told the facts of the row, one after the other as in the example, and how to say them. The
 reward is the database's state at the end, which no talk can change. Its server's token: USER_TOKEN. Is a model good
 enough as customer? A clerk who keeps the rules tells: PYTHONPATH=. python recipes/support_agent.py URL MODEL
+Where no large one is at hand, recipes/support_customer.py teaches a small one.
 """
 
 import os
@@ -23,24 +24,19 @@ TOLD += "customer does, in one or two sentences; give the order's number when as
 
 class Desk(Scripted):
     def __init__(self, url: str, model: str, max_tokens: int = 100):
-        self._ask = lambda messages: chat(
-            url, model, messages, os.environ.get("USER_TOKEN"), max_tokens=max_tokens, temperature=0.7
-        )
+        self._server = dict(url=url, model=model, token=os.environ.get("USER_TOKEN"), max_tokens=max_tokens)
 
     def reset(self, **row):
         super().reset(**row)
         self._talk = [{"role": "system", "content": TOLD.format(" ".join(self._facts))}]
+        self._awaited = row["wish"]["order"], row["wish"]["color"] or "cancel|n[o']t want"
 
-    def say(self, text: str) -> str:
-        """Say it to the customer, who answers.
-
-        Args:
-            text: what to say
-        """
+    def _customer(self, text: str) -> str:
         self._talk.append({"role": "user", "content": text})
-        said = self._ask(self._talk)
+        said = chat(messages=self._talk, temperature=0.7, **self._server)
         self._talk.append({"role": "assistant", "content": said})
-        self._facts, self._told = self._facts[1:], [*self._told, said]  # for demonstrations: examples/user.py
+        if all(re.search(words, " ".join([*self._told, said]).lower()) for words in self._awaited):
+            self._facts = []
         return said
 
 

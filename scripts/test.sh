@@ -34,20 +34,24 @@ python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct
 ruff check .
 ruff format --check .
 
+cache=$(mktemp -d)
+trap 'rm -rf "$cache"' EXIT
 faults=0
 if [ $# = 0 ]; then
   printf '\nA tenth of the fault campaign (python tests/faults --turn /10):\n'
-  python tests/faults --turn /10 --jobs 2 --patience 2 || faults=1
+  python tests/faults --turn /10 --jobs 2 --patience 2 | tee "$cache/faults" || faults=1
 fi
+end() { # all tests passed: say again what else did not, above a screen of tests
+  [ "$faults" = 0 ] || grep '^!\|not as wanted' "$cache/faults"
+  exit "$faults"
+}
 
 # Three files at a time: most tests wait for processes of their own. With four on two cores some processes get no core
 # for seconds, and tests of time limits fail now and then.
-cache=$(mktemp -d)
-trap 'rm -rf "$cache"' EXIT
 pytest=(python -m pytest --timeout="${TEST_TIMEOUT:-300}" -ra -o cache_dir="$cache")
 status=0
 "${pytest[@]}" -n 3 --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=2 "$@" || status=$?
-[ "$status" = 0 ] && exit "$faults"
+[ "$status" = 0 ] && end
 [ "$status" = 1 ] || exit "$status" # 1: tests failed; others: interrupted, wrong usage
 
 # Some kill processes in the middle of something, or hold them to a time limit: with all cores taken that can go wrong by
@@ -56,4 +60,4 @@ failed=$(python -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' 
 [ "$failed" -le 5 ] || exit "$status"
 printf '\n%s failed beside others. Once more, alone:\n' "$failed"
 "${pytest[@]}" --last-failed "$@"
-exit "$faults"
+end

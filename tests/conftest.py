@@ -1,9 +1,12 @@
 """Fixtures that several test files share."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from server_fixture import server  # noqa: F401
+
+from safety import credentials
 
 # Files that take longest, first: several run at a time, and the last ones should be short.
 LONGEST = ["push", "limits", "resume", "sandbox", "failures", "mcp", "server_processes", "gradient", "vision_server"]
@@ -14,6 +17,13 @@ LONGEST += ["hostile_completions", "loading", "told_experts"]
 # Use the shared server: run by one process, as starting one takes a core 30 s.
 SERVED = ("push", "push_changes", "server", "serving", "async", "freshness", "colocate")
 SERVED = [f"test_{name}" for name in SERVED]
+
+
+@pytest.fixture(autouse=True)
+def secrets_end_with_their_test():
+    """A secret that was read stays in this process; the next test, of another file perhaps, must not send it."""
+    with mock.patch.dict(credentials._read):
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -32,7 +32,7 @@ def config(model, **more) -> TrainConfig:
 
 def check(policy, inner, cfg) -> None:
     def logprobs(batch, cfg):
-        return script.compute_logprobs(policy, batch, cfg)[0]
+        return script.all_logprobs(policy, batch, cfg)[0]
 
     if script.why_not_shared(inner.hf_model, cfg):
         cfg.shared_prefix = False
@@ -66,6 +66,13 @@ def test_gradients_through_them(family, tmp_path):
         assert (ours.grad is None) == (other.grad is None), name
         if ours.grad is not None:
             assert torch.allclose(ours.grad, other.grad, atol=1e-5 * other.grad.abs().max().item() + 1e-7), name
+
+
+def test_it_is_the_model_that_is_compared_and_not_the_temperature():
+    for temperature in (0.5, 1.0, 2.0):
+        policy, inner = script.load_policy(cfg := config("models/tiny", temperature=temperature), CPU)
+        check(policy, inner, cfg)
+        assert inner.temperature == temperature
 
 
 def test_logits_that_the_policy_makes_by_itself_end_the_run(monkeypatch):

@@ -269,6 +269,8 @@ def test_format_row_comes_before_the_check(tmp_path):
         ("missing.jsonl", None, ["missing.jsonl", "no such file"]),
         ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', ["bad.jsonl", "line 2", "not valid jsonl"]),
         ("bad.json", "[", ["not valid json"]),
+        ("object.json", '{"data": [{"prompt": "a"}]}', ["object.json: is {'data'", "a dict", "a list of rows"]),
+        ("null.json", "null", ["null.json: is None", "a list of rows"]),
         ("fake.parquet", "text", ["not valid parquet"]),
         ("empty.jsonl", "", ["no rows"]),
         ("bytes.jsonl", b'{"prompt": "a"}\n{"prompt": "b\xff"}\n', ["line 2", "not UTF-8", "0xff", "\"b'"]),

@@ -28,7 +28,7 @@ from rewards import (
     turn_ends,
 )
 from rollouts import Trajectory
-from safety import asking, credentials, sandbox
+from safety import asking, sandbox
 from safety.limits import run_limited
 from scoring import judge
 from scoring.instructions import INSTRUCTIONS, instructions
@@ -290,7 +290,6 @@ def test_the_judge_is_sent_its_own_token_only(monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     place = f"http://127.0.0.1:{server.server_address[1]}"
     cfg = TrainConfig(judge_url=f"{place}/v1", judge_model="j", server_urls=["http://127.0.0.1:1"])
-    monkeypatch.setattr(credentials, "_read", {})  # what is read here stays here
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
     monkeypatch.setenv("VLLM_SERVER_TOKEN", "of-the-policy\n")
 

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,10 @@ import rollouts
 import train_grpo as script
 import utils
 from algorithms import checks
-from config import ConfigError, TrainConfig, load_config
+from config import PRESETS, ConfigError, TrainConfig, load_config
 from hf_generator import HFGenerator
 from rollouts import RolloutError, Trajectory
+from safety.limits import say_once
 from safety.masking import public_config
 from serving import answers
 from vllm_client import Completion
@@ -59,6 +60,38 @@ def test_settings_an_algorithm_cannot_work_with(settings, message):
         return script.check_algorithm(TrainConfig(**settings))
     with pytest.raises(ConfigError, match=message):
         script.check_algorithm(TrainConfig(**settings))
+
+
+def said(capsys, cfg) -> str:
+    say_once.cache_clear()
+    checks.say_without_effect(script.tables(), script.in_use(cfg), vars(script), cfg)
+    return capsys.readouterr().out
+
+
+def test_a_knob_that_nothing_in_use_reads_is_told(monkeypatch, capsys):
+    how = dict(gamma=0.9, policy_loss="reinforce", epsilon=0.1, kl_cov_coef=2.0, clip_cov_ratio=0.1)
+    told = said(capsys, TrainConfig(**how, advantage="rloo", scale_rewards="none", beta=0.1, learning_rate=1.0))
+    names = re.findall(r"^  without effect +--(\w+) (?:0\.1|0\.9|2\.0|none), which is read by --", told, re.MULTILINE)
+    assert sorted(names) == ["clip_cov_ratio", "epsilon", "gamma", "kl_cov_coef", "scale_rewards"] and len(names) == 5
+    assert "--gamma 0.9, which is read by --advantage reinforce_plus_plus, --advantage turn, --advantage gigpo" in told
+    used = dict(advantage="gigpo", gamma=0.9, gigpo_step_weight=0.5, policy_loss="clip_cov", clip_cov_ratio=0.1)
+    assert said(capsys, TrainConfig(**used)) == ""  # read by the function, what it calls, what stands below it
+
+    @dataclass
+    class Own(TrainConfig):
+        mine: float = 1.0
+        list_of_mine: list[float] = field(default_factory=lambda: [1.0])
+
+    monkeypatch.setitem(script.POLICY_LOSSES, "mine", lambda logprobs, batch, cfg: logprobs * cfg.mine)
+    assert said(capsys, Own()) == said(capsys, Own(mine=2.0, policy_loss="mine", list_of_mine=[2.0])) == ""
+    assert "--mine 2.0, which is read by --policy_loss mine" in said(capsys, Own(mine=2.0))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_sets_what_it_does_not_use(name, capsys):
+    import train_ppo  # noqa: F401 - registers gae
+
+    assert said(capsys, load_config(TrainConfig, ["--preset", name])) == ""
 
 
 @pytest.mark.parametrize("field", ["entropy", "old_logprobs", "sum_pi_squared", "ref_logprobs"])

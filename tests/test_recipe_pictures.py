@@ -1,4 +1,4 @@
-"""recipes/pictures.py on data sets of the published columns, made here."""
+"""recipes/pictures.py on data sets of the published columns, made here, and the reward of boxes."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,8 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))  # before scripts, which has pictures of its own
 import pictures  # noqa: E402
 import published  # noqa: E402
+
+from scoring.boxes import boxes  # noqa: E402
 
 PICTURE = Image.new("RGB", (200, 100))
 COLUMNS = {
@@ -50,6 +52,6 @@ def test_rows():
 def test_boxes():
     box = [[100, 100, 600, 600]] * 4
     texts = ["It is [100, 100, 600, 600].", "[100, 100, 600, 350]", "[600, 1, 2, 3]", "nowhere"]
-    scores = pictures.boxes(texts, box)
+    scores = boxes(texts, box)
     assert [score["iou"] for score in scores] == [1, 0.5, 0, 0]
     assert [score["reward"] for score in scores] == [1.0, 0.625, 0, 0]

@@ -380,7 +380,7 @@ def test_a_customer_whom_a_model_plays(customer):
     assert wish["order"] in told["content"] and question == {"role": "user", "content": "Which order?"}
     next_turn = load_function(f"{ROOT}/examples/user.py:next_turn")  # who warm-starts hears the model, not the facts
     asyncio.run(desk.step(call("say", text="Which order?")))
-    assert next_turn(row, desk.inner) == "<say>Which order?</say>" and not desk.inner._facts
+    assert next_turn(row, desk.inner) == "<say>Which order?</say>" and desk.inner._facts  # which it has not said yet
     desk.inner._told.append(f"It is {wish['order']}.")
     assert next_turn(row, desk.inner) == f"<find>{wish['order']}</find>"
     assert desk.score() == 0

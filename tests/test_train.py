@@ -1,5 +1,6 @@
 """The real train() learns: a random model, a reward it gets by chance one time in ten, seconds a run."""
 
+import math
 import os
 import statistics
 import subprocess
@@ -31,10 +32,9 @@ ALGORITHMS = {  # settings on top of the preset's
 }
 
 
-@pytest.mark.parametrize("preset", ALGORITHMS)
-def test_the_loop_learns(preset, tmp_path):
+def toy(folder, **more) -> dict:
     torch.set_num_threads(1)  # the model is small, and idle servers of other tests hold on to the cores
-    settings = dict(
+    return dict(
         model_id=str(make_tiny()),
         generator="hf",
         compute_dtype="float32",
@@ -43,14 +43,18 @@ def test_the_loop_learns(preset, tmp_path):
         prompts_per_step=4,
         num_generations=16,
         max_completion_length=4,
-        max_steps=20,
         learning_rate=1e-2,
-        eval_steps=20,
         print_samples_every=0,
-        output_dir=str(tmp_path),
+        output_dir=str(folder),
         run_name="run",
         seed=0,
+        **more,
     )
+
+
+@pytest.mark.parametrize("preset", ALGORITHMS)
+def test_the_loop_learns(preset, tmp_path):
+    settings = toy(tmp_path, max_steps=20, eval_steps=20)
     config, critic = (train_ppo.TrainConfig, train_ppo.CriticTrainer) if preset == "ppo" else (TrainConfig, None)
     cfg = config(**PRESETS[preset] | settings | ALGORITHMS[preset] | dict(preset=preset))
     after = train(cfg, critic)["eval/reward"]
@@ -64,6 +68,33 @@ def test_the_loop_learns(preset, tmp_path):
         assert explained[0] < 0.1 and statistics.median(explained[-5:]) > 0.3
     # The sampler's log-probs are the trainer's: both are this model in fp32.
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1e-3
+
+
+SETTINGS = [  # what people set, of all groups of flags, several at once
+    dict(temperature=0.7, beta=0.1, kl="k2", num_iterations=2, epsilon_high=0.28, learning_rate=1e-3),
+    dict(
+        temperature=1.5, use_peft=True, lora_r=4, lora_targets=["q_proj", "v_proj"], eval_steps=1, eval_temperature=0.6
+    ),
+    dict(system_prompt="Be brief.", min_completion_length=2, shared_prefix=False, logprob_chunk=16, save_steps=1),
+    dict(
+        beta=0.1, kl_in_reward=True, ref_sync_steps=1, reward_mean="running", reward_std="batch", scale_rewards="none"
+    ),
+    dict(
+        dynamic_sampling=True, entropy_coef=0.01, top_entropy_quantile=0.5, correction="token", old_logprobs="sampler"
+    ),
+    dict(optim="SGD", lr_schedule="cosine", warmup_steps=1, weight_decay=0.1, max_grad_norm=0.1, loss_agg="constant"),
+    dict(dtype="bfloat16", compute_dtype="bfloat16", gradient_checkpointing=True, offload_activations=True),
+    dict(attn_implementation="eager", tokens_per_microbatch=100, push_steps=2, log_tokens_every=1, strategy="fsdp2"),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: next(iter(settings)))
+def test_what_people_set_is_run(settings, tmp_path):
+    train(TrainConfig(**toy(tmp_path, max_steps=2, num_minibatches=2) | settings))
+    steps = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(steps) == 2 and any(line["grad_norm"] > 0 for line in steps)
+    odd = {k: v for line in steps for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
+    assert not odd
 
 
 @pytest.mark.parametrize("family", [None, "qwen3_moe", "qwen2_5_vl", "zamba2"])

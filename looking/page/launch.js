@@ -93,7 +93,8 @@ export function launchTab(work, result) {
       yaml.replaceChildren("first correct what is marked");
       return;
     }
-    command.replaceChildren(said(told.serves ? `SERVER: bash scripts/serve_and_train.sh ${told.run_name} ${told.model_id} ${told.window} …\n${told.command}` : told.command));
+    const flags = told.command.split(/ (?=--)/).flatMap((words) => [said(words, { class: "unbroken" }), " "]);
+    command.replaceChildren(told.serves ? `SERVER: bash scripts/serve_and_train.sh ${told.run_name} ${told.model_id} ${told.window} …\n` : "", ...flags);
     yaml.replaceChildren(said(told.yaml || "# nothing differs from the defaults"));
     filter();
   });
@@ -115,7 +116,8 @@ export function launchTab(work, result) {
     const mark = h("span", { class: `state ${one.state === "stopping" ? "running" : one.state}` }, one.state + (one.state === "failed" ? `, status ${one.status}` : one.state === "stopping" ? " …" : one.step ? `, step ${one.step}` : ""));
     const show = h("button", { type: "button", "aria-expanded": String(open === one.name), onclick: () => { open = open === one.name ? null : one.name; end = 0; log.replaceChildren(); draw(); follow(); } }, "log");
     return h("div", { class: "launched" }, h("div", { class: "bar" }, h("b", { title: one.command }, said(one.name)), mark, h("span", { class: "dim" }, ago(one.time)), h("span", { class: "space" }),
-      one.has_run ? h("a", { class: "button", href: link("run", { run: one.run }) }, "curves") : null, show, one.state === "stopping" ? act(one, "end at once", "kill") : one.alive ? act(one, "stop", "stop", { title: "as Ctrl-C: what there is, is written" }) : one.can_resume ? act(one, "resume", "resume") : null),
+      one.has_run ? h("a", { class: "button", href: link("run", { run: one.run }) }, "curves") : null,
+      one.settings ? h("a", { class: "button", title: "what it was started with, in the form", href: link("prepare", { tab: "launch", script: one.script, ...Object.fromEntries(Object.entries(one.settings).map(([name, text]) => [`s.${name}`, text])) }) }, "settings") : null, show, one.state === "stopping" ? act(one, "end at once", "kill") : one.alive ? act(one, "stop", "stop", { title: "as Ctrl-C: what there is, is written" }) : one.can_resume ? act(one, "resume", "resume") : null),
       one.why && open !== one.name ? h("p", { class: "fault" }, said(one.why)) : null, open === one.name ? log : null);
   }
   let drawn = "";

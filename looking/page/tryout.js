@@ -177,11 +177,13 @@ export function toolsTab(work, result, card) {
   const about = () => ({ row: work.row, part: 0 });
   let actions = [];
   const look = doer(work, "Show what the model is told", list, () => work.ask("tools", about()), (found) => {
-    actions = found.actions;
     if (!found.several) return h("p", { class: "note watch" }, "There is no --env, --tools or --mcp_config: the model answers once.");
     return [found.tools.length ? h("div", { class: "card" }, h("h2", {}, "Tools"), found.tools.map((tool) => toolCard(tool)), h("h3", {}, "How it is told"), long(found.told, 1500, { class: "answer" })) : h("p", { class: "dim" }, "No tools: the environment reads the text."), printedBy(found)];
   }, { class: "primary" });
-  const begin = doer(work, "Play it as the model", stage, () => work.ask("play", about()), turnOf);
+  const begin = doer(work, "Play it as the model", stage, () => work.ask("play", about()), (found) => {
+    actions = found.actions;
+    return turnOf(found);
+  });
   card.actions.append(...[h("label", {}, "row ", number("Row", work.row, (value) => { work.row = value; work.keep(); })), look, begin]);
   result.append(list, stage);
 

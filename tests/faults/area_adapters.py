@@ -509,7 +509,10 @@ def adapter_server_restarted(at, limit=240):
         return Seen("ended", told)
     _push(neighbour, 8)
     go.touch()
-    seen = named(at.ended(run, 60, "mine"), "adapter mine since this server was started", "resume the run")
+    # What it is told depends on what it asked last: for more completions while the server was gone or knew no adapter,
+    # or to take the next push.
+    told = "adapter mine (is here: none came )?since this server was started|is gone: no connection"
+    seen = named(at.ended(run, 60, "mine"), told, "resume the run|is resumed|start it again")
     if seen.verdict != "named":
         return seen
     if (found := (_version(at, "neighbour"), _version(at, "mine"))) != (8, None):

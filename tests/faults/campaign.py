@@ -448,6 +448,9 @@ def main() -> int:
         return 0
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported; its retries take a minute
     import preloaded  # noqa: F401 - torch and the scripts, once for all the forks
+    import torch
+
+    torch.set_num_threads(1)  # what a fork of a process with threads of torch computes waits for them, for good
 
     prctl(SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -16,7 +16,7 @@ from runlog import checkpoints  # noqa: E402
 from runlog.log import RunLog  # noqa: E402
 
 place, file = sys.argv[1], Path(sys.argv[2])
-owner, name = {"logged": (RunLog, "step"), "saving": (checkpoints, "save_pretrained")}[place]
+owner, name = {"logged": (RunLog, "step"), "saving": (checkpoints, "save_config")}[place]
 original = getattr(owner, name)
 
 
