@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -25,6 +26,7 @@ MANY = 50_000  # rows from which on what was found out about each is kept
 LARGE = 32 << 20  # bytes of a .jsonl file from which on its rows stay there
 PART = 8 << 20  # bytes of it that a process looks at at a time
 CHUNK = 20_000  # rows, of other files
+MOST_PROCESSES = 16  # a container may have fewer cores than it sees
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_rows")
 KEPT_BYTES, KEPT_DAYS = 4 << 30, 30  # of what is kept: the newest, by when it was last used
 
@@ -37,7 +39,7 @@ def by_processes(function: Callable, jobs: Sequence) -> Iterator:
     """function(job) of each, in their order, by one process a core. They are forks: they know what this process knows,
     and start at once. What one of them raises is raised here."""
     global _function
-    count = min(len(os.sched_getaffinity(0)), len(jobs))
+    count = min(len(os.sched_getaffinity(0)), len(jobs), MOST_PROCESSES)
     if count < 2 or multiprocessing.current_process().daemon:
         yield from map(function, jobs)
         return
@@ -81,7 +83,7 @@ def kept(what: str, count: int | None, make: Callable[[], np.ndarray]) -> np.nda
         with contextlib.suppress(OSError):  # a disk that is full or read only, or a file system without locks
             KEPT.mkdir(parents=True, exist_ok=True)
             partial = stack.enter_context(path.with_suffix(".partial").open("ab"))
-            fcntl.flock(partial, fcntl.LOCK_EX)
+            alone(partial)
         if (found := _read(path, count)) is not None:
             return found
         made = make()
@@ -93,6 +95,16 @@ def kept(what: str, count: int | None, make: Callable[[], np.ndarray]) -> np.nda
                 path.with_suffix(".partial").replace(path)
                 tidy()
         return made
+
+
+def alone(file: IO) -> None:
+    """Wait until no other process has its lock; rank 0 says so."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"Another process looks at the same rows, and is waited for; it holds {file.name}.", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _read(path: Path, count: int | None) -> np.ndarray | None:

@@ -190,11 +190,11 @@ class Run:
         """All metrics so far."""
         with self.lock:
             anew, block = self.metrics_file.news()
-            if anew:
-                self.curves_read, self.unreadable = Curves(most=KEPT), 0
-            elif block:
+            if block:
                 self.curves_read = self.curves_read.copy()  # another thread may be reading what it got
-            while block:
+            while anew or block:
+                if anew:
+                    self.curves_read, self.unreadable = Curves(most=KEPT), 0
                 lines = [parsed(line) for line in block.split(b"\n") if line.strip()]
                 self.unreadable += lines.count(None)
                 self.curves_read.add(line for line in lines if line is not None)

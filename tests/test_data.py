@@ -240,7 +240,8 @@ def test_ranks_look_at_rows_once(tmp_path):
     assert first.stdout.readline() == b"made\n"
     first.kill()
     first.wait()
-    assert [one.communicate(timeout=60)[0] for one in [begin("2") for _ in range(3)]].count(b"made\n") == 1
+    said = [one.communicate(timeout=60)[0] for one in [begin("2") for _ in range(3)]]
+    assert b"".join(said).count(b"made\n") == 1 and b"is waited for; it holds" in b"".join(said)
 
 
 def test_a_template_that_writes_more_than_its_texts_is_measured_row_by_row(tmp_path, monkeypatch):
