@@ -4,7 +4,7 @@
     python benchmarks/soak.py server --folder soak --hours 3    # beside a live server, with a push a step
     python benchmarks/soak.py async --folder soak               # train_async.py, turns with an environment and its tool
     python benchmarks/soak.py two --folder soak                 # two runs with adapters on one server
-    python benchmarks/soak.py --table soak                      # slopes of all that are there, and docs/images/soak.svg
+    python benchmarks/soak.py --table soak                      # slopes of all that are there, and a --picture
 
 The tiny random model learns a toy whose goal moves (which last digit of a token earns reward), so that there is signal
 until the end. look.py runs beside it, and its page is asked every five seconds for what an open page asks for. Every
@@ -327,10 +327,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("soak"))
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--hours", type=float, default=3.0)
-    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table, and draw docs/images/soak.svg")
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table, and draw the picture")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "soak.svg")
     given = parser.parse_args()
     if given.table:
-        draw(given.table, ROOT / "docs" / "images" / "soak.svg")
+        draw(given.table, given.picture)
         print(table(given.table))
     elif given.case:
         raise SystemExit(soak(given.case, given.folder.resolve(), given.steps, given.hours))
