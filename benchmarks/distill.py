@@ -15,6 +15,7 @@ runs/made. What follows `--` goes to every student's run: `-- --max_steps 2 --ev
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -67,14 +68,14 @@ TASKS = {
     "arithmetic": Task(
         ALONE | REVERSE | BOTH | FORWARD,
         teacher="warm_start --demonstrations benchmarks/distill.py:call --num_generations 1 --prompts_per_step 16 "
-        "--max_steps 60 --no-use_peft --learning_rate 1e-4 --seed 1000",
+        "--max_steps 14 --learning_rate 6e-4 --seed 1000",
         start="warm_start --demonstrations examples/arithmetic.py:demonstrate --num_generations 1 "
-        "--prompts_per_step 16 --max_steps 30 --no-use_peft --learning_rate 1e-4",
+        "--prompts_per_step 12 --max_steps 16 --learning_rate 6e-4",
     ),
     "counting": Task(
         ALONE | REVERSE | BOTH | FORWARD,
-        teacher="make_tiny_vlm --larger --careful --tasks counting --seed 1",
-        start="make_tiny_vlm",
+        teacher="make_tiny_vlm --larger --careful --tasks counting --seed 1 --steps 500",
+        start="make_tiny_vlm --tasks counting --steps 200",
         eval_steps=10,
     ),
 }
@@ -97,14 +98,15 @@ def run(name: str, output: Path, script: str, *flags: str) -> float:
     begun = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     with open(output / f"{name}.txt", "w", encoding="utf-8") as out:
-        how = dict(cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, preexec_fn=ends_with_us())
+        env = os.environ | {"PYTHONUNBUFFERED": "1"}  # who waits can follow it
+        how = dict(cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, preexec_fn=ends_with_us())
         done = subprocess.run([sys.executable, script, *flags], **how)
     if done.returncode:
         raise SystemExit(f"{name} ended with {done.returncode}:\n{Path(out.name).read_text(encoding='utf-8')[-2000:]}")
     return time.monotonic() - begun
 
 
-def made(task: str, what: str, recipe: str) -> str:
+def made(task: str, what: str, recipe: str, dtype: str) -> str:
     """The folder of a model that is made as `recipe` says, where it is not there already."""
     script, *flags = recipe.split()
     name = f"{task}-{what}"
@@ -113,15 +115,17 @@ def made(task: str, what: str, recipe: str) -> str:
     else:
         folder = MADE / name / "checkpoints" / f"step_{flags[flags.index('--max_steps') + 1]}"
         where = ["--config", f"examples/{task}.yaml", "--output_dir", str(MADE), "--run_name", name]
+        where += ["--compute_dtype", dtype]
         seconds = 0.0 if folder.is_dir() else run(name, MADE, "scripts/warm_start.py", *where, *flags)
     print(f"{what}: {folder}, {seconds:.0f} s", flush=True)
     return str(folder)
 
 
-def evaluate(task: str, folder: str) -> dict[str, float]:
+def evaluate(task: str, folder: str, dtype: str) -> dict[str, float]:
     name = f"{task}-{Path(folder).name}-eval"
     shutil.rmtree(MADE / name, ignore_errors=True)
     where = ["--config", f"examples/{task}.yaml", "--output_dir", str(MADE), "--run_name", name]
+    where += ["--compute_dtype", dtype]
     run(name, MADE, "train_grpo.py", *where, "--generator", "hf", "--model_id", folder, "--eval_only")
     return held_out(read_metrics(MADE / name))
 
@@ -148,6 +152,7 @@ def main() -> None:
     parser.add_argument("--make_teacher", action="store_true", help="train one, in runs/made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="those of TASKS, by name")
+    parser.add_argument("--compute_dtype", default="bfloat16", help="of all; float32 on CPUs without AVX512")
     parser.add_argument("--results", type=Path)
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     args, more = parser.parse_args(own), sys.argv[len(own) + 2 :]
@@ -156,14 +161,17 @@ def main() -> None:
     if unknown := [case for case in cases if case not in task.cases]:
         parser.error(f"--cases {unknown[0]!r}: {args.task} has {', '.join(map(repr, task.cases))}")
     if args.make_teacher and not args.teacher:
-        args.teacher = made(args.task, "teacher", task.teacher)
-        print(f"the teacher's held-out rows: {evaluate(args.task, args.teacher)}", flush=True)
+        args.teacher = made(args.task, "teacher", task.teacher, args.compute_dtype)
+        print(f"the teacher's: {evaluate(args.task, args.teacher, args.compute_dtype)}", flush=True)
     needs = [case for case in cases if "TEACHER" in task.cases[case]]
     if needs and not args.teacher:
         parser.error(f"{needs[0]!r} wants --teacher FOLDER, or --make_teacher")
-    common = f"--config examples/{args.task}.yaml --generator hf --eval_steps {task.eval_steps} --print_samples_every 0"
+    common = (
+        f"--config examples/{args.task}.yaml --generator hf --eval_steps {task.eval_steps} --print_samples_every 0 "
+    )
+    common += f"--compute_dtype {args.compute_dtype}"
     if task.start:
-        common += f" --model_id {made(args.task, 'start', task.start)}"
+        common += f" --model_id {made(args.task, 'start', task.start, args.compute_dtype)}"
     runs = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     for seed in args.seeds:
         for case in cases:

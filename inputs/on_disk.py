@@ -28,6 +28,7 @@ PART = 8 << 20  # bytes of it that a process looks at at a time
 CHUNK = 20_000  # rows, of other files
 MOST_PROCESSES = 16  # a container may have fewer cores than it sees
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_rows")
+LOCK_SECONDS = 1800  # after which a process looks by itself: the one that holds the lock may be stopped
 KEPT_BYTES, KEPT_DAYS = 4 << 30, 30  # of what is kept: the newest, by when it was last used
 
 # ---- several processes ----------------------------------------------------------------------------------------------
@@ -82,8 +83,8 @@ def kept(what: str, count: int | None, make: Callable[[], np.ndarray]) -> np.nda
         partial = None
         with contextlib.suppress(OSError):  # a disk that is full or read only, or a file system without locks
             KEPT.mkdir(parents=True, exist_ok=True)
-            partial = stack.enter_context(path.with_suffix(".partial").open("ab"))
-            alone(partial)
+            file = stack.enter_context(path.with_suffix(".partial").open("ab"))
+            partial = file if alone(file) else None
         if (found := _read(path, count)) is not None:
             return found
         made = make()
@@ -97,14 +98,22 @@ def kept(what: str, count: int | None, make: Callable[[], np.ndarray]) -> np.nda
         return made
 
 
-def alone(file: IO) -> None:
-    """Wait until no other process has its lock; rank 0 says so."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"Another process looks at the same rows, and is waited for; it holds {file.name}.", flush=True)
-        fcntl.flock(file, fcntl.LOCK_EX)
+def alone(file: IO) -> bool:
+    """Wait until no other process has its lock, which rank 0 says; False after LOCK_SECONDS."""
+    end, told = time.monotonic() + LOCK_SECONDS, os.environ.get("RANK", "0") != "0"
+    while time.monotonic() < end:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if not told:
+            print(
+                f"Another process looks at the same rows, and is waited for, at most {LOCK_SECONDS:g} s; it holds "
+                f"{file.name}.",
+                flush=True,
+            )
+        told = True
+        time.sleep(0.2)
+    return False
 
 
 def _read(path: Path, count: int | None) -> np.ndarray | None:
@@ -133,7 +142,8 @@ def tidy() -> None:
 
 class Lines(Sequence):
     """Rows of a .jsonl file, each read and parsed when it is taken: another dict each time. What a reader asks of a
-    `datasets.Dataset` is here under the same names.
+    `datasets.Dataset` is here under the same names; that library's own reader would copy the file into a cache, and
+    give every row the columns of all others.
 
     parse: the row of a line. look: [rows] of LOOK, of all rows of the file; places: the numbers of those that are ours.
     """

@@ -117,6 +117,15 @@ def test_a_model_that_cannot_compute_in_bfloat16_says_so(tmp_path):
         check(*script.load_policy(cfg, CPU), cfg)
 
 
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_cpu_on_which_bfloat16_takes_long_says_so(slow, monkeypatch, capsys):
+    monkeypatch.setattr(agreement, "slow_in_bfloat16", lambda device: slow)
+    for dtype in ("float32", "bfloat16"):
+        cfg = TrainConfig(model_id=str(make_tiny()), compute_dtype=dtype)
+        check(*script.load_policy(cfg, CPU), cfg)
+        assert ("--compute_dtype float32" in capsys.readouterr().out) == (slow and dtype == "bfloat16")
+
+
 # ---- noise ----------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -230,18 +231,22 @@ def test_what_is_kept_of_rows_is_kept_within_limits(tmp_path, monkeypatch):
 
 
 def test_ranks_look_at_rows_once(tmp_path):
-    """And one that is ended in the middle leaves nothing that the next takes for whole."""
+    """And one that is ended in the middle leaves nothing that the next takes for whole; for one that is stopped nobody
+    waits for good."""
     code = "import time; from inputs import on_disk; import numpy as np; import sys\n"
+    code += "on_disk.LOCK_SECONDS = float(sys.argv[2])\n"
     code += "make = lambda: print('made') or time.sleep(float(sys.argv[1])) or np.arange(50)\n"
     code += "assert len(on_disk.kept('x', 50, make)) == 50"
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    begin = lambda seconds: subprocess.Popen([sys.executable, "-uc", code, seconds], stdout=-1, env=env)  # noqa: E731
-    first = begin("60")
+    begin = lambda *how: subprocess.Popen([sys.executable, "-uc", code, *how], stdout=-1, env=env)  # noqa: E731
+    first = begin("60", "60")
     assert first.stdout.readline() == b"made\n"
+    first.send_signal(signal.SIGSTOP)
+    assert b"at most 0.5 s" in (said := begin("0", "0.5").communicate(timeout=60)[0]) and b"made" in said
     first.kill()
     first.wait()
-    said = [one.communicate(timeout=60)[0] for one in [begin("2") for _ in range(3)]]
-    assert b"".join(said).count(b"made\n") == 1 and b"is waited for; it holds" in b"".join(said)
+    said = [one.communicate(timeout=60)[0] for one in [begin("2", "60") for _ in range(3)]]
+    assert b"".join(said).count(b"made\n") == 1 and b"it holds" in b"".join(said)
 
 
 def test_a_template_that_writes_more_than_its_texts_is_measured_row_by_row(tmp_path, monkeypatch):

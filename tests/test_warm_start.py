@@ -105,3 +105,16 @@ def test_the_script(tmp_path):
     assert (tmp_path / "warm" / "checkpoints" / "step_20" / "model.safetensors").is_file()
     wrong = subprocess.run([*command[:2]], capture_output=True, text=True, timeout=60, encoding="utf-8")
     assert wrong.returncode == 2 and "--demonstrations: give file.py:function" in wrong.stderr
+
+
+def test_a_small_model_is_shown_how_to_play_the_customer():
+    """Number and wish, one after the other, from the card of its row."""
+    recipe = f"{ROOT}/recipes/support_customer.py"
+    cfg = TrainConfig(
+        env=f"{recipe}:Questions", num_generations=1, max_turns=3, max_completion_length=192, advantage="distill"
+    )
+    rows, processor = load_function(f"{recipe}:rows"), AutoTokenizer.from_pretrained(make_tiny())
+    shown = demonstrate(rows("train", 0)[:20], load_function(f"{recipe}:demonstrate"), processor, None, cfg)
+    for told in asyncio.run(shown):
+        wish, last = told.row["wish"], processor.decode(told.token_ids).rpartition("assistant")[2]
+        assert told.turns == 3 and wish["order"] in last and (wish["color"] or "it") in last
