@@ -75,11 +75,11 @@ def load_rows(
 ):
     """All rows of a data set, checked: a list of dicts, or (hub, parquet) a `datasets.Dataset`, which indexes to dicts
     and decodes images only when a row is taken. Files have no splits: held-out rows need a file of their own.
-    lines: those of a large .jsonl file may be `on_disk.Lines`.
 
     `format_row` makes a row from each one read, before the check (and a list of them all, images opened); one that
-    gives back the row as it is leaves a `datasets.Dataset` what it is. Without
-    `own_prompts` a row may lack `prompt`: it is an empty one, for an environment to complete.
+    gives back the row as it is leaves a `datasets.Dataset` what it is. Without `own_prompts` a row may lack `prompt`:
+    it is an empty one, for an environment to complete. With `lines` the rows of a large .jsonl file may stay there
+    (`on_disk.Lines`).
     """
     is_gym, is_function = dataset_id.startswith("reasoning_gym:"), names_function(dataset_id)
     if config is not None and (is_gym or is_function or names_file(dataset_id)):

@@ -193,14 +193,15 @@ from safety import sandbox
 # batch.
 
 
+def tables() -> dict[str, dict[str, Callable]]:
+    """The functions that a flag can name, by flag."""
+    return {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
+
+
 def in_use(cfg: TrainConfig) -> dict[str, Callable]:
     """The functions that this run uses, by the flag that names each."""
     named = {f"--{kind} {getattr(cfg, kind)}": known[getattr(cfg, kind)] for kind, known in tables().items()}
     return named | {"own_term": own_term}
-
-
-def tables() -> dict[str, dict[str, Callable]]:
-    return {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
 
 
 def needs(cfg: TrainConfig) -> set[str]:
