@@ -34,11 +34,15 @@ def nearest(name: str, known) -> str | None:
     return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
 
 
-def known_name(kind: str, name: str, known) -> None:
-    """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess."""
+def known_name(kind: str, name: str, known, elsewhere: dict[str, str] | None = None) -> None:
+    """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess.
+
+    elsewhere: {name: the script that has it}, of names that other scripts know."""
     if name not in known:
         guess = nearest(name, known)
         hint = f" Did you mean {guess!r}?" if guess else ""
+        if script := (elsewhere or {}).get(name):
+            hint = f" {name!r} is for {script}: start that with the same flags."
         raise ConfigError(f"{kind}: unknown name {name!r}; known are {', '.join(sorted(known))}.{hint}")
 
 

@@ -212,7 +212,7 @@ def needs(cfg: TrainConfig) -> set[str]:
 def check_algorithm(cfg: TrainConfig) -> None:
     """ConfigError for settings with which the functions in use cannot work."""
     for name, known in tables().items():
-        known_name(f"--{name}", getattr(cfg, name), known)
+        known_name(f"--{name}", getattr(cfg, name), known, elsewhere={"gae": "train_ppo.py"})  # it needs the critic
     for name, function in in_use(cfg).items():
         check_needs(name, function)
         if fault := getattr(function, "check", lambda cfg: None)(cfg):

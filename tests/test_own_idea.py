@@ -776,3 +776,9 @@ def test_a_temperature_that_changes_during_a_run_is_that_of_the_log_probs(small)
     batch.sampling_logprobs = cool
     seen = script.accumulate_gradients(policy, batch, cfg)["sampling/logprob_diff_mean"]
     assert seen > 0.1 > 1e-4 > script.accumulate_gradients(policy, batch, cooler)["sampling/logprob_diff_mean"]
+
+
+def test_an_advantage_that_needs_the_critic_names_its_script(monkeypatch):
+    monkeypatch.delitem(script.ADVANTAGES, "gae", raising=False)  # another test file imports train_ppo
+    with pytest.raises(ConfigError, match="unknown name 'gae'.*'gae' is for train_ppo.py: start that"):
+        script.check_algorithm(TrainConfig(**PRESETS["ppo"]))
