@@ -50,7 +50,7 @@ class TrainConfig:
     # --- model ---
     model_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # hub id or folder of the policy
     dtype: Literal["float32", "bfloat16"] = "float32"  # master weights; in bfloat16 an update of 1e-6 is rounded away
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # forward and backward (autocast, or FSDP's param dtype)
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # autocast, FSDP param dtype; float32 on CPUs without it
     attn_implementation: str = "auto"  # sdpa where the model has it, else eager; or a name, such as flash_attention_2
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, 1/3 slower; unset: on GPUs
     use_peft: bool = False  # train LoRA adapters instead of all weights

@@ -1568,7 +1568,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     utils.check_nodes(cfg)
-    cfg = planned(cfg, rows, device, critic=make_critic is not None)
+    cfg = planned(utils.computable(cfg, device), rows, device, critic=make_critic is not None)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
     mixture = domains.Mixture.of(cfg)
     sampler = None

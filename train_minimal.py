@@ -304,6 +304,7 @@ def train(cfg: Settings) -> dict[str, float]:
             f"--num_generations={cfg.num_generations}: a prompt's completions are compared; give 2 or more."
         )
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
+    cfg = utils.computable(cfg, device)  # a CPU without bfloat16 computes in float32
     tokenizer = load_processor(cfg.model_id)  # of a text model its tokenizer
     reward_functions = get_reward_functions(cfg)
 

@@ -5,6 +5,7 @@ runlog/checkpoints.py.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -37,6 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from config import ConfigError, TrainConfig
 from inputs import lora
+from inputs.precision import slow_in_bfloat16
 from safety import limits
 from safety.storable import text_of, visible
 from vllm_client import ServerError, VLLMClient
@@ -68,6 +70,17 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
         if world > 1:
             watch_ranks(timeout)
     return rank, world, device
+
+
+def computable(cfg: TrainConfig, device: torch.device) -> TrainConfig:
+    """With --compute_dtype float32 where a rank's products in bfloat16 take tens of times as long; that is said. All
+    ranks call it."""
+    if cfg.compute_dtype == "float32" or not any(gather_objects(slow_in_bfloat16(device))):
+        return cfg
+    if is_main():
+        weights = " Weights in bfloat16 are slow all the same: --dtype float32." if cfg.dtype == "bfloat16" else ""
+        print(f"This CPU has no instructions for bfloat16, so what is computed is in float32.{weights}", flush=True)
+    return dataclasses.replace(cfg, compute_dtype="float32")
 
 
 def let_segments_grow(device: torch.device) -> None:

@@ -231,6 +231,7 @@ def set_environment():
 
 def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watched", dict]:
     """The arguments of `vllm serve`, parsed by vLLM, with our defaults where the user gave none; options for TLS."""
+    import torch
     import vllm.multimodal.image
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
@@ -238,6 +239,8 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watche
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from inputs.precision import slow_in_bfloat16
 
     if current_platform.is_cpu():  # compiling costs minutes and gains little there
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -254,7 +257,11 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watche
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm_server.py"))
     parser.set_defaults(enable_return_routed_experts=None)  # left open: serving/engine.py
     parser.set_defaults(max_lora_rank=LORA_RANK, max_loras=LORA_SLOTS)
+    if current_platform.is_cpu() and slow_in_bfloat16(torch.device("cpu")):  # as the trainer: utils.computable
+        parser.set_defaults(dtype="float32")
     parsed, plain = parser.parse_args(ours + rest), parser.parse_args(ours)
+    if parsed.dtype == plain.dtype != "auto":
+        print("vllm_server: in float32, as this CPU has no instructions for bfloat16 (--dtype)", flush=True)
     for flag, remedy in REFUSED.items() | {(flag, "it is given already") for flag in ("--model", "--host", "--port")}:
         name = flag.removeprefix("--").replace("-", "_")
         if getattr(parsed, name) != getattr(plain, name):  # by a short form or a file: --config

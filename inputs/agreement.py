@@ -137,11 +137,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = was
 
 
-def slow_in_bfloat16(device: torch.device) -> bool:
-    """Whether torch has no kernels for products in bfloat16 here: CPUs without AVX512, where it takes a plain loop."""
-    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 @contextlib.contextmanager
 def in_bfloat16(hf_model: nn.Module) -> Iterator[None]:
     """ConfigError where layers mix it with float32 in a way that torch refuses."""
@@ -161,12 +156,6 @@ def check_policy(inner: nn.Module, logprobs: Callable, tokenizer, cfg: TrainConf
 
     logprobs: (batch, cfg) -> [B, T] of `inner`, through whatever shards it.
     """
-    if cfg.compute_dtype == "bfloat16" and slow_in_bfloat16(device) and utils.is_main():
-        print(
-            "This CPU has no instructions for bfloat16, in which products take tens of times as long as in float32: "
-            "--compute_dtype float32, and --dtype float32 for a server on it.",
-            flush=True,
-        )
     ids = text_ids(tokenizer, inner.hf_model)
     third = max(1, len(ids) // 3)
     prompt, one, other = ids[:third], ids[third:] or ids, ids[-third:]

@@ -108,6 +108,7 @@ def main(cfg: WarmConfig) -> None:
     cfg = formats.settled(cfg, processor)
     rows, _ = data.load_data(cfg, script.format_row, lambda rows, name: measure(rows, name, processor, cfg))
     _, _, device = utils.init_distributed(cfg.dist_timeout)
+    cfg = utils.computable(cfg, device)
     policy, inner = script.load_policy(cfg, device)
     optimizer, sampler = (
         script.make_optimizer(policy, cfg),

@@ -11,6 +11,7 @@ from tiny_vlms import make, picture
 from torch import nn
 
 import train_grpo as script
+import utils
 from config import ConfigError, TrainConfig
 from hf_generator import HFGenerator
 from inputs import agreement
@@ -27,7 +28,7 @@ TOY = ROOT / "benchmarks" / "toy.py"
 
 
 def config(model, **more) -> TrainConfig:
-    return TrainConfig(model_id=str(model), compute_dtype="float32", **more)
+    return TrainConfig(model_id=str(model), **{"compute_dtype": "float32"} | more)
 
 
 def check(policy, inner, cfg) -> None:
@@ -118,12 +119,14 @@ def test_a_model_that_cannot_compute_in_bfloat16_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("slow", [True, False])
-def test_a_cpu_on_which_bfloat16_takes_long_says_so(slow, monkeypatch, capsys):
-    monkeypatch.setattr(agreement, "slow_in_bfloat16", lambda device: slow)
-    for dtype in ("float32", "bfloat16"):
-        cfg = TrainConfig(model_id=str(make_tiny()), compute_dtype=dtype)
-        check(*script.load_policy(cfg, CPU), cfg)
-        assert ("--compute_dtype float32" in capsys.readouterr().out) == (slow and dtype == "bfloat16")
+def test_a_cpu_without_bfloat16_computes_in_float32(slow, tmp_path, monkeypatch, capsys):
+    """The whole run, its generator included; and it says so."""
+    monkeypatch.setattr(utils, "slow_in_bfloat16", lambda device: slow)
+    made, make = [], script.make_generator
+    monkeypatch.setattr(script, "make_generator", lambda *how: made.append(make(*how)) or made[0])
+    run(make_tiny(), tmp_path, f"{TOY}:rows", compute_dtype="bfloat16")
+    assert made[0].weight_dtype == (torch.float32 if slow else torch.bfloat16)
+    assert ("no instructions for bfloat16, so what is computed is in float32." in capsys.readouterr().out) == slow
 
 
 # ---- noise ----------------------------------------------------------------------------------------------------------

@@ -428,6 +428,25 @@ def test_arguments_for_tls_reach_the_server_or_are_refused(authority, tmp_path):
         assert wanted in seen if isinstance(wanted, str) else seen == wanted, (words, seen)
 
 
+DTYPES = """
+import vllm_server
+from inputs import precision
+for slow in (True, False):
+    precision.slow_in_bfloat16 = lambda device: slow
+    for more in ([], ["--dtype", "bfloat16"]):
+        args, rest = vllm_server.parse_command_line(["--model", "models/tiny", *more])
+        print("FOUND", vllm_server.engine_arguments(args, rest)[0].dtype)
+"""
+
+
+def test_a_server_on_a_cpu_without_bfloat16_is_in_float32_unless_told_otherwise():
+    command = [sys.executable, "-c", DTYPES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, encoding="utf-8")
+    found = [line for line in done.stdout.splitlines() if "FOUND" in line or "in float32" in line]
+    told = "vllm_server: in float32, as this CPU has no instructions for bfloat16 (--dtype)"
+    assert found == [told, "FOUND float32", "FOUND bfloat16", "FOUND auto", "FOUND bfloat16"], done.stderr[-3000:]
+
+
 # ---- what a script starts ends with it ------------------------------------------------------------------------------
 
 STARTS = {
