@@ -57,6 +57,7 @@ TASKS = {
         | REVERSE
         | {"the same without a baseline": TAUGHT + "--advantage distill --reward_weights 0"}
         | FORWARD
+        | {"teacher, reverse KL over its top 20": TAUGHT + "--distill_topk 20 --distill_jsd 1 --reward_weights 0"}
         | {"teacher, JSD .5 over its top 20": TAUGHT + "--distill_topk 20 --distill_jsd 0.5 --reward_weights 0"}
         | BOTH
         | {"rewards and JSD .5 over its top 20": TAUGHT + "--distill_topk 20 --distill_jsd 0.5"}
