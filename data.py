@@ -440,7 +440,7 @@ def lines_of(file: Path) -> on_disk.Lines | None:
 
 def read_csv(file: Path) -> list[dict]:
     csv.field_size_limit(2**31 - 1)  # of the module; 131,072 characters otherwise
-    reader = csv.DictReader(read_lines(file))
+    reader = csv.DictReader(read_lines(file), strict=True)  # else a quote that is not closed takes all that follows
     names = reader.fieldnames or []
     check_once(names, ", line 1")
     rows = []

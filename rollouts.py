@@ -451,17 +451,22 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
 
 def lengths_with_tools(rows, plain: list[int], processor, cfg: TrainConfig) -> list[int]:
     """Tokens of every prompt with what the tools of its row add, given those without, `plain`. A set of tools adds the
-    same to all prompts: it is measured once. Prompts that come near the limit so are measured one by one."""
+    same to all prompts: it is measured once. Prompts that come near the limit so, or over it, are measured one by one:
+    of many rows on disk `plain` may be more than there are."""
     environment, added, lengths = adapters.environment_maker(cfg)(), {}, []
+
+    def counted(row: dict) -> int:
+        return prompt_lengths([row], "a row with its tools", processor, cfg)[0]
+
     for row, length in zip(rows, plain, strict=True):
         messages = environment.reset(row, 0)
         tools = tuple((name, *tool.parameters.get("properties", ())) for name, tool in environment.tools.items())
         kind = (tools, messages[0]["role"])
         estimate = length + added.get(kind, 0)
-        if kind not in added or abs(estimate - cfg.max_prompt_length) <= NEAR:
-            shown, _ = begun(row, messages, environment, processor, cfg)
-            (estimate,) = prompt_lengths([shown], "a row with its tools", processor, cfg)
-            added.setdefault(kind, estimate - length)
+        if length <= cfg.max_prompt_length and (kind not in added or estimate > cfg.max_prompt_length - NEAR):
+            estimate = counted(begun(row, messages, environment, processor, cfg)[0])
+            if kind not in added and estimate <= cfg.max_prompt_length:  # of longer ones not all is counted
+                added[kind] = estimate - counted(row)
         lengths.append(estimate)
     return lengths
 
@@ -609,7 +614,7 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
     """
     if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) <= len(shown["prompt"]) + 1:
         return
-    if shown_by(processor, processor.chat_template).results == "with their calls":
+    if shown_by(processor, shown.get("tool_schemas")).results == "with their calls":
         return  # the conversation has answers as they were sampled, calls in their text
 
     # The last answer is not the last message: templates treat that one otherwise.

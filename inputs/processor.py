@@ -165,9 +165,10 @@ def with_template_kwargs(processor, given: dict | None):
     processor.__dict__.pop("apply_chat_template", None)  # of an earlier run
     if not given:
         return processor
-    template = processor.chat_template
-    parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(GENERATION, "", template or ""))
-    known = jinja2.meta.find_undeclared_variables(parsed) - OURS
+    template = processor.chat_template or ""
+    jinja, known = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]), set()
+    for text in template.values() if isinstance(template, dict) else [template]:
+        known |= jinja2.meta.find_undeclared_variables(jinja.parse(re.sub(GENERATION, "", text))) - OURS
     if unknown := sorted(given.keys() - known):
         read = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing of the kind"
         raise ConfigError(f"--chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}.")

@@ -238,7 +238,7 @@ def render(messages: list[dict], processor, schemas: list[dict] | None = None, *
     """What the chat template writes. Of a template that does not show the role `tool`, as if a user had said what tools
     did: in one message, as such templates often want roles to alternate. A system message that it does not show stands
     at the beginning of the first user message."""
-    shows = shown_by(processor, processor.chat_template)
+    shows = shown_by(processor, schemas)
     if not shows.system:
         messages = within_user(messages)
     if shows.results == "as a user":
@@ -270,15 +270,23 @@ class Shown:
     results: Literal["alone", "with their calls", "as a user"]  # of tools: how they have to be given to be seen
 
 
+def shown_by(processor, schemas: list[dict] | None = None) -> Shown:
+    """By its template; of several, by the one that transformers takes where there are tools, or none."""
+    template = processor.chat_template  # which may be changed
+    return tried(processor, str(template), isinstance(template, dict) and bool(schemas))
+
+
 @functools.lru_cache(maxsize=64)
-def shown_by(processor, template: str) -> Shown:
-    """Found by rendering. Some templates raise at what they do not know, others leave it out without a word.
-    template: the processor's, which may be changed."""
+def tried(processor, template: str, with_tools: bool) -> Shown:
+    """Found by rendering. Some templates raise at what they do not know, others leave it out without a word."""
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": "f", "description": "-", "parameters": parameters}
+    tools = [{"type": "function", "function": function}] if with_tools else None
 
     def sees(messages: list[dict]) -> bool:
         messages = with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages
         try:
-            text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = processor.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         except Exception:  # whatever a template raises at what it does not know
             return False
         return "seen7" in text
@@ -308,7 +316,7 @@ def observation_text(messages: list[dict], processor, schemas: list[dict] | None
     or take the thinking out of earlier answers.
     """
     asked, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": END}
-    called = shown_by(processor, processor.chat_template).results == "with their calls"
+    called = shown_by(processor, schemas).results == "with their calls"
     if called := called and any(message["role"] == "tool" for message in messages):
         answer, *messages = with_calls(messages)
     made_up = [asked, answer]

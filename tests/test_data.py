@@ -147,6 +147,27 @@ def test_many_rows_on_disk_stay_there_and_what_was_found_out_is_found_again(tmp_
     assert [*again["answer"]] == [row["answer"] for row in listed] and (same == hashes).all()
 
 
+def test_what_tools_add_to_many_rows_on_disk_leaves_out_the_same_rows(tmp_path, monkeypatch):
+    """Bytes stand for tokens there: neither do rows go for that reason, nor do some stay that are too long."""
+    with open(tmp_path / "rows.jsonl", "w", encoding="utf-8") as file:
+        for n in range(600):
+            said = f"{n} " + "please think about these words " * (9 if n % 2 else n % 14)
+            said += "and think " * (300 if n % 100 == 55 else 0)
+            messages = [{"role": "system", "content": "be brief"}] * (n % 2) + [{"role": "user", "content": said}]
+            file.write(json.dumps({"prompt": messages, "answer": str(n)}) + "\n")
+    cfg = TrainConfig(dataset_id=str(tmp_path / "rows.jsonl"), max_prompt_length=700, tools=["calculator"])
+    processor = load_processor("models/tiny")
+
+    def load(format_row):
+        measure = lambda rows, name: rollouts.measure(rows, name, processor, cfg)  # noqa: E731
+        return [row["answer"] for row in data.load_data(cfg, format_row, measure)[0]]
+
+    listed = load(lambda row: {**row})
+    few_are_many(monkeypatch, tmp_path)
+    monkeypatch.setattr(prompts, "TRIED", 50)
+    assert load(lambda row: row) == listed and len(listed) == 594
+
+
 def few_are_many(monkeypatch, folder) -> None:
     """What is for large files, of small ones: in processes of a few lines each."""
     for name, value in {"MANY": 10, "LARGE": 1, "PART": 5000, "CHUNK": 70, "KEPT": folder / "kept"}.items():
@@ -289,6 +310,7 @@ def test_format_row_comes_before_the_check(tmp_path):
         ("deeper.jsonl", '{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}", ["line 1", "deeper than 100"]),
         ("number.jsonl", '{"prompt": "a"}\n{"prompt": "b", "x": ' + "7" * 5000 + "}", ["line 2", "4300 digits"]),
         ("more.csv", 'prompt,answer\na,"b\nb"\nc,d,e,f\n', ["line 4", "4 fields", "names 2", "double quotes"]),
+        ("open.csv", 'prompt,answer\nq,"5\nr,6\ns,7\n', ["not valid csv", "unexpected end of data"]),
         ("fewer.csv", "prompt,answer\na,b\nc\n", ["line 3", "1 fields", "names 2"]),
         (
             "key.jsonl",

@@ -148,12 +148,27 @@ WITH_CALL = "{% if messages[loop.index0 - 1]['tool_calls'] %}<answer>{{ m['conte
 )
 def test_results_of_tools_are_seen_under_every_template(results, shown, text):
     tokenizer = tokenizer_with(WRITTEN["hermes"][0], results=results)
-    assert shown_by(tokenizer, tokenizer.chat_template).results == shown
+    assert shown_by(tokenizer).results == shown
     cfg = config(tool_parser="hermes")
     sampler = Scripted(tokenizer, [call_of(tokenizer, a=20, b=3), "It is 23."])
     t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), sampler, cfg))
     given = tokenizer.decode([i for i, mask in zip(t.token_ids, t.loss_mask, strict=True) if not mask])
     assert text in given and t.turns == 2
+
+
+def test_a_model_with_several_templates_has_that_for_tools_where_there_are_tools():
+    """As transformers chooses; what each shows is looked at for itself."""
+    tokenizer = tokenizer_with(WRITTEN["hermes"][0])
+    call = call_of(tokenizer, a=20, b=3)
+    plain = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('what?') }}{% endif %}" + TURN
+    tokenizer.chat_template = {"default": plain + "{% endfor %}" + ASKS, "tool_use": tokenizer.chat_template}
+    cfg = config(tool_parser="hermes")
+    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, [call, "It is 23."]), cfg))
+    given = tokenizer.decode([i for i, mask in zip(t.token_ids, t.loss_mask, strict=True) if not mask])
+    assert "<|im_start|>tool\n23<|im_end|>" in given and t.turns == 2
+    assert shown_by(tokenizer).results == "as a user" and shown_by(tokenizer, [{}]).results == "alone"
+    with pytest.raises(ConfigError, match="template has no thinking; it reads nothing of the kind"):
+        with_template_kwargs(tokenizer, {"thinking": True})
 
 
 @pytest.mark.parametrize("does", ["{{ raise_exception('System role not supported') }}", ""])
