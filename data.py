@@ -112,8 +112,10 @@ def changes_nothing(format_row: Callable) -> bool:
 
 def stays_on_disk(rows) -> bool:
     """Whether these are rows that are read when they are taken: a `datasets.Dataset`, and none with images, as those
-    are opened and looked at."""
-    return not isinstance(rows, list) and not {"image", "images"} & {*rows.column_names}
+    are opened and looked at, nor one that makes its rows by a function (`with_transform`)."""
+    if isinstance(rows, list) or {"image", "images"} & {*rows.column_names}:
+        return False
+    return isinstance(rows, on_disk.Lines) or rows.format["type"] != "custom"
 
 
 def many_on_disk(rows) -> bool:
@@ -425,17 +427,26 @@ def lines_of(file: Path) -> on_disk.Lines | None:
         f"lines of {on_disk.fingerprint(file, mark)}, by {[code_of(f) for f in (check_row, on_disk.form_of, parts_of)]}"
     )
     told = f"reading {file} ({mark[0] / 1e6:.0f} MB)"
+    changed = ConfigError(": was changed while it was read. Start again when nothing writes to it.")
+
+    def look() -> np.ndarray:
+        found = on_disk.looked_at(file, checked, lambda parts, n: with_progress(parts, told, n))
+        if on_disk.stamp(file.stat()) != mark:  # then it is not what is kept under its old mark
+            raise changed
+        return found
+
     try:
-        look = on_disk.kept(
-            what, None, lambda: on_disk.looked_at(file, checked, lambda parts, n: with_progress(parts, told, n))
-        )
+        looks = on_disk.kept(what, None, look)
     except on_disk.Unsound as error:
         number, index, line = error.args
         checked(line, f", line {number}", index)
         raise
-    if len(look) < on_disk.MANY:
+    if len(looks) < on_disk.MANY:
         return None
-    return on_disk.Lines(file, lambda line: json.loads(line.decode()), look)
+    rows = on_disk.Lines(file, lambda line: json.loads(line.decode().strip()), looks)
+    if rows.stamp != mark:
+        raise changed
+    return rows
 
 
 def read_csv(file: Path) -> list[dict]:

@@ -68,8 +68,9 @@ distill.compares_group = rewards_count
 def with_rest(logprobs: Tensor, known: Tensor) -> Tensor:
     """Log-probs of k tokens, and behind them of all others together.  [..., k], [..., k] -> [..., k + 1]"""
     logprobs = logprobs.masked_fill(~known, NOTHING)
-    mass = logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6)  # by rounding it may be above 1
-    return torch.cat([logprobs, torch.log1p(-mass)], -1)
+    mass = logprobs.exp().sum(-1, keepdim=True)
+    above = (mass.detach() - (1 - 1e-6)).clamp(min=0)  # by rounding it may be 1 and more; its gradient stays
+    return torch.cat([logprobs, torch.log1p(above - mass)], -1)
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:

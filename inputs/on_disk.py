@@ -216,8 +216,8 @@ def stamp(status: os.stat_result) -> tuple[int, int]:
 
 
 def fingerprint(path: Path, mark: tuple[int, int], more: bytes = b"") -> str:
-    """The same file has the same at the next start."""
-    text = f"{path.resolve()} {mark[0]} {mark[1]}".encode()
+    """The same file has the same at the next start. Its inode's time, too: what copies files may set the other."""
+    text = f"{path.resolve()} {mark[0]} {mark[1]} {path.stat().st_ctime_ns}".encode()
     return hashlib.sha256(text + more).hexdigest()[:16]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -581,7 +582,8 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
     if many_on_disk(rows) and getattr(processor, "is_fast", False):  # a tokenizer, which says what it is
         how = (processor.backend_tokenizer.to_str(), processor.chat_template, cfg.chat_template_kwargs)
         how += (cfg.system_prompt, cfg.allow_special_tokens, cfg.no_apply_chat_template, cfg.max_prompt_length)
-        how += (code_of(prompt_lengths), type(processor).__name__)
+        how += (*map(code_of, (prompt_lengths, tokenize, parts_of)), type(processor).__name__)
+        how += tuple(map(version, ("transformers", "tokenizers", "jinja2")))
         return remembered(rows, f"prompt lengths {how}", lambda: lengths_on_disk(rows, name, processor, cfg))
     sizes = check_images(rows, name, processor, decode)
 

@@ -214,6 +214,44 @@ def test_lines_of_a_large_file_stay_there_and_are_as_those_of_a_list(tmp_path, m
         rows[0]
 
 
+def test_a_file_that_is_written_to_or_replaced_is_no_other_ones_rows(tmp_path, monkeypatch):
+    few_are_many(monkeypatch, tmp_path)
+    path, seen = tmp_path / "rows.jsonl", on_disk.looked_at
+
+    def write(numbers) -> None:
+        lines = [json.dumps({"prompt": "x" * (n % 30 + 1)}) + "\n\f\n" * (n == 7) for n in numbers]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.utime(path, (1e9, 1e9))  # as programs do that copy files
+
+    def load() -> list[dict]:
+        rows = load_rows(str(path), format_row=lambda row: row, lines=True)
+        assert isinstance(rows, on_disk.Lines)
+        return [*rows]
+
+    def grows(path, *how):
+        found = seen(path, *how)
+        with path.open("a", encoding="utf-8") as file:
+            file.write('{"prompt": "late"}\n')
+        return found
+
+    write(range(60))
+    monkeypatch.setattr(on_disk, "looked_at", grows)
+    with pytest.raises(ConfigError, match="rows.jsonl: was changed while it was read"):
+        load()
+    monkeypatch.setattr(on_disk, "looked_at", seen)
+    assert load()[-1] == {"prompt": "late"}
+    for numbers in (range(60), range(59, -1, -1)):  # as long
+        write(numbers)
+        assert load() == [{"prompt": "x" * (n % 30 + 1)} for n in numbers]
+
+
+def test_rows_that_a_function_makes_are_not_looked_at_on_disk(tmp_path, monkeypatch):
+    few_are_many(monkeypatch, tmp_path)
+    rows = datasets.Dataset.from_dict({"prompt": ["a"] * 40}).with_transform(lambda some: {"prompt": ["b"] * 40})
+    monkeypatch.setattr(data, "load_hub", lambda *how: rows)
+    assert load_rows("some/where", format_row=lambda row: row) == [{"prompt": "b"}] * 40
+
+
 def test_lines_that_end_otherwise_images_and_few_rows_are_read_as_ever(tmp_path, monkeypatch):
     few_are_many(monkeypatch, tmp_path)
     row = '{"prompt": "a"}'

@@ -722,3 +722,14 @@ def test_each_domain_has_its_own_teacher_one_of_them_an_adapter_that_lags(teache
         assert told == pytest.approx(at[range(len(told)), row["token_ids"].tolist()].numpy(), abs=0.02)
         apart += abs(told - sampled).tolist()
     assert sum(apart) / len(apart) > 0.1  # so it is another teacher
+
+
+@pytest.mark.parametrize("sure", [0.5, 0.99, 0.99999, 0.999999])
+def test_what_the_policy_is_sure_of_can_still_be_taught(sure):
+    """Forward KL over one token: its gradient is what the policy has too much of it, however little is left."""
+    logits = torch.tensor([[[math.log(sure), math.log(1 - sure)]]], dtype=torch.float32, requires_grad=True)
+    teacher = torch.full((1, 1, 1), math.log(0.5))
+    part = SimpleNamespace(teacher_top_logprobs=teacher, top_logprobs=logits.log_softmax(-1)[..., :1])
+    term, _ = divergence(part, TrainConfig(distill_topk=1, teacher_id="x"))
+    (gradient,) = torch.autograd.grad(term.sum(), logits)
+    assert torch.allclose(gradient[0, 0, 0], torch.tensor(sure - 0.5), rtol=0.1, atol=1e-6)
