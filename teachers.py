@@ -24,7 +24,7 @@ from torch import Tensor
 import utils
 from batch import Batch, collate
 from config import ConfigError, TrainConfig
-from data import shorten
+from data import columns_of, shorten
 from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
 from inputs.trajectory import Trajectory, TrajectoryError
@@ -39,7 +39,8 @@ from vllm_client import encode_image
 def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
     """ConfigError for a teacher that cannot teach this policy, before anything is trained. rows: of the domain."""
     if cfg.teacher_prompt and not function_path(cfg.teacher_prompt):
-        if lacking := next((row for row in rows if cfg.teacher_prompt not in row), None):
+        in_all = cfg.teacher_prompt in (columns_of(rows) or ())  # of rows on disk known without reading one
+        if lacking := next((row for row in (() if in_all else rows) if cfg.teacher_prompt not in row), None):
             raise ConfigError(
                 f"--teacher_prompt={cfg.teacher_prompt} is no column of the row with prompt "
                 f"{shorten(lacking['prompt'])}, which has {', '.join(lacking)}; name one, or file.py:function."

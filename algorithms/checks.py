@@ -2,10 +2,13 @@
 
 import contextlib
 import dis
+import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,6 +20,10 @@ from safety.limits import say_once, warn_once
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
 # Of Batch, if a function asks.
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
+
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers"}  # they read no knob of ours
+MOST_HELD = 1000  # of a list's entries that are looked at
+MOST_SEEN = 20_000  # of what a function holds and calls; one with more is not looked through
 
 
 def names_in(function: Callable) -> set[str]:
@@ -35,29 +42,98 @@ def uses_argument(function: Callable, name: str, place: int) -> bool:
     return any(argument == value or (isinstance(value, tuple) and argument in value) for value in loads)
 
 
-def read_by(function: Callable, seen: set | None = None) -> set[str]:
-    """Attributes and globals that a function reads, the functions that it calls by name, and what stands below it."""
-    seen = set() if seen is None else seen
-    found, codes = set(), [getattr(function, "__code__", None)]
-    if function in seen or codes == [None]:
-        return found
-    seen.add(function)
-    for code in codes:  # grows by the functions within
+def of_library(module: str | None) -> bool:
+    return str(module).partition(".")[0] in LIBRARIES
+
+
+def names_within(code) -> set[str]:
+    """As `names_in`, with the functions within; text too, where getattr is called, which may name a field by it."""
+    codes = [code]
+    for code in codes:  # grows
         codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
-        found |= {*code.co_names}
-    called = [function.__globals__.get(name) for name in found] + [*vars(function).values()]
-    return found.union(*(read_by(one, seen) for one in called if inspect.isfunction(one)))
+    names = {name for code in codes for name in code.co_names}
+    texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}
+    return names | texts if "getattr" in names else names
+
+
+def contents(cell) -> list:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing has been assigned yet
+        return []
+
+
+def held_by(one) -> list | None:
+    """What something holds that it may call, such as a partial's function, and the methods of an object; None of
+    compiled code that is of no library."""
+    match one:
+        case dict():
+            return [*islice(one.values(), MOST_HELD)]
+        case list() | tuple() | set() | frozenset():
+            return [*islice(one, MOST_HELD)]
+        case types.FunctionType():
+            cells = [value for cell in one.__closure__ or () for value in contents(cell)]
+            return [vars(one), one.__defaults__, one.__kwdefaults__, *cells]
+        case functools.partial():
+            return [one.func, one.args, one.keywords, vars(one)]
+        case types.MethodType():
+            return [one.__func__, one.__self__]
+        case staticmethod() | classmethod():
+            return [one.__func__]
+        case property():
+            return [one.fget]
+        case type():
+            skipped = of_library(one.__module__) or issubclass(one, TrainConfig)
+            return [] if skipped else [{**vars(one)}, *one.__bases__]
+        case types.ModuleType() | TrainConfig():
+            return []
+    kind, held = type(one), getattr(one, "__dict__", {})
+    if not inspect.isfunction(kind.__call__):
+        if "__wrapped__" in held:  # what functools.cache makes
+            return [held["__wrapped__"]]
+        module = getattr(one, "__module__", None)
+        if callable(one) and module is not None and not of_library(module):
+            return None
+    return [] if of_library(kind.__module__) else [kind, held]
+
+
+def read_by(function: Callable) -> set[str] | None:
+    """Attributes and globals that a function reads, and those of what it holds and what it calls by name, which may
+    stand in a module, as far as it is no library's. None where some of that cannot be seen."""
+    found, seen, todo, looked = set(), {}, [function], False
+    for one in todo:  # grows
+        if one is None or isinstance(one, (str, int, float)) or id(one) in seen:
+            continue
+        seen[id(one)] = one  # kept, so that nothing else gets its id
+        held = held_by(one)
+        if held is None or len(todo) > MOST_SEEN:
+            return None
+        todo += held
+        if inspect.isfunction(one) and not of_library(one.__globals__.get("__name__")):
+            looked, names = True, names_within(one.__code__)
+            found |= names
+            reached, modules = [one.__globals__.get(name) for name in names], []
+            for value in reached:  # grows by what these modules have of the names
+                if inspect.ismodule(value) and not of_library(value.__name__) and value not in modules:
+                    modules.append(value)
+                    reached += [vars(value).get(name) for name in names]
+            todo += [value for value in reached if value is not None]
+    return found if looked else None
 
 
 def say_without_effect(tables: dict[str, dict], used: dict[str, Callable], script: dict, cfg: TrainConfig) -> None:
     """Print each knob of the algorithm that is not at its default and is read by an advantage, loss or KL estimator,
-    but by none in use, and by no other function of the script, whose globals these are, or of the one that runs it."""
+    but by none in use, and by no other function of the script, whose globals these are, or of the one that runs it.
+    Nothing where it cannot be seen what those in use read."""
+    in_use = [read_by(function) for function in used.values()]
+    if None in in_use:
+        return
     named = {f"--{kind} {name}": function for kind, table in tables.items() for name, function in table.items()}
-    readers = {name: read_by(function) for name, function in named.items()}
+    readers = {name: read_by(function) or set() for name, function in named.items()}
     places = [script, vars(sys.modules["__main__"])]
     own = [one for place in places for one in place.values() if getattr(one, "__module__", None) == place["__name__"]]
     own += [method for one in own if inspect.isclass(one) for method in vars(one).values()]
-    read = set().union(*(names_in(one) for one in own if one not in named.values()), *map(read_by, used.values()))
+    read = set().union(*(names_in(one) for one in own if one not in named.values()), *in_use)
     groups, usual = cli.field_help(TrainConfig), type(cfg)()
     for field in fields(cfg):
         if groups.get(field.name, ("algorithm",))[0] != "algorithm":  # a knob of one's own is in no group

@@ -28,6 +28,7 @@ MARKS = (METRICS, "state.json", "config.json")  # one of them makes a folder a r
 REMEMBERED = 60  # runs whose curves stay in memory, of 2 MB each with 2,000 steps and at most 6
 KEPT = 4096  # points of a metric that stay in memory; of longer runs some stand for several steps
 BLOCK = 4 << 20  # bytes of metrics that are read at a time
+TAIL = 256  # bytes before what is new by which a file is known again
 DEPTH = 4  # of run folders below the given one
 MAX_JSON = 16 << 20  # bytes of config.json and state.json
 STALLED = 900.0  # seconds after which a run of another machine that says nothing is not called running
@@ -58,25 +59,31 @@ def opened(folder: Path, *names: str) -> BinaryIO:
 
 
 class Growing:
-    """New whole lines of a run's metrics.jsonl, some BLOCK at a time. Raises Unreadable."""
+    """New whole lines of a run's metrics.jsonl, some BLOCK at a time. Raises Unreadable.
+
+    Whether a resumed run has written the file anew is seen by the last bytes that were read of it, too: the file system
+    may give the inode of the file before last to the next one, which may be longer than what was read.
+    """
 
     def __init__(self, folder: Path):
-        self.folder, self.offset, self.inode = folder, 0, None
+        self.folder, self.offset, self.inode, self.tail = folder, 0, None, b""
 
     def news(self) -> tuple[bool, bytes]:
         """(whether it is another file than before, so that everything comes again; its next lines, none at the end)."""
         try:
             with opened(self.folder, METRICS) as file:
                 status = os.fstat(file.fileno())
-                anew = status.st_ino != self.inode or status.st_size < self.offset
+                file.seek(self.offset - len(self.tail))
+                anew = status.st_ino != self.inode or file.read(len(self.tail)) != self.tail
                 if anew:
-                    self.offset, self.inode = 0, status.st_ino
+                    self.offset, self.inode, self.tail = 0, status.st_ino, b""
                 file.seek(self.offset)
                 block = file.read(BLOCK) + file.readline()
         except FileNotFoundError:
-            anew, self.offset, self.inode, block = self.inode is not None, 0, None, b""
+            anew, self.offset, self.inode, self.tail, block = self.inode is not None, 0, None, b"", b""
         block = block[: block.rfind(b"\n") + 1]  # a line without its end is still being written, or torn
         self.offset += len(block)
+        self.tail = (self.tail + block)[-TAIL:]
         return anew, block
 
 

@@ -59,8 +59,10 @@ def escape(value) -> str:
 
 
 def label(name: str) -> str:
-    """A metric's name in a plot: in one line, not a formula, and with a beginning that legends do not leave out."""
-    return shorten(visible(name.lstrip("_")).replace("\n", " ").replace("\t", " "), 40).replace("$", r"\$")
+    """A metric's name in a plot: in one line, not a formula, and one that legends do not leave out, as they do an empty
+    one or one that begins with an underscore."""
+    text = shorten(visible(name.lstrip("_")).replace("\n", " ").replace("\t", " "), 40)
+    return text.replace("$", r"\$") or "(no name)"
 
 
 # ---- plots ----------------------------------------------------------------------------------------------------------

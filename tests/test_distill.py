@@ -33,6 +33,8 @@ import utils
 from algorithms.distillation import distill_metrics, divergence
 from batch import collate
 from config import ConfigError, TrainConfig, load_config
+from data import load_rows
+from inputs import on_disk
 from inputs.trajectory import Trajectory
 from serving.teacher import TeacherServers
 
@@ -669,6 +671,21 @@ def test_the_policys_own_server_is_refused_where_it_would_not_say_what_the_polic
     cfg = load_config(TrainConfig, [*own, *flags.split()])
     with pytest.raises(ConfigError, match=message):
         teachers.connect(cfg, None, [{"prompt": "?", "hint": "!"}])
+
+
+def test_a_column_that_every_row_on_disk_has_is_known_without_reading_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_disk, "LARGE", 1)
+    monkeypatch.setattr(on_disk, "MANY", 10)
+    monkeypatch.setattr(on_disk, "KEPT", tmp_path / "kept")
+    texts = [json.dumps({"prompt": f"{n}", "hint": "!"} | ({"more": "?"} if n != 25 else {})) for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    rows = load_rows(str(tmp_path / "rows.jsonl"), format_row=script.format_row, lines=True)
+    cfg = TrainConfig(model_id="models/tiny", teacher_prompt="more")
+    with pytest.raises(ConfigError, match="more is no column of the row with prompt '25', which has prompt, hint;"):
+        teachers.connect(cfg, None, rows)
+    teachers.connect(cfg, None, rows.select(range(25)))  # of a file's rows some are left out
+    monkeypatch.setattr(on_disk.Lines, "read", None)  # a call of it would raise
+    teachers.connect(replace(cfg, teacher_prompt="hint"), None, rows)
 
 
 def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):

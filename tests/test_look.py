@@ -365,6 +365,27 @@ def test_lines_arrive_and_a_resumed_run_begins_anew(tmp_path):
     assert run.curves().all("reward")[0].tolist() == [1, 2, 3, 4] and run.summary()["reward"] == 9
 
 
+def test_a_run_that_was_resumed_twice_between_two_looks_begins_anew(tmp_path):
+    """The second file may have the inode of the one that was read: the file system gives it out again."""
+
+    def lines(first, last, reward):
+        return "".join(json.dumps({"step": n, "reward": reward}) + "\n" for n in range(first, last + 1))
+
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text(lines(1, 20, 0.0), encoding="utf-8")
+    run = Runs(tmp_path).get("run")
+    assert run.curves().all("reward")[0][-1] == 20 and run.summary()["reward"] == 0
+    mark, inode = run.curves().mark, metrics.stat().st_ino
+    metrics.write_text(lines(1, 10, 0.0) + lines(11, 30, 1.0), encoding="utf-8")  # in place: the same inode
+    assert metrics.stat().st_ino == inode
+    steps, rewards = run.curves().all("reward")
+    assert steps.tolist() == [*range(1, 31)] and rewards.tolist() == [0.0] * 10 + [1.0] * 20
+    assert run.curves().mark != mark and run.summary()["step"] == 30
+    metrics.write_text(lines(1, 5, 0.0) + lines(6, 9, 7.0), encoding="utf-8")
+    assert run.curves().all("reward")[1].tolist() == [0.0] * 5 + [7.0] * 4 and run.summary()["step"] == 9
+
+
 def curves_of(told: dict) -> list[dict]:
     more = [*told.get("times", ()), *([told["spread"]] if "spread" in told else ())]
     return more + [curve for panel in told["panels"] for curve in panel["curves"]]

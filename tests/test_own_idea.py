@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import rewards
 import rollouts
 import train_grpo as script
 import utils
-from algorithms import checks
+from algorithms import advantages, checks
 from config import PRESETS, ConfigError, TrainConfig, load_config
 from hf_generator import HFGenerator
 from rollouts import RolloutError, Trajectory
@@ -85,6 +85,63 @@ def test_a_knob_that_nothing_in_use_reads_is_told(monkeypatch, capsys):
     monkeypatch.setitem(script.POLICY_LOSSES, "mine", lambda logprobs, batch, cfg: logprobs * cfg.mine)
     assert said(capsys, Own()) == said(capsys, Own(mine=2.0, policy_loss="mine", list_of_mine=[2.0])) == ""
     assert "--mine 2.0, which is read by --policy_loss mine" in said(capsys, Own(mine=2.0))
+
+
+def ways_to_call(inner):
+    """Advantages that read what `inner` reads, by how they come to call it."""
+
+    class Called:
+        def __call__(self, batch, cfg):
+            return self.more(batch, cfg)
+
+        def more(self, batch, cfg):
+            return inner(batch, cfg)
+
+    class Holding:
+        def __init__(self, function):
+            self.table = {"it": [function]}
+
+        def __call__(self, batch, cfg):
+            return self.table["it"][0](batch, cfg)
+
+        def method(self, batch, cfg):
+            return self(batch, cfg)
+
+    recursive = lambda batch, cfg: recursive(batch, cfg) if batch is None else inner(batch, cfg)  # noqa: E731
+    return {
+        "itself": inner,
+        "partial": partial(inner),
+        "argument of a partial": partial(lambda function, batch, cfg: function(batch, cfg), inner),
+        "object": Called(),
+        "held by an object": Holding(inner),
+        "method": Holding(inner).method,
+        "closure": lambda batch, cfg: 2 * inner(batch, cfg),
+        "in a closure of itself": recursive,
+        "default": lambda batch, cfg, function=inner: function(batch, cfg),
+        "module": lambda batch, cfg: advantages.gigpo(batch, cfg),
+        "decorated": torch.no_grad()(lambda batch, cfg: inner(batch, cfg)),
+        "cached": cache(inner),
+        "by getattr": lambda batch, cfg: batch.scores * getattr(cfg, "gigpo_step_weight", 1.0),
+    }
+
+
+@pytest.mark.parametrize("way", ways_to_call(len))
+def test_a_knob_is_found_however_its_reader_is_called(way, monkeypatch, capsys):
+    monkeypatch.setitem(script.ADVANTAGES, "mine", ways_to_call(script.ADVANTAGES["gigpo"])[way])
+    used = dict(gigpo_step_weight=0.3, clip_cov_ratio=0.1)
+    told = said(capsys, TrainConfig(**used, advantage="mine"))
+    assert told.count("without effect") == 1 and "--clip_cov_ratio 0.1" in told
+    assert "--gigpo_step_weight 0.3, which is read by" in said(capsys, TrainConfig(**used))
+
+
+def test_of_a_function_that_cannot_be_looked_into_nothing_is_said(monkeypatch, capsys):
+    lists = [[object() for _ in range(900)] for _ in range(900)]
+    many = lambda batch, cfg: batch.scores * len(lists)  # noqa: E731
+    for function in (max, partial(max), many):
+        monkeypatch.setitem(script.ADVANTAGES, "mine", function)
+        began = time.perf_counter()
+        assert said(capsys, TrainConfig(advantage="mine", gamma=0.9)) == ""
+        assert time.perf_counter() - began < 1
 
 
 @pytest.mark.parametrize("name", PRESETS)

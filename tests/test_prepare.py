@@ -162,6 +162,27 @@ def test_rows_prompts_and_rewards_are_those_of_the_run(page, trained):
             assert function["values"] == pytest.approx(logged, abs=1e-5)
 
 
+def test_of_very_many_rows_bounds_are_called_so_and_listed_rows_are_counted(page):
+    """In a process of its own, in which 40 rows are many."""
+    here = page.folder.parent
+    texts = ["count to ten and then back again " * 4] * 40 + ["too long " * 300]
+    lines = [json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts]
+    (here / "many.jsonl").write_text("".join(lines), encoding="utf-8")
+    settings = SMALL | dict(dataset_id="many.jsonl", reward_funcs="exact_match", max_prompt_length="256")
+    code = "import json, sys; from pathlib import Path; from inputs import on_disk, prompts\n"
+    code += "on_disk.MANY, on_disk.LARGE, on_disk.KEPT, prompts.TRIED = 10, 1, Path('kept'), 5\n"
+    code += "from looking.answers import rows, settings; script = settings.Script('train_grpo.py')\n"
+    code += f"given = {{'settings': {settings!r}}}; found = rows.rows(script, given)['parts'][0]\n"
+    code += "counted = [rows.row(script, given | {'part': 0, 'row': n})['length'] for n in (1, 40)]\n"
+    code += "print(json.dumps([found, counted]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    found, (length, long) = json.loads(done.stdout.splitlines()[-1])
+    assert found["bounds"] and found["median"] > length > 64 and found["left_out"] == 1
+    assert [row["tokens"] for row in found["rows"]] == [length] * 40 + [long] and found["longest"] == long > 256
+    assert len(found["first_step"]) == 4
+
+
 def test_images_of_a_row_are_shown_as_the_model_gets_them(page):
     """In a process of its own, as tiny_vlms imports torch."""
     here = page.folder.parent

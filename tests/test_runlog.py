@@ -303,9 +303,11 @@ def test_phases_add_up_to_the_step():
         [{"step": 1, "reward": None, "reward_std": None, "kl": None}],
         [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75, "reward_std": 0.1, "odd/<key>": -1}],
         [{"step": step, "reward": 0.5, "time/step": 1.0} for step in range(1, 5001)],
+        [{"step": 1, "time/": 1.0, "time/__": 1.0, "kl": 0.1, "kl/_": 0.1}],
     ],
-    ids=["only an evaluation", "no finite number", "ragged", "long"],
+    ids=["only an evaluation", "no finite number", "ragged", "long", "nothing in a name"],
 )
+@pytest.mark.filterwarnings("error")
 def test_a_report_of_whatever_is_there(tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     page = write_report(tmp_path).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from config import TrainConfig
 from envs import adapters, formats
 from inputs.pictures import load_image
 from inputs.processor import load_processor, with_template_kwargs
-from inputs.prompts import build_prompt, image_sources
+from inputs.prompts import Prompt, build_prompt, image_sources
 from looking.answers.settings import Script, settled
 from runlog import samples
 from runlog.reading import readable_prompt
@@ -38,7 +38,8 @@ def generator_of(processor) -> SimpleNamespace:
 def read(script: Script, given: dict) -> dict:
     """The rows as the training reads them: {"cfg", "processor", "parts"}. Kept, until a setting or a file differs.
 
-    A part is what one data set gives for one use: {"use", "name", "domain", "own": its config, "rows", "lengths"}."""
+    A part is what one data set gives for one use: {"use", "name", "domain", "own": its config, "rows", "lengths",
+    "bounds": whether lengths up to the limit may be upper bounds, as `prompts.lengths_on_disk` makes them}."""
     cfg, _ = settled(script, given)
     groups = field_help(script.config)
     follow = ("model", "data", "tools and environments")
@@ -59,8 +60,9 @@ def read(script: Script, given: dict) -> dict:
 
     def measured(rows, name: str, own, uses: list) -> list[int]:
         lengths = rollouts.measure(rows, name, processor=processor, cfg=own)
-        use = uses.pop(0)
-        parts.append({"use": use, "name": name, "domain": own.domain, "own": own, "rows": rows, "lengths": lengths})
+        part = {"use": uses.pop(0), "name": name, "domain": own.domain, "own": own, "rows": rows}
+        bounds = data.many_on_disk(rows) and getattr(processor, "is_fast", False)
+        parts.append(part | {"lengths": np.array(lengths), "bounds": bounds})
         return lengths
 
     try:
@@ -101,7 +103,7 @@ def rows(script: Script, given: dict) -> dict:
         return {"parts": [], "error": str(error), "file": {"path": cfg.dataset_id, "first": first}}
     told = []
     for number, part in enumerate(known["parts"]):
-        lengths, limit = np.array(part["lengths"]), part["own"].max_prompt_length
+        lengths, limit = part["lengths"], part["own"].max_prompt_length
         out = np.flatnonzero(lengths > limit)
         edges = np.unique(np.linspace(0, max(int(lengths.max(initial=1)), 1) + 1, BINS + 1).astype(int))
         counts, _ = np.histogram(lengths, edges)
@@ -112,7 +114,7 @@ def rows(script: Script, given: dict) -> dict:
                 **{"count": len(lengths), "left_out": len(out), "limit": limit, "columns": columns_of(part["rows"])},
                 **{"edges": edges.tolist(), "counts": counts.tolist(), "median": float(np.median(lengths))},
                 **{"longest": int(lengths.max()), "first_step": first_step(script, known, part)},
-                "rows": [line(part, n) for n in dict.fromkeys(listed)],
+                **{"bounds": part["bounds"], "rows": [line(known, number, n) for n in dict.fromkeys(listed)]},
             }
         )
     return {"parts": told, "error": known["error"], "parser": known["cfg"].tool_parser}
@@ -127,18 +129,21 @@ def columns_of(rows) -> list[str]:
 def first_step(script: Script, known: dict, part: dict) -> list[int]:
     """Numbers of the rows that the first step takes, among those in use."""
     cfg = known["cfg"]
-    kept = sum(length <= cfg.max_prompt_length for length in part["lengths"])
-    if part["use"] != "train" or cfg.domains or kept < cfg.prompts_per_step:
+    places = np.flatnonzero(part["lengths"] <= cfg.max_prompt_length)
+    if part["use"] != "train" or cfg.domains or len(places) < cfg.prompts_per_step:
         return []
-    sampler = script["PromptSampler"](kept, cfg.prompts_per_step, cfg.seed, 0, 1, {})
-    places = [n for n, length in enumerate(part["lengths"]) if length <= cfg.max_prompt_length]
-    return [places[int(n)] for n in sampler.next(0)]
+    sampler = script["PromptSampler"](len(places), cfg.prompts_per_step, cfg.seed, 0, 1, {})
+    return [int(places[int(n)]) for n in sampler.next(0)]
 
 
-def line(part: dict, number: int) -> dict:
-    prompt = part["rows"][number]["prompt"]
+def line(known: dict, number: int, place: int) -> dict:
+    """Of a part, by its number, a row of the list."""
+    part = known["parts"][number]
+    prompt, length = part["rows"][place]["prompt"], int(part["lengths"][place])
     text = prompt if isinstance(prompt, str) else " ".join(text_of(m.get("content")) for m in prompt)
-    return {"row": number, "tokens": part["lengths"][number], "text": text[:200]}
+    if part["bounds"] and length <= part["own"].max_prompt_length:
+        length = len(made(known, {"part": number, "row": place})[3].token_ids)
+    return {"row": place, "tokens": length, "text": text[:200]}
 
 
 def chosen(known: dict, given: dict) -> tuple[dict, dict]:
@@ -169,25 +174,31 @@ async def begun(row: dict, processor, own) -> tuple[dict, object]:
     return rollouts.begun(row, messages, environment, processor, own)[0], environment
 
 
-def row(script: Script, given: dict) -> dict:
-    """A row as the model will see it: token by token, with its columns and images."""
-    known = read(script, given)
+def made(known: dict, given: dict) -> tuple[TrainConfig, dict, dict, Prompt]:
+    """(its config, the row that is asked for, the same as the model is shown it, its prompt)."""
     (own, one), processor = own_row(known, given), known["processor"]
 
     async def prompt():
         shown, environment = await begun(one, processor, own)
-        made = build_prompt(one, generator_of(processor), own, shown)
+        built = build_prompt(one, generator_of(processor), own, shown)
         if environment is not None:
             await rollouts.put_away(environment, one, False, own)
-        return shown, made
+        return shown, built
 
-    shown, made = asyncio.run(prompt())
+    return own, one, *asyncio.run(prompt())
+
+
+def row(script: Script, given: dict) -> dict:
+    """A row as the model will see it: token by token, with its columns and images."""
+    known = read(script, given)
+    own, one, shown, prompt = made(known, given)
+    words = vocabulary_of(known["processor"])
     pictures = [picture(source, own) for source in image_sources(shown)[:8]]
     others = {name: text_of(value)[:MOST_TEXT] for name, value in one.items() if name not in ("image", "images")}
     return {
-        "tokens": {"prompt": samples.spelled(np.array([], int), vocabulary_of(processor)), "columns": {}, "turns": []}
-        | {"completion": samples.spelled(np.array(made.token_ids), vocabulary_of(processor))},
-        "length": len(made.token_ids),
+        "tokens": {"prompt": samples.spelled(np.array([], int), words), "columns": {}, "turns": []}
+        | {"completion": samples.spelled(np.array(prompt.token_ids), words)},
+        "length": len(prompt.token_ids),
         "limit": own.max_prompt_length,
         "columns": others,
         "images": pictures,

@@ -12,11 +12,14 @@ const number = (label, value, change, attributes = {}) => {
 
 // ---- rows ----
 
+/** Before a number of tokens: of very many rows on disk, an upper bound is known of those that fit. */
+const atMost = (part, tokens) => (part.bounds && tokens <= part.limit ? "at most " : "");
+
 /** Prompt lengths, and where --max_prompt_length cuts. */
 function histogram(part) {
   const most = Math.max(...part.counts, 1);
   const end = part.edges.at(-1);
-  const bars = h("div", { class: "histogram", role: "img", "aria-label": `Prompts by tokens: median ${part.median}, longest ${part.longest}, limit ${part.limit}` });
+  const bars = h("div", { class: "histogram", role: "img", "aria-label": `Prompts by tokens: median ${atMost(part, part.median)}${part.median}, longest ${atMost(part, part.longest)}${part.longest}, limit ${part.limit}` });
   part.counts.forEach((count, n) => {
     const bar = h("i", { class: part.edges[n] > part.limit ? "out" : "", title: `${part.edges[n]} to ${part.edges[n + 1] - 1} tokens: ${count}` });
     bar.style.left = `${(100 * part.edges[n]) / end}%`;
@@ -29,7 +32,7 @@ function histogram(part) {
     line.style.left = `${(100 * part.limit) / end}%`;
     bars.append(line);
   }
-  return h("div", {}, bars, h("p", { class: "dim axis" }, h("span", {}, "0"), h("span", {}, "tokens of the prompt"), h("span", {}, String(end - 1))));
+  return h("div", {}, bars, h("p", { class: "dim axis" }, h("span", {}, "0"), h("span", {}, part.bounds ? "tokens of the prompt, at most: most of those that fit are known by their bytes" : "tokens of the prompt"), h("span", {}, String(end - 1))));
 }
 
 /** A file whose rows have no prompt: a python file that makes one of a column. */
@@ -84,7 +87,7 @@ export function rowsTab(work, result, card) {
     const steps = part.first_step.length ? h("button", { type: "button", class: "quiet", onclick: () => showRow(part.first_step[0], part.part) }, `the first step takes rows ${part.first_step.slice(0, 6).join(", ")}${part.first_step.length > 6 ? " …" : ""}`) : null;
     return h("div", { class: "card" }, h("h2", {}, said(`${part.use === "train" ? "Trained on" : "Held out"}: ${part.name}`)),
       h("div", { class: "tiles" }, tile("rows", part.count.toLocaleString("en"), part.columns.join(", ")), tile("left out", part.left_out.toLocaleString("en"), `longer than --max_prompt_length ${part.limit}`),
-        tile("tokens, median", short(part.median), `longest ${part.longest}`)), histogram(part), steps,
+        tile("tokens, median", `${atMost(part, part.median)}${short(part.median)}`, `longest ${atMost(part, part.longest)}${part.longest}`)), histogram(part), steps,
       h("div", { class: "rows-list scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["row", "tokens", "prompt"].map((name, n) => h("th", { class: n < 2 ? "n" : "" }, name)))),
         h("tbody", {}, part.rows.map((row) => h("tr", { class: row.tokens > part.limit ? "out" : "" }, h("td", { class: "n" }, h("button", { type: "button", class: "sort", "aria-label": `Show row ${row.row}`, onclick: () => showRow(row.row, part.part) }, String(row.row))),
           h("td", { class: "n" }, String(row.tokens), row.tokens > part.limit ? h("span", { class: "fault" }, " left out") : null), h("td", {}, said(row.text))))))));
