@@ -8,7 +8,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # 
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers"}  # they read no knob of ours
-MOST_HELD = 1000  # of a list's entries that are looked at
-MOST_SEEN = 20_000  # of what a function holds and calls; one with more is not looked through
 
 
 def names_in(function: Callable) -> set[str]:
@@ -42,10 +39,6 @@ def uses_argument(function: Callable, name: str, place: int) -> bool:
     return any(argument == value or (isinstance(value, tuple) and argument in value) for value in loads)
 
 
-def of_library(module: str | None) -> bool:
-    return str(module).partition(".")[0] in LIBRARIES
-
-
 def names_within(code) -> set[str]:
     """As `names_in`, with the functions within; text too, where getattr is called, which may name a field by it."""
     codes = [code]
@@ -56,69 +49,27 @@ def names_within(code) -> set[str]:
     return names | texts if "getattr" in names else names
 
 
-def contents(cell) -> list:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # nothing has been assigned yet
-        return []
+def is_foreign(one) -> bool:
+    return str(getattr(one, "__module__", None) or getattr(one, "__name__", None)).partition(".")[0] in LIBRARIES
 
 
-def held_by(one) -> list | None:
-    """What something holds that it may call, such as a partial's function, and the methods of an object; None of
-    compiled code that is of no library."""
-    match one:
-        case dict():
-            return [*islice(one.values(), MOST_HELD)]
-        case list() | tuple() | set() | frozenset():
-            return [*islice(one, MOST_HELD)]
-        case types.FunctionType():
-            cells = [value for cell in one.__closure__ or () for value in contents(cell)]
-            return [vars(one), one.__defaults__, one.__kwdefaults__, *cells]
-        case functools.partial():
-            return [one.func, one.args, one.keywords, vars(one)]
-        case types.MethodType():
-            return [one.__func__, one.__self__]
-        case staticmethod() | classmethod():
-            return [one.__func__]
-        case property():
-            return [one.fget]
-        case type():
-            skipped = of_library(one.__module__) or issubclass(one, TrainConfig)
-            return [] if skipped else [{**vars(one)}, *one.__bases__]
-        case types.ModuleType() | TrainConfig():
-            return []
-    kind, held = type(one), getattr(one, "__dict__", {})
-    if not inspect.isfunction(kind.__call__):
-        if "__wrapped__" in held:  # what functools.cache makes
-            return [held["__wrapped__"]]
-        module = getattr(one, "__module__", None)
-        if callable(one) and module is not None and not of_library(module):
-            return None
-    return [] if of_library(kind.__module__) else [kind, held]
-
-
-def read_by(function: Callable) -> set[str] | None:
-    """Attributes and globals that a function reads, and those of what it holds and what it calls by name, which may
-    stand in a module, as far as it is no library's. None where some of that cannot be seen."""
-    found, seen, todo, looked = set(), {}, [function], False
-    for one in todo:  # grows
-        if one is None or isinstance(one, (str, int, float)) or id(one) in seen:
-            continue
-        seen[id(one)] = one  # kept, so that nothing else gets its id
-        held = held_by(one)
-        if held is None or len(todo) > MOST_SEEN:
-            return None
-        todo += held
-        if inspect.isfunction(one) and not of_library(one.__globals__.get("__name__")):
-            looked, names = True, names_within(one.__code__)
-            found |= names
-            reached, modules = [one.__globals__.get(name) for name in names], []
-            for value in reached:  # grows by what these modules have of the names
-                if inspect.ismodule(value) and not of_library(value.__name__) and value not in modules:
-                    modules.append(value)
-                    reached += [vars(value).get(name) for name in names]
-            todo += [value for value in reached if value is not None]
-    return found if looked else None
+def read_by(function: Callable, seen: set | None = None) -> set[str] | None:
+    """Attributes and globals that a function reads, and those of the functions that it calls by name, also as a
+    module's. None where that cannot all be seen: of partials, of objects that are called, of closures."""
+    seen, function = set() if seen is None else seen, inspect.unwrap(function)
+    if not inspect.isfunction(function) or function.__closure__:
+        return None
+    if function in seen:
+        return set()
+    seen.add(function)
+    names, known = names_within(function.__code__), function.__globals__
+    reached = [*vars(function).values(), *(function.__defaults__ or ()), *(known[n] for n in names & known.keys())]
+    for module in [one for one in reached if inspect.ismodule(one) and not is_foreign(one)]:
+        reached += [vars(module)[name] for name in names & vars(module).keys()]
+    written_in_python = (type, functools.partial, types.FunctionType, types.MethodType)
+    called = [one for one in reached if isinstance(one, written_in_python) or hasattr(type(one).__call__, "__code__")]
+    parts = [read_by(one, seen) for one in called if not isinstance(one, type) and not is_foreign(one)]
+    return None if None in parts else names.union(*parts)
 
 
 def say_without_effect(tables: dict[str, dict], used: dict[str, Callable], script: dict, cfg: TrainConfig) -> None:
