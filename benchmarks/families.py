@@ -56,6 +56,7 @@ from batch import Batch  # noqa: E402
 from cli import shorten  # noqa: E402
 from config import ConfigError, TrainConfig  # noqa: E402
 from inputs import agreement, attention, recurrence  # noqa: E402
+from inputs.precision import slow_in_bfloat16  # noqa: E402
 from inputs.processor import load_processor  # noqa: E402
 from runlog.reading import read_metrics  # noqa: E402
 from vllm_client import VLLMClient  # noqa: E402
@@ -195,9 +196,10 @@ def train(family: str, folder: Path) -> dict:
 
 
 def default(family: str, folder: Path) -> dict:
-    """In bfloat16, as runs compute by default."""
+    """In bfloat16, as runs compute by default; not so on a CPU without it, where the cell says so."""
     more = dict(generator="hf", run_name="default", compute_dtype="bfloat16")
-    return steps(family, config(family, folder / "model", folder, **more)) | dict(dtype="bfloat16")
+    found = steps(family, config(family, folder / "model", folder, **more))
+    return found | dict(dtype="float32" if slow_in_bfloat16(CPU) else "bfloat16")
 
 
 def lora(family: str, folder: Path) -> dict:
