@@ -156,7 +156,8 @@ def test_what_memory_py_counts(cfg, tmp_path):
 
 def test_one_gpu_is_planned(capsys):
     """Server and trainer at once, or the trainer alone, with what to type."""
-    words = "--model_id Qwen/Qwen2.5-7B-Instruct --gpus 1 --gpu_memory 24 --use_peft --load_in 4bit --dtype bfloat16"
+    words = "--model_id Qwen/Qwen2.5-7B-Instruct --gpus 1 --gpu_memory 24 --use_peft --load_in 4bit --dtype bfloat16 "
+    words += "--tokens_per_microbatch 1024"
     assert plan.main(load_config(plan.PlanConfig, [*words.split(), "--prompts_per_step", "8"])) == 0
     text = capsys.readouterr().out
     assert "server and trainer at the same time: NO" in text and "no server: yes" in text

@@ -116,8 +116,8 @@ def test_adapters_that_travel_alone_are_planned(capsys):
     """Their bytes are pushed, not those of a 7B; and they have slots on the server, beside its weights."""
     found = {}
     for more in ("", "--use_peft", "--use_peft --push_lora folded"):
-        words = f"--model_id Qwen/Qwen2.5-7B-Instruct --gpus 8 --server_gpus 4 {more}".split()
-        assert plan.main(load_config(plan.PlanConfig, words)) == 0
+        words = f"--model_id Qwen/Qwen2.5-7B-Instruct --gpus 8 --server_gpus 4 --tokens_per_microbatch 1024 {more}"
+        assert plan.main(load_config(plan.PlanConfig, words.split())) == 0
         printed = capsys.readouterr().out
         step = printed[printed.index("Step of") :]
         pushed = re.search(r"push +([0-9.]+) s", step)
