@@ -78,8 +78,9 @@ def computable(cfg: TrainConfig, device: torch.device) -> TrainConfig:
     if cfg.compute_dtype == "float32" or not any(gather_objects(slow_in_bfloat16(device))):
         return cfg
     if is_main():
-        weights = " Weights in bfloat16 are slow all the same: --dtype float32." if cfg.dtype == "bfloat16" else ""
-        print(f"This CPU has no instructions for bfloat16, so what is computed is in float32.{weights}", flush=True)
+        kept = cfg.strategy == "ddp" and cfg.dtype == "bfloat16"  # the other strategies cast weights, too
+        weights = " Weights in bfloat16 are slow all the same: --dtype float32." if kept else ""
+        print(f"This CPU has no instructions for bfloat16: the run computes in float32.{weights}", flush=True)
     return dataclasses.replace(cfg, compute_dtype="float32")
 
 

@@ -108,7 +108,7 @@ def run(name: str, output: Path, script: str, *flags: str) -> float:
 
 
 def made(task: str, what: str, recipe: str, dtype: str) -> str:
-    """The folder of a model that is made as `recipe` says, where it is not there already."""
+    """The folder, below ROOT, of a model that is made as `recipe` says, where it is not there already."""
     script, *flags = recipe.split()
     name = f"{task}-{what}"
     if script == "make_tiny_vlm":
@@ -119,7 +119,7 @@ def made(task: str, what: str, recipe: str, dtype: str) -> str:
         where += ["--compute_dtype", dtype]
         seconds = 0.0 if folder.is_dir() else run(name, MADE, "scripts/warm_start.py", *where, *flags)
     print(f"{what}: {folder}, {seconds:.0f} s", flush=True)
-    return str(folder)
+    return str(folder.relative_to(ROOT))  # it stands in the results, too
 
 
 def evaluate(task: str, folder: str, dtype: str) -> dict[str, float]:

@@ -126,7 +126,7 @@ def test_a_cpu_without_bfloat16_computes_in_float32(slow, tmp_path, monkeypatch,
     monkeypatch.setattr(script, "make_generator", lambda *how: made.append(make(*how)) or made[0])
     run(make_tiny(), tmp_path, f"{TOY}:rows", compute_dtype="bfloat16")
     assert made[0].weight_dtype == (torch.float32 if slow else torch.bfloat16)
-    assert ("no instructions for bfloat16, so what is computed is in float32." in capsys.readouterr().out) == slow
+    assert ("no instructions for bfloat16: the run computes in float32." in capsys.readouterr().out) == slow
 
 
 # ---- noise ----------------------------------------------------------------------------------------------------------
