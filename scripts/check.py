@@ -19,14 +19,16 @@ Rows of your own (--dataset_id) need --reward_funcs, too. Exit status 0: both ho
 
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from forks import Fork, get_ready, places  # noqa: E402
 
 from runlog.reading import read_metrics  # noqa: E402
 from safety.orphans import ends_with_us  # noqa: E402
@@ -72,6 +74,8 @@ def learns(script: str, task: list[str], flags: tuple[str, ...]) -> tuple[int, b
     if done.returncode or not rewards:
         print(f"check: {script} ended with status {done.returncode} after {len(rewards)} steps", file=sys.stderr)
         return done.returncode or 1, False
+    if folder == temporary:
+        print("(The report is gone with its folder: --output_dir runs --run_name NAME keeps it.)")
     last = sum(rewards[-3:]) / len(rewards[-3:])
     print(f"reward {rewards[0]:.2f} -> {last:.2f} in {len(rewards)} steps: ", end="")
     print("it learns" if last > LEARNED else f"it does not learn (above {LEARNED} expected)", flush=True)
@@ -82,30 +86,27 @@ def same(script: str, task: list[str], flags: tuple[str, ...]) -> int:
     """Exit status of the second part."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"}
     with tempfile.TemporaryDirectory() as folder:
-        runs = []
-        for number, (ranks, way) in enumerate(WAYS.values()):
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-            way = f"{way} --num_minibatches 1"  # which groups share an update depends on the ranks, and may
-            own = f"{way} --output_dir {folder} --run_name {number}".split()
-            command = [sys.executable, *launch, str(ROOT / "scripts" / "same_samples.py"), script, *task, *SAMPLED]
-            log = open(Path(folder) / f"{number}.log", "w+", encoding="utf-8")  # noqa: SIM115 - closed below
-            how = dict(env=environment, stdout=log, stderr=log, preexec_fn=ends_with_us())
-            runs.append((subprocess.Popen([*command, *flags, *own], **how), log))
-        steps = []
-        for number, (way, (process, log)) in enumerate(zip(WAYS, runs, strict=True)):
-            status = process.wait()
-            log.seek(0)
-            if status:
-                said = re.split(r"(?m)^[EW]\d{4} .*elastic", log.read())[0]  # without what torchrun adds
-                print(f"{said[-3000:]}\ncheck: {script} {way} ended with status {status}", file=sys.stderr)
-            log.close()
-            steps.append([line for line in read_metrics(Path(folder) / str(number)) if "grad_norm" in line])
-            if status:
-                for other, _ in runs:
-                    other.kill()
-                    other.wait()
-                return status
-    return compared(steps)
+        runs = {}  # what multiprocessing waits for, with the process and its way
+        for number, (way, (ranks, cut)) in enumerate(WAYS.items()):
+            cut = f"{cut} --num_minibatches 1"  # which groups share an update depends on the ranks, and may
+            own = f"{cut} --output_dir {folder} --run_name {number}".split()
+            command = [str(ROOT / "scripts" / "same_samples.py"), script, *task, *SAMPLED, *flags, *own]
+            for place in places(ranks):
+                log = Path(folder) / f"{number}_{place.get('RANK', 0)}.log"
+                fork = Fork(command, log, environment | place, Path.cwd())
+                runs[fork.sentinel] = fork, way, log
+        while runs:
+            for ended in wait([*runs]):
+                fork, way, log = runs.pop(ended)
+                if status := fork.wait():
+                    for other, *_ in runs.values():
+                        other.kill()
+                        other.wait()
+                    said = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+                    print(f"{said}\ncheck: {script} {way} ended with status {status}", file=sys.stderr)
+                    return abs(status)
+        lines = [read_metrics(Path(folder) / str(number)) for number in range(len(WAYS))]
+    return compared([[line for line in of_one if "grad_norm" in line] for of_one in lines])
 
 
 def number_of(line: dict, key: str) -> float:
@@ -143,6 +144,7 @@ def toy_task() -> list[str]:
 
 def main(script: str, *flags: str) -> int:
     task = toy_task()
+    get_ready()  # meanwhile
     status, ran = learns(script, task, flags)
     return (same(script, task, flags) if ran else 0) or status
 

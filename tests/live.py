@@ -1,24 +1,22 @@
 """Starting the real scripts in tests: as processes, with a log each, ended with everything they started."""
 
-import atexit
 import contextlib
-import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import psutil
-from server_fixture import free_port
 
-from safety.orphans import end_with, ends_with_us
+from safety.orphans import ends_with_us
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+from forks import Fork, places  # noqa: E402
 
 # A random model of 6 M parameters, and a reward by which it learns: about half of all token ids are even.
 EVEN = (
@@ -27,54 +25,6 @@ EVEN = (
 SMALL = "--model_id models/tiny --generator hf --compute_dtype float32 --dataset_id examples/sums.py:rows "
 SMALL += "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 8 "
 SMALL += "--learning_rate 1e-3 --print_samples_every 0"
-
-
-# Most scripts here start as forks of a process that has imported what they need: importing torch and transformers
-# takes a core 6 s, and the tests start some eighty of them.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["preloaded"])
-
-
-def become(command: list[str], log: Path, env: dict[str, str]) -> None:
-    """In a fork: `python SCRIPT FLAGS`, as far as the script can tell."""
-    end_with(os.getppid())
-    with open(log, "a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(ROOT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started the tests in the background
-    exit_at_once = os._exit
-    sys.argv, sys.path[:] = command, [str((ROOT / command[0]).parent), *sys.path]
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing ends its processes without
-        os._exit = exit_at_once  # which it calls, and a script refuses until it has ended
-
-
-class Fork:
-    """What subprocess.Popen is to a command, for a script that starts as a fork."""
-
-    def __init__(self, command: list[str], log: Path, env: dict[str, str]):
-        self.process = FORKS.Process(target=become, args=(command, log, env))
-        with mock.patch.dict(
-            os.environ, PYTHONPATH=str(ROOT / "tests")
-        ):  # else it does not find `preloaded`, in silence
-            self.process.start()
-        self.pid, self.kill = self.process.pid, self.process.kill
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self, limit: float | None = None) -> int:
-        self.process.join(limit)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("a fork", limit)
-        return self.process.exitcode
 
 
 class Process:
@@ -92,10 +42,7 @@ class Process:
                 how = dict(cwd=ROOT, env=environment, stdout=file, stderr=file, preexec_fn=ends_with_us())
                 self.members = [subprocess.Popen(command, **how)]
         else:
-            shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            places = [{"RANK": str(r), "LOCAL_RANK": str(r)} | shared for r in range(ranks)] if ranks > 1 else [{}]
-            self.members = [Fork(command, log, environment | place) for place in places]
+            self.members = [Fork(command, log, environment | place) for place in places(ranks)]
         # psutil knows their start: a later process of that number is another one.
         self.handles = [psutil.Process(member.pid) for member in self.members]
 

@@ -6,7 +6,6 @@ The shared server holds whatever weights were pushed last: a test that compares 
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,9 @@ import pytest
 import requests
 
 from safety.orphans import ends_with_us
+
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+from forks import free_port  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -56,12 +58,6 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_server(model_dir, *arguments, **env: str):

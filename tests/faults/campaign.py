@@ -41,7 +41,7 @@ import requests
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "scripts")]
 import case  # noqa: E402
 import live  # noqa: E402
 import server_fixture  # noqa: E402

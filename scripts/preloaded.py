@@ -1,10 +1,10 @@
-"""What the process that tests fork their scripts from has imported: see live.py. No tensor is made: no thread runs."""
+"""What the process that scripts are forked from has imported: see forks.py. No tensor is made: no thread runs."""
 
 import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 import matplotlib.figure  # noqa: E402, F401
