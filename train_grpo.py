@@ -1580,9 +1580,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
     lock, first, made_with = resume.begin(cfg, rows, held_out, lr_at)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
-    home = (
-        torch.device("cpu") if cfg.colocate and not cfg.offload else device
-    )  # where models are loaded: the CPU, if they take turns on the GPU
+    takes_turns = cfg.colocate and not cfg.offload  # with the server on the GPU: models are loaded to the CPU
+    home = torch.device("cpu") if takes_turns else device
     policy, inner = load_policy(cfg, home)
     reference, teacher = load_reference(cfg, home), load_teacher(cfg, home)
     for one in [inner, teacher[1]] if teacher else [inner]:
