@@ -80,11 +80,11 @@ def described(function: Callable, args: tuple, kwargs: dict):
 
 def one_rank(cfg: TrainConfig, ranks: int) -> TrainConfig:
     """Settings of a pass: as many groups as a rank has, or as fill a micro-batch; alike in what changes nothing."""
-    filling = most_tokens(cfg) // (cfg.max_prompt_length + cfg.max_completion_length) + 2
-    groups = min(cfg.prompts_per_step // ranks // cfg.num_minibatches, filling)
+    filling = -(-most_tokens(cfg) // cfg.max_completion_length)  # rows: the prompts, shared or not, come on top
+    groups = min(cfg.prompts_per_step // ranks // cfg.num_minibatches, -(-filling // cfg.num_generations))
     alike = dict(num_minibatches=1, strategy="ddp" if cfg.strategy == "ddp" else "fsdp2", offload=False)
     alike |= dict(gradient_checkpointing=bool(cfg.gradient_checkpointing or cfg.offload_activations))
-    alike |= dict(offload_activations=False, shard_size=None)
+    alike |= dict(offload_activations=False, shard_size=None, generator="vllm", push_lora="auto")
     return replace(cfg, prompts_per_step=max(groups, 1), **alike)
 
 

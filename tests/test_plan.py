@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 from dataclasses import replace
+from random import Random
 from unittest import mock
 
 import pytest
@@ -82,6 +83,22 @@ def test_the_largest_pass_is_counted(shared):
         assert max(sizes) <= counted <= cfg.tokens_per_microbatch * 1.1 and len(rows)
         most = max(most, max(sizes) / counted)
     assert most > 0.95
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_as_few_groups_as_fill_a_pass_are_looked_at(shared):
+    """Else the same pass is counted anew for each number of ranks: seconds each, of a model of 7B."""
+    for seed in range(40):
+        random = Random(seed)
+        sizes = dict(prompts_per_step=random.choice([1, 8, 256]), num_generations=random.choice([1, 4, 16]))
+        sizes |= dict(max_prompt_length=random.choice([1, 300]), max_completion_length=random.choice([1, 200, 5000]))
+        cfg = TrainConfig(**sizes, tokens_per_microbatch=random.choice([64, 3000, 16384]), shared_prefix=shared)
+        (inputs, *where), (fewer, *there) = memory.longest_pass(cfg), memory.longest_pass(memory.one_rank(cfg, 1))
+        assert all(torch.equal(inputs[key], fewer[key]) for key in inputs if torch.is_tensor(inputs[key]))
+        assert all(map(torch.equal, where, there))
+    cfg = TrainConfig(prompts_per_step=64, num_generations=8, max_prompt_length=512, shared_prefix=shared)
+    sampled_here = replace(cfg, generator="hf")
+    assert memory.one_rank(cfg, 4) == memory.one_rank(cfg, 8) == memory.one_rank(sampled_here, 2)
 
 
 MORE = ["", "--use_peft --strategy fsdp2 --num_generations 4", "--overlap --server_gpus 2", "--critic"]
