@@ -13,12 +13,14 @@ children), server, its workers, look.py. A run that is cut off by --hours counts
 
 The table: least squares through the second half for memory that is no file's, since the system takes back pages of
 files whenever it likes; last minus first of the second half for what is counted; medians of the first and last tenth
-for seconds. Seconds of a CPU (user and system) depend less on what else runs.
+for seconds. Seconds of a CPU (user and system) depend less on what else runs, yet they do: so beside the last fifth of
+`process` the same command runs once more, from its start, and the two are compared over the same minutes.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -167,9 +169,11 @@ def last_step(run: Path) -> int:
     return 0
 
 
-def watch(name: str, folder: Path, trainers: list, server, page: Page, until: float) -> None:
-    """A line every EVERY steps of the first trainer, until all have ended or the time is over."""
+def watch(name: str, folder: Path, trainers: list, server, page: Page, until: float, late: float, start) -> None:
+    """A line every EVERY steps of the first trainer, until all have ended or the time is over. From step `late` on,
+    start("fresh") runs beside it."""
     run, next_line, begun, asked, slowest = folder / f"{name}-0", EVERY, time.monotonic(), 0.0, {}
+    fresh = None
     with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as out:
         while any(trainer.poll() is None for trainer in trainers) and time.monotonic() < until:
             time.sleep(0.2)
@@ -189,9 +193,17 @@ def watch(name: str, folder: Path, trainers: list, server, page: Page, until: fl
             for role, pid in pids.items():
                 with contextlib.suppress(psutil.Error):
                     line[role] = held(pid)
+            if fresh and fresh.poll() is None:
+                cpu = psutil.Process(fresh.pid).cpu_times()
+                line["fresh"] = {"step": last_step(folder / f"{name}-fresh"), "cpu": cpu.user + cpu.system}
+            elif step >= late:
+                fresh = fresh or start("fresh")
             out.write(json.dumps(line) + "\n")
             out.flush()
             slowest, next_line = {}, (step // EVERY + 1) * EVERY
+    if fresh:
+        fresh.terminate()
+        fresh.wait(120)
 
 
 def model_for(name: str, folder: Path) -> Path:
@@ -217,14 +229,18 @@ def soak(name: str, folder: Path, steps: int, hours: float) -> int:
     page = Page(folder)
     try:
         where = ["--server_urls", server.wait(600).url] if server else []
-        for number in range(count):
+
+        def start(which: str) -> subprocess.Popen:
             command = [sys.executable, script, *(TASK + flags).split(), *where, "--max_steps", str(steps)]
             command += ["--model_id", str(model)]
-            command += ["--output_dir", str(folder), "--run_name", f"{name}-{number}"]
-            with (folder / f"{name}-{number}.log").open("w", encoding="utf-8") as log:
+            command += ["--output_dir", str(folder), "--run_name", f"{name}-{which}"]
+            with (folder / f"{name}-{which}.log").open("w", encoding="utf-8") as log:
                 how = dict(cwd=ROOT, env=env, stdout=log, stderr=log, preexec_fn=ends_with_us())
-                trainers.append(subprocess.Popen(command, **how))
-        watch(name, folder, trainers, server, page, time.monotonic() + 3600 * hours)
+                return subprocess.Popen(command, **how)
+
+        trainers += [start(str(number)) for number in range(count)]
+        late = steps - steps // 5 if serve is None else math.inf  # two would push to one server
+        watch(name, folder, trainers, server, page, time.monotonic() + 3600 * hours, late, start)
     finally:
         for process in trainers:
             if process.poll() is None:  # the time is over
@@ -241,7 +257,19 @@ def soak(name: str, folder: Path, steps: int, hours: float) -> int:
 
 
 def roles(lines: list[dict]) -> list[str]:
-    return [key for key in lines[-1] if key not in ("step", "seconds", "page", "folder")]
+    return [key for key in lines[-1] if key not in ("step", "seconds", "page", "folder", "fresh")]
+
+
+def beside_a_fresh_one(lines: list[dict]) -> str:
+    """CPU seconds a step of the run and of one that has just begun, over the same minutes; "" without one."""
+    both = [line for line in lines if line.get("fresh", {}).get("step", 0) >= EVERY]
+    if len(both) < 2:
+        return ""
+    first, last = both[0], both[-1]
+    old = (last["trainer"]["cpu"] - first["trainer"]["cpu"]) / (last["step"] - first["step"])
+    new = (last["fresh"]["cpu"] - first["fresh"]["cpu"]) / (last["fresh"]["step"] - first["fresh"]["step"])
+    steps = f"steps {first['step']:,} to {last['step']:,}, {first['fresh']['step']:,} to {last['fresh']['step']:,}"
+    return f"Beside a fresh run ({steps}): {old:.4f} and {new:.4f} CPU s a step, {old / new - 1:+.1%}.\n"
 
 
 def memory_of(lines: list[dict], role: str) -> str:
@@ -292,6 +320,7 @@ def table(folder: Path) -> str:
         text += [f"\nSeconds a step, medians of the first and the last tenth: **{whole}** ({', '.join(values)})."]
         text += [f"The run folder: {files:,} files, {size:.0f} MB. The page's slowest answers in the second half: "]
         text += [", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in page.items()) + ".\n"]
+        text += [beside_a_fresh_one(lines)]
     return "\n".join(text)
 
 

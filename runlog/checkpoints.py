@@ -186,12 +186,14 @@ class Saver:
     run_dir: a folder that all ranks see. keep: this many checkpoints stay. stalled: seconds without progress of a
     rank's writing after which the run ends. They are no time limit of a collective: `wait` asks all the time.
     A checkpoint is complete as soon as it is written, whether anybody asks or not; that a write failed is told by
-    `poll`. A process that ends drops what it was writing; the next checkpoint removes it.
+    `poll`. A process that ends drops what it was writing or removing; the next Saver clears it away.
     """
 
     def __init__(self, run_dir: Path, keep: int, stalled: float = 600.0):
         self.run_dir, self.keep, self.stalled = Path(run_dir), keep, stalled
         self.thread: threading.Thread | None = None
+        if utils.is_main():
+            self._clear()
 
     def save(
         self, step: int, modules: dict, hf_model, buckets: Iterable, tokenizer, state: dict, memory: dict, adapter=None
@@ -277,10 +279,17 @@ class Saver:
         (self.partial / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in lines), encoding="utf-8")
         for said in everyone:
             said.unlink()
-        shutil.rmtree(self.final, ignore_errors=True)
+        if self.final.exists():
+            self._remove(self.final)
         os.replace(self.partial, self.final)
         for old in steps_saved(self.run_dir)[: -self.keep]:
-            shutil.rmtree(folder_of(self.run_dir, old))
+            self._remove(folder_of(self.run_dir, old))
+
+    def _remove(self, folder: Path) -> None:
+        """By another name: what is half removed when the process is killed must not look like a checkpoint."""
+        away = folder.with_name(f"incomplete_{folder.name}_{secrets.token_hex(4)}")
+        os.replace(folder, away)
+        shutil.rmtree(away)
 
     def poll(self) -> bool:
         """Whether nothing is under way. RuntimeError if a rank failed."""
@@ -302,7 +311,7 @@ class Saver:
             self.thread.join(0.2)  # ranks that have written come back, too: no collective waits longer for another
 
     def _clear(self) -> None:
-        for half in self.final.parent.glob("incomplete_step_*"):
+        for half in self.run_dir.glob("checkpoints/incomplete_step_*"):
             shutil.rmtree(half, ignore_errors=True)
 
     @contextlib.contextmanager

@@ -265,6 +265,24 @@ def test_what_a_killed_run_left_is_in_nobodys_way(broken):
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["step_4", "step_6", "step_8.old"]
 
 
+def test_a_removal_that_is_killed_leaves_no_half_a_checkpoint(tmp_path, monkeypatch):
+    """The old one goes file by file; kill -9 in the middle of it left a folder that looked like a checkpoint."""
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step_{step}" / "trainer").mkdir(parents=True)
+    saver = checkpoints.Saver(tmp_path, keep=1)
+
+    def killed(folder):
+        (folder / "trainer").rmdir()
+        raise SystemExit
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(checkpoints.shutil, "rmtree", killed)
+        saver._remove(tmp_path / "checkpoints" / "step_1")
+    assert checkpoints.steps_saved(tmp_path) == [2] and half_written(tmp_path)
+    checkpoints.Saver(tmp_path, keep=1)  # that of a run which goes on, even if it saves nothing more
+    assert not half_written(tmp_path)
+
+
 def test_a_checkpoint_that_fails_takes_no_room(tmp_path, monkeypatch):
     """Nor does what a killed run left: where the disk was full, the next one needs it."""
     left = tmp_path / "checkpoints" / "incomplete_step_1_0000"
