@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from server_fixture import free_port  # noqa: E402
 
-from config import TrainConfig  # noqa: E402
+from config import ConfigError, TrainConfig  # noqa: E402
 from envs import Environment  # noqa: E402
 from envs.mcp_tools import get_tools  # noqa: E402
 from envs.tools import Call, Toolbox  # noqa: E402
@@ -318,7 +318,10 @@ def faults_of(result: dict, plain: dict, repeats: bool) -> list[str]:
     if left:
         wrong.append(f"left behind: {left}")
     for step in checkpoints.steps_saved(run):
-        checkpoints.check_sums(run, step)
+        try:
+            checkpoints.check_sums(run, step)
+        except ConfigError as error:
+            wrong.append(str(error))
     if not (run / "report.html").exists():
         wrong.append("no report.html")
     if wrong:
