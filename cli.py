@@ -38,6 +38,8 @@ def known_name(kind: str, name: str, known, elsewhere: dict[str, str] | None = N
     """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess.
 
     elsewhere: {name: the script that has it}, of names that other scripts know."""
+    if isinstance(name, (list, dict)):
+        raise ConfigError(f"{kind}: {name!r:.200} is a list or a map; give one of {', '.join(sorted(known))}.")
     if name not in known:
         guess = nearest(name, known)
         hint = f" Did you mean {guess!r}?" if guess else ""
@@ -102,6 +104,8 @@ def convert(name: str, annotation, value):
         with contextlib.suppress(ValueError, RecursionError):  # what is no JSON fails below
             value = json.loads(value)
     if kind is dict and isinstance(value, dict):
+        if (switch := next((v for v in value.values() if isinstance(v, _Switch)), None)) and name != "domains":
+            raise ConfigError(f"--{name}: {switch} in it may be a switch or a text; write true or false, or quote it.")
         return value
     if kind is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"

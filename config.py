@@ -547,7 +547,8 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     if not is_none(preset := values.get("preset")):
         known_name("--preset", preset, PRESETS)
         values = PRESETS[preset] | values
-    cfg = cls(**{name: convert(name, hints[name], value) for name, value in values.items()})
+    converted = {name: convert(name, hints[name], value) for name, value in values.items()}
+    cfg = cls(**converted)
     if cfg.generator == "vllm":  # read before anything is written or started: masked from here on, and not inherited
         token = credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
         cfg.server_token = cfg.server_token and token
@@ -559,8 +560,9 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     if (cfg.eval_steps or cfg.eval_only) and all(own.eval_split is None for own in cfg.by_domain()):
         raise ConfigError("evaluation and eval_split none in every domain contradict each other; give one a split.")
     for name in given if cfg.domains else ():
-        if all(name in entry for entry in values["domains"]):
-            raise ConfigError(f"--{name} changes nothing: every domain of {path} has its own. Change it there.")
+        if all(name in entry for entry in converted["domains"]):
+            where = f"of {path}" if path else "of --domains"
+            raise ConfigError(f"--{name} changes nothing: every domain {where} has its own. Change it there.")
     return cfg
 
 

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 from cli import ConfigError
 
@@ -20,10 +20,16 @@ def function_path(spec: str) -> tuple[str, str] | None:
 
 def with_arguments(spec: str) -> tuple[str, dict]:
     """`NAME?key=value&...` -> (NAME, {key: value}). A value is a literal of python where it can be one, or true, false,
-    none; else text. %26 stands for a & in it."""
+    none; else text. %26 stands for a & in it. ConfigError for a part without a value, and for a key given twice."""
     name, _, query = spec.partition("?")
     arguments = {}
-    for key, text in parse_qsl(query):
+    for part in filter(None, query.split("&")):
+        key, equals, text = part.partition("=")
+        key, text = unquote(key), unquote(text)
+        if not key or not equals:
+            raise ConfigError(f"{spec}: {part!r} is no key=value; a switch is written {key or 'key'}=true.")
+        if key in arguments:
+            raise ConfigError(f"{spec}: {key} is given twice; leave one out.")
         try:
             arguments[key] = ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
         except (ValueError, SyntaxError):

@@ -86,6 +86,7 @@ from scoring.text import (  # noqa: F401 - some are for reward functions elsewhe
     repetition,
     squad_em,
     squad_f1,
+    tagged,
 )
 
 OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
@@ -137,7 +138,9 @@ def math_equal(completions, answer, **columns) -> list[float | dict | None]:
     for completion, wanted in zip(completions, answer, strict=True):
         text = completion_text(completion)
         gold = "" if wanted is None else str(wanted).rpartition("####")[2].strip()
-        requests.append((answer_part(text), "<answer>" in text, gold) if gold else None)
+        inside = tagged(text)  # without both tags the answer is in a sentence
+        given = answer_part(text).replace("<answer>", " ") if inside is None else inside
+        requests.append((given, inside is not None, gold) if gold else None)
     return POOLS["math"].map(requests)
 
 

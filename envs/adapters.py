@@ -146,7 +146,8 @@ class Gymnasium(Environment):
     def shown(self, observation) -> str:
         drawn = plain_text(self.env.render()) if self.env.render_mode == "ansi" else whole(observation)
         # Not a drawing, which may tell the last action, too: the same number is the same state.
-        self.place = int(observation) if getattr(self.env.observation_space, "n", 0) else drawn
+        numbered = type(self.env.observation_space).__name__ == "Discrete"  # MultiBinary has an n, too
+        self.place = int(observation) if numbered else drawn
         return drawn
 
     def state(self):

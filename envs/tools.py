@@ -365,6 +365,8 @@ def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
     names, hidden = row.get("tools"), row.get("tools_kwargs") or {}
     if isinstance(names, str):
         raise ConfigError(f"column `tools`: {names!r} is text; give a list of names, as [{names!r}].")
+    if not isinstance(hidden, dict):
+        raise ConfigError(f"column `tools_kwargs`: {hidden!r:.200} is no dict; give {{tool: {{argument: value}}}}.")
     # parquet and jsonl pad what a row does not have with None
     hidden = {name: {k: v for k, v in (fixed or {}).items() if v is not None} for name, fixed in hidden.items()}
     for name in [*(names or ()), *(name for name, fixed in hidden.items() if fixed)]:

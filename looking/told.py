@@ -15,7 +15,7 @@ from runlog import advice, samples
 from runlog.curves import POINTS, SOLVED, Curves, domains, merged, panels
 from safety.masking import public_config
 
-FREE = ("seed", "run_name", "output_dir", "server_url", "resume", "save_steps", "report_to")  # no other setting
+FREE = "seed run_name output_dir server_urls adapter resume save_steps report_to".split()  # no other setting
 
 
 def described(run: Run, axis: str, known: str = "") -> dict:

@@ -27,10 +27,11 @@ def rows(split: str = "train", seed: int = 42, source: str | None = None, config
 
 
 def cases(tests: list | dict) -> list[tuple]:
-    """[(standard input, output, None)], or [(arguments, result, name of a function)]."""
+    """[(standard input, output, None)], or [(arguments, result, name of a function)]. TACO puts some results into
+    lists of one; its grader takes either."""
     if isinstance(tests, dict):
         pairs, name = zip(tests["inputs"], tests["outputs"], strict=True), tests.get("fn_name")
-        made = [(i, first(o), name) if name else (text(i), text(o), None) for i, o in pairs]
+        made = [(i, o, name, True) if name else (text(i), text(o), None) for i, o in pairs]
     else:
         made = [(text(t["input"]), text(t["output"]), called(t)) for t in tests]
         made = [(read(i), json.loads(o), name) if name else (i, o, name) for i, o, name in made]
@@ -45,11 +46,6 @@ def called(test: dict) -> str | None:
 def read(arguments: str) -> list:
     """LiveCodeBench's: JSON, an argument a line."""
     return [json.loads(line) for line in arguments.splitlines()]
-
-
-def first(value):
-    """TACO puts some results into a list of one."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def text(value) -> str:

@@ -40,7 +40,9 @@ countdown.per_trajectory = True
 def value(expression: str, nums: list[int]) -> Fraction | None:
     """What it comes to, exactly; None if it is none of these numbers. TinyZero's grader evaluates it in python, so that
     it takes 2**3 for 2 and 3, too, and (9**9**9) takes hours."""
-    if len(expression) > 200 or sorted(map(int, re.findall(r"\d+", expression))) != sorted(nums):
+    if len(expression) > 200 or not re.fullmatch(r"[0-9\s+*/().-]*", expression):  # python has 3_4, 0x3 and True, too
+        return None
+    if sorted(map(int, re.findall(r"[0-9]+", expression))) != sorted(nums):
         return None
     try:
         return reckon(ast.parse(expression, mode="eval").body)
@@ -50,7 +52,7 @@ def value(expression: str, nums: list[int]) -> Fraction | None:
 
 def reckon(node: ast.AST) -> Fraction:
     match node:
-        case ast.Constant(value=int()):
+        case ast.Constant(value=int()):  # no bool: see `value`
             return Fraction(node.value)
         case ast.BinOp() if type(node.op) in SIGNS:
             return SIGNS[type(node.op)](reckon(node.left), reckon(node.right))

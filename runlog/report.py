@@ -14,6 +14,7 @@ import re
 import warnings
 from pathlib import Path
 
+from cli import ConfigError
 from runlog import advice, disk, samples
 from runlog.curves import SOLVED, Curves, domains, duration, is_number
 from runlog.curves import panels as panels_of
@@ -282,10 +283,19 @@ def png(data: bytes) -> str:
     return f'<img class="seen" alt="" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
 
 
+def config_of(run_dir: Path) -> dict:
+    """The run's settings; {} where they cannot be read."""
+    try:
+        config = json.loads(text_of(run_dir / "config.json"))
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
 def notes_of(run_dir: Path, curves: Curves | None = None, config: dict | None = None) -> list[dict]:
     """What the page of look.py says of the run, in words."""
     curves = curves or Curves(read_metrics(run_dir))
-    config = json.loads(text_of(run_dir / "config.json") or "{}") if config is None else config
+    config = config_of(run_dir) if config is None else config
     of_file = [
         note
         for path in samples.whole_files(run_dir / "completions")[-1:]
@@ -341,7 +351,7 @@ def write_report(run_dir: Path) -> Path | None:
     if not lines:
         return None
     curves = Curves(lines)
-    config = json.loads(text_of(run_dir / "config.json") or "{}")
+    config = config_of(run_dir)
     subtitle = [
         config.get("model_id"),
         ", ".join(domains(curves, config)) or config.get("dataset_id"),
@@ -388,6 +398,8 @@ def main(arguments: list[str]) -> None:
         path = write_report(Path(arguments[0]))
     except OSError as error:
         raise SystemExit(f"report: {disk.trouble(Path(arguments[0]) / 'report.html', error)}") from None
+    except ConfigError as error:  # a line of the metrics is damaged
+        raise SystemExit(f"report: {error}") from None
     if path is None:
         raise SystemExit(f"report: {arguments[0]} has no line in metrics.jsonl yet")
     for note in notes_of(Path(arguments[0])):

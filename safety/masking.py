@@ -39,8 +39,10 @@ def _mcp_secrets(config):
             yield from [item] if named and isinstance(item, str) else _mcp_secrets(item)
         return
     if isinstance(config, str):
-        name, equals, value = config.partition("=")
-        yield from [value] if equals and SECRET_NAME.search(name) and "://" not in name else []
+        for sign in "=:":  # --api-key=VALUE, and a header as one argument: Authorization: Bearer VALUE
+            name, found, value = config.partition(sign)
+            if found and SECRET_NAME.search(name) and "://" not in config and value.split():
+                yield value.split()[-1]
         yield from re.findall(r"(?<=\?)[^\s#]+", config) if "://" in config else []
         return
     for name, value in config.items() if isinstance(config, dict) else ():
@@ -61,7 +63,8 @@ def masked(value, hidden: list[str]):
     if not isinstance(value, str):
         return value
     for secret in hidden:
-        value = value.replace(secret, "***")
+        for form in {json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], secret}:
+            value = value.replace(form, "***")
     return credentials.mask_urls(value)
 
 

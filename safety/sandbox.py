@@ -60,17 +60,19 @@ class Result:
     timed_out: bool
 
 
-def run_python(code: str, stdin: str = "", seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64) -> Result:
-    """Run `code` as a program. Returns whatever it does; SandboxError if it could not be run; blocks for at most about
-    `seconds`."""
+def run_python(
+    code: str, stdin: str = "", seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64, kept: int = OUTPUT
+) -> Result:
+    """Run `code` as a program. Returns whatever it does, of its output the first `kept` characters; SandboxError if it
+    could not be run; blocks for at most about `seconds`."""
     require_containment()
     with Process(code, False, seconds, memory_mb, disk_mb) as process:
         process.send(stdin.encode("utf-8", "surrogatepass"), last=True)
         process.talk(seconds + 1)  # beyond its CPU seconds: starting takes some, too
-        stdout, stderr = (bytes(process.read[name][: 4 * OUTPUT]).decode("utf-8", "replace") for name in ("out", "err"))
+        stdout, stderr = (bytes(process.read[name][: 4 * kept]).decode("utf-8", "replace") for name in ("out", "err"))
         status = process.status()
         stderr = stderr[:OUTPUT] + (f"\nended by the sandbox: {process.fault}\n" if process.fault else "")
-        return Result(stdout[:OUTPUT], stderr, status, process.timed_out or status == -signal.SIGXCPU)
+        return Result(stdout[:kept], stderr, status, process.timed_out or status == -signal.SIGXCPU)
 
 
 def run_tests(

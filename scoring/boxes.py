@@ -9,14 +9,17 @@ import re
 from scoring.text import completion_text
 
 
-def boxes(completions, box, **columns) -> list[dict]:
+def boxes(completions, box, **columns) -> list[dict | None]:
     """0.5 * IoU^2 + 0.5 * format of the last [x1, y1, x2, y2] in the answer."""
     scores = []
     for completion, true_box in zip(completions, box, strict=True):
+        if true_box is None:
+            scores.append(None)
+            continue
         found = re.findall(r"\[[\d\s.,]+\]", completion_text(completion))
         try:
-            x1, y1, x2, y2 = json.loads(found[-1]) if found else [0, 0, 0, 0]
-        except ValueError:
+            x1, y1, x2, y2 = map(float, json.loads(found[-1])) if found else [0, 0, 0, 0]
+        except (ValueError, OverflowError):  # one may have hundreds of digits
             x1 = y1 = x2 = y2 = 0
         form = float(x1 < x2 and y1 < y2)
         overlap = iou((x1, y1, x2, y2), true_box) if form else 0.0

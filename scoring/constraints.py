@@ -64,10 +64,13 @@ CHECKS = {
 }
 
 
-def follows(completions, ground_truth, **columns) -> list[float]:
+def follows(completions, ground_truth, **columns) -> list[float | None]:
     """1 if the text, after any </think>, keeps the row's constraint. An empty one keeps none."""
     scores = []
     for completion, truth in zip(completions, ground_truth, strict=True):
+        if truth is None:
+            scores.append(None)
+            continue
         given = {key: value for key, value in json.loads(truth).items() if value is not None}
         text = completion_text(completion).rpartition("</think>")[2].strip()
         scores.append(float(bool(text) and CHECKS[given.pop("func_name")](text, **given)))

@@ -125,7 +125,7 @@ def instructions(completions, instruction_id_list, kwargs, **columns) -> list[di
     """Share of the row's instructions that the completion (after the last </think>) follows, and each one's 0 or 1."""
     scores = []
     for completion, names, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
-        text, followed = answer_part(completion_text(completion)), {}
+        text, followed = answer_part(completion_text(completion)), []
         names, arguments = names or [], arguments or []
         if len(names) != len(arguments):
             raise ValueError(f"instruction_id_list has {len(names)} names, kwargs {len(arguments)}: one dict each")
@@ -134,8 +134,10 @@ def instructions(completions, instruction_id_list, kwargs, **columns) -> list[di
                 raise ValueError(f"no instruction {name!r}; there are {', '.join(INSTRUCTIONS)}")
             known = {key: value for key, value in (given or {}).items() if value is not None}  # as parquet pads them
             try:
-                followed[name] = float(bool(text.strip()) and INSTRUCTIONS[name](text, **known))
+                followed.append((name, float(bool(text.strip()) and INSTRUCTIONS[name](text, **known))))
             except TypeError as error:
                 raise ValueError(f"instruction {name} with {known}: {error}") from None
-        scores.append(followed | {"reward": sum(followed.values()) / len(followed)} if followed else None)
+        # One may be asked for several times, with other arguments: its own number is then that of all of them.
+        each = {name: min(value for other, value in followed if other == name) for name, _ in followed}
+        scores.append(each | {"reward": sum(value for _, value in followed) / len(followed)} if followed else None)
     return scores

@@ -71,7 +71,7 @@ def fill_in(template: str, row: dict) -> str:
             if name is not None:
                 if form or conversion or name not in row:
                     raise ValueError(f"{{{name}}} is not one of its columns")
-                parts.append(str(row[name]))
+                parts.append("" if row[name] is None else str(row[name]))
     except ValueError as error:
         raise ValueError(
             f"the judge's template: {error}; in braces stand {', '.join(row)}. Write {{{{ and }}}} for braces."

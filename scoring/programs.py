@@ -1,25 +1,33 @@
 """Whole programs, run in the sandbox (docs/sandbox.md) on tests of what they print or of what a function returns.
 
 --reward_funcs scoring/programs.py:all_pass     column `cases`: JSON of [[standard input, output, null], ...], or of
-                                                [[arguments, result, name of a function], ...]
+                                                [[arguments, result, name of a function], ...]; with true behind
+                                                the name, [5] may also stand for a result of 5
 """
 
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-from safety.sandbox import SandboxError, run_python, run_tests
-from scoring.text import BLOCK, answer_part, completion_text
+from safety.sandbox import OUTPUT_LIMIT, SandboxError, run_python, run_tests
+from scoring.text import completion_text, python_of
 
 SECONDS = 6.0  # of each test
+# JSON knows no tuples, so a function may return one where a list is wanted, as LiveCodeBench and TACO have it.
+LISTED = (
+    "\n\ndef _listed(value):\n    return list(map(_listed, value)) if isinstance(value, (list, tuple)) else value\n"
+)
 
 
-def all_pass(completions, cases, **columns) -> list[dict]:
+def all_pass(completions, cases, **columns) -> list[dict | None]:
     """1 if the program passes every test, as DeepCoder has it: a share would pay for guesses. Logged: the share."""
     scores = []
     for completion, tests in zip(completions, cases, strict=True):
-        program = (BLOCK.findall(answer_part(completion_text(completion))) or [""])[-1]
+        program, tests = python_of(completion_text(completion)) or "", json.loads(tests or "[]")
+        if not tests:
+            scores.append(None)
+            continue
         with ThreadPoolExecutor(4) as pool:
-            passed = list(pool.map(lambda test, program=program: passes(program, *test), json.loads(tests)))
+            passed = list(pool.map(lambda test, program=program: passes(program, *test), tests))
         scores.append({"reward": float(all(passed)), "passed": sum(passed) / len(passed)})
     return scores
 
@@ -27,13 +35,15 @@ def all_pass(completions, cases, **columns) -> list[dict]:
 all_pass.per_trajectory = all_pass.executes_code = True
 
 
-def passes(program: str, given, wanted, name: str | None) -> bool:
-    """What is printed is compared word by word, line by line."""
+def passes(program: str, given, wanted, name: str | None, wrapped: bool = False) -> bool:
+    """What is printed is compared word by word, line by line. wrapped: the result may stand in a list of one."""
     try:
         if program and name:
             function = f"(Solution().{name} if 'Solution' in globals() else {name})"
-            return run_tests(program, [f"assert {function}(*{given!r}) == {wanted!r}"], SECONDS)[0][0]
-        result = run_python(program, given, SECONDS) if program else None
+            results = [wanted, *wanted] if wrapped and isinstance(wanted, list) and len(wanted) == 1 else [wanted]
+            tests = [f"assert _listed({function}(*{given!r})) == {result!r}" for result in results]
+            return any(run_tests(program + LISTED, tests, SECONDS)[0])
+        result = run_python(program, given, SECONDS, kept=OUTPUT_LIMIT) if program else None
     except SandboxError:
         return False
     words = [line.split() for line in wanted.rstrip().split("\n")] if result else None

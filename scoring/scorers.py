@@ -1,12 +1,19 @@
 """Scorers that run in processes of their own (safety/workers.py): libraries that may never end, on a model's text."""
 
 import logging
+import re
 from collections.abc import Callable
 from functools import cache
 
 from data import parse_gym
 
 # The libraries are optional, and imported by the processes that score.
+
+LONGEST = 1000  # characters of an answer whose words are looked at
+ESCAPED = re.compile(r"\\[$!]")  # a dollar as a currency, and TeX's narrow space back
+FUNCTION = re.compile(r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|log|ln|exp|pi)(?![A-Za-z])")
+UNIT = re.compile(r"([^=]*\d[^A-Za-z=]*)\s(?=[A-Za-z /.-]*[A-Za-z]{3})[A-Za-z][A-Za-z /.-]*")  # 5 eggs, 1/2 of a cup
+WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z ,.'-]*")
 
 
 def math_scorer() -> Callable:
@@ -19,9 +26,20 @@ def math_scorer() -> Callable:
 
     def expression(text: str) -> list:
         """A text that is nothing but an expression: marked as LaTeX, or only a number in it would be found."""
-        return parse(text) if "$" in text or "\\boxed" in text else parse(f"${text}$") or parse(text)
+        text = ESCAPED.sub("", text).strip("* ")
+        if "$" in text or "\\boxed" in text:
+            return parse(text)
+        text = FUNCTION.sub(r"\\\1", text)
+        if len(text) > LONGEST:
+            return parse(f"${text}$") or parse(text)
+        if found := UNIT.fullmatch(text):
+            text = found[1]
+        elif WORDS.fullmatch(text):  # else letters are a product, and "listen" is "silent"
+            text = rf"\text{{{text}}}"
+        return parse(f"${text}$") or parse(text)
 
     def scorer(given: str, is_expression: bool, answer: str) -> float | None:
+        given, answer = (text.replace("\u2212", "-") for text in (given, answer))  # the minus sign of typography
         gold = expression(answer)
         if not gold:
             return None

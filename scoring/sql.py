@@ -3,25 +3,23 @@
 --reward_funcs sql      columns: `query`, the right one, and `database`, the path of a sqlite file
 """
 
-import re
 import sqlite3
 import time
 from functools import lru_cache
 from urllib.parse import quote
 
-from scoring.text import answer_part, completion_text
+from scoring.text import answer_part, completion_text, fenced
 
 SECONDS, MOST_ROWS = 5.0, 100_000  # of a query
 MOST_BYTES, MOST_MEMORY = 1_000_000, 512 << 20  # of a value, and of sqlite in this process
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-FENCE = re.compile(r"```(?:sql|sqlite)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 class QueryError(RuntimeError):
     """A query that sqlite refuses, that may not be run, or that takes too much: with the reason."""
 
 
-def sql(completions, query, database) -> list[dict]:
+def sql(completions, query, database) -> list[dict | None]:
     """1 if the completion's query gives the rows of the column `query`, as BIRD counts them: as a set, in any order.
     The query is the last fenced block of the answer, or the whole answer. Logged: whether it runs (`runs`).
 
@@ -29,6 +27,9 @@ def sql(completions, query, database) -> list[dict]:
     """
     scores = []
     for completion, right, path in zip(completions, query, database, strict=True):
+        if right is None:
+            scores.append(None)
+            continue
         try:
             wanted = right_rows(path, right)
         except QueryError as error:
@@ -48,7 +49,7 @@ sql.own_process = True  # some single calls of sqlite's functions can take minut
 def written(text: str) -> str:
     """The query that an answer gives."""
     text = answer_part(text)
-    return (FENCE.findall(text) or [text])[-1].strip()
+    return (fenced(text, "sql", "sqlite", "sqlite3") or [text])[-1].strip()
 
 
 @lru_cache(maxsize=256)

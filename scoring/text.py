@@ -26,10 +26,37 @@ def completion_text(completion) -> str:
 
 def answer_part(text: str) -> str:
     """What the model commits to: text after the last </think>, and within it the last <answer>...</answer>, if any."""
+    found = tagged(text)
+    return text.rpartition("</think>")[2].strip() if found is None else found
+
+
+def tagged(text: str) -> str | None:
+    """What stands in the last <answer>...</answer> after the last </think>; None without both tags."""
     text = text.rpartition("</think>")[2]
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end].strip() if start >= 0 else text.strip()
+    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+def answers(wanted) -> list:
+    """The right answers of a row: one, or several in a list, a tuple or an array, as pandas has them."""
+    wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted
+    return list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+
+
+FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+
+
+def fenced(text: str, *languages: str) -> list[str]:
+    """The blocks ```language that are in one of these, whatever stands in others; if none is, those without a name."""
+    found = [((info.split() or [""])[0].lower(), body) for info, body in FENCE.findall(text)]
+    named = [body for language, body in found if language in languages]
+    return named or [body for language, body in found if not language]
+
+
+def python_of(text: str) -> str | None:
+    """The last program in ```python blocks of what the model commits to; None without one."""
+    return (fenced(answer_part(text), "python", "python3", "py") or [None])[-1]
 
 
 NUMBER = re.compile(
@@ -59,7 +86,7 @@ def last_number(completions, answer, **columns) -> list[float | None]:
 def normalise(text) -> str:
     """Unicode form, case, white space and punctuation at the ends do not count."""
     text = " ".join(unicodedata.normalize("NFKC", without_long_runs(str(text))).casefold().split())
-    return text.strip(" .,;:!?'\"`*")
+    return text.strip(" .,;:!?'\"`*") or text  # an answer may be nothing but a sign
 
 
 def without_long_runs(text: str) -> str:
@@ -79,9 +106,8 @@ def exact_match(completions, answer, **columns) -> list[float | None]:
     """1 if the completion's `answer_part` is the answer, or one of them where the answer is a list, both normalised."""
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
-        allowed = wanted if isinstance(wanted, list) else [wanted]
         given = normalise(answer_part(completion_text(completion)))
-        scores.append(None if wanted is None else float(given in [normalise(each) for each in allowed]))
+        scores.append(None if wanted is None else float(given in [normalise(each) for each in answers(wanted)]))
     return scores
 
 
@@ -116,7 +142,7 @@ def squad_scores(completions, answer) -> list[tuple[float, float] | None]:
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
         given, best = squad_tokens(answer_part(completion_text(completion))), (0.0, 0.0)
-        for one in wanted if isinstance(wanted, list) else [wanted]:
+        for one in answers(wanted):
             words = squad_tokens(one)
             common = sum((Counter(given) & Counter(words)).values())
             best = max(best, (float(given == words), 2 * common / max(len(given) + len(words), 1)))
@@ -143,9 +169,6 @@ def repetition(completion_ids, **columns) -> list[float]:
     return scores
 
 
-BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
-
-
 def code_tests(completions, tests, **columns) -> list[dict | None]:
     """Share of the row's `tests` that the completion's program passes, in the sandbox, all in one process a completion.
     A test is a statement of python; of `assert add(1, 2) == 3`, a call compared with a literal, the
@@ -155,8 +178,9 @@ def code_tests(completions, tests, **columns) -> list[dict | None]:
     """
     programs = []
     for completion in completions:
-        text = answer_part(completion_text(completion))
-        programs.append((BLOCK.findall(text) or [text])[-1])
+        text = completion_text(completion)
+        found = python_of(text)
+        programs.append(answer_part(text) if found is None else found)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         return list(pool.map(passed, programs, tests))
 

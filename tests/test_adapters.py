@@ -98,6 +98,13 @@ class Small(Big):
         return 4 + int(action), float(action), True, False, {}
 
 
+class Bits(Small):
+    observation_space = gymnasium.spaces.MultiBinary(3)
+
+    def reset(self, seed=None, options=None):
+        return np.array([1, 0, 1], np.int8), {}
+
+
 class Parts(Small):
     observation_space = gymnasium.spaces.Dict(
         map=gymnasium.spaces.Box(0, 9, (25, 30), int), bag=gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(9)])
@@ -144,7 +151,7 @@ class Switches(Small):
     action_space = gymnasium.spaces.MultiDiscrete([2, 3])
 
 
-for given in (Big, Small, Parts, ManyParts, MoreThanSaid, FourValues, OldReset, Switches):
+for given in (Big, Small, Bits, Parts, ManyParts, MoreThanSaid, FourValues, OldReset, Switches):
     gymnasium.register(f"{given.__name__}-v0", given, disable_env_checker=True)
 """
 
@@ -204,6 +211,8 @@ def test_gymnasium_shows_observations_whole(tmp_path, monkeypatch, caplog):
     text = parts.reset({}, 0)[0]["content"].split("\n", 1)[1]
     assert text.startswith("map: [[0 1 2 3") and text.endswith("bag: (4)\ntold: Go on.")
     assert len(re.findall(r"\d", text)) == 751 and "..." not in text
+    bits = get_environment("gymnasium?id=big_envs:Bits-v0")()
+    assert "1 0 1" in bits.reset({}, 0)[0]["content"]
     more = get_environment("gymnasium?id=big_envs:MoreThanSaid-v0")()
     more.reset({}, 0)
     (message,), *_ = more.step("0")

@@ -18,6 +18,7 @@ import cli
 import config
 from cli import field_help, flags
 from config import PRESETS, ConfigError, TrainConfig, check, convert, load_config
+from plugins import with_arguments
 
 pytestmark = pytest.mark.quick
 
@@ -235,6 +236,12 @@ def test_numbers_and_switches_in_a_config_file_are_those_of_yaml_1_2(tmp_path):
     for word, wanted in {"true": True, "yes": True, "on": True, "False": False, "off": False, "no": False}.items():
         file.write_text(f"log_completions: {word}", encoding="utf-8")
         assert parse(f"--config {file}").log_completions is wanted
+    file.write_text("chat_template_kwargs: {enable_thinking: off}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="--chat_template_kwargs: off in it may be a switch or a text; write true or"):
+        parse(f"--config {file}")
+    file.write_text("strategy: [fsdp2]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="--strategy: .'fsdp2'. is a list or a map; give one of ddp, fsdp, fsdp2"):
+        parse(f"--config {file}")
     file.write_text("domains:\n  - &first {name: a, env: x}\n  - {<<: *first, name: b}", encoding="utf-8")
     assert [own.env for own in parse(f"--config {file}").by_domain()] == ["x", "x"]
 
@@ -493,3 +500,19 @@ def test_a_copied_script_with_its_own_knob(tmp_path, decorator):
     shown = json.loads(run(script, "--my_coef", "0.5", "--my_mode", "x", "--preset", "grpo").stdout)
     assert (shown["my_coef"], shown["my_mode"], shown["beta"]) == (0.5, "x", PRESETS["grpo"]["beta"])
     assert "Did you mean --my_coef?" in run(script, "--my_coeff", "1").stderr
+
+
+def test_arguments_behind_a_name_are_not_lost():
+    assert with_arguments("rows.py:rows?source=a+b.jsonl&hint=&n=1&on=true") == (
+        "rows.py:rows",
+        {"source": "a+b.jsonl", "hint": "", "n": 1, "on": True},
+    )
+    wrong = {"frozenlake?slippery": "'slippery' is no key=value; .* slippery=true", "x?n=1&n=2": "n is given twice"}
+    for spec, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            with_arguments(spec)
+
+
+def test_a_flag_is_not_found_in_the_text_of_domains():
+    given = ["--domains", '{"name": "a", "dataset_id": "seeds:10"}', '{"name": "b", "dataset_id": "seeds:9"}']
+    assert load_config(TrainConfig, [*given, "--seed", "5", "--generator", "hf"]).seed == 5

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_more_rewards import FOLLOWED
 
-from rewards import REWARDS, answer_part, code_tests
+from rewards import REWARDS, code_tests
 from safety.workers import ITEM_TIMEOUT
 from scoring.instructions import INSTRUCTIONS, bullets, has_title, is_json, placeholders
-from scoring.text import BLOCK, normalise, without_long_runs
+from scoring.text import fenced, normalise, python_of, without_long_runs
 
 COLUMNS = {  # one row for every reward that reads text; it is what the row's owner wrote, so it is in order
     "math": {"answer": "3"},
@@ -165,7 +165,7 @@ def test_programs_are_found_in_linear_time():
     for piece in REPEATED:
         for text in hostile(piece):
             start = time.process_time()
-            BLOCK.findall(answer_part(text))
+            python_of(text), fenced(text, "sql")
             assert time.process_time() - start < 0.5
     texts = ["\ud800", "\0", "[" * 100_000, "```python\n" * 1000, json.dumps("x" * SIZE)]
     scores = code_tests(texts, [["assert f(1) == 1"]] * len(texts))

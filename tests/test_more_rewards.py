@@ -8,6 +8,7 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 from server_fixture import free_port
 
@@ -17,6 +18,7 @@ from plugins import load_function
 from rewards import (
     RewardError,
     code_tests,
+    exact_match,
     few_turns,
     log_metric,
     multiple_choice,
@@ -31,8 +33,13 @@ from rollouts import Trajectory
 from safety import asking, sandbox
 from safety.limits import run_limited
 from scoring import judge
+from scoring.boxes import boxes
+from scoring.calls import calls
+from scoring.constraints import follows
 from scoring.instructions import INSTRUCTIONS, instructions
+from scoring.programs import all_pass, passes
 from scoring.reward_model import reward_model
+from scoring.sql import sql, written
 
 
 def trajectory(text: str, row: dict | None = None, turns: int = 1, mask: list[int] | None = None) -> Trajectory:
@@ -376,6 +383,48 @@ def test_code_in_the_sandbox(monkeypatch, caplog):
     assert "code_tests could not run a program" in caplog.text
 
 
+@pytest.mark.parametrize("fence", ["```py\n", "```Python\n", "```python3\n", "```python \n", "```\n"])
+def test_a_block_in_another_language_is_not_the_program(fence, monkeypatch):
+    """The end of one block is not the beginning of the next."""
+    monkeypatch.setattr(sandbox, "allow_uncontained", True)
+    text = f"First:\n```bash\npip install numpy\n```\nThen:\n{fence}def add(a, b):\n    return a + b\n```\nDone."
+    assert code_tests([text], [["assert add(1, 2) == 3"]])[0]["reward"] == 1
+    assert written("```python\nimport sqlite3\n```\nSo:\n```SQL\nSELECT 1\n```") == "SELECT 1"
+
+
+def test_programs_print_much_and_return_tuples(monkeypatch):
+    monkeypatch.setattr(sandbox, "allow_uncontained", True)
+    assert passes("print(' '.join(['1'] * 15000))", "", " ".join(["1"] * 15000), None)
+    assert passes("def f(a):\n    return (a, [(a,)])", [1], [1, [[1]]], "f")
+    for program, wrapped in (("return [5]", True), ("return 5", True), ("return [5]", False)):
+        assert passes(f"def f(a):\n    {program}", [1], [5], "f", wrapped)
+    assert not passes("def f(a):\n    return 5", [1], [5], "f")
+
+
+def test_rows_to_which_a_reward_does_not_apply():
+    """None in a column, as rows of other tasks have it."""
+    assert calls(["x"], [None]) == boxes(["[1, 2]"], [None]) == follows(["x"], [None]) == sql(["x"], [None], [None])
+    assert calls(["x"], [None]) == all_pass(["x"], [None]) == all_pass(["x"], ["[]"]) == [None]
+    assert judge.fill_in("Reference: {answer}", {"answer": None}) == "Reference: "
+
+
+def test_several_right_answers_come_in_any_sequence():
+    several = np.array(["Paris", "Paris city"])
+    for wanted in (several, tuple(several), list(several)):
+        assert exact_match(["paris."], [wanted]) == squad_em(["Paris"], [wanted]) == [1]
+    assert exact_match(["", "*", "!"], ["*"] * 3) == [0, 1, 0]  # a sign is an answer, too
+
+
+def test_calls_are_paired_in_any_order():
+    wanted = [{"name": "f", "arguments": {"a": 1, "b": b}} for b in (2, 3)]
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1, "b": 3}}</tool_call>'
+    assert calls([text] * 2, [wanted, wanted[::-1]]) == [{"reward": 0.25, "arguments": 0.5, "exact": 0.0}] * 2
+
+
+def test_a_number_without_end_is_no_box():
+    assert boxes([f"[1, 1, {'9' * 400}, 2]"], [[0, 0.5, 10, 10]])[0] == {"reward": 0.0, "iou": 0.0, "format": 0.0}
+
+
 def test_squad():
     """The numbers of SQuAD's own examples of what counts as equal."""
     pairs = [("The  Eiffel Tower!", "eiffel tower", 1, 1), ("a tower in Paris", "the Eiffel Tower", 0, 2 * 1 / (3 + 2))]
@@ -447,6 +496,8 @@ def test_instructions_of_a_row():
     names = ["punctuation:no_comma", "change_case:english_lowercase"]
     (result, nothing) = instructions(["Hm <answer>One</answer>", "x"], [names, None], [[{}, None], None])
     assert result == {names[0]: 1, names[1]: 0, "reward": 0.5} and nothing is None
+    twice = [{"keywords": ["zebra"]}, {"keywords": ["hello"]}]
+    assert instructions(["Hello"], [["keywords:existence"] * 2], [twice]) == [{"keywords:existence": 0, "reward": 0.5}]
     with pytest.raises(ValueError, match="no instruction 'language:klingon'; there are keywords:existence"):
         instructions(["x"], [["language:klingon"]], [[{}]])
 

@@ -197,6 +197,9 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
     (COUNTDOWN, dict(target=8, nums=[3, 3, 8, 1]), tagged(("8/(3-3)+1", 0.1), ("8 * 3 / 3 * 1", 1), ("8.1+3-3", 0.1))),
     # What TinyZero's grader takes, and this one does not: a power for a product. The second one takes for ever there.
     (COUNTDOWN, dict(target=8, nums=[2, 3]), tagged(("2**3", 0.1))),
+    # Nor what python alone takes for a number.
+    (COUNTDOWN, dict(target=16, nums=[3, 4]), tagged(("(3 + True) * 4", 0.1), ("3*4 + True*4", 0.1))),
+    (COUNTDOWN, dict(target=34, nums=[3, 4]), tagged(("3_4", 0.1), ("0x3 + 4", 0.1))),
     (COUNTDOWN, dict(target=8, nums=[9, 9, 9, 9]), tagged(("9**9**9**9", 0.1))),
     # DAPO's, as verl has it (math_dapo.py): 1 or -1.
     (

@@ -675,11 +675,16 @@ def test_copies_of_files_replace_neither_each_other_nor_the_runs_own(make_log, m
 
 def test_secrets_of_tool_servers_are_nowhere_in_the_folder(make_log, monkeypatch, tmp_path):
     """Nor in what wandb records of the command."""
-    hidden = [secrets.token_hex(8) for _ in range(6)]
-    header, variable, argument, query, token, password = hidden
+    hidden = [secrets.token_hex(8) for _ in range(8)] + ["pass\\word"]
+    header, variable, argument, query, token, password, remote, short, quoted = hidden
     servers = {
         "a": {"url": f"https://me:{password}@host/mcp?key={query}", "headers": {"Authorization": f"Bearer {header}"}},
         "b": {"command": "serve", "args": ["--api-key", argument, "--port", "80"], "env": {"ANY": variable}},
+        "c": {
+            "command": "npx",
+            "args": ["mcp-remote", "--header", f"Authorization: Bearer {remote}", f"x-token:{short}"],
+        },
+        "d": {"command": "serve", "env": {"DB_PASSWORD": quoted}},
     }
     (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["train.py", "--server_token", token, f"--judge_url=http://u:{password}@j/v1"])
@@ -694,5 +699,6 @@ def test_secrets_of_tool_servers_are_nowhere_in_the_folder(make_log, monkeypatch
     assert kept["b"]["args"][2:] == ["--port", "80"] and kept["b"]["env"] == {"ANY": "***"}
     files = [path for path in log.dir.rglob("*") if path.is_file()]
     assert [path for path in files if path.suffix == ".wandb"]
-    found = [(path.name, hidden.index(word)) for path in files for word in hidden if word.encode() in path.read_bytes()]
+    words = [*hidden, json.dumps(quoted)[1:-1]]  # as a JSON file spells it
+    found = [(path.name, words.index(word)) for path in files for word in words if word.encode() in path.read_bytes()]
     assert not found
