@@ -61,6 +61,7 @@ class Batch:
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
     step: int = 0  # of the run, from 0
+    stand_in: bool = False  # this rank has no rows here; the one it has, for the collectives, counts for nothing
     record: TokenRecord | None = None  # of the whole step, where the run keeps it, and
     places: Tensor | None = None  # [B] which of its rows these are
 
@@ -114,18 +115,18 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     inputs = [t.info.get("model_inputs", {}) for t in trajectories]
     tensors = (t.to(device) for t in (input_ids, attention_mask, loss_mask, rewards, groups, logprobs))
     batch = Batch(*tensors, model_inputs=inputs, rows=[t.row for t in trajectories], step=step)
-    for name in ("baselines", "reward_components"):  # where a reward function did not apply it counts as 0
-        if known := [t.info[name] for t in trajectories if name in t.info]:
-            if isinstance(known[0], list):  # domains may have different numbers of reward functions
-                most = max(map(len, known))
-                values = [t.info.get(name) for t in trajectories]
-                values = [v and v + [0.0] * (most - len(v)) for v in values]
-                unknown = [math.inf] * most  # of a demonstration, say: gdpo refuses it
-            else:
-                of_group = {t.group: t.info[name] for t in trajectories if name in t.info}  # of one prompt it is one
-                values, unknown = [t.info.get(name, of_group.get(t.group)) for t in trajectories], 0.0
-            values = torch.tensor([unknown if value is None else value for value in values], device=device)
-            setattr(batch, name, values.nan_to_num(posinf=math.inf))
+    batch.stand_in = all(t.info.get("row_number") == -1 for t in trajectories)
+    # Where a reward function did not apply it counts as 0; domains may have different numbers of them.
+    parts, baselines = ([t.info.get(name) for t in trajectories] for name in ("reward_components", "baselines"))
+    mine = max((len(part) for part in parts if part is not None), default=0), any(b is not None for b in baselines)
+    most, greedy = (max(of_ranks) for of_ranks in zip(*utils.gather_objects(mine), strict=True))
+    if most:  # on any rank; of a demonstration, say, there are none: gdpo refuses inf
+        parts = [[math.inf] * most if part is None else part + [0.0] * (most - len(part)) for part in parts]
+        batch.reward_components = torch.tensor(parts, device=device).nan_to_num(posinf=math.inf)
+    if greedy:
+        of_group = {t.group: t.info["baselines"] for t in trajectories if "baselines" in t.info}  # one for a prompt
+        values = [of_group.get(t.group) or 0.0 for t in trajectories]
+        batch.baselines = torch.tensor(values, device=device).nan_to_num()
     batch.extras = {name: extra.to(device) for name, extra in collated_extras(trajectories, length).items()}
     batch.routed_experts = collated([t.info.get("routed_experts") for t in trajectories], rows, length)
     for name, values in collated_teacher(trajectories, length).items():
@@ -223,12 +224,14 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
 
     Where a rank has none its batch is a completion of another domain, beside a data row of this one that another rank
     has, and what is computed from it has to be thrown away: meanwhile the rank takes part in sums over ranks, to which
-    it adds nothing. Without domains it is the whole batch.
+    it adds nothing; so it is for a rank all of whose trajectories failed. Without domains it is the whole batch.
     """
     configs = cfg.by_domain()
     rows = [[i for i, row in enumerate(batch.rows) if row.get("domain") == own.domain] for own in configs]
     rows = rows if cfg.domains else [list(range(len(batch)))]
-    if sum(map(len, rows)) < len(batch):
+    if batch.stand_in:
+        rows = [[] for _ in configs]
+    elif sum(map(len, rows)) < len(batch):
         raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
     ranks = utils.all_sum(torch.tensor([float(bool(mine)) for mine in rows])).tolist()
     lacking = any(0 < count < utils.world_size() for count in ranks)

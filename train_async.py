@@ -88,12 +88,12 @@ class Ahead(Collector):
         """Let a step's completions be sampled, from these weights or later ones."""
         # Trained on at `step`, from weights that were pushed by then; with --push_steps they are older anyway.
         run, versions = self.run, range(version, max(version + cfg.max_staleness, step) + 1)
+        sampled = sample_step(run.rows, run.sampler, step, run.generator, run.reward_functions, cfg, versions)
         with self.lock:
             if self.idle_since is not None:
                 self.idle, self.idle_since = self.idle + time.perf_counter() - self.idle_since, None
-        sampled = sample_step(run.rows, run.sampler, step, run.generator, run.reward_functions, cfg, versions)
-        self.steps[step] = asyncio.run_coroutine_threadsafe(sampled, self.loop)
-        self.steps[step].add_done_callback(self.ended)
+            self.steps[step] = asyncio.run_coroutine_threadsafe(sampled, self.loop)
+        self.steps[step].add_done_callback(self.ended)  # takes the lock, at once if the step has ended
         self.next = step + 1
 
     def ended(self, _) -> None:

@@ -220,11 +220,12 @@ def check_algorithm(cfg: TrainConfig) -> None:
     check_shaping(ADVANTAGES[cfg.advantage], cfg)
     check_teacher(in_use(cfg), cfg)
     compares = getattr(ADVANTAGES[cfg.advantage], "compares_group", True)
-    if (compares(cfg) if callable(compares) else compares) and cfg.num_generations < 2:
-        raise ConfigError(
-            f"--num_generations={cfg.num_generations}: {cfg.advantage} compares the completions of one prompt, so it "
-            "needs at least 2; 8 is usual."
-        )
+    for own in cfg.by_domain():
+        if (compares(own) if callable(compares) else compares) and own.num_generations < 2:
+            raise ConfigError(
+                f"--num_generations={own.num_generations}: {cfg.advantage} compares the completions of one prompt, so "
+                "it needs at least 2; 8 is usual."
+            )
 
 
 # ==== 2 advantages: (batch, cfg) -> [B, T], or ([B, T], statistics {name: number}) ===================================
@@ -841,7 +842,7 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
-    # A stand-in has no sampled token: no loss, but a completion under --loss_agg constant, and a silent group.
+    # A stand-in has no sampled token, and counts for nothing (Batch.stand_in).
     return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
 
 
@@ -1013,9 +1014,10 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
+    there = torch.full_like(silent, not batch.stand_in)
     return utils.means_of_ranks(stats) | {
         "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
-        "advantages/frac_zero_groups": float(utils.global_mean(silent)),
+        "advantages/frac_zero_groups": float(utils.global_mean(silent, there)),
     }
 
 
@@ -1192,7 +1194,8 @@ def with_chosen(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
 
 def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
     """What `token_weights` divides by, of all ranks."""
-    sequences = len(batch) if cfg.loss_agg == "constant" else int(batch.loss_mask.any(1).sum())
+    whole = cfg.loss_agg == "constant" and not batch.stand_in
+    sequences = len(batch) if whole else int(batch.loss_mask.any(1).sum())
     mine = torch.tensor([float(batch.loss_mask.sum()), float(sequences)])
     tokens, sequences = utils.all_sum(mine).tolist()
     return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
@@ -1212,7 +1215,7 @@ def add_statistics(sums: dict[str, Tensor], stats: dict[str, Tensor], loss_mask:
     sums["tokens"] += loss_mask.sum().double()
     for name, matrix in stats.items():
         if name.endswith("_max"):
-            largest = matrix.detach().masked_fill(loss_mask == 0, -math.inf).max().double()
+            largest = matrix.detach().double().masked_fill(loss_mask == 0, -math.inf).max()
             sums[name] = torch.maximum(sums.get(name, largest), largest)
         else:
             sums[name] += matrix.detach().where(loss_mask > 0, 0).sum(dtype=torch.float64)

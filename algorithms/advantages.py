@@ -36,11 +36,11 @@ def lite_ppo(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 def opo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """s - length-weighted mean of the group, the variance-optimal baseline.  2505.23585.  [B, T]"""
-    length = batch.loss_mask.sum(1)  # [B]
+    length, scores = batch.loss_mask.sum(1).double(), batch.shaped_scores  # [B]
     total = group_mean(length, batch.groups)
-    baseline = group_mean(length * batch.shaped_scores, batch.groups) / total.clamp(min=1e-8)
-    centered = (batch.shaped_scores - baseline).to(batch.shaped_scores.dtype)
-    return spread(torch.where(group_index(batch.groups)[1] > 1, centered, 0.0), batch.loss_mask)
+    baseline = group_mean(length * scores, batch.groups) / total.clamp(min=1e-8)
+    compared = group_std(scores, batch.groups) > 1e-6  # equal scores: 0, without what rounding leaves of it
+    return spread(torch.where(compared, (scores - baseline).to(scores.dtype), 0.0), batch.loss_mask)
 
 
 def gpg(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -137,6 +137,8 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     else:
         first = (turns[rows] == k[:, None]).long().argmax(1)  # [M] the turn's first token
         states = batch.states[rows, first]
+        # Whether others on this rank have states must not matter: first turns without start at the prompt here, too.
+        states = torch.where((k == 1) & (states < 0), 0, states)
     _, alike = torch.stack([batch.groups[rows], states]).unique(dim=1, return_inverse=True)  # [M]
     steps = by_turn(normalize(table[rows, k], alike, "group", "group"), turns, pairs, batch.loss_mask)
     episodes = spread(normalize(batch.shaped_scores, batch.groups, "group", "group"), batch.loss_mask)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import cli
+import utils
 from config import ConfigError, TrainConfig, known_name
 from safety.limits import say_once, warn_once
 
@@ -123,16 +124,16 @@ def check_shaping(advantage: Callable, cfg: TrainConfig) -> None:
 
 def prepared(functions: dict[str, Callable], batch, cfg: TrainConfig) -> dict:
     """What the functions compute once a step, before it is cut: {name: number, or tensor [B, ...]}."""
-    found, whose = {}, {}
+    found, whose = {}, dict.fromkeys(batch.extras, 'an advantage, or t.info["extras"],')
     for name, function in functions.items():
         if prepare := getattr(function, "prepare", None):
-            with explained(f"{name}: .prepare", prepare, batch, says=function):
+            with explained(f"{name}: .prepare", prepare, batch, says=function), utils.counted(not batch.stand_in):
                 extras = prepare(batch, cfg)
             if not isinstance(extras, dict):
                 raise TypeError(f"{name}: .prepare must return a dict, {{name: tensor or number}}; got {type(extras)}.")
             allowed = (), tuple(batch.loss_mask.shape[:1]), tuple(batch.loss_mask.shape)
             for key, value in extras.items():
-                if key in found:
+                if key in whose:
                     raise ValueError(f"{name}: .prepare returned {key!r}, which {whose[key]} has prepared; rename one.")
                 whose[key] = name
                 if isinstance(value, Tensor) and tuple(value.shape) in allowed:

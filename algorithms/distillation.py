@@ -36,7 +36,9 @@ def about_place(values: Tensor, mask: Tensor) -> Tensor:
     """Minus their mean over the tokens at the same place of their completions, in the step, over all ranks, which all
     call it.  [B, T]"""
     place = (mask.cumsum(1) * mask).long()  # [B, T] 1, 2, ... of the sampled tokens; 0: none
-    sums = values.new_zeros(2, utils.all_max(int(place.max())) + 1, dtype=torch.float64)
+    most = utils.all_max(int(place.max()))
+    place = place.clamp(max=most)  # a rank without rows of the domain has a completion of another one here
+    sums = values.new_zeros(2, most + 1, dtype=torch.float64)
     sums[0].scatter_add_(0, place.flatten(), (values * mask).flatten().double())
     sums[1].scatter_add_(0, place.flatten(), mask.flatten().double())
     total, count = utils.all_sum(sums)

@@ -28,6 +28,11 @@ SAME = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD", "ada
 def check_optimisation(cfg: TrainConfig) -> None:
     """ConfigError for an optimizer or a schedule that does not exist, or does not go with the other flags."""
     options(optimizer_class(cfg), cfg)
+    if cfg.lr_scheduler_kwargs and cfg.lr_schedule in ("constant", "constant_with_warmup"):
+        raise ConfigError(
+            f"--lr_scheduler_kwargs={cfg.lr_scheduler_kwargs}: --lr_schedule {cfg.lr_schedule} takes none. Name the "
+            "schedule that they are for, such as cosine_with_min_lr, or leave them out."
+        )
     if transformers_schedule(cfg):
         per_step, steps = cfg.num_iterations * cfg.num_minibatches, cfg.max_steps or 1000
         for update in range(0, steps * per_step, max(1, steps * per_step // 1000)):

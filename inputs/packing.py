@@ -254,7 +254,7 @@ def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
     selected = [batch.select(rows or [0]) for rows in parts]
     for rows, part in zip(parts, selected, strict=True):
         if not rows:
-            part.loss_mask = torch.zeros_like(part.loss_mask)
+            part.loss_mask, part.stand_in = torch.zeros_like(part.loss_mask), True
             if part.advantages is not None:  # a critic learns before there are any
                 part.advantages = torch.zeros_like(part.advantages)
     return selected

@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     """What a step's completions look like, over all ranks, which all call it. Keys are TRL's."""
+    trajectories = [t for t in trajectories if t.info.get("row_number") != -1]  # no stand-in (empty_trajectory)
     lengths = [sum(t.loss_mask) for t in trajectories]
     out = means_over_ranks(by_completion(trajectories))
     out |= reward_means(trajectories) | reward_seconds(trajectories)
     for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
         out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
-    out["completions/max_length"], out["completions/min_length"] = (
-        utils.all_max(max(lengths)),
-        -utils.all_max(-min(lengths)),
-    )
+    longest = utils.all_max(max(lengths, default=0))
+    shortest = -utils.all_max(-min(lengths, default=longest))
+    out |= {"completions/max_length": longest, "completions/min_length": shortest}
     out |= logged_by_rewards(trajectories)
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
     counts = {"num_tokens": tokens, "completions/count": len(trajectories)}

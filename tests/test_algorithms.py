@@ -442,3 +442,42 @@ def test_what_is_not_finite_is_named_at_the_end_of_the_block():
     assert reached
     with pytest.raises(ValueError, match="alone returned nan"):
         checks.checked("alone", bad, batch, "")
+
+
+def test_opo_of_equal_scores_is_exactly_0():
+    """Else rounding keeps a silent group from being one, and its passes are not saved."""
+    mask = (torch.arange(9) < torch.tensor([[3], [7], [9], [2], [8]])).float()
+    batch = Batch(mask.long(), mask, mask, torch.zeros(5, 9), torch.tensor([0, 0, 0, 1, 1]))
+    batch.rewards[:, 0] = torch.tensor([0.1, 0.1, 0.1, 0.7, 0.7])
+    assert not ADVANTAGES["opo"](batch, TrainConfig()).any()
+
+
+def test_a_largest_value_may_be_a_whole_number():
+    sums = script.defaultdict(float)
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    script.add_statistics(sums, {"n_max": torch.tensor([[3], [5]])}, mask)
+    assert sums["n_max"] == 5 and sums["n_max"].dtype == torch.float64
+
+
+def test_what_one_has_prepared_another_does_not_overwrite():
+    _, batch = golden_batch()
+    batch.extras["x"] = 1.0  # an advantage's, or a trajectory's
+
+    def loss():
+        raise AssertionError
+
+    loss.prepare = lambda batch, cfg: {"x": 2.0}
+    with pytest.raises(ValueError, match="prepare returned 'x', which an advantage, or .* has prepared; rename one"):
+        checks.prepared({"--policy_loss loss": loss}, batch, TrainConfig())
+
+
+def test_whether_groups_are_compared_is_asked_of_each_domain():
+    """Pure distillation needs one completion a prompt; rewards need several."""
+    names = [{"name": "a", "dataset_id": "seeds:9"}, {"name": "b", "dataset_id": "seeds:9"}]
+    how = dict(advantage="distill", teacher_id="t", num_generations=1, generator="hf")
+    own = {"reward_funcs": ["zero"]}
+    script.check_algorithm(TrainConfig(**how, domains=[entry | own for entry in names]))
+    with pytest.raises(script.ConfigError, match="distill compares the completions of one prompt"):
+        script.check_algorithm(
+            TrainConfig(**how, reward_funcs=["zero"], domains=[names[0], names[1] | {"reward_funcs": ["length"]}])
+        )

@@ -380,6 +380,7 @@ def test_a_schedule_of_transformers_gives_its_rates_whatever_comes_first(name):
         ("--lr_schedule cosinus", "unknown name 'cosinus'.*Did you mean 'cosine'"),
         ("--lr_schedule cosine_with_min_lr", "--lr_schedule=cosine_with_min_lr.*min_lr"),
         ("--lr_schedule linear --lr_scheduler_kwargs {\"power\":2}", "power"),
+        ("--lr_scheduler_kwargs {\"min_lr_rate\":0.1}", "--lr_schedule constant takes none. Name the schedule"),
         ("--lr_schedule polynomial --lr_scheduler_kwargs {\"lr_end\":1}", "lr_end"),
         ("--lr_schedule polynomial --lr_scheduler_kwargs power", "--lr_scheduler_kwargs=power: expected.*JSON"),
         ("--lr_schedule polynomial --lr_scheduler_kwargs [1]", "expected.*JSON"),
