@@ -80,7 +80,17 @@ def new_figure(width: float, height: float):
     axes.xaxis.get_major_locator().set_params(integer=True)  # steps
     axes.spines[["left", "bottom"]].set_color("#d1d5db")
     axes.tick_params(labelsize=9, color="#9ca3af", labelcolor="#6b7280")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value + 0.0:.6g}")  # nothing written above, where the legend is
     return figure, axes
+
+
+def widen(axes) -> None:
+    """No axis of less than a thousandth of its values: ratios that are 1 up to rounding are a line at 1."""
+    low, high = axes.get_ylim()
+    least = 1e-3 * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def image(figure) -> str:
@@ -127,6 +137,7 @@ def plot_panel(curves: Curves, labels: dict[str, str]) -> str:
     for (key, name), color in zip(labels.items(), COLORS, strict=False):
         x, y = curves.series(key)
         axes.plot(x, y, color=color, lw=1.6, label=label(name), marker="o" if len(x) < 12 else None, ms=4)
+    widen(axes)
     if len(labels) > 1:
         legend(axes, 3)
     return image(figure)

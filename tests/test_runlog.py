@@ -1,10 +1,12 @@
 """The run folder: what is written, what a resumed run keeps, and the report on whatever there is."""
 
+import base64
 import contextlib
 import io
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import sqlite3
@@ -25,9 +27,11 @@ from PIL import Image
 import utils
 from config import ConfigError, TrainConfig
 from rollouts import Trajectory
+from runlog import report
+from runlog.curves import Curves
 from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, kept_name, name_run, progress_text
 from runlog.reading import phases, read_metrics
-from runlog.report import write_report
+from runlog.report import plot_panel, write_report
 
 
 @pytest.fixture
@@ -330,6 +334,26 @@ def test_the_report_shows_before_and_after(make_log):
         [sys.executable, "-m", "runlog", str(log.dir)], capture_output=True, text=True, encoding="utf-8"
     )
     assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
+
+
+def test_small_numbers_and_ratios_near_1_are_written_at_their_axis(tmp_path):
+    """Not as 1e-7 + 1 above it, through the legend; and rounding is not drawn as if it were a curve."""
+    lines = [{"step": n, "sampling/ratio_mean": 1 + 1e-7 * (-1) ** n, "sampling/ess": 1.0} for n in (1, 2, 3)]
+    curves = Curves([line | {"sampling/logprob_diff_mean": 4e-6 / line["step"]} for line in lines])
+    for keys, wanted in (("ratio_mean ess", {"1.0004", "0.9996"}), ("logprob_diff_mean", {"4e-06"})):
+        page = plot_panel(curves, {f"sampling/{key}": key for key in keys.split()})
+        drawn = base64.b64decode(re.search(r"base64,([^\"]+)", page)[1]).decode()
+        texts = {text.strip() for text in re.findall(r"<!--(.*?)-->", drawn)}  # what the paths of letters spell
+        assert wanted <= texts and not any("+1" in text or text == "1e-6" for text in texts), texts
+
+
+def test_a_damaged_folder_has_a_report_or_a_reason(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_id": "m', encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n', encoding="utf-8")
+    report.main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rew\n{"step": 2, "reward": 0.5}\n', encoding="utf-8")
+    with pytest.raises(SystemExit, match="report: .*line 1 is no line of metrics.*Remove the line"):
+        report.main([str(tmp_path)])
 
 
 def test_no_report_of_nothing(tmp_path):
