@@ -516,7 +516,8 @@ def checked_values(values: list, arguments: dict) -> list[tuple]:
             logged_only = "reward" in given  # the other components are not summed
             parts = {c: part for c, part in given.items() if part is not None}
             parts = {c: part for c, part in parts.items() if c == "reward" or not logged_only or loggable(part)}
-            total = finite(parts["reward"]) if "reward" in parts else sum(map(finite, parts.values()))
+            total = finite(parts["reward"]) if "reward" in parts else 0.0  # which does not apply
+            total = total if logged_only else sum(map(finite, parts.values()))
         except (TypeError, ValueError) as error:
             fault = f"returned {shorten(value)} for completion {index}: {error}; {RETURN_RULE}"
             raise UnusableResult(fault, index) from error

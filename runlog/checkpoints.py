@@ -85,7 +85,7 @@ def last_step(run_dir: Path, or_none: bool = False) -> int:
 
 def remedy(path: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
-    others = [step for step in steps_saved(path.parent.parent) if f"step_{step}" != path.name]
+    others = [step for step in steps_saved(path.parent.parent) if step < int(path.name.removeprefix("step_"))]
     if others:
         return f"Restore it from a copy, or move it away to go on from the earlier checkpoint of step {others[-1]}."
     return (

@@ -362,6 +362,8 @@ def test_none_does_not_apply():
     assert math.isnan(both[0].info["rewards"]["a"]) and math.isnan(both[0].info["rewards"]["b"])
     assert both[0].info["unrewarded"] == 1 and both[0].info["reward"] == 0 and both[0].token_rewards[-1] == 0
     assert both[1].info["unrewarded"] == 0 and both[1].info["reward"] == 3
+    (none,) = run([trajectory()], {"a": lambda completions: [{"reward": None, "big": 1e20}]})  # logged, not added up
+    assert none.info["unrewarded"] == 1 and none.info["reward"] == 0
 
 
 def test_components_are_logged_and_may_differ_by_row():
