@@ -28,6 +28,8 @@ FORKS.set_forkserver_preload(["preloaded"])
 
 def get_ready() -> None:
     """Start the process that is forked, if it does not run yet; does not wait for its imports."""
+    if FORKS.get_start_method() != "forkserver":  # a program that has imported everything forks itself
+        return
     # Without PYTHONPATH it does not find `preloaded`, in silence.
     with mock.patch.dict(os.environ, PYTHONPATH=str(SCRIPTS), CUDA_VISIBLE_DEVICES=""):
         multiprocessing.forkserver.ensure_running()

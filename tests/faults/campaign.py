@@ -43,7 +43,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "scripts")]
 import case  # noqa: E402
-import live  # noqa: E402
+import forks  # noqa: E402
 import server_fixture  # noqa: E402
 
 RESULTS, TABLE = HERE / "results.json", ROOT / "docs" / "reliability.md"
@@ -145,7 +145,7 @@ def inside(fault: Fault, folder: Path, server, patience: float, writer: int) -> 
     output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    live.FORKS = multiprocessing.get_context("fork")
+    forks.FORKS = multiprocessing.get_context("fork")
     variables = environment(folder, server)
     os.environ.update(variables)
     at = case.Case(folder, fault.limit, server, patience)
