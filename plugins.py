@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote_plus
 
 from cli import ConfigError
 
@@ -20,12 +20,13 @@ def function_path(spec: str) -> tuple[str, str] | None:
 
 def with_arguments(spec: str) -> tuple[str, dict]:
     """`NAME?key=value&...` -> (NAME, {key: value}). A value is a literal of python where it can be one, or true, false,
-    none; else text. %26 stands for a & in it. ConfigError for a part without a value, and for a key given twice."""
+    none; else text. As in an address, + is a blank; %26 stands for a &, %2B for a +. ConfigError for a part without a
+    value, and for a key given twice."""
     name, _, query = spec.partition("?")
     arguments = {}
     for part in filter(None, query.split("&")):
         key, equals, text = part.partition("=")
-        key, text = unquote(key), unquote(text)
+        key, text = unquote_plus(key), unquote_plus(text)
         if not key or not equals:
             raise ConfigError(f"{spec}: {part!r} is no key=value; a switch is written {key or 'key'}=true.")
         if key in arguments:

@@ -503,9 +503,9 @@ def test_a_copied_script_with_its_own_knob(tmp_path, decorator):
 
 
 def test_arguments_behind_a_name_are_not_lost():
-    assert with_arguments("rows.py:rows?source=a+b.jsonl&hint=&n=1&on=true") == (
+    assert with_arguments("rows.py:rows?source=a%2Bb.jsonl&hint=&say=Go+on&n=1&on=true") == (
         "rows.py:rows",
-        {"source": "a+b.jsonl", "hint": "", "n": 1, "on": True},
+        {"source": "a+b.jsonl", "hint": "", "say": "Go on", "n": 1, "on": True},
     )
     wrong = {"frozenlake?slippery": "'slippery' is no key=value; .* slippery=true", "x?n=1&n=2": "n is given twice"}
     for spec, message in wrong.items():
