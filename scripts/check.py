@@ -1,4 +1,4 @@
-"""Does my edit still learn, and is it the same on several ranks? Half a minute on a laptop, no GPU, no server.
+"""Does my edit still learn, and is it the same on several ranks? Twenty seconds on two cores, no GPU, no server.
 
     python scripts/check.py                                            # train_grpo.py as it is
     python scripts/check.py my_grpo.py --advantage best_of_group       # your copy; flags go to the script
