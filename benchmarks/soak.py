@@ -14,7 +14,8 @@ children), server, its workers, look.py. A run that is cut off by --hours counts
 The table: least squares through the second half for memory that is no file's, since the system takes back pages of
 files whenever it likes; last minus first of the second half for what is counted; medians of the first and last tenth
 for seconds. Seconds of a CPU (user and system) depend less on what else runs, yet they do: so beside the last fifth of
-`process` the same command runs once more, from its start, and the two are compared over the same minutes.
+`process` the same command runs once more, from its start, and the two are compared over the same minutes; the tenths
+are of what came before.
 """
 
 import argparse
@@ -295,6 +296,8 @@ def table(folder: Path) -> str:
     for path in sorted(folder.glob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         half, name = lines[len(lines) // 2 :], path.stem
+        fresh = next((line["step"] - EVERY for line in lines if "fresh" in line), math.inf)
+        alone = [line for line in lines if line["step"] <= fresh]  # before the same command ran beside it
         hours = lines[-1]["seconds"] / 3600
         text += [f"**{name}**: {lines[-1]['step']:,} steps in {hours:.2f} h, seed {SEED}.\n"]
         text += [
@@ -307,9 +310,9 @@ def table(folder: Path) -> str:
             kind = memory_of(lines, role)
             begin = next(line[role][kind] for line in half if kind in line.get(role, ()))
             memory = [f"{begin / 1e6:.1f}", f"{last[kind] / 1e6:.1f}", f"{slope(half, role, kind) / 1e6:+.2f}"]
-            cpu = "{:.4f} -> {:.4f}".format(*cpu_by_tenth(lines, role))
+            cpu = "{:.4f} -> {:.4f}".format(*cpu_by_tenth(alone, role))
             text.append(f"| {role} | " + " | ".join([*memory, *counted, cpu]) + " |")
-        steps = [line for line in read_metrics(folder / f"{name}-0") if "time/step" in line]
+        steps = [line for line in read_metrics(folder / f"{name}-0") if "time/step" in line and line["step"] <= fresh]
         tenth = len(steps) // 10
         parts = [[phases(line) for line in part] for part in (steps[:tenth], steps[-tenth:])]
         names = dict.fromkeys(key for part in parts for line in part for key in line)
