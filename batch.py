@@ -16,6 +16,7 @@ from torch import Tensor
 import utils
 from config import TrainConfig
 from inputs.routing import collated
+from inputs.trajectory import stands_in
 
 GROUPS = 2**32  # more than a rank has
 
@@ -115,7 +116,7 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     inputs = [t.info.get("model_inputs", {}) for t in trajectories]
     tensors = (t.to(device) for t in (input_ids, attention_mask, loss_mask, rewards, groups, logprobs))
     batch = Batch(*tensors, model_inputs=inputs, rows=[t.row for t in trajectories], step=step)
-    batch.stand_in = all(t.info.get("row_number") == -1 for t in trajectories)
+    batch.stand_in = all(map(stands_in, trajectories))
     # Where a reward function did not apply it counts as 0; domains may have different numbers of them.
     parts, baselines = ([t.info.get(name) for t in trajectories] for name in ("reward_components", "baselines"))
     mine = max((len(part) for part in parts if part is not None), default=0), any(b is not None for b in baselines)

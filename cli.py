@@ -104,7 +104,8 @@ def convert(name: str, annotation, value):
         with contextlib.suppress(ValueError, RecursionError):  # what is no JSON fails below
             value = json.loads(value)
     if kind is dict and isinstance(value, dict):
-        if (switch := next((v for v in value.values() if isinstance(v, _Switch)), None)) and name != "domains":
+        switch = next((v for v in value.values() if isinstance(v, _Switch)), None)
+        if switch and name != "domains":  # what an entry of `domains` holds is converted by its own name later
             raise ConfigError(f"--{name}: {switch} in it may be a switch or a text; write true or false, or quote it.")
         return value
     if kind is bool and str(value).lower() in ("true", "false"):

@@ -32,9 +32,9 @@ shared), L their length. A data row is a dict of the data set (`rows`, in sectio
 completion.
 
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens (until
-`leave_out`), `advantages` [B, T] are 0 elsewhere, and `rewards` but for rollouts of your own; `scores` [B] are as the
-reward functions gave them, `shaped_scores` [B] the same after --reward_mean, --reward_std and --kl_in_reward; `groups`
-[B] says whose prompt a row has, rows of one prompt are adjacent.
+`leave_out`), `advantages` [B, T] are 0 on all others, and so are `rewards`, unless a rollout of yours puts some there;
+`scores` [B] are as the reward functions gave them, `shaped_scores` [B] the same after --reward_mean, --reward_std and
+--kl_in_reward; `groups` [B] says whose prompt a row has, rows of one prompt are adjacent.
 
 A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
 row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for
@@ -1014,7 +1014,7 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
-    there = torch.full_like(silent, not batch.stand_in)
+    there = torch.full_like(silent, not batch.stand_in)  # [B] 0: the row counts for nothing
     return utils.means_of_ranks(stats) | {
         "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
         "advantages/frac_zero_groups": float(utils.global_mean(silent, there)),
@@ -1194,8 +1194,8 @@ def with_chosen(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
 
 def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
     """What `token_weights` divides by, of all ranks."""
-    whole = cfg.loss_agg == "constant" and not batch.stand_in
-    sequences = len(batch) if whole else int(batch.loss_mask.any(1).sum())
+    counts_all = cfg.loss_agg == "constant" and not batch.stand_in  # else completions with a loss token
+    sequences = len(batch) if counts_all else int(batch.loss_mask.any(1).sum())
     mine = torch.tensor([float(batch.loss_mask.sum()), float(sequences)])
     tokens, sequences = utils.all_sum(mine).tolist()
     return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)

@@ -118,7 +118,7 @@ class Gymnasium(Environment):
                 'most, or a render_mode "ansi". Wrap it in a class of your own that shows them: see the top of '
                 "envs/base.py."
             )
-        self.numbered = isinstance(space, gymnasium.spaces.Discrete)
+        self.numbered, self.sees_a_number = (isinstance(one, gymnasium.spaces.Discrete) for one in (space, seen))
         if (key := f"{id} {options}") not in self.tried:
             self.try_once(where)
             self.tried.add(key)
@@ -146,8 +146,7 @@ class Gymnasium(Environment):
     def shown(self, observation) -> str:
         drawn = plain_text(self.env.render()) if self.env.render_mode == "ansi" else whole(observation)
         # Not a drawing, which may tell the last action, too: the same number is the same state.
-        numbered = type(self.env.observation_space).__name__ == "Discrete"  # MultiBinary has an n, too
-        self.place = int(observation) if numbered else drawn
+        self.place = int(observation) if self.sees_a_number else drawn
         return drawn
 
     def state(self):

@@ -79,6 +79,11 @@ def empty_trajectory(row: dict, cfg: TrainConfig) -> Trajectory:
     return Trajectory(row, 0, [0], [0], [0], [0.0], [0.0], finish_reason="failed", info=info)
 
 
+def stands_in(trajectory: Trajectory) -> bool:
+    """Whether it is an `empty_trajectory`, which counts for nothing."""
+    return trajectory.info.get("row_number") == -1
+
+
 def without_failed(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
     return [[t for t in group if "failure" not in t.info] for group in groups]
 

@@ -11,7 +11,7 @@ import torch
 import utils
 from config import TrainConfig
 from data import shorten
-from inputs.trajectory import RowPictureError, Trajectory
+from inputs.trajectory import RowPictureError, Trajectory, stands_in
 from rollouts import any_number
 from safety.limits import warn_once
 from safety.storable import calls_in
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     """What a step's completions look like, over all ranks, which all call it. Keys are TRL's."""
-    trajectories = [t for t in trajectories if t.info.get("row_number") != -1]  # no stand-in (empty_trajectory)
+    trajectories = [t for t in trajectories if not stands_in(t)]
     lengths = [sum(t.loss_mask) for t in trajectories]
     out = means_over_ranks(by_completion(trajectories))
     out |= reward_means(trajectories) | reward_seconds(trajectories)
