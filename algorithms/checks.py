@@ -15,6 +15,7 @@ from torch import Tensor
 import cli
 import utils
 from config import ConfigError, TrainConfig, known_name
+from inputs.trajectory import stands_in
 from safety.limits import say_once, warn_once
 
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
@@ -204,13 +205,14 @@ def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
 
 
 def with_numbers(returned) -> tuple[list, dict]:
-    """What after_rollout returned: trajectories, or (trajectories, {name: number to log})."""
+    """What after_rollout returned: trajectories, or (trajectories, {name: number to log}). Where it added some to the
+    placeholder of a rank on which all had failed, that goes."""
     trajectories, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(trajectories, list) or not isinstance(numbers, dict):
         raise TypeError(
             f"after_rollout must return a list of trajectories, or that and a dict of numbers; got {type(returned)}."
         )
-    return trajectories, numbers
+    return [t for t in trajectories if not stands_in(t)] or trajectories, numbers
 
 
 def check_term(name: str, term: Tensor, batch) -> Tensor:

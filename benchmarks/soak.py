@@ -13,9 +13,10 @@ children), server, its workers, look.py. A run that is cut off by --hours counts
 
 The table: least squares through the second half for memory that is no file's, since the system takes back pages of
 files whenever it likes; last minus first of the second half for what is counted; medians of the first and last tenth
-for seconds. Seconds of a CPU (user and system) depend less on what else runs, yet they do: so beside the last fifth of
-`process` the same command runs once more, from its start, and the two are compared over the same minutes; the tenths
-are of what came before.
+for seconds. Seconds of a CPU (user and system) depend less on what else runs, yet they do, and on what the policy has
+learned: completions of different lengths take more. So beside the last fifth of `process` the same command runs once
+more, from its first step but with the weights and the entropy coefficient that were learned until then, and the two
+are compared over the same minutes; the tenths are of what came before.
 """
 
 import argparse
@@ -172,7 +173,7 @@ def last_step(run: Path) -> int:
 
 def watch(name: str, folder: Path, trainers: list, server, page: Page, until: float, late: float, start) -> None:
     """A line every EVERY steps of the first trainer, until all have ended or the time is over. From step `late` on,
-    start("fresh") runs beside it."""
+    start("fresh", ...) runs beside it, from what `run` has learned."""
     run, next_line, begun, asked, slowest = folder / f"{name}-0", EVERY, time.monotonic(), 0.0, {}
     fresh = None
     with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as out:
@@ -198,13 +199,21 @@ def watch(name: str, folder: Path, trainers: list, server, page: Page, until: fl
                 cpu = psutil.Process(fresh.pid).cpu_times()
                 line["fresh"] = {"step": last_step(folder / f"{name}-fresh"), "cpu": cpu.user + cpu.system}
             elif step >= late:
-                fresh = fresh or start("fresh")
+                fresh = fresh or start("fresh", *as_learned(run, folder / "learned"))
             out.write(json.dumps(line) + "\n")
             out.flush()
             slowest, next_line = {}, (step // EVERY + 1) * EVERY
     if fresh:
         fresh.terminate()
         fresh.wait(120)
+
+
+def as_learned(run: Path, copy: Path) -> list[str]:
+    """Flags for a run that begins with the weights of the run's last checkpoint, and with its entropy coefficient."""
+    newest = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    shutil.copytree(newest, copy, ignore=shutil.ignore_patterns("trainer"))  # the run removes its own
+    coef = next(line["entropy_coef"] for line in reversed(read_metrics(run)) if "entropy_coef" in line)
+    return ["--model_id", str(copy), "--entropy_coef", str(coef)]
 
 
 def model_for(name: str, folder: Path) -> Path:
@@ -231,10 +240,10 @@ def soak(name: str, folder: Path, steps: int, hours: float) -> int:
     try:
         where = ["--server_urls", server.wait(600).url] if server else []
 
-        def start(which: str) -> subprocess.Popen:
+        def start(which: str, *more: str) -> subprocess.Popen:
             command = [sys.executable, script, *(TASK + flags).split(), *where, "--max_steps", str(steps)]
-            command += ["--model_id", str(model)]
             command += ["--output_dir", str(folder), "--run_name", f"{name}-{which}"]
+            command += more or ["--model_id", str(model)]
             with (folder / f"{name}-{which}.log").open("w", encoding="utf-8") as log:
                 how = dict(cwd=ROOT, env=env, stdout=log, stderr=log, preexec_fn=ends_with_us())
                 return subprocess.Popen(command, **how)
@@ -270,7 +279,8 @@ def beside_a_fresh_one(lines: list[dict]) -> str:
     old = (last["trainer"]["cpu"] - first["trainer"]["cpu"]) / (last["step"] - first["step"])
     new = (last["fresh"]["cpu"] - first["fresh"]["cpu"]) / (last["fresh"]["step"] - first["fresh"]["step"])
     steps = f"steps {first['step']:,} to {last['step']:,}, {first['fresh']['step']:,} to {last['fresh']['step']:,}"
-    return f"Beside a fresh run ({steps}): {old:.4f} and {new:.4f} CPU s a step, {old / new - 1:+.1%}.\n"
+    more = f"{old / new - 1:+.1%}"
+    return f"Beside a new run from what was learned ({steps}): {old:.4f} and {new:.4f} CPU s a step, {more}.\n"
 
 
 def memory_of(lines: list[dict], role: str) -> str:

@@ -5,6 +5,10 @@ import json
 import pytest
 from live import running, trainer
 
+from algorithms.checks import with_numbers
+from config import TrainConfig
+from inputs.trajectory import Trajectory, empty_trajectory
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict]]:
@@ -46,6 +50,12 @@ def test_a_rank_of_demonstrations_alone(found):
     first, second = found[2]
     assert flat(second["remax"]) == [1.0] * 4 and first["remax"][0] == pytest.approx([0.5, 0.5])
     assert "compares each reward function's values, and a trajectory has none" in second["gdpo"]
+
+
+def test_a_demonstration_takes_the_place_of_the_placeholder():
+    placeholder, demonstration = empty_trajectory({}, TrainConfig()), Trajectory({}, 0, [1], [2], [1], [0.0], [1.0])
+    assert with_numbers([placeholder, demonstration]) == ([demonstration], {})
+    assert with_numbers(([placeholder], {"seen": 1})) == ([placeholder], {"seen": 1})
 
 
 def test_a_minibatch_without_rows_is_no_completion(found):
