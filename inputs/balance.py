@@ -37,7 +37,7 @@ def begin(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> None:
     routing = getattr(policy, "module", policy).routing
     device, number = batch.input_ids.device, int(batch.loss_mask.sum())
     routing.pull = None
-    rows, columns = batch.loss_mask.nonzero(as_tuple=True)
+    rows, columns = batch.loss_mask.cpu().nonzero(as_tuple=True)  # replayed experts are in CPU memory
     known = None if batch.routed_experts is None else batch.routed_experts[rows, columns - 1][:, routing.routed].long()
     missing = number > 0 if known is None else bool((known < 0).any())
     routing.taken = torch.zeros(routing.experts, dtype=torch.float64, device=device)
@@ -48,7 +48,7 @@ def begin(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> None:
                 part.loss_mask = part.loss_mask if own else torch.zeros_like(part.loss_mask)
                 policy(*pack(part, cfg))
     elif known is not None:
-        routing.taken += known.flatten().bincount(minlength=routing.experts)
+        routing.taken += known.flatten().bincount(minlength=routing.experts).to(device)
     counted = torch.cat([routing.taken, routing.taken.new_tensor([number])])
     *taken, number = utils.all_sum(counted).tolist()
     routing.taken, routing.updates = None, routing.updates + 1

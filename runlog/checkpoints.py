@@ -17,6 +17,7 @@ What is read back is tensors, numbers and text: nothing in a folder that was tam
 import contextlib
 import copy
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -47,7 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 
 import utils
@@ -148,7 +149,8 @@ def check_sums(run_dir: Path, step: int) -> bool:
 
 def _train_state(modules: dict) -> dict:
     """Sharded state of {name: (module, optimizer)}, in place for torch.distributed.checkpoint; DDP and FSDP alike. Of a
-    module with an optimizer what is trained; without one, all of it."""
+    module with an optimizer what is trained; without one, all of it. An optimizer that has none yet gets the empty one
+    of a first step."""
     state = {}
     for name, (module, optimizer) in modules.items():
         if optimizer is None:
@@ -161,6 +163,17 @@ def _train_state(modules: dict) -> dict:
             scales = tuple(f"{name}." for name in packed)
             weights = {key: weight for key, weight in weights.items() if not key.startswith(scales)}
             state[name] = {"model": weights, "optimizer": moments}
+    return state
+
+
+def _saved_state(modules: dict) -> dict:
+    """`_train_state`, without that of optimizers that have made no update: they go on as they are now."""
+    new = [name for name, (_, optimizer) in modules.items() if optimizer is not None and not optimizer.state]
+    new = set.intersection(*map(set, utils.gather_objects(new)))  # a rank may have no part of what has been updated
+    state = _train_state(modules)
+    for name in new:
+        del state[name]["optimizer"]
+        modules[name][1].state.clear()
     return state
 
 
@@ -236,7 +249,7 @@ class Saver:
 
         with self._explained():
             _together(begin, main=True)
-            dcp.save(_train_state(modules), storage_writer=_writer(files, "trainer/state"))
+            dcp.save(_saved_state(modules), storage_writer=_writer(files, "trainer/state"))
             _together(own)
             dtype = model_files(buckets, hf_model, files, alone=adapter is not None)
             _together(others, main=True)
@@ -511,8 +524,11 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
     classes: what the memory may hold instances of.
     """
     path, state = folder_of(run_dir, step), _train_state(modules)
+    settings = {name: _settings(optimizer) for name, (_, optimizer) in modules.items() if optimizer is not None}
     try:
-        dcp.load(state, **_reader_and_planner(path / "trainer" / "state"))
+        how = _reader_and_planner(path / "trainer" / "state")
+        _drop_what_was_not_there(state, how["storage_reader"].read_metadata().state_dict_metadata)
+        dcp.load(state, **how)
     except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:  # the first is no Exception
         raise ConfigError(
             f"--resume: {path} does not fit this run, or is damaged. It needs the model, --use_peft, --lora_r, "
@@ -520,12 +536,16 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
         ) from None
     for name, (module, optimizer) in modules.items():
         weights = state[name]["model"]
+        options = StateDictOptions(ignore_frozen_params=optimizer is not None, strict=optimizer is None)
+        set_model_state_dict(module, weights, options=options)
         if optimizer is None:
-            set_model_state_dict(module, weights)
-        else:
-            options = StateDictOptions(ignore_frozen_params=True, strict=False)
-            moments = state[name]["optimizer"]
-            set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+            continue
+        if moments := state[name].get("optimizer"):
+            set_optimizer_state_dict(module, optimizer, moments, options=options)
+        else:  # saved before its first update
+            optimizer.state.clear()
+        for group, own in zip(optimizer.param_groups, settings[name], strict=True):
+            group.update(own)
     rng_file = path / "trainer" / f"rng_{dist.get_rank() if dist.is_initialized() else 0}.pt"
     if rng_file.exists():  # absent when resumed on more ranks than it was saved from
         _set_rng_state(rng_file)
@@ -534,6 +554,29 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
         with torch.serialization.safe_globals(list(classes)):
             memory.update(torch.load(memory_file, weights_only=True))
     return read_state(run_dir, step)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Of each group what the optimizer was made with, but for the learning rate, which each update sets: that of this
+    run holds. What else is in a group may be the optimizer's state."""
+    ours = {*inspect.signature(type(optimizer).__init__).parameters, "lr_scale"} - {"params", "lr"}
+    return [{name: value for name, value in group.items() if name in ours} for group in optimizer.param_groups]
+
+
+def _drop_what_was_not_there(state: dict, saved: Iterable[str]) -> None:
+    """Of optimizers: they keep no state of parameters that never had a gradient, as the last layers of an image encoder
+    of which an earlier one is used, and `_train_state` makes one for each."""
+    for name, parts in state.items():
+        if "optimizer" not in parts:
+            continue
+        place = f"{name}.optimizer."
+        there = [key.removeprefix(place).split(".") for key in saved if key.startswith(place)]
+        known = {".".join(words[1:end]) for words in there for end in range(2, len(words))}  # state.PARAMETER.moment
+        if there:
+            of_all = parts["optimizer"]["state"]
+            parts["optimizer"]["state"] = {name: moments for name, moments in of_all.items() if name in known}
+        else:
+            del parts["optimizer"]
 
 
 def _set_rng_state(path: Path) -> None:

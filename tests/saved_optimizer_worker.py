@@ -1,5 +1,6 @@
 """Every optimizer that can be named, under one sharding: saved after two updates and loaded into a new policy, the
-third update is the same. Run by test_coming_from_trl.py and torchrun.
+third update is the same. The last layer never has a gradient, as that of an image encoder of which an earlier one is
+used. Run by test_coming_from_trl.py and torchrun.
 
 usage: saved_optimizer_worker.py OUT.json [flags of TrainConfig]
 """
@@ -26,7 +27,8 @@ from runlog import checkpoints  # noqa: E402
 def advance(policy, optimizer, numbers: range) -> dict[str, torch.Tensor]:
     """Updates by gradients that follow from their number; the whole weights after them."""
     for number in numbers:
-        for index, parameter in enumerate(p for p in policy.parameters() if p.requires_grad):
+        trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        for index, parameter in enumerate(p for name, p in trained if "layers.1." not in name):
             generator = torch.Generator().manual_seed(1000 * number + index)  # one of FSDP2 is cut like its parameter
             parameter.grad = torch.zeros_like(parameter)
             local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
@@ -39,8 +41,9 @@ def advance(policy, optimizer, numbers: range) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in named}
 
 
-def outcome(flags: list[str], device) -> str:
-    """ "the same", what differs, or why the optimizer is refused."""
+def outcome(flags: list[str], device, updates: int = 2, later: tuple[str, ...] = ()) -> str:
+    """ "the same", what differs, or why the optimizer is refused.  updates: before it is saved; later: flags of the run
+    that goes on, and of the one that it must be equal to."""
     try:
         cfg = load_config(TrainConfig, flags)
         optimizers.check_optimisation(cfg)
@@ -49,11 +52,15 @@ def outcome(flags: list[str], device) -> str:
     except ConfigError as error:
         return str(error)
     folder = Path(utils.gather_objects(tempfile.mkdtemp())[0])
-    advance(policy, optimizer, range(2))
+    advance(policy, optimizer, range(updates))
     modules = {"policy": (policy, optimizer)}
     tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     buckets = script.weight_buckets(policy, 2**30, torch.float32)
     checkpoints.save_checkpoint(folder, 2, modules, inner.hf_model, buckets, tokenizer, {}, {}, 1)
+    cfg = load_config(TrainConfig, [*flags, *later])
+    options = script.make_optimizer(policy, cfg).param_groups[0]
+    for group in optimizer.param_groups:
+        group.update({name: value for name, value in options.items() if name != "params"})
     wanted = advance(policy, optimizer, range(2, 4))
     policy, _ = script.load_policy(cfg, device)
     optimizer = script.make_optimizer(policy, cfg)
@@ -72,6 +79,10 @@ def main(out: str, flags: list[str]) -> None:
         found[name] = outcome([*flags, "--optim", name], device)
         if rank == 0:
             print(name, found[name], flush=True)
+    adamw = [*flags, "--optim", "AdamW", "--weight_decay", "0.1"]
+    found["saved before the first update"] = outcome(adamw, device, 0)
+    more = "--weight_decay 0 --adam_beta1 0.5 --adam_beta2 0.8 --adam_epsilon 1e-3"
+    found["other settings"] = outcome(adamw, device, 2, tuple(more.split()))
     if rank == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     utils.end_process(0)

@@ -454,6 +454,7 @@ def test_an_optimizer_goes_on_as_it_was_or_is_refused_at_start(tmp_path, strateg
         n for n, kind in vars(torch.optim).items() if isinstance(kind, type) and kind is not torch.optim.Optimizer
     }
     assert {name for name, said in found.items() if said != "the same"} & theirs == refused, found
+    assert found["saved before the first update"] == found["other settings"] == "the same", found
     assert all(f"--optim={name}" in found[name] for name in refused)
 
 

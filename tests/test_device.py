@@ -12,6 +12,7 @@ import torch.distributed as dist
 from claimed import GPU, Refused, claimed_gpu
 from collectives_worker import Collectives
 from server_fixture import make_tiny
+from test_routing import made
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -291,6 +292,26 @@ def test_a_step(case, gpu, small):
     if cfg.ref_sync_steps:
         script.move_towards(reference, policy, 0.5)
         assert all(p.device == GPU for p in reference.parameters())
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_balanced_experts(replay, gpu, monkeypatch):
+    """Replayed experts come from the server, and wait in CPU memory."""
+    model = made("qwen3_moe", torch.float32)
+    for part in filter(lambda module: hasattr(module, "config"), model.modules()):
+        part.config._experts_implementation_internal = "eager"  # the GPU that is claimed has no histc
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: model)
+    cfg = settings(router_aux_coef=0.3, beta=0.0)
+    policy, inner = script.load_policy(cfg, GPU)
+    sampled = trajectories()
+    for t in sampled if replay else ():
+        places = len(t.prompt_ids) + len(t.token_ids)
+        t.info["routed_experts"] = np.tile(np.arange(2, dtype=np.int16), (places, 3, 1))  # [T, layers, chosen]
+    batch = script.collate(sampled, 0, GPU)
+    script.add_advantages(batch, cfg)
+    script.accumulate_gradients(policy, batch, cfg)
+    assert inner.routing.pull.device == torch.device(GPU)
+    assert inner.routing.pull.cpu().count_nonzero() == (2 if replay else 8)
 
 
 def test_a_critic(gpu, small):
