@@ -563,10 +563,12 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     first, last = policy.hf_model.get_input_embeddings(), policy.hf_model.get_output_embeddings()
     tied = last is not None and last.weight is first.weight  # then they stay in the root's unit, with what is left
     how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
-    for module in [*layers, *([] if tied else [first, last]), policy]:
-        if module is not None:
-            fill(module)  # except what is filled already
-            fully_shard(module, reshard_after_forward=False if module is last else None, **how)
+    other = apart(policy, (True, getattr(torch, cfg.dtype))) if trained and not cfg.use_peft else ()
+    other = [module for module in other if next(module.parameters()).requires_grad]  # a unit trains in one dtype
+    units = [module for module in [*layers, *([] if tied else [first, last]), *other, policy] if module is not None]
+    for module in sorted(dict.fromkeys(units), key=lambda unit: len(list(unit.modules()))):  # inner ones first
+        fill(module)  # except what is filled already
+        fully_shard(module, reshard_after_forward=False if module is last else None, **how)
     if not tied:
         first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights
     return policy
