@@ -244,8 +244,6 @@ def kept_bytes(make_policy: Callable, table: list[tuple], cfg: TrainConfig, rank
     need["gradients"] = trained_in * size[True] * (cfg.strategy != "fsdp")
     if critic:  # its other gradients are gone when the policy's come
         need["critic"] = need["weights"] + (2 + keeps) * trained_in * of_critic
-    if cfg.offload:
-        need["in CPU memory"] = sum(need.pop(kind, 0) for kind in ("weights", "optimizer", "gradients", "critic"))
     if cfg.beta > 0 and not cfg.use_peft:
         need["reference"] = (4 if cfg.ref_sync_steps else compute) * sum(size.values())
     if cfg.teacher_id:
@@ -253,6 +251,9 @@ def kept_bytes(make_policy: Callable, table: list[tuple], cfg: TrainConfig, rank
             teacher = make_policy(replace(cfg, model_id=cfg.teacher_id, use_peft=False, load_in=None))
         shares = (largest_share(p.shape, ranks if cfg.strategy != "ddp" else 1) for p in teacher.parameters())
         need["reference"] += compute * sum(shares)
+    if cfg.offload:
+        shards = ("weights", "optimizer", "gradients", "critic", "reference")
+        need["in CPU memory"] = sum(need.pop(kind, 0) for kind in shards)
     if cfg.generator == "hf" and not cfg.load_in:
         need["generator"] = compute * sum(torch.Size(shape).numel() for shape, *_ in table)
     return need

@@ -76,7 +76,6 @@ import io
 import shlex
 import sys
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -290,7 +289,7 @@ def seconds(
     among = 0 if cfg.use_peft else 2 * parameters * 4 / size * (1 - size / ranks) / (cfg.node_bandwidth * 1e9)
     backward = forward * ((1 if cfg.use_peft else 2) + cfg.gradient_checkpointing)
     updates = cfg.num_iterations * cfg.num_minibatches
-    reduces = passes if cfg.strategy != "ddp" else 2
+    reduces = passes if cfg.strategy != "ddp" else 2 * cfg.num_minibatches  # there and back, once an update
     extra = (updates > 1 and cfg.old_logprobs == "recompute" or cfg.kl_in_reward) + (cfg.beta > 0)
     shards = cfg.offload * parameters / ranks / (cfg.cpu_bandwidth * 1e9)  # each byte a parameter: to the GPU, or back
     update = max(forward + backward, passes * 2 * gather + reduces * reduce + cfg.num_minibatches * among)
@@ -438,37 +437,30 @@ def table(plan: dict, cfg: PlanConfig) -> str:
     return "\n".join(lines)
 
 
-def by_turns(cfg: PlanConfig, config, make_policy, sizes: list[int]) -> str:
-    """All GPUs by turns: sampling, with what the trainer keeps; the update, with the server's weights and KV out."""
-    choice, need = trainer(cfg, make_policy, cfg.gpus)
-    server = serve(cfg, config, sizes, cfg.gpus, choice.sequences_per_step)
-    if cfg.load_in:
-        return "By turns on all GPUs: not with a base in 4 bits (--colocate pushes whole weights)."
-    if server is None:
-        return "By turns on all GPUs: the server does not fit."
-    sampling = memory.kept(need) + server["weights"] + server["kv_used"]
-    most = max(sampling, memory.peak(need))
-    return (
-        f"By turns on all {cfg.gpus} GPUs: sampling {sampling / GIB:.1f} GiB, update {memory.peak(need) / GIB:.1f} "
-        f"GiB, most {most / GIB:.1f} of {usable(cfg) / GIB:.0f}: {'fits' if most <= usable(cfg) else 'does NOT fit'}"
-    )
-
-
 def on_one_gpu(cfg: PlanConfig, config, make_policy, sizes: list[int], adapters: int) -> list[dict]:
-    """Whether a server and the trainer fit on one GPU at the same time, and the trainer with --generator hf."""
+    """Whether a server and the trainer fit on one GPU, at the same time or by turns, and the trainer with --generator
+    hf, which samples before the update takes its memory."""
     cfg = replace(cfg, strategy="ddp" if cfg.strategy == "auto" else cfg.strategy)
     kv, window_of = kv_bytes(config, 1), cfg.max_prompt_length + cfg.max_completion_length
-    server = cfg.server_bytes * sum(sizes) + VLLM_SPARE + slots(adapters, 1)
-    caches = {"vllm": cfg.num_generations * kv * window_of}  # at the least
-    caches["hf"] = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window_of
+    served = replace(cfg, generator="vllm", colocate=False)
+    kinds = {  # and what the trainer holds of the GPU while completions are sampled
+        "server and trainer at the same time": (served, memory.peak),
+        "server and trainer by turns": (replace(served, colocate=True, push_lora="auto"), lambda need: 0),
+        "--generator hf, no server": (replace(served, generator="hf", push_lora="auto"), memory.kept),
+    }
+    if cfg.load_in or cfg.strategy != "ddp" and not cfg.offload:  # refused
+        del kinds["server and trainer by turns"]
     ways = []
-    for generator, beside in (("vllm", server + received(cfg, sizes, 1) + caches["vllm"]), ("hf", caches["hf"])):
-        room = usable(cfg) - beside
-        own = replace(cfg, generator=generator, push_lora=cfg.push_lora if generator == "vllm" else "auto")
+    for name, (own, meanwhile) in kinds.items():
+        beside = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window_of
+        if own.generator == "vllm":  # at the least
+            beside = cfg.server_bytes * sum(sizes) + VLLM_SPARE + received(own, sizes, 1)
+            beside += cfg.num_generations * kv * window_of + slots(adapters, 1) * (own.push_lora == "adapters")
+        room = usable(cfg) - beside * (meanwhile is memory.peak)
         choice, need = memory.fitted(make_policy, own, 1, room / (1 - memory.SPARE))
-        both = memory.peak(need) + beside
-        name = "server and trainer at the same time" if generator == "vllm" else "--generator hf, no server"
+        sampling, both = meanwhile(need) + beside, max(meanwhile(need) + beside, memory.peak(need))
         ways.append(dict(cfg=choice, need=need, beside=beside, both=both, name=name, fits=both <= usable(cfg)))
+        ways[-1]["most"] = "at once" if meanwhile is memory.peak else "sampling" if sampling == both else "update"
     return ways
 
 
@@ -488,12 +480,13 @@ def say_one_gpu(ways: list[dict], cfg: PlanConfig) -> int:
         if not way["fits"]:
             continue
         if choice.generator == "vllm":
-            share = int(100 * (usable(cfg) - memory.peak(need)) / (cfg.gpu_memory * GIB)) / 100
+            trainer_has = 0 if choice.colocate else memory.peak(need)
+            share = int(100 * (usable(cfg) - trainer_has) / (cfg.gpu_memory * GIB)) / 100
             model, lora = served_as(cfg, " --enable-lora")
             print("".join(f"{line}\n" for line in unpacking(cfg)), end="")
             print(
                 f"python vllm_server.py --model {model} --max-model-len {window(choice)} "
-                f"--gpu-memory-utilization {min(share, VLLM_SHARE):g}{lora} &"
+                f"--gpu-memory-utilization {min(share, VLLM_SHARE):g}{lora}{' --enable-sleep-mode' * choice.colocate} &"
             )
         print(f"python {script_of(cfg)} {shlex.join(flags(replace(choice, server_timeout=1800.0)))}\n")
     return int(not any(way["fits"] for way in ways))
@@ -515,7 +508,10 @@ def weighed(cfg: PlanConfig) -> SimpleNamespace:
     if cfg.critic and cfg.overlap:
         raise ConfigError("--critic --overlap: train_async.py has no critic; plan them one at a time.")
     config = model_config(cfg.model_id)
-    make_policy = partial(empty_policy, config=config)
+
+    def make_policy(own: PlanConfig):  # a teacher has a config of its own
+        return empty_policy(own, config if own.model_id == cfg.model_id else model_config(own.model_id))
+
     with torch.device("meta"):
         whole = list(make_policy(replace(cfg, use_peft=False, load_in=None)).parameters())
         sizes = [p.numel() for p in whole]
@@ -569,7 +565,6 @@ def say(found: SimpleNamespace) -> int:
                 f"{plan['server_gpus']:<14}{plan['ranks']:<15}{used:<18}{memory.peak(plan['need']) / GIB:<11.1f}"
                 f"{plan['step']:<11.1f}{1 / plan['per_completion']:.2f}{says}"
             )
-    print(f"\n{by_turns(cfg, found.config, found.make_policy, sizes)}")
     if best["fits"]:
         print("\nTo type:\n\n" + "\n".join(commands(best, cfg)))
     if best["fits"] and found.several and not cfg.load_in:  # there both ends are given one model
@@ -590,10 +585,13 @@ def told(cfg: PlanConfig) -> dict:
 
     bars, limit = [], usable(cfg) / GIB
     for way in getattr(found, "ways", ()):
-        beside = {"sampling" if way["cfg"].generator == "hf" else "server": way["beside"] / GIB}
-        bars.append(
-            {"title": way["name"], "limit": limit, "used": way["both"] / GIB, "parts": beside | parts_of(way["need"])}
-        )
+        hf, need = way["cfg"].generator == "hf", way["need"]
+        parts = {"sampling" if hf else "server": way["beside"] / GIB} if way["most"] != "update" else {}
+        if way["most"] == "sampling":
+            parts |= {kind: need[kind] / GIB for kind in KEPT if hf and kind != "push" and need[kind]}
+        else:
+            parts |= parts_of(need)
+        bars.append({"title": way["name"], "limit": limit, "used": way["both"] / GIB, "parts": parts})
     if cfg.gpus > 1:
         need, server = found.best["need"], found.best["server"]
         title = f"each of {found.best['ranks']} trainer GPUs"

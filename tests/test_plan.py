@@ -334,3 +334,50 @@ def test_a_mixture_is_planned_without_shards_too(tmp_path, capsys):
     words = f"--model_id {tmp_path} --gpus 2 --strategy ddp --max_prompt_length 64 --max_completion_length 64"
     assert plan.main(load_config(plan.PlanConfig, words.split())) == 0
     assert "Trainer: 1 GPUs, ddp" in capsys.readouterr().out
+
+
+def test_on_one_gpu_by_turns_and_alone_phases_are_not_added_up(capsys):
+    """The trainer waits in CPU memory while the server samples; --generator hf samples before the update begins."""
+    words = "--model_id models/tiny --use_peft --gpus 1 --gpu_memory 80 --tokens_per_microbatch 1024".split()
+    ways = {way["name"]: way for way in plan.weighed(load_config(plan.PlanConfig, words)).ways}
+    turns, alone = ways["server and trainer by turns"], ways["--generator hf, no server"]
+    assert turns["both"] == max(turns["beside"], memory.peak(turns["need"]))
+    assert alone["both"] == max(memory.kept(alone["need"]) + alone["beside"], memory.peak(alone["need"]))
+    assert plan.main(load_config(plan.PlanConfig, words)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (server,) = (number for number, line in enumerate(lines) if "--enable-sleep-mode" in line)
+    cfg = load_config(TrainConfig, shlex.split(lines[server + 1])[2:])
+    assert cfg.colocate and cfg.use_peft
+    for more in ("--load_in 4bit --dtype bfloat16", "--strategy fsdp2"):  # the script refuses --colocate with these
+        found = plan.weighed(load_config(plan.PlanConfig, [*words, *more.split()]))
+        assert "server and trainer by turns" not in [way["name"] for way in found.ways]
+
+
+def test_frozen_models_are_counted_where_they_are_and_as_large_as_they_are(tmp_path):
+    """Under --offload a reference lies in CPU memory, too; a teacher has layers of its own number."""
+    for name, layers in (("small", 2), ("large", 40)):
+        (tmp_path / name).mkdir()
+        shape = SHAPE | {"num_hidden_layers": layers}
+        (tmp_path / name / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    words = f"--model_id {tmp_path}/small --gpus 2 --gpu_memory 8 --tokens_per_microbatch 512".split()
+    needs = []
+    for more in ("--beta 0", "--beta 0.1", f"--beta 0 --teacher_id {tmp_path}/large"):
+        cfg = load_config(plan.PlanConfig, [*words, *more.split()])
+        needs.append(plan.weighed(replace(cfg, strategy="ddp")).best["need"])
+    assert needs[2]["reference"] > 5 * needs[1]["reference"] > 0 == needs[0]["reference"]
+    offloaded = [
+        memory.rank_bytes(empty_policy, replace(cfg, teacher_id=None, strategy="fsdp2", offload=True, beta=beta), 2)
+        for beta in (0.0, 0.1)
+    ]
+    assert memory.peak(offloaded[0]) == memory.peak(offloaded[1])
+    assert offloaded[0]["in CPU memory"] < offloaded[1]["in CPU memory"]
+
+
+def test_copies_add_up_their_gradients_once_an_update():
+    """Four ranks over a slow link; nothing else takes as long."""
+    words = "--gpus 5 --strategy ddp --link_bandwidth 0.1 --prompts_per_step 16".split()
+    cfg, config = load_config(plan.PlanConfig, words), plan.model_config("Qwen/Qwen2.5-7B")
+    once, often = (
+        plan.seconds(replace(cfg, num_minibatches=number), config, 7_600_000_000, 4)["update"] for number in (1, 4)
+    )
+    assert often == pytest.approx(4 * once)
