@@ -86,7 +86,7 @@ class Ahead(Collector):
 
     def begin(self, step: int, version: int, cfg: TrainConfig) -> None:
         """Let a step's completions be sampled, from these weights or later ones."""
-        # Trained on at `step`, from weights that were pushed by then; with --push_steps they are older anyway.
+        # At most from those that are pushed before the trainer takes this step; --push_steps may leave older ones.
         run, versions = self.run, range(version, max(version + cfg.max_staleness, step) + 1)
         sampled = sample_step(run.rows, run.sampler, step, run.generator, run.reward_functions, cfg, versions)
         with self.lock:

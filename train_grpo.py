@@ -1715,7 +1715,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
                 metrics |= routing.metrics(run.inner.routing, batch, cfg)
-                if step == run.first and learns:
+                if learns and step in (run.first, cfg.critic_warmup):  # the first that does
                     utils.check_states(policy, run.optimizer)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)

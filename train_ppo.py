@@ -66,7 +66,9 @@ def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
         delta = reward + cfg.gamma * next_value - value
         advantage = delta + cfg.gamma * cfg.lam * next_advantage
         advantages[:, t] = advantage
-        next_value = torch.where(sampled, value, next_value + reward)  # a reward off the mask is not lost
+        # At a place that was not sampled there is no value: a reward there belongs to what follows, and so reaches the
+        # sampled token before it.
+        next_value = torch.where(sampled, value, next_value + reward)
         next_advantage = torch.where(sampled, advantage, next_advantage)
     return advantages * batch.loss_mask, (advantages + batch.values) * batch.loss_mask
 

@@ -179,6 +179,7 @@ def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
     others = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
     length, longest = mask.sum(1, keepdim=True), (others * mask.sum(1)).amax(1, keepdim=True)  # [B, 1], of the others
     since_prompt = torch.arange(mask.shape[1], device=mask.device) - mask.argmax(1, keepdim=True)  # [B, T]
+    # Places behind the end of every other completion of the group: nothing to compare with, so no baseline.
     alone = (since_prompt >= longest) & (length > longest)
     advantages = (returns - (top / (bottom + 1e-8)).masked_fill(alone, 0.0)) * mask * (size > 1)[:, None]
     return torch.zeros_like(advantages).scatter(1, order, advantages)

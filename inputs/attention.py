@@ -289,8 +289,9 @@ def pieces_of(segments: list, window: int, device: torch.device) -> list[Piece]:
     """Squares in which the nth query sees the first n keys, and rectangles in which all see all: what kernels compute
     without a mask. Squares of one size are one piece, so are rectangles with the same keys.
 
-    A window of w = 3: tokens of a block see back into the one before, the first of them farthest. Both read backwards,
-    the nth sees the first n again:                        keys     0 1 2 | 3 4 5        2 1
+    A window of w = 3: the first token of a block sees most of the block before, the last none of it. Kernels know the
+    opposite alone, the nth query sees the first n keys. Listed backwards it is that, queries 5, 4, 3 against keys 2, 1:
+                                                           keys     0 1 2 | 3 4 5        2 1
                                                            query 3    1 2 | 3         5
                                                                  4      2 | 3 4       4  2
                                                                  5        | 3 4 5     3  2 1

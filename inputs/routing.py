@@ -43,8 +43,9 @@ def routers_of(model: nn.Module) -> dict[nn.Module, int]:
 
 
 class Pulled(torch.autograd.Function):
-    """Hidden states as they are; backwards, `term` gets the gradient 1. So a loss of a layer's insides goes back with
-    the layer, as FSDP and checkpointing want it: they make its weights ready when its output is asked for gradients."""
+    """Hidden states as they are, with `term` hung on them, a loss that was computed within the layer: when the backward
+    pass comes through, it gets the gradient 1, as if it had been added to the loss. If it had been, its gradient would
+    reach the layer's weights when FSDP has dropped them, or before checkpointing has computed its insides anew."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, term: Tensor) -> Tensor:
