@@ -487,7 +487,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _reader_and_planner(path: Path) -> dict:
-    """How torch.distributed.checkpoint reads here: as it does by itself, but without unpickling what could run."""
+    """How torch.distributed.checkpoint reads here: as it does by itself, but without unpickling what could run, and
+    without asking for what an optimizer had no state of."""
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args, **kwargs):
@@ -498,6 +499,10 @@ def _reader_and_planner(path: Path) -> dict:
             return metadata
 
     class Planner(DefaultLoadPlanner):
+        def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+            _drop_what_was_not_there(state_dict, metadata.state_dict_metadata)
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+
         def load_bytes(self, read_item, value):  # numbers of the optimizer's groups
             torch.load(value, weights_only=True)  # raises where there is more in it than numbers and text
             value.seek(0)
@@ -526,9 +531,7 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
     path, state = folder_of(run_dir, step), _train_state(modules)
     settings = {name: _settings(optimizer) for name, (_, optimizer) in modules.items() if optimizer is not None}
     try:
-        how = _reader_and_planner(path / "trainer" / "state")
-        _drop_what_was_not_there(state, how["storage_reader"].read_metadata().state_dict_metadata)
-        dcp.load(state, **how)
+        dcp.load(state, **_reader_and_planner(path / "trainer" / "state"))
     except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:  # the first is no Exception
         raise ConfigError(
             f"--resume: {path} does not fit this run, or is damaged. It needs the model, --use_peft, --lora_r, "
