@@ -233,6 +233,8 @@ class HFGenerator:
                 f"a prompt of {len(prompt_ids)} tokens does not fit the model's window of {self.window}; "
                 "lower --max_prompt_length"
             )
+        if self.window:
+            max_tokens = min(max_tokens, self.window - len(prompt_ids))
         loop = asyncio.get_running_loop()
         request = _Request(prompt_ids, inputs, n, max_tokens, tuple(sorted(options.items())), loop.create_future())
         self._queue.append(request)
@@ -262,13 +264,17 @@ class HFGenerator:
 
     def _together(self, queue: list[_Request]) -> list[_Request]:
         """Those that make a batch with the first."""
-        batch, sequences = [], 0
+        batch, sequences, longest, most = [], 0, 0, 0
         for request in queue:
+            length = max(longest, len(request.prompt_ids))
+            tokens = max(most, request.max_tokens)
             fits = sequences + request.n <= self.max_sequences or not batch
             fits = fits and (self.way.pads or len(request.prompt_ids) == len(queue[0].prompt_ids))
+            # Padding takes places, too, and some models have tables of no more than the window's.
+            fits = fits and (not self.window or length + tokens <= self.window)
             if request.options == queue[0].options and fits:
                 batch.append(request)
-                sequences += request.n
+                sequences, longest, most = sequences + request.n, length, tokens
         return batch
 
     def can_tell_experts(self) -> bool:
@@ -297,14 +303,13 @@ class HFGenerator:
         mask = mask[repeat]  # [S, T]
         position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
         most = torch.tensor([request.max_tokens for request in rows])[repeat.cpu()].tolist()
-        budget = min(max(most), self.window - longest) if self.window else max(most)
         tokens: list[list[int]] = [[] for _ in repeat]
         logprobs: list[list[float]] = [[] for _ in repeat]
         alive, ended = list(range(len(repeat))), set()
         paths: list[list] = [[] for _ in repeat]  # experts of each token that was run
         if experts is not None:
             paths = [[experts[row, longest - len(rows[row].prompt_ids) :]] for row in repeat.tolist()]
-        for count in range(budget):
+        for count in range(max(most)):
             scores = self._scores(logits, temperature, top_p, top_k, min_p, blocked=count < min_tokens)  # [S, V]
             token = self._draw(scores)  # [S, 1]
             logprob = scores.gather(1, token)
@@ -314,7 +319,7 @@ class HFGenerator:
                     logprobs[index].append(lp)
             ended |= {k for k in alive if tokens[k][-1] in self.eos_ids or len(tokens[k]) == most[k]}
             keep = [i for i, k in enumerate(alive) if k not in ended]
-            if not keep or count + 1 == budget:
+            if not keep:
                 break
             if len(keep) < len(alive) and way.select is not None:
                 chosen = torch.tensor(keep, device=self.device)

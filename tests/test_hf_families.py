@@ -227,6 +227,19 @@ def test_layers_that_share_a_weight_take_no_adapters(tmp_path):
         script.load_policy(TrainConfig(**how, lora_targets=["q_proj"]), CPU)
 
 
+def test_a_long_prompt_does_not_cut_its_neighbours():
+    """Each prompt may fill the model's window, and none goes beyond it."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
+    generator = HFGenerator(model, AutoTokenizer.from_pretrained(make_tiny()))
+    generator.window = 20
+
+    async def run():
+        calls = (generator.generate(list(range(5, 5 + n)), max_tokens=12, min_tokens=12) for n in (5, 15, 8, 19))
+        return await asyncio.gather(*calls)
+
+    assert [len(one.token_ids) for (one,) in asyncio.run(run())] == [12, 5, 12, 1]
+
+
 def test_a_cache_is_not_copied_for_every_token(monkeypatch):
     """Copies of all keys and values at each token took most of the time of 4,000 tokens. What is sampled stays."""
     model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
