@@ -498,7 +498,8 @@ class HFGenerator:
             scores = scores.masked_fill(
                 scores < scores.max(1, keepdim=True).values + torch.tensor(min_p).log(), -torch.inf
             )
-        if top_p < 1:
+        if top_p < 1:  # of what the others have left, as vLLM has it
+            scores = scores.log_softmax(-1) if top_k or min_p else scores
             ordered, order = scores.sort(descending=True)
             outside = ordered.exp().cumsum(1) - ordered.exp() > top_p
             scores = scores.masked_fill(outside.scatter(1, order, outside), -torch.inf)

@@ -240,6 +240,15 @@ def test_a_long_prompt_does_not_cut_its_neighbours():
     assert [len(one.token_ids) for (one,) in asyncio.run(run())] == [12, 5, 12, 1]
 
 
+@pytest.mark.parametrize("others", [dict(top_k=2, min_p=0.0), dict(top_k=0, min_p=0.7)])
+def test_top_p_counts_what_the_other_filters_have_left(others):
+    """As in vLLM: of .4 and .3 the first alone is more than a half."""
+    generator = SimpleNamespace(eos_ids=set(), never=None)
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    scores = HFGenerator._scores(generator, logits, 1.0, 0.5, **others, blocked=False)
+    assert scores.exp().tolist() == [[1, 0, 0, 0]]
+
+
 def test_a_cache_is_not_copied_for_every_token(monkeypatch):
     """Copies of all keys and values at each token took most of the time of 4,000 tokens. What is sampled stays."""
     model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
