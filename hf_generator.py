@@ -172,6 +172,7 @@ class HFGenerator:
         self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.routing = routing.Routing(model) if routing.experts_of(model.config)[0] else None
         self._queue: list[_Request] = []
+        self._due: asyncio.AbstractEventLoop | None = None  # in which `_flush` is about to be called
         self._missing: set[str] = set()
         self._sampled, self._since = 0.0, None  # seconds in all calls of _sample; when the one under way began
 
@@ -238,14 +239,13 @@ class HFGenerator:
         loop = asyncio.get_running_loop()
         request = _Request(prompt_ids, inputs, n, max_tokens, tuple(sorted(options.items())), loop.create_future())
         self._queue.append(request)
-        if len(self._queue) == 1:
-            loop.call_later(
-                0.003, self._flush
-            )  # what is asked for in the same moment is one batch; tools answer singly
+        if self._due is not loop:  # an earlier one may have ended with an error before it came to that
+            self._due = loop
+            loop.call_later(0.003, self._flush)  # what is asked for in a moment is one batch; tools answer singly
         return await request.future
 
     def _flush(self) -> None:
-        queue, self._queue = self._queue, []
+        queue, self._queue, self._due = self._queue, [], None
         while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
             self._since, batch = time.monotonic(), queue[:1]
             try:

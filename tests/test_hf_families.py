@@ -249,6 +249,21 @@ def test_top_p_counts_what_the_other_filters_have_left(others):
     assert scores.exp().tolist() == [[1, 0, 0, 0]]
 
 
+def test_an_error_beside_a_request_does_not_stop_the_next():
+    """It ends the event loop before a batch is made; the next loop makes its own."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
+    generator = HFGenerator(model, AutoTokenizer.from_pretrained(make_tiny()))
+
+    async def fails():
+        asked = asyncio.create_task(generator.generate([5, 6, 7], max_tokens=3))
+        await asyncio.sleep(0)
+        raise RuntimeError(f"of a reward, while {asked} waits")
+
+    with pytest.raises(RuntimeError, match="of a reward"):
+        asyncio.run(fails())
+    assert len(asyncio.run(asyncio.wait_for(generator.generate([5, 6, 7], max_tokens=3), 10))) == 1
+
+
 def test_a_cache_is_not_copied_for_every_token(monkeypatch):
     """Copies of all keys and values at each token took most of the time of 4,000 tokens. What is sampled stays."""
     model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
