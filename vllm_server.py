@@ -429,15 +429,30 @@ def describe_prompt(scored) -> list[dict | None]:
     return [None, *found]
 
 
-async def run_generation(engine, body: GenerateRequest, images: list[Image.Image], placeholders: list[int], adapter):
-    """The engine's final RequestOutput. adapter: vLLM's LoRARequest, or None."""
+async def render(engine, body: GenerateRequest, images: list[Image.Image]):
+    """The prompt as the engine takes it, its images prepared in threads."""
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
     prompt = {"prompt_token_ids": body.prompt_ids}
     if images:
         prompt["multi_modal_data"] = {"image": images}
+    (rendered,) = await engine.renderer.render_cmpl_async([parse_model_prompt(engine.model_config, prompt)])
+    return rendered
+
+
+async def run_generation(engine, prompt, body: GenerateRequest, placeholders: list[int], adapter):
+    """The engine's final RequestOutput. prompt: of `render`. adapter: vLLM's LoRARequest, or None."""
     final, name = None, body.request_id or uuid.uuid4().hex
     async for output in engine.generate(prompt, sampling_parameters(body, placeholders), name, lora_request=adapter):
         final = output
     return final
+
+
+def not_generated(body: GenerateRequest, cause: BaseException) -> JSONResponse:
+    """400 for what the model cannot take, else 500."""
+    # vLLM asserts that images and placeholders can be matched
+    bad_input = isinstance(cause, ValueError) or (body.images and isinstance(cause, AssertionError))
+    return failure(400 if bad_input else 500, f"{type(cause).__name__}: {cause}")
 
 
 async def not_sampling(engine, pushes) -> JSONResponse | None:
@@ -461,6 +476,7 @@ async def not_sampling(engine, pushes) -> JSONResponse | None:
 def generate_route(engine, pushes, adapters, placeholders: list[int]):
     from vllm.entrypoints.launchers.launcher import terminate_if_errored
     from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+    from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     tells_experts = engine.vllm_config.aux_output_config.enable_return_routed_experts
@@ -471,15 +487,20 @@ def generate_route(engine, pushes, adapters, placeholders: list[int]):
         images = [await asyncio.to_thread(decode_image, text) for text in body.images or []]
         if refused := await not_sampling(engine, pushes):
             return refused
+        try:
+            prompt = await render(engine, body, images)
+        except VLLMClientError:  # which vLLM answers
+            raise
+        except Exception as error:  # whatever the model's own processor raises
+            return not_generated(body, error)
+        if refused := await not_sampling(engine, pushes):
+            return refused
         # Nothing is awaited between the look at the version and the engine: no push begins or ends meanwhile.
         version, bound = pushes.version, adapters.pick(body.adapter)
         try:
-            final = await run_generation(engine, body, images, placeholders, bound and bound.request)
+            final = await run_generation(engine, prompt, body, placeholders, bound and bound.request)
         except EngineGenerateError as error:
-            cause = error.__cause__ or error
-            # vLLM asserts that images and placeholders can be matched
-            bad_input = isinstance(cause, ValueError) or (body.images and isinstance(cause, AssertionError))
-            return failure(400 if bad_input else 500, f"{type(cause).__name__}: {cause}")
+            return not_generated(body, error.__cause__ or error)
         except EngineDeadError:
             terminate_if_errored(raw_request.app.state.server, engine)
             return failure(500, f"the engine died; this server ends now. {last_error()}")
@@ -489,6 +510,9 @@ def generate_route(engine, pushes, adapters, placeholders: list[int]):
             # Whoever reads this did not ask for it: our client does not wait for what it ends.
             ended = "ended by POST /abort_requests, or because this server is shut down"
             return failure(409, f"{ended}: look at its terminal, start it again if it is gone, and resume the run")
+        if any(output.finish_reason == "error" for output in final.outputs):
+            # Such as an image that vLLM took to be in its cache still: it is sent in full the next time.
+            return failure(503, "the engine could not run this request; its terminal may say why", 1)
         ordered = sorted(final.outputs, key=lambda output: output.index)
         samples = [describe_sample(output, body.routed_experts) for output in ordered]
         versions = {"policy_version": version, "policy_version_last": pushes.version, "instance": pushes.instance}

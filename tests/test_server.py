@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import requests
 import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from server_fixture import ROOT, free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,8 +25,10 @@ from config import TrainConfig
 from rollouts import multi_turn
 from scoring import judge
 from serving import shared, wire
+from serving.transfer import Pushes
 from serving.wire import CHUNK, checksum
 from vllm_client import ServerError, VLLMClient
+from vllm_server import generate_route
 
 PROMPT = list(range(100, 140))
 NORM, K_PROJ, UP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
@@ -236,6 +241,57 @@ def test_several_turns(server, client, model, monkeypatch):
         expected = logprobs.gather(-1, ids[0, len(t.prompt_ids) :, None])[:, 0]
         mask = torch.tensor(t.loss_mask, dtype=torch.bool)
         assert torch.allclose(expected[mask], torch.tensor(t.logprobs)[mask], atol=1e-4)
+
+
+class Engine:
+    """As much of vLLM's as POST /generate needs. finish_reason: of every sample. rendering: called meanwhile."""
+
+    def __init__(self, finish_reason: str = "stop", rendering=lambda: None):
+        self.finish_reason, self.rendering, self.renderer, self.asked = finish_reason, rendering, self, []
+        self.vllm_config = SimpleNamespace(aux_output_config=SimpleNamespace(enable_return_routed_experts=False))
+        self.model_config = SimpleNamespace(max_model_len=100, max_logprobs=20, is_encoder_decoder=False)
+        self.model_config.get_vocab_size = lambda: 100
+
+    async def render_cmpl_async(self, prompts):
+        await asyncio.sleep(0)
+        self.rendering()
+        return [{"type": "token"} | prompt for prompt in prompts]
+
+    async def generate(self, prompt, *args, **kwargs):
+        self.asked.append(prompt)
+        logprobs = SimpleNamespace(logprobs=[-0.5], start_indices=[0])
+        output = SimpleNamespace(index=0, finish_reason=self.finish_reason, token_ids=[7], logprobs=logprobs)
+        yield SimpleNamespace(outputs=[output], prompt_token_ids=[5, 6], num_cached_tokens=0)
+
+
+def answer_of(engine: Engine, pushes: Pushes):
+    app = FastAPI()
+    app.post("/generate")(generate_route(engine, pushes, SimpleNamespace(pick=lambda name: None), []))
+    return TestClient(app).post("/generate", json={"prompt_ids": [5, 6], "max_tokens": 3})
+
+
+def test_what_the_engine_could_not_run_may_be_asked_again():
+    """Such as a picture that has left vLLM's cache."""
+    answer = answer_of(Engine("error"), Pushes())
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+
+
+def test_a_push_while_a_prompt_is_prepared_is_counted():
+    pushes = Pushes()
+
+    def a_push():
+        pushes.version += 1
+
+    engine = Engine(rendering=a_push)
+    answer = answer_of(engine, pushes).json()
+    assert answer["policy_version"] == answer["policy_version_last"] == 1
+    assert engine.asked == [{"type": "token", "prompt_token_ids": [5, 6]}]  # nothing is left for the engine to prepare
+
+
+def test_a_push_that_breaks_off_while_a_prompt_is_prepared_is_told():
+    pushes = Pushes()
+    engine = Engine(rendering=lambda: setattr(pushes, "broken", "half of the weights came"))
+    assert "half of the weights" in answer_of(engine, pushes).text and not engine.asked
 
 
 def test_prompt_longer_than_the_window(client):
