@@ -174,7 +174,8 @@ class VLLMClient(Pusher):
                 one.logprobs,
                 one.finish_reason,
                 prompt_ids=found.prompt_ids,
-                routed_experts=one.routed_experts and decoded(one.routed_experts.model_dump()),
+                routed_experts=one.routed_experts
+                and self._checked(url, "the experts of POST /generate", decoded, one.routed_experts.model_dump()),
                 **versions,
             )
             for one in found.samples

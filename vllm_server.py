@@ -546,6 +546,7 @@ async def describe_server(engine, adapters, placeholders: list[int]) -> dict:
     from serving.transfer import ask_workers
 
     config, parallel = engine.model_config, engine.vllm_config.parallel_config
+    tells_experts = engine.vllm_config.aux_output_config.enable_return_routed_experts
     return {
         "model": config.model,
         "server": uuid.uuid4().hex,  # of this process: one server under two names is known by it
@@ -563,8 +564,15 @@ async def describe_server(engine, adapters, placeholders: list[int]) -> dict:
         "max_n": MAX_N,
         "can_sleep": config.enable_sleep_mode,
         "adapters": adapters.describe(),
-        "tells_experts": engine.vllm_config.aux_output_config.enable_return_routed_experts,
+        "tells_experts": tells_experts,
+        "expert_bytes": bytes_of_experts(config) if tells_experts else 0,
     }
+
+
+def bytes_of_experts(config) -> int:
+    """In which vLLM notes the experts that one token went through. config: vLLM's ModelConfig."""
+    layers, chosen = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+    return layers * chosen * (1 if config.get_num_experts() <= 256 else 2)
 
 
 async def build_app(engine, args: argparse.Namespace, token: str):

@@ -67,6 +67,7 @@ class Described(Answer):
     devices: list[str]
     can_sleep: bool
     tells_experts: bool = False
+    expert_bytes: Natural = 0  # in which it tells those of a token
     adapters: Slots | None = None  # of a server that takes adapters alone
     weights_replaced: bool = False  # by a push, so that they are not those of `model`
     never_sampled: list[Natural]

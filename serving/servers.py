@@ -24,7 +24,7 @@ from safety.limits import warn_once
 from serving import answers
 from serving.wire import in_thread
 
-MOST_BYTES = 1 << 26  # of an answer, beside the sampled tokens that were asked for
+MOST_BYTES = 1 << 26  # of an answer, beside the sampled tokens that were asked for and their experts
 TOKEN_BYTES = 128  # of JSON, for a token and its log-prob
 # What is asked again: every GET, and these, which may be repeated as they change nothing, or nothing more. Whether a
 # step of a push whose answer was lost has been taken cannot be known: pushes begin anew instead.
@@ -48,6 +48,11 @@ class ServerError(RuntimeError):
 
 def not_ours(url: str, what: str) -> ServerError:
     return ServerError(f"{url} answered {what}, as no vllm_server.py does. Is another program at this address?")
+
+
+def experts_size(info: dict) -> int:
+    """Bytes of base64 that tell the experts of a sample as long as the window. info: of /server_info."""
+    return -(-info["max_model_len"] * info.get("expert_bytes", 0) // 3) * 4
 
 
 def check_tls_files(ca: str | None, client_cert: str | None) -> None:
@@ -111,6 +116,7 @@ class Servers:
         self.token = credentials.read("VLLM_SERVER_TOKEN", token)
         self.timeout = timeout
         self.vocab_size: int | None = None  # of their model, once they have been asked
+        self.most_experts = 0  # bytes in which they tell the experts of one sample, at most
 
     def wait_ready(self, timeout: float = 300.0):
         """Return when every server answers, and all serve the same model; ServerError naming the one that does not."""
@@ -143,6 +149,7 @@ class Servers:
         for url, info in zip(self.urls, infos, strict=True):
             self._checked(url, "GET /server_info", answers.checked, info, answers.Described)
         self.vocab_size = min(info["vocab_size"] for info in infos)
+        self.most_experts = max(experts_size(info) for info in infos)
         return infos
 
     def check_adapters(self, shapes: dict[str, list[int]]):
@@ -203,8 +210,9 @@ class Servers:
 
     def _ask(self, url: str, method: str, path: str, body: dict | None, timeout: float) -> dict:
         headers = credentials.bearer(self.token) | {"Accept-Encoding": "identity"}
-        sampled = (body or {}).get("n", 0) * (body or {}).get("max_tokens", 0)
-        limits = (MOST_BYTES + TOKEN_BYTES * sampled, time.monotonic() + timeout)
+        asked = body or {}
+        sample = TOKEN_BYTES * asked.get("max_tokens", 0) + self.most_experts * asked.get("routed_experts", False)
+        limits = (MOST_BYTES + sample * asked.get("n", 0), time.monotonic() + timeout)
         options = dict(json=body, headers=headers, timeout=(10, timeout), stream=True, allow_redirects=False)
         try:
             with requests.Session() as session:

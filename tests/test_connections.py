@@ -1,6 +1,7 @@
 """How the client meets servers: addresses, TLS, answers that cannot be right, and what is asked again."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import math
@@ -25,6 +26,7 @@ from config import TrainConfig
 from safety import addresses, asking, credentials
 from safety.masking import masked
 from scoring import judge
+from serving import servers
 from serving.gate import LimitedProtocol
 from vllm_client import ServerError, VLLMClient
 
@@ -76,6 +78,34 @@ def test_answers_that_cannot_be_right_are_refused(name):
         ):
             ask(url)
         assert len(asked) == 1  # and not asked again: it would be as wrong
+
+
+EXPERTS = {"dtype": "uint8", "shape": [4, 48, 8], "data": base64.b64encode(bytes(4 * 48 * 8)).decode()}
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_experts_may_make_an_answer_larger(asked_first, monkeypatch):
+    """By what the server says that they take; without that it would be another program's."""
+    monkeypatch.setattr(servers, "MOST_BYTES", 1000)
+    info, given = INFO | {"expert_bytes": 48 * 8}, GENERATED | {"samples": [SAMPLE | {"routed_experts": EXPERTS}]}
+    with stub(lambda path, _: info if path == "/server_info" else given) as (url, _):
+        client = VLLMClient([url], "t", timeout=3)
+        client.tells_experts = True
+        if asked_first:
+            client.server_info()
+        with contextlib.nullcontext() if asked_first else pytest.raises(ServerError, match="another program"):
+            (one,) = asyncio.run(client.generate([5, 6], n=1, max_tokens=3))
+            assert one.routed_experts.shape == (4, 48, 8)
+
+
+@pytest.mark.parametrize(("data", "message"), [("AA=", "padding"), ("AAAA", "3 numbers for the shape")])
+def test_damaged_experts_are_named_with_their_server(data, message):
+    given = GENERATED | {"samples": [SAMPLE | {"routed_experts": EXPERTS | {"data": data}}]}
+    with stub(lambda path, _: given) as (url, _):
+        client = VLLMClient([url], "t", timeout=3)
+        client.tells_experts = True
+        with pytest.raises(ServerError, match=f"{url} answered the experts of POST /generate wrongly: .*{message}"):
+            asyncio.run(client.generate([5, 6], n=1, max_tokens=3))
 
 
 @pytest.mark.parametrize("field", GENERATED)
