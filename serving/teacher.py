@@ -155,7 +155,7 @@ class TeacherServers:
         """`_look`, once the server is there."""
         while True:
             try:
-                return self._look(server)
+                return self._look(server, time.monotonic() + min(self.seconds, 30))
             except asking.NoAnswer as error:
                 if not error.again:
                     raise
@@ -165,9 +165,9 @@ class TeacherServers:
                     ) from error
             time.sleep(0.5)
 
-    def _look(self, server: Server) -> None:
+    def _look(self, server: Server, deadline: float) -> None:
         """Which model is served."""
-        found = self._call(server, "GET", "/v1/models", time.monotonic() + min(self.seconds, 30))
+        found = self._call(server, "GET", "/v1/models", deadline)
         try:
             cards = {card["id"]: card for card in found["data"]}
         except (KeyError, TypeError):
@@ -218,7 +218,7 @@ class TeacherServers:
             if self.changes or time.monotonic() - server.answered < PAUSE:
                 return
             before = server.model, server.root
-            self._look(server)
+            self._look(server, deadline)
             now = self._ask(server, self.probe_ids, top, (), deadline).logprobs
             if before != (server.model, server.root) or (apart := distance(now, server.probe)) > ALIKE:
                 differs = f"it serves {server.root or server.model}, not {before[1] or before[0]}"

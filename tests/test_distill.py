@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from live import EVEN, SMALL, Process, running, trainer
 from safetensors.torch import load_file, save_file
 from server_fixture import free_port, make_tiny, start_server
+from stub_server import stub
 from test_adapters_alone import Trainer
 
 import teachers
@@ -468,6 +469,20 @@ def test_a_teacher_is_asked_while_training_alone():
     cfg = TrainConfig(teacher_urls=["http://127.0.0.1:9"], advantage="distill", purpose="eval")
     asyncio.run(teachers.tell(said, None, cfg, None))
     assert all(t.teacher_logprobs is None for t in said)
+
+
+def test_a_server_that_hangs_leaves_time_for_the_next():
+    """Asked who it is, too, which it is after a pause."""
+    logprobs = [None, {"2": {"logprob": -1.0}}, {"3": {"logprob": -2.0}}]
+    answers = {"/v1/models": {"data": [{"id": "m", "root": "m"}]}}
+    answers["/v1/completions"] = {"model": "m", "choices": [{"prompt_token_ids": [1, 2, 3]}]}
+    answers["/v1/completions"]["choices"][0]["prompt_logprobs"] = logprobs
+    with stub(lambda path, _: time.sleep(20)) as (hangs, _), stub(lambda path, _: answers[path]) as (sound, _):
+        servers = TeacherServers([hangs, sound], seconds=4)
+        servers.probe_ids = [1, 2, 3]
+        for server in servers.servers:
+            server.model, server.root, server.probe = "m", "m", [-1.0, -2.0]
+        assert asyncio.run(servers.score([1, 2, 3])).logprobs == [-1.0, -2.0]
 
 
 # ---- live teachers --------------------------------------------------------------------------------------------------
