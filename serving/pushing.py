@@ -185,6 +185,7 @@ class Pusher(Servers):
             if self._device is None:
                 raise ServerError("begin_push before connect_weights: call connect_weights(device) once, on rank 0")
             self.connect_weights(self._device)
+        self._sending = None  # of a push that was given up
         what = {} if self.adapter is None else {"modules": self.adapter_shapes}
         self._step("start", [what for _ in self._links])
         self._checksums, self._push = [], uuid.uuid4().hex
@@ -379,19 +380,20 @@ class Pusher(Servers):
 
     def _step(self, step: str, bodies: list[dict], bucket: torch.Tensor | None = None) -> list[dict]:
         """One step of a push on all servers. Whatever goes wrong ends the push: the groups may be out of step."""
-        path, common = self._route(step, {})
+        (path, common), links = self._route(step, {}), self._links
         try:
-            bodies = [body | common | {"session": link.session} for link, body in zip(self._links, bodies, strict=True)]
+            bodies = [body | common | {"session": link.session} for link, body in zip(links, bodies, strict=True)]
             futures = [
                 in_thread(self._call, link.url, "POST", path, body, self.timeout + 10)
-                for link, body in zip(self._links, bodies, strict=True)
+                for link, body in zip(links, bodies, strict=True)
             ]
             if bucket is not None:
                 receivers = [b["update_info"]["memory"] is None for b in bodies]
-                self._broadcast(bucket, list(itertools.compress(self._links, receivers)), futures)
-            return self._gather(futures, f"{path} on " + ", ".join(link.url for link in self._links))
+                self._broadcast(bucket, list(itertools.compress(links, receivers)), futures)
+            return self._gather(futures, f"{path} on " + ", ".join(link.url for link in links))
         except BaseException as error:
-            self.abort_push(reason=str(error))
+            if self._links is links:  # else it was given up, and another push may have begun
+                self.abort_push(reason=str(error))
             raise
 
     def _broadcast(self, bucket: torch.Tensor, links: list[Link], announcements: list):

@@ -529,6 +529,50 @@ def test_wrong_tokens_are_refused_and_not_shown(server, token):
     assert "wrong" not in str(error.value) and "falsch" not in str(error.value)
 
 
+class Pusher(pushing.Pusher):
+    """Pushes to nobody. A bucket with the tensor "late" is refused, half a second late."""
+
+    sums: list[int] = []  # of what arrived
+
+    def connect_weights(self, device="cpu"):
+        self._device, self.weight_dtype, self._buffers = torch.device(device), torch.float32, [None, None]
+        store = SimpleNamespace(close=lambda: None)
+        self._links.append(pushing.Link(self.urls[0], "a session", store, shares=True))
+
+    def _call(self, url, method, path, body=None, *args):
+        if path == "/update_weights" and body["update_info"]["names"] == ["late"]:
+            time.sleep(0.5)
+            raise ServerError("refused: of the push that was given up")
+        return {"policy_version": 1, "checksum": wire.fold(self.sums), "seconds": {}}
+
+
+@pytest.mark.parametrize("waits", [0.0, 1.0])
+def test_a_push_that_was_given_up_does_not_disturb_the_next(waits):
+    """Its last bucket is still under way then; waits: seconds in which it is refused before the next one's is sent."""
+    pusher = Pusher(["http://127.0.0.1:1"], "t", 5, "auto", False, None, None)
+    pusher.connect_weights()
+    pusher.begin_push()
+    pusher.send_bucket([("late", torch.ones(4))])
+    pusher.abort_push()
+    pusher.begin_push()
+    time.sleep(waits)
+    pusher.send_bucket([("a", torch.ones(4))])
+    time.sleep(1 - waits)
+    pusher.sums = pusher._checksums
+    pusher.finish_push(1)
+
+
+def test_why_a_push_ended_is_told_by_the_next_call():
+    pusher = Pusher(["http://127.0.0.1:1"], "t", 5, "auto", False, None, None)
+    pusher.connect_weights()
+    pusher.begin_push()
+    pusher.send_bucket([("late", torch.ones(4))])
+    with pytest.raises(ServerError, match="refused"):
+        pusher.send_bucket([("a", torch.ones(4))])
+    pusher.begin_push()  # anew
+    pusher.send_bucket([("a", torch.ones(4))])
+
+
 @pytest.mark.parametrize(("theirs", "backend"), [("GPU-1", "gloo"), ("GPU-2", "nccl")])
 def test_a_shared_gpu_is_known_by_its_uuid(theirs, backend, monkeypatch):
     """From another container, too: those have host names of their own."""
