@@ -1375,7 +1375,8 @@ def weight_buckets(
     """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
 
     A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective. FSDP1
-    gathers one wrapped module at a time, FSDP2 a bucket; the extra memory is a bucket and one module.
+    gathers one wrapped module at a time, FSDP2 a bucket; the extra memory is a bucket and one module, or a layer of a
+    model whose checkpoints hold tensors of a layer joined: a bucket ends with a module, or with such a layer.
     LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights in their own
     dtype: use them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With
     keep=False a rank only takes part in the gathering. as_shards: FSDP2's tensors come as shards, for `gathered`, on
@@ -1387,8 +1388,14 @@ def weight_buckets(
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP) and m not in adapters]
     units = wrapped or list(walk("", model, ()))  # of `wrapped` the root comes first: FSDP1 learns which it is
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
-    bucket, size = [], 0
+    layers_whole = utils.joined_in_a_checkpoint(model)  # it is joined within a bucket
+    bucket, size, last = [], 0, ""
     for name, unit in units:
+        layer = utils.layer_of(f"{name}.")
+        if size >= max_bytes and not (layers_whole and layer == last):
+            yield bucket if as_shards else gathered(bucket, keep)
+            bucket, size = [], 0
+        last = layer
         with contextlib.ExitStack() as whole:
             members = list(walk(name, unit.module, FSDP)) if wrapped else [(name, unit)]
             for part in [unit, *(part for _, layer in members if is_lora(layer) for part in layer.modules())]:
@@ -1403,9 +1410,6 @@ def weight_buckets(
                         bucket.append((key, tensor))
                     elif keep:
                         bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
-        if size >= max_bytes:
-            yield bucket if as_shards else gathered(bucket, keep)
-            bucket, size = [], 0
     if size:
         yield bucket if as_shards else gathered(bucket, keep)
 

@@ -34,7 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from config import ConfigError, TrainConfig
 from inputs import lora
@@ -455,6 +457,20 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
     """Weights under the names, and in the pieces, that `save_pretrained` writes: transformers renames and fuses some
     when it loads a model (vision towers, experts), and a server's loader knows them as published."""
     return list(revert_weight_conversion(hf_model, dict(named)).items())
+
+
+def layer_of(name: str) -> str:
+    """The beginning of a parameter's name that all of its layer have, such as "model.layers.3."; "" for none."""
+    return re.match(r".*?\.\d+\.|", name)[0]
+
+
+def joined_in_a_checkpoint(model: nn.Module) -> bool:
+    """Whether published checkpoints hold some tensors of a layer joined that transformers' model has apart. It is known
+    from the model's class alone, so on every rank."""
+    known = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    conversions = [] if known is None else get_model_conversion_mapping(known, add_legacy=False)
+    into = [one.target_patterns for one in conversions if isinstance(one, WeightConverter)]
+    return any(len(patterns) > 1 or "*" in patterns[0] for patterns in into)
 
 
 HOSTED = WeakTensorKeyDictionary()  # of a tensor that takes turns, its memory on the CPU

@@ -1,9 +1,16 @@
 """Weights really arrive: six kinds of policy on two ranks, a large edit, a push, and what the server then says."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import pytest
+import torch
+from families import model_of
 from live import Process, running
+
+import train_grpo as script
+import utils
 
 
 def push_all(server, compute_dtype: str, out: Path) -> list[dict]:
@@ -25,3 +32,17 @@ def check(results: list[dict], limit: float) -> None:
 
 def test_pushed_weights_are_the_trainers_in_fp32(server, tmp_path):
     check(push_all(server, "float32", tmp_path / "out.json"), 1e-4)
+
+
+@pytest.mark.parametrize(("family", "joined"), [("hrm_text", True), ("llama", False)])
+def test_what_a_checkpoint_holds_joined_is_in_one_bucket(family, joined):
+    """Published weights of hrm_text have gate and up projections in one tensor, and those of attention in another."""
+    model = model_of(family)
+    buckets = list(script.weight_buckets(torch.nn.ModuleDict({"model": model}), 20_000, torch.float32))
+    whole = dict(utils.as_in_a_checkpoint(model, [item for bucket in buckets for item in bucket]))
+    sent = [item for bucket in buckets for item in utils.as_in_a_checkpoint(model, bucket)]
+    assert sorted(name for name, _ in sent) == sorted(whole)  # once each
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in sent)
+    layers = [{utils.layer_of(name) for name, _ in bucket} - {""} for bucket in buckets]
+    divided = any(count > 1 for count in Counter(layer for bucket in layers for layer in bucket).values())
+    assert len(buckets) > 2 and divided != joined
