@@ -1,6 +1,7 @@
 """A server that shares its GPU with the trainer (--colocate) sleeps while that one needs it.
 
-    GET  /sleep           {"state": "awake" | "asleep" | "in transition" | "in a push"}, at any moment
+    GET  /sleep           {"state": "awake" | "asleep" | "in transition" | "in a push" | "half awake"}, at any moment;
+                          half awake: a push that broke off woke the weights, and not the KV cache
     POST /sleep?level=2   ends what is under way, and drops KV cache and weights (level 1: keeps them in host memory)
     POST /wake_up         takes the memory back; after level 2 there is nothing in it
 
@@ -29,9 +30,13 @@ class Sleep:
     def state(self, pushes) -> str:
         if self.moving:
             return "in transition"
-        return "in a push" if pushes.active else "asleep" if self.asleep else "awake"
+        if pushes.active:
+            return "in a push"
+        return "asleep" if self.asleep == TAGS else "half awake" if self.asleep else "awake"
 
     async def fall_asleep(self, level: int) -> None:
+        # vLLM keeps a copy of the model's buffers, which must have memory again after a push that broke off.
+        await self.engine.collective_rpc("abort_weight_update")
         await self.engine.sleep(level=level, mode="abort")
         self.asleep = list(TAGS)
 

@@ -42,7 +42,11 @@ def storages(worker, tag: str) -> list[torch.UntypedStorage]:
 def sleep(self, level: int = 1) -> None:
     note(f"sleep {level}")
     time.sleep(float(os.environ["CPU_SLEEP_SECONDS"]))
-    self.dropped = {tag: [(s, len(s), None) for s in storages(self, tag)] for tag in ("weights", "kv_cache")}
+    asleep = getattr(self, "dropped", {})  # the KV cache may be still
+    awake = {tag: [(s, len(s), None) for s in storages(self, tag)] for tag in ("weights", "kv_cache")}
+    self.dropped = awake | asleep
+    if level == 2:  # vLLM's own worker does so, to have them when it wakes
+        [buffer.cpu().clone() for buffer in self.model_runner.model.buffers()]
     if level == 1:
         self.dropped["weights"] = [(s, size, s.clone()) for s, size, _ in self.dropped["weights"]]
     for storage, _, _ in sum(self.dropped.values(), []):

@@ -106,7 +106,7 @@ def test_level_1_keeps_the_weights(sleeper, client, model):
 
 
 def test_its_state_is_clear_at_any_moment(sleeper, client, model):
-    server, _ = sleeper
+    server, log = sleeper
     falling = in_thread(server.request, "POST", "/sleep")
     while (seen := state(server)) == "awake":
         pass
@@ -120,10 +120,11 @@ def test_its_state_is_clear_at_any_moment(sleeper, client, model):
     answer = server.request("POST", "/sleep")
     assert answer.status_code == 503 and "in a push" in answer.text
     client.abort_push()  # weights are awake, the KV cache is not, and neither is of any policy
-    assert state(server) == "asleep"
+    assert state(server) == "half awake"
     assert server.request("POST", "/generate", json={"prompt_ids": PROMPT, "max_tokens": 2}).status_code == 503
     client.sleep()  # as the next run does at start
     assert state(server) == "asleep"
+    assert log.read_text(encoding="utf-8").splitlines()[-3:] == ["sleep 2", "wake weights", "sleep 2"]
     push(client, model, 4)
     assert state(server) == "awake" and difference(client, model) < 1e-4
     assert server.request("POST", "/sleep?level=7").status_code == 400
