@@ -82,7 +82,8 @@ class Way:
     is kept whole: a prompt is run once per sample, and sequences that have ended are carried on to the end.
     pads: whether prompts of different lengths can stand in one batch, the shorter ones behind padding. Recurrent layers
     must leave padding out of their state, and not all do.
-    masked: whether a step is given the mask of all tokens. Layers that are recurrent alone may take it for the step's.
+    masked: whether each step is given the attention mask of all tokens so far. A model of recurrent layers alone may
+    take it for the mask of the step's one token; then it is given none.
     cached: else all tokens are run again for each new one.
     """
 

@@ -456,9 +456,10 @@ def not_generated(body: GenerateRequest, cause: BaseException) -> JSONResponse:
 
 
 async def not_sampling(engine, pushes) -> JSONResponse | None:
-    """Why the engine does not sample; None, after the end of a push, if it does. Nothing is awaited after a last look.
+    """The answer that says why the engine does not sample; None if it does. The end of a push is waited for.
 
-    Only after a POST /pause is the engine asked: that is a round trip to its process.
+    Nothing is awaited between the last look at `pushes` and the return, so that what was seen holds. The engine is
+    asked only after a POST /pause: that is a round trip to its process.
     """
     while True:
         while not pushes.settled.is_set():

@@ -140,8 +140,9 @@ def pack_once(process, experts, layer: torch.nn.Module) -> None:
 
 
 class Copies(TorchFunctionMode):
-    """Some models copy into a parameter themselves, without its loader. While they are loaded again their parameters
-    have no memory, and such a copy would be lost: it goes through a loader here, which the reload knows of."""
+    """During a reload vLLM replaces parameters by shapes without memory (meta tensors) and notes the calls of their
+    weight_loader. A model that writes `param.data.copy_(x)` itself would write into nothing: in this mode such a copy
+    becomes a call of the loader."""
 
     def __init__(self, engine: "TorchTransferEngine"):
         super().__init__()

@@ -128,10 +128,12 @@ def moved(places: torch.Tensor, starts: torch.Tensor, to: torch.Tensor) -> torch
 
 
 def rearranged(given, named, convert, narrow: torch.dtype, bucket: torch.Tensor) -> list[torch.Tensor] | None:
-    """`moved`'s starts and to: where what lies in a bucket of the tensors `given` lies in `bucket`, that of the tensors
-    `named`, into which `convert` has made them (other names, order, pieces). None if they are no such pieces, or many.
+    """Where the words of a bucket of the trainer's tensors `given` lie in `bucket`, which holds what `convert` has made
+    of them, `named`: renamed, put in another order, joined, split. As `moved` takes it, starts and to. None if weights
+    were not only moved but changed, or if they were moved in more than PIECES pieces.
 
-    Numbers are converted in place of the weights: what runs on by one before and after is one piece.
+    `convert` is given numbers in place of the weights, the place of each. Where they are then says what came from
+    where, and places in a row that have stayed together are one piece.
     """
     if all(a is b for (_, a), (_, b) in itertools.zip_longest(given, named, fillvalue=(None, None))):
         return [torch.zeros(1, dtype=torch.int64, device=bucket.device)] * 2
