@@ -58,6 +58,7 @@ def test_every_token_keeps_its_experts(tmp_path):
         assert "it tells the experts of its tokens" in live.log.read_text(encoding="utf-8")
         client = VLLMClient([live.url], live.token, timeout=60)
         assert client.can_tell_experts()
+        assert client.server_info()[0]["expert_bytes"] == 4 * 4  # layers, and experts of a token
         client.tells_experts = True
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert agreement(client, model) > 0.999
