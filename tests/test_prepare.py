@@ -98,10 +98,27 @@ def test_a_form_is_sent_once(page):
 def test_python_files_outside_of_the_folder_are_not_run(page, tmp_path):
     file = tmp_path / "own.py"
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef rows(split, seed):\n    return []\n", encoding="utf-8")
+    # A path goes up through a name that is no folder, too: file.py:/../..
+    through = "../" * len(page.folder.parents) + str(file)[1:]
+    specs = [f"{file}:rows", f"train_grpo.py:/../{through}:rows", f"train_grpo.py:rows?/../{through}:rows"]
     for name in ("dataset_id", "reward_funcs", "tools", "env"):
-        found = told(page, "check", SMALL | {name: f"{file}:rows"})
-        assert "only python files in" in found["error"] and found["field"] == name, found
-        assert post(page, "rows", settings=SMALL | {name: f"{file}:rows"}).status_code == 422
+        for spec in specs:
+            found = told(page, "check", SMALL | {name: spec})
+            assert "only python files in" in found["error"] and found["field"] == name, found
+            assert post(page, "rows", settings=SMALL | {name: spec}).status_code == 422
+    assert not (tmp_path / "ran").exists()
+
+
+def test_servers_of_a_file_outside_of_the_folder_or_of_one_that_was_dropped_are_not_started(page, tmp_path):
+    server = {"command": "/bin/sh", "args": ["-c", f"touch {tmp_path / 'ran'}"]}
+    content = json.dumps({"mcpServers": {"own": server}}).encode()
+    (tmp_path / "own.json").write_bytes(content)
+    kind = {"Content-Type": "application/octet-stream"}
+    dropped = post(page, "drop?name=own.json", kind, body=content).json()["path"]
+    for path in (str(tmp_path / "own.json"), dropped):
+        found = told(page, "check", SMALL | {"mcp_config": path})
+        assert "only MCP servers of files in" in found["error"] and found["field"] == "mcp_config", found
+        assert post(page, "tools", settings=SMALL | {"mcp_config": path}).status_code == 422
     assert not (tmp_path / "ran").exists()
 
 

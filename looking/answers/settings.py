@@ -16,6 +16,8 @@ import data
 import domains
 from cli import ConfigError, field_help, flags, known_name, without_none
 from config import TrainConfig, load_config
+from looking.prepare import DROPPED
+from plugins import function_path
 from runlog.log import name_run
 from safety import credentials
 
@@ -84,13 +86,21 @@ def words_of(cls: type, settings: dict[str, str]) -> list[list[str]]:
 
 
 def inside(spec: str, name: str) -> None:
-    """ConfigError for a python file outside of the folder in which the page was started."""
-    path = re.match(r"(.+?\.py)(:|$)", spec.partition("?")[0])
-    if path and not Path(path[1]).expanduser().resolve().is_relative_to(Path.cwd().resolve()):
-        raise ConfigError(f"--{name}={spec}: from here only python files in {Path.cwd()} are run; copy it there.")
+    """ConfigError for code outside of the folder in which the page was started: a python file, as load_function finds
+    it, or a file of MCP servers, whose commands are run."""
+    if name == "mcp_config":
+        what, paths = "MCP servers of files", [Path(spec)]
+    else:
+        found = map(function_path, (spec, spec.partition("?")[0]))  # not everything that names one takes arguments
+        what, paths = "python files", [Path(path).expanduser() for path, _ in filter(None, found)]
+    here = Path.cwd().resolve()
+    for path in map(Path.resolve, paths):
+        if not path.is_relative_to(here) or path.is_relative_to(here / DROPPED):  # the page puts files of others there
+            raise ConfigError(f"--{name}={spec}: from here only {what} in {Path.cwd()} are run; copy it there.")
 
 
-CODE = ("dataset_id", "eval_dataset_id", "reward_funcs", "tools", "env", "teacher_prompt")  # may name python files
+# may name files that are run
+CODE = ("dataset_id", "eval_dataset_id", "reward_funcs", "tools", "env", "teacher_prompt", "mcp_config")
 
 
 def settled(script: Script, given: dict, cls: type | None = None) -> tuple[TrainConfig, list[list[str]]]:
