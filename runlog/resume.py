@@ -33,6 +33,7 @@ FREE = (
 ).split()
 
 SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written
+COMPARED = 1000  # rows by which ranks see that they have the same: other ones, or another order, show in any of them
 
 
 def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
@@ -42,6 +43,7 @@ def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
     Returns the folder's lock (rank 0's, to be held), the steps that are done, and what the run is made with, for its
     checkpoints (of rank 0). An error on rank 0 ends all ranks.
     """
+    check_same_rows(rows, held_out)
     run_dir = Path(cfg.output_dir) / cfg.run_name
     lock = made_with = error = None
     start = 0
@@ -72,6 +74,32 @@ def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
         utils.raise_together(error, "Resuming")
         break
     return lock, start, made_with
+
+
+def check_same_rows(rows, held_out) -> None:
+    """ConfigError naming the ranks that have other rows than rank 0: each takes its share of a step by row numbers,
+    which would mean other rows there. Collective."""
+    for what, mine in (("rows", rows), ("held-out rows", held_out)):
+        first, *others = utils.gather_objects(glance(mine))
+        if ranks := [f"rank {rank}" for rank, seen in enumerate(others, 1) if seen != first]:
+            counts = {seen[0] for seen in others} - {first[0]}
+            raise ConfigError(
+                f"{', '.join(ranks[:8])}{' ...' * (len(ranks) > 8)}: other {what} than on rank 0, "
+                + (f"{min(counts)} of them and not {first[0]}" if counts else "or in another order")
+                + ". Each rank reads them itself. A function of rows must give all ranks the same: shuffle by its "
+                "argument `seed`, and list no set() without sorting it; files must be the same on all nodes."
+            )
+
+
+def glance(rows) -> tuple[int, str]:
+    """How many rows there are, and a digest of the prompts of some, in their order."""
+    found = hashlib.sha256()
+    if not isinstance(rows, (list, on_disk.Lines)):
+        rows = rows.select_columns([name for name in ("prompt", "seed") if name in rows.column_names])
+    for place in range(0, len(rows), -(-len(rows) // COMPARED) or 1):
+        row = rows[place]
+        found.update(row_hash({name: row.get(name) for name in ("prompt", "seed")}).to_bytes(8, "little"))
+    return len(rows), found.hexdigest()
 
 
 def set_aside(run_dir: Path, step: int, why: ConfigError) -> int:

@@ -25,7 +25,7 @@ from live import EVEN, SMALL, running, trainer
 from safetensors.torch import load_file, save_file
 
 from config import ConfigError
-from runlog import checkpoints
+from runlog import checkpoints, resume
 from train_grpo import PromptSampler, Trajectory
 
 SEED = 20  # of the steps at which runs are killed
@@ -382,6 +382,26 @@ def test_a_checkpoint_of_an_older_version_goes_on(broken):
 
 
 EVEN_ARGS = f"{SMALL} --reward_funcs length".split()
+
+
+def test_ranks_that_read_other_rows_do_not_begin(tmp_path):
+    text = "import os\n\n\ndef rows(split, seed):\n    rows = [{'prompt': f'{n} + 1 ='} for n in range(40)]\n"
+    texts = {"order": "    return rows[::-1] if os.environ['RANK'] == '1' else rows\n"}
+    texts["count"] = "    return rows[: 40 - int(os.environ['RANK'])]\n"
+    for name, last in texts.items():
+        (tmp_path / f"{name}.py").write_text(text + last, encoding="utf-8")
+        flags = [*EVEN_ARGS, "--dataset_id", f"{tmp_path}/{name}.py:rows", "--output_dir", str(tmp_path)]
+        with running(trainer(tmp_path / f"{name}.log", *flags, "--max_steps", "1", ranks=2)) as run:
+            assert run.end(60) == 1, run.text
+        said = "or in another order" if name == "order" else "39 of them and not 40"
+        assert f"rank 1: other rows than on rank 0, {said}" in run.text, run.text
+
+
+def test_a_glance_at_many_rows_sees_another_order():
+    rows = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(200_000)]
+    shuffled = random.Random(0).sample(rows, len(rows))
+    assert resume.glance(rows) == resume.glance([dict(row) for row in rows]) != resume.glance(shuffled)
+    assert resume.glance([]) != resume.glance(rows[:1]) != resume.glance(rows[1:2])
 
 
 def test_what_differs_is_said_with_what_follows(broken):
