@@ -42,6 +42,31 @@ def show(tab, name: str, settings: dict, **plan: str) -> None:
     query = {"tab": name} | {f"s.{k}": v for k, v in settings.items()} | {f"p.{k}": v for k, v in plan.items()}
     tab.show(f"prepare?{urlencode(query)}")
     tab.wait_for_selector("section.result", state="attached")
+    if tab.locator("text=Run it").count():  # not entered in this tab so far
+        tab.click("text=Run it")
+
+
+def test_a_link_runs_nothing_by_itself(tab, site):
+    trace = site.here / "ran"
+    text = f"def rows(split, seed, n):\n    open({str(trace)!r}, 'a').write('x')\n    return [{{'prompt': 'p'}}] * n\n"
+    (site.here / "traced.py").write_text(text, encoding="utf-8")
+    own = SMALL | {"dataset_id": "traced.py:rows?n=4"}
+    for name in ("rows", "rewards", "tools"):
+        tab.show(f"prepare?{urlencode({'tab': name} | {f's.{key}': value for key, value in own.items()})}")
+        tab.wait_for_selector(".note:has-text('--dataset_id=traced.py:rows?n=4')")
+    tab.fill("#settings-max_turns", "3")  # one of them was entered
+    tab.click("nav.tabs a[data-tab=rows]")
+    tab.wait_for_selector(".note:has-text('--max_turns=3')")
+    assert not trace.exists()
+    tab.click("text=Run it")
+    tab.wait_for_selector(".token-view .token")
+    assert trace.exists() and not tab.locator("text=Run it").count()
+    tab.fill("#settings-dataset_id", "traced.py:rows?n=5")
+    tab.click("nav.tabs a[data-tab=rewards]")
+    tab.wait_for_selector(".answer:has-text('p')")
+    other = SMALL | {"dataset_id": "traced.py:rows?n=6"}
+    tab.show(f"prepare?{urlencode({'tab': 'rows'} | {f's.{key}': value for key, value in other.items()})}")
+    tab.wait_for_selector("text=Run it")
 
 
 def test_rows_with_a_bad_line_then_a_csv_whose_question_becomes_the_prompt(tab, site):

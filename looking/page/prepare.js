@@ -43,9 +43,28 @@ class Work {
     document.querySelectorAll("nav.tabs a").forEach((one) => { one.href = link("prepare", this.place(one.dataset.tab)); });
   }
 
+  /** Whether these very settings were entered in this tab; those of a link may be anybody's. */
+  entered() {
+    return !Object.keys(this.settings).length || sessionStorage.getItem("entered") === JSON.stringify(this.settings);
+  }
+
+  enter() {
+    sessionStorage.setItem("entered", JSON.stringify(this.settings));
+  }
+
+  /** What a tab starts when it is come to. Of settings that a link brought it shows what it would run, and a button. */
+  begin(action, target) {
+    if (this.entered()) return action.run();
+    const named = Object.entries(this.settings).map(([name, value]) => h("div", {}, said(`--${name}=${value}`)));
+    target.replaceChildren(h("div", { class: "note watch" }, h("p", {}, h("b", {}, "These settings came with a link."), " Files and commands that they name will be run as you:"), h("code", {}, named),
+      h("p", { class: "bar" }, h("button", { type: "button", onclick: () => action.click() }, "Run it"))));
+  }
+
   set(name, value, kind = "settings") {
+    const entered = this.entered();
     if (value === "") delete this[kind][name];
     else this[kind][name] = value;
+    if (entered) this.enter();
     this.keep();
     if (kind === "settings") this.checkSoon();
   }
@@ -150,7 +169,10 @@ export function faultLine(work, card) {
 /** A button that asks for something that may take a while; what comes is shown, or why nothing came. */
 export function doer(work, label, target, ask, show, attributes = {}) {
   let begun = null;
-  const button = h("button", { type: "button", ...attributes, onclick: () => run() }, label);
+  const button = h("button", { type: "button", ...attributes, onclick: () => {
+    work.enter(); // they stand in the form
+    run();
+  } }, label);
   async function run() {
     if (begun) return;
     begun = performance.now();

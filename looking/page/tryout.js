@@ -107,7 +107,7 @@ export function rowsTab(work, result, card) {
       tokenView({ ...found.tokens, note: "Special tokens are bold. The model's answer begins at the end." }),
       h("h3", {}, "Columns, which rewards get by name"), h("dl", { class: "columns-of" }, Object.entries(found.columns).flatMap(([name, value]) => [h("dt", {}, said(name)), h("dd", {}, long(value, 1500))]))]).run();
   }
-  if (work.settings.dataset_id || work.settings.config) open.run();
+  if (work.settings.dataset_id || work.settings.config) work.begin(open, list);
 }
 
 // ---- rewards ----
@@ -153,7 +153,7 @@ export function rewardsTab(work, result, card) {
   result.append(h("div", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Row"), number("Row", work.row, (value) => { work.row = value; work.keep(); peek.run(); }), peek), prompt,
     h("h2", {}, "Completions"), boxes, h("div", { class: "bar" }, h("button", { type: "button", onclick: () => { completions.push({ text: "" }); draw(); boxes.lastChild.querySelector("textarea").focus(); } }, "one more"), score, h("span", { class: "space" }),
       h("label", {}, "or sample some from the model as it is now: ", size, " "), sample)), target);
-  if (work.settings.dataset_id || work.settings.config) peek.run();
+  if (work.settings.dataset_id || work.settings.config) work.begin(peek, prompt);
 }
 
 function functionsOf(functions, completions) {
@@ -212,6 +212,5 @@ export function toolsTab(work, result, card) {
     return [h("div", { class: "card" }, h("h2", {}, first ? "The prompt" : "So far"), first ? null : long(found.answer, 3000, { class: "answer" }), tokenView(view, "trained")),
       h("div", { class: "card" }, h("h2", {}, "Your turn"), h("div", { class: "bar" }, actions.map((text) => h("button", { type: "button", onclick: () => { area.value = text; send.run(); } }, said(text)))), h("div", { class: "typed" }, area, send), h("p", { class: "dim" }, `at most ${found.left} tokens are left; Ctrl-Enter sends`))];
   }
-  look.run();
+  work.begin(look, list);
 }
-
