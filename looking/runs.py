@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import psutil
 
 from runlog.curves import Curves
 from runlog.samples import Unreadable, Vocabulary, step_files, vocabulary
@@ -241,14 +242,14 @@ class Run:
         names = ("metrics.jsonl", "state.json", "config.json", "lock", "completions", "evaluations")
         return tuple(stamp(self.path / name) for name in names)
 
-    def held(self) -> bool:
-        """Whether a process has the run: its lock is taken.
+    def held(self) -> bool | None:
+        """Whether a process has the run: its lock is taken. None where that cannot be told.
 
         Trying takes the lock for an instant. One that was found free is not tried again until its file changes, as it
         does when a process takes it: a trainer that is about to start meets nobody here.
         """
         mark = stamp(self.path / "lock")
-        if mark is None or (self.lock_seen[0] == mark and not self.lock_seen[1]):
+        if mark is None or self.lock_seen == (mark, False):
             return False
         try:
             with opened(self.path, "lock") as file:
@@ -256,8 +257,8 @@ class Run:
             held = False
         except BlockingIOError:
             held = True
-        except OSError:  # a file system without locks, or no right to open it
-            held = False
+        except OSError:  # a file system without locks
+            held = None
         self.lock_seen = mark, held
         return held
 
@@ -275,14 +276,17 @@ class Run:
         if state in ("finished", "failed", "interrupted"):
             return state, why
         if state == "running":
-            if told.get("host") in (None, socket.gethostname()):
-                if self.held():
+            host = told.get("host") or socket.gethostname()
+            if host == socket.gethostname():
+                held = self.held()
+                if held:
                     return "running", ""
-                return "killed", f"its process ({told.get('pid')}) is gone and could not say why"
+                if held is False or not psutil.pid_exists(int(number(told, "pid", "state.json") or 0)):
+                    return "killed", f"its process ({told.get('pid')}) is gone and could not say why"
             quiet = time.time() - (updated or 0)
             if quiet < STALLED:
-                return "running", f"on {told['host']}"
-            return "silent", f"on {told['host']}; nothing new for {quiet / 60:.0f} min"
+                return "running", f"on {host}"
+            return "silent", f"on {host}; nothing new for {quiet / 60:.0f} min"
         if self.held():
             return "running", ""
         with self.lock:

@@ -2,6 +2,7 @@
 in test_look_browser.py."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -507,6 +508,26 @@ def test_a_trainer_can_take_a_run_that_is_looked_at(tmp_path):
         file.write("process 1\n")
         file.flush()
         assert run.state()[0] == "running"  # ... until it changes
+
+
+def test_without_locks_a_run_is_known_by_its_process_and_by_what_it_says(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run = Runs(make_run(tmp_path / "a", files=0, state="running")).get("a")
+    told = json.loads((run.path / "state.json").read_text(encoding="utf-8"))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    cases = [
+        ({}, "running"),
+        ({}, "running"),
+        ({"pid": ended.pid}, "killed"),
+        ({"updated": told["updated"] - 7200}, "silent"),
+    ]
+    for change, state in cases:
+        (run.path / "state.json").write_text(json.dumps(told | change), encoding="utf-8")
+        assert run.state()[0] == state, change
 
 
 def test_nothing_in_a_run_folder_changes(tmp_path):
