@@ -1,7 +1,9 @@
 """The page of look.py in a real browser: it grows while a run trains, others' text stays text, keys and contrast."""
 
+import fcntl
 import json
 import os
+import random
 import shutil
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from live import EVEN, SMALL, trainer
 from looking_at import looking
-from made_runs import completions_table, evaluation_line, make_run, write_step
+from made_runs import completions_table, evaluation_line, make_run, metrics_line, write_step
 
 from runlog.reading import read_metrics
 from runlog.report import write_report
@@ -162,6 +164,19 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path):
         tab.wait_for_selector(".list .line")
         assert "16 completions" in tab.locator(".bar").inner_text()
         assert tab.locator("input.step").input_value() == "20"
+
+
+def test_the_age_of_a_run_that_hangs_goes_on(browser, tmp_path):
+    now, run = time.time(), make_run(tmp_path / "runs" / "hung", steps=4, state="running")
+    lines = [metrics_line(step, 9, None, random.Random(0)) | {"time/unix": now} for step in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with open(run / "lock", "a", encoding="utf-8") as lock, looking(run.parent) as page, opened(browser, page) as tab:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for place, selector in (("runs", "tbody td:last-child"), ("run?run=hung", ".tile:has-text('time') p >> nth=1")):
+            tab.show(place)
+            tab.wait_for_selector(f"{selector}:has-text(' s ago')" if place == "runs" else "text= s ago")
+            first = tab.locator(selector).inner_text()
+            until(lambda s=selector, f=first: tab.locator(s).inner_text() != f, 10)
 
 
 def test_runs_are_filtered_and_compared_and_a_picture_is_saved(tab, tmp_path):

@@ -1,5 +1,5 @@
 // Which view is shown follows from the address: #/VIEW?what=is&chosen=in&it
-import { h, link, said, tell } from "./dom.js";
+import { h, link, said, tell, tick } from "./dom.js";
 import { compareView } from "./compare.js";
 import { prepareLink, preparing, prepareView } from "./prepare.js";
 import { rowView } from "./row.js";
@@ -56,4 +56,5 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   document.getElementById("main").focus();
 });
 addEventListener("hashchange", route);
+setInterval(tick, 1000);
 route();

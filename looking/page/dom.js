@@ -167,6 +167,16 @@ export function ago(unix) {
   return seconds < 86400 * 2 ? `${duration(Math.max(0, seconds))} ago` : new Date(unix * 1000).toISOString().slice(0, 10);
 }
 
+/** `ago`, which `tick` draws anew each second: of a run that hangs nothing new comes. */
+export const age = (unix) => h("span", { "data-unix": unix ? String(unix) : undefined }, ago(unix));
+
+export function tick() {
+  for (const one of document.querySelectorAll("[data-unix]")) {
+    const text = ago(Number(one.dataset.unix));
+    if (one.textContent !== text) one.textContent = text;
+  }
+}
+
 /** A score on a background from red (lowest) to green (highest). */
 export function score(value, low, high) {
   if (typeof value !== "number") return h("span", { class: "dim" }, "–");

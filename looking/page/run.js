@@ -1,5 +1,5 @@
 // One run while it trains: what stands out in words, its curves, where the time goes, its settings.
-import { ago, duration, h, link, nodes, poll, remember, said, short } from "./dom.js";
+import { age, duration, h, link, nodes, poll, remember, said, short } from "./dom.js";
 import { Chart } from "./charts.js";
 import { AXES, axisChoice, smoothingChoice } from "./compare.js";
 import { stateOf } from "./runs.js";
@@ -7,7 +7,7 @@ import { stateOf } from "./runs.js";
 const tile = (label, value, note) => h("div", { class: "card tile" }, h("p", { class: "dim" }, label), h("div", { class: "big" }, value), h("p", { class: "dim" }, note));
 
 function left(summary) {
-  if (summary.state !== "running" || !summary.steps || !summary.step || !summary.seconds) return ago(summary.updated);
+  if (summary.state !== "running" || !summary.steps || !summary.step || !summary.seconds) return age(summary.updated);
   return `${duration(((summary.steps - summary.step) * summary.seconds) / summary.step)} left`;
 }
 
@@ -58,7 +58,7 @@ export function runView(content, parameters, signal) {
     const steps = `step ${summary.step}${summary.steps ? ` of ${summary.steps}` : ""}`;
     const moved = typeof summary.first === "number" && summary.first !== summary.last ? `${short(summary.first)} → ${short(summary.last)}` : short(summary.last);
     tiles.replaceChildren(tile(`held out, ${summary.metric || "score"}`, moved, `best ${short(summary.best)}${/^mean@/.test(summary.metric ?? "") ? "; share with a score of --eval_solved or more" : ""}`), tile("training reward", short(summary.reward), "last step"),
-      tile("progress", steps, left(summary)), tile("time", duration(summary.seconds), "from the first line to the last"),
+      tile("progress", steps, left(summary)), tile("time", duration(summary.seconds), ["from the first line to the last, ", age(summary.updated)]),
       tile("speed", `${short(summary.tokens_per_second)} tok/s`, "prompts and completions, whole step"));
     data.panels.forEach((panel, n) => {
       const curves = panel.curves.map((curve) => ({ ...curve }));

@@ -1,6 +1,6 @@
 // The table of runs: filter, sort, choose some to compare.
 import { prepareLink, preparing } from "./prepare.js";
-import { ago, duration, h, link, poll, remember, said, short } from "./dom.js";
+import { age, duration, h, link, poll, remember, said, short } from "./dom.js";
 
 const COLUMNS = [
   ["name", "run"], ["state", "state"], ["task", "task"], ["algorithm", "algorithm"], ["step", "step"],
@@ -60,7 +60,7 @@ export function runsView(content, parameters, signal) {
       h("td", { class: "stands-out" }, run.note ? h("a", { class: run.level, href: link("run", { run: run.name }), title: run.notes > 1 ? `and ${run.notes - 1} more` : undefined }, said(run.note), run.notes > 1 ? ` +${run.notes - 1}` : "") : null),
       h("td", { class: "n", title: run.metric }, gained ? h("span", { class: "dim" }, `${short(run.first)} → `) : null, h("b", {}, short(run.last))),
       number(short(run.best)), number(short(run.reward)), number(duration(run.seconds)),
-      number(typeof run.tokens_per_second === "number" ? Math.round(run.tokens_per_second).toLocaleString("en") : "–"), number(ago(run.updated)));
+      number(typeof run.tokens_per_second === "number" ? Math.round(run.tokens_per_second).toLocaleString("en") : "–"), number(age(run.updated)));
   }
 
   function buttons() {
