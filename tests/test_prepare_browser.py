@@ -3,6 +3,7 @@ environment that is played, a run that is started, followed, stopped and resumed
 
 import json
 import sys
+import time
 from urllib.parse import urlencode
 
 import pytest
@@ -168,6 +169,39 @@ def test_a_run_is_started_followed_stopped_and_resumed_from_the_page(tab, site):
     until(lambda: tab.input_value("#settings-save_steps") == "2" and tab.input_value("#settings-run_name") == "")
     tab.click(".launched >> text=curves")
     tab.wait_for_selector("h1:has-text('from the page')")
+
+
+def test_a_log_stays_where_it_is_read_and_is_asked_for_once_a_second(tab):
+    text, asked = "".join(f"line {n}\n" for n in range(300)), []
+    one = dict(name="n", script="train_grpo.py", time=1e9, command="c", run="n", alive=True, status=None, why="")
+    one |= dict(state="running", has_run=False, can_resume=False, settings=None)
+
+    def about(route):
+        told = route.fetch().json()
+        route.fulfill(json=told | {"launched": [one | {"step": int(10 * time.monotonic())}]})
+
+    def log(route):
+        start = int(route.request.url.partition("from=")[2])
+        asked.append(time.monotonic())
+        route.fulfill(json={"text": text[start:], "from": start, "end": len(text)})
+
+    tab.route("**/api/prepare?*", about)
+    tab.route("**/api/launch_log*", log)
+    show(tab, "launch", SMALL)
+    tab.click(".launched >> button:text-is('log')")
+    tab.wait_for_selector("pre.log:has-text('line 299')")
+    top = "document.querySelector('pre.log').scrollTop"
+    tab.evaluate(f"{top} = 1000")
+    step = tab.locator(".launched .state").inner_text()
+    until(lambda: tab.locator(".launched .state").inner_text() != step)
+    assert tab.evaluate(top) == 1000
+    for _ in range(6):
+        tab.click(".launched >> button:text-is('log')")
+    tab.wait_for_selector("pre.log:has-text('line 299')")
+    assert tab.locator("pre.log").text_content().count("line 299") == 1
+    begun = time.monotonic()
+    tab.wait_for_timeout(3500)
+    assert sum(at > begun for at in asked) <= 4
 
 
 def test_a_run_goes_on_when_its_page_is_killed_and_the_next_one_stops_it(browser, site, tmp_path):

@@ -1,5 +1,5 @@
 // Whether it fits, and starting it: the whole form, the command, and what was started from here.
-import { ago, get, h, link, long, poll, said, tell } from "./dom.js";
+import { age, get, h, link, long, poll, said, tell } from "./dom.js";
 import { colour } from "./charts.js";
 import { copier, doer, failure, fieldOf, printedBy } from "./prepare.js";
 
@@ -99,10 +99,11 @@ export function launchTab(work, result) {
     filter();
   });
 
-  // What was started: drawn anew only where something changed, so that a log stays where it was read.
+  // What was started: drawn anew where something changed, but for the log, which stays where it is read.
   const list = h("div", { "aria-label": "Started from here" });
   let open = null;
   let end = 0;
+  let following = 0;
   const log = said("", { tabindex: "0", class: "log", "aria-label": "Log" }, "pre");
   const act = (one, label, action, attributes = {}) => h("button", { type: "button", ...attributes, onclick: async () => {
     try {
@@ -114,28 +115,41 @@ export function launchTab(work, result) {
   } }, label);
   function line(one) {
     const mark = h("span", { class: `state ${one.state === "stopping" ? "running" : one.state}` }, one.state + (one.state === "failed" ? `, status ${one.status}` : one.state === "stopping" ? " …" : one.step ? `, step ${one.step}` : ""));
-    const show = h("button", { type: "button", "aria-expanded": String(open === one.name), onclick: () => { open = open === one.name ? null : one.name; end = 0; log.replaceChildren(); draw(); follow(); } }, "log");
-    return h("div", { class: "launched" }, h("div", { class: "bar" }, h("b", { title: one.command }, said(one.name)), mark, h("span", { class: "dim" }, ago(one.time)), h("span", { class: "space" }),
+    const show = h("button", { type: "button", "aria-expanded": String(open === one.name), onclick: () => { open = open === one.name ? null : one.name; end = 0; log.replaceChildren(); draw(); follow(++following); } }, "log");
+    return h("div", {}, h("div", { class: "bar" }, h("b", { title: one.command }, said(one.name)), mark, h("span", { class: "dim" }, age(one.time)), h("span", { class: "space" }),
       one.has_run ? h("a", { class: "button", href: link("run", { run: one.run }) }, "curves") : null,
       one.settings ? h("a", { class: "button", title: "what it was started with, in the form", href: link("prepare", { tab: "launch", script: one.script, ...Object.fromEntries(Object.entries(one.settings).map(([name, text]) => [`s.${name}`, text])) }) }, "settings") : null, show, one.state === "stopping" ? act(one, "end at once", "kill") : one.alive ? act(one, "stop", "stop", { title: "as Ctrl-C: what there is, is written" }) : one.can_resume ? act(one, "resume", "resume") : null),
-      one.why && open !== one.name ? h("p", { class: "fault" }, said(one.why)) : null, open === one.name ? log : null);
+      one.why && open !== one.name ? h("p", { class: "fault" }, said(one.why)) : null);
   }
   let drawn = "";
+  const lines = new Map(); // name: its element, with the line and, where it is open, the log
   function draw() {
-    const text = JSON.stringify([launched.map(({ time, ...one }) => [one, ago(time)]), open]);
+    const text = JSON.stringify([launched, open]);
     if (text === drawn) return;
     drawn = text;
     const focused = [...list.querySelectorAll("button, a")].indexOf(document.activeElement);
-    list.replaceChildren(...(launched.length ? launched.map(line) : [h("p", { class: "dim" }, "Nothing yet.")]));
+    const shown = launched.map((one) => {
+      if (!lines.has(one.name)) lines.set(one.name, h("div", { class: "launched" }, h("div")));
+      const made = lines.get(one.name);
+      made.firstChild.replaceWith(line(one));
+      if (open === one.name && log.parentNode !== made) made.append(log);
+      return made;
+    });
+    if (open === null) log.remove();
+    if (!shown.length) list.replaceChildren(h("p", { class: "dim" }, "Nothing yet."));
+    else if (shown.length !== list.childNodes.length || shown.some((made, n) => made !== list.childNodes[n])) {
+      const top = log.scrollTop;
+      list.replaceChildren(...shown);
+      log.scrollTop = top;
+    }
     if (focused >= 0) [...list.querySelectorAll("button, a")][focused]?.focus();
   }
   const look = poll("prepare", () => ({}), 2000, (about) => { launched = about.launched; draw(); }, work.signal);
-  async function follow() {
-    if (!open || work.signal.aborted) return;
-    const name = open;
+  async function follow(turn) {
+    if (!open || turn !== following || work.signal.aborted) return;
     try {
-      const found = await get("launch_log", { name, from: end });
-      if (name !== open) return;
+      const found = await get("launch_log", { name: open, from: end });
+      if (turn !== following) return;
       if (found.from < end) log.replaceChildren();
       const bottom = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
       if (found.text) log.append(said(found.text));
@@ -145,7 +159,7 @@ export function launchTab(work, result) {
     } catch (error) {
       tell(error.message);
     }
-    setTimeout(() => name === open && follow(), 1000);
+    setTimeout(() => follow(turn), 1000);
   }
   result.append(h("div", { class: "columns even" }, h("div", {}, h("div", { class: "bar" }, search, h("label", {}, only, " what differs from the defaults")), form),
     h("div", { class: "beside-form" }, h("div", { class: "card" }, h("h2", {}, "Start"), fault, h("div", { class: "bar" }, h("label", {}, "processes ", ranks), beside, h("span", { class: "space" }), go), needs, started),
