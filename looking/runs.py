@@ -14,13 +14,17 @@ import socket
 import stat
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import BinaryIO
 
 import numpy as np
 import psutil
 
-from runlog.curves import Curves
+from runlog.curves import Curves, is_number
 from runlog.samples import Unreadable, Vocabulary, step_files, vocabulary
 from safety.storable import text_of
 
@@ -32,6 +36,7 @@ BLOCK = 4 << 20  # bytes of metrics that are read at a time
 TAIL = 256  # bytes before what is new by which a file is known again
 DEPTH = 4  # of run folders below the given one
 MAX_JSON = 16 << 20  # bytes of config.json and state.json
+RECENT = 20  # steps by whose seconds the rest of a run is estimated
 STALLED = 900.0  # seconds after which a run of another machine that says nothing is not called running
 
 
@@ -129,8 +134,17 @@ def stamp(path: Path) -> tuple | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
+def backwards(block: bytes) -> Iterator[bytes]:
+    """Its lines, the last one first."""
+    end = len(block)
+    while end > 0:
+        start = block.rfind(b"\n", 0, end - 1) + 1
+        yield block[start:end]
+        end = start
+
+
 class Summary:
-    """What the table says of a run: from its first line, its last and its evaluations; no other line is parsed."""
+    """What the table says of a run: from its first line, its last ones and its evaluations; no other line is parsed."""
 
     def __init__(self, folder: Path):
         self.file = Growing(folder)
@@ -138,6 +152,7 @@ class Summary:
 
     def clear(self) -> None:
         self.first, self.last, self.held_out, self.metric = None, {}, {}, None
+        self.paces: deque = deque(maxlen=RECENT)  # seconds of each of the last steps
 
     def update(self) -> None:
         while self._read():
@@ -160,10 +175,10 @@ class Summary:
                 self.metric = name
                 self.held_out[line["step"]] = line[name]
             found = end
-        for line in reversed(block[-65536:].split(b"\n")):
-            if b'"eval/' not in line and (step := parsed(line)):
-                self.last = step
-                break
+        steps = (step for line in backwards(block) if b'"eval/' not in line and (step := parsed(line)))
+        if found := list(islice(steps, RECENT)):
+            self.last = found[0]
+            self.paces.extend(step.get("time/step") for step in reversed(found))
         return True
 
 
@@ -305,13 +320,14 @@ class Run:
         except Exception as error:
             state, why = unreadable(error)
             texts = dict.fromkeys(("task", "algorithm", "model", "metric"), "")
-            numbers = ("step", "steps", "first", "last", "best", "reward", "seconds", "tokens_per_second", "updated")
+            numbers = "step steps first last best reward seconds pace tokens_per_second updated".split()
             return {"name": self.name, "state": state, "why": why} | texts | dict.fromkeys(numbers)
 
     def _summary(self) -> dict:
         with self.lock:
             self.summarized.update()
             first, last, held_out = self.summarized.first or {}, self.summarized.last, self.summarized.held_out
+            paces = [seconds for seconds in self.summarized.paces if is_number(seconds)]
             config, (state, why) = self.config(), self.state()
         told = read_json(self.path, "state.json")
         # Without the first step's seconds: then it began. A resumed run keeps its first line.
@@ -333,6 +349,7 @@ class Run:
             "best": max(held_out.values(), default=None),
             "reward": number(last, "reward", METRICS),
             "seconds": max(0.0, until - begun) if until and begun else None,
+            "pace": median(paces) if paces else None,  # seconds of a step
             "tokens_per_second": number(last, "time/tokens_per_second", METRICS),
             "updated": round(until) if until else None,
         }

@@ -510,6 +510,22 @@ def test_a_trainer_can_take_a_run_that_is_looked_at(tmp_path):
         assert run.state()[0] == "running"  # ... until it changes
 
 
+def test_a_pause_does_not_slow_the_steps_that_are_left_and_long_lines_are_found(tmp_path):
+    """Three days between steps 50 and 51; then lines of 80 kB, as of many domains."""
+    run = make_run(tmp_path / "a", steps=1, files=0)
+    names = {f"domain/metric-{n}": 0.123456789012345 for n in range(2000)}
+    lines = [{"step": n, "time/step": 10.0 + n % 2, "time/unix": 1e9 + 10 * n + 3e5 * (n > 50)} for n in range(1, 52)]
+    for more in ({}, names):
+        text = "".join(json.dumps(line | more) + "\n" for line in lines)
+        (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+        summary = Runs(run).get("a").summary()
+        assert summary["step"] == 51 and summary["pace"] == 10.5 and summary["seconds"] > 3e5, summary
+    (run / "metrics.jsonl").write_text(
+        text + json.dumps({"step": 51, "eval/reward": 1} | names) + "\n", encoding="utf-8"
+    )
+    assert Runs(run).get("a").summary()["step"] == 51
+
+
 def test_without_locks_a_run_is_known_by_its_process_and_by_what_it_says(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")

@@ -7,8 +7,8 @@ import { stateOf } from "./runs.js";
 const tile = (label, value, note) => h("div", { class: "card tile" }, h("p", { class: "dim" }, label), h("div", { class: "big" }, value), h("p", { class: "dim" }, note));
 
 function left(summary) {
-  if (summary.state !== "running" || !summary.steps || !summary.step || !summary.seconds) return age(summary.updated);
-  return `${duration(((summary.steps - summary.step) * summary.seconds) / summary.step)} left`;
+  if (summary.state !== "running" || !summary.steps || !summary.step || !summary.pace) return age(summary.updated);
+  return `${duration((summary.steps - summary.step) * summary.pace)} left`;
 }
 
 export function runView(content, parameters, signal) {
