@@ -139,11 +139,15 @@ def _values(column: pa.ChunkedArray) -> list:
 def search(path: Path, text: str) -> list[int]:
     """Rows in whose completion, turns or prompt the text stands, in upper or lower case."""
     table = table_of(path, ["prompt", "completion", "turns"])
+    forms = [text]  # and as it stands in JSON, as messages and turns do, and in JSON within: arguments of calls
+    for _ in range(2):
+        forms.append(json.dumps(forms[-1], ensure_ascii=False)[1:-1])
     found: set[int] = set()
     for name in table.column_names:
-        for chunk, start in _chunks(table[name]):
-            parents = np.arange(start, start + len(chunk))
-            found.update(_parents_of(chunk, parents, text))
+        for wanted in {text} if name == "completion" else {*forms}:
+            for chunk, start in _chunks(table[name]):
+                parents = np.arange(start, start + len(chunk))
+                found.update(_parents_of(chunk, parents, wanted))
     return sorted(found)
 
 

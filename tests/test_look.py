@@ -28,6 +28,7 @@ from made_runs import FAULTS, completions_table, make_run, metrics_line, vocabul
 from looking.runs import Runs
 from runlog import advice, samples
 from runlog.curves import Curves, merged, panels
+from runlog.log import write_table
 
 ROOT = Path(__file__).parent.parent
 PLACE = {"kind": "completions", "step": 40, "row": 3}
@@ -524,6 +525,18 @@ def test_a_pause_does_not_slow_the_steps_that_are_left_and_long_lines_are_found(
         text + json.dumps({"step": 51, "eval/reward": 1} | names) + "\n", encoding="utf-8"
     )
     assert Runs(run).get("a").summary()["step"] == 51
+
+
+def test_a_search_finds_quotes_line_breaks_and_backslashes_in_messages_and_calls(tmp_path):
+    call = {"name": "say", "arguments": json.dumps({"text": 'a "b"'}), "result": "", "seconds": 0.0}
+    turn = {"text": 'I write "x" and \\boxed{3}', "observation": [], "calls": [call], "reward": 0.0}
+    row = {"prompt": [{"role": "user", "content": 'Say "done".\nSimplify \\frac{1}{2}.'}], "turns": [turn]}
+    row |= {"completion": "ok"}
+    path = tmp_path / "step_000001.parquet"
+    write_table(path, [row, {"prompt": "n", "completion": "done\\n", "turns": []}])
+    for text in ('say "done"', '".\nsimplify', "\\frac{1}", "\\boxed{3}", '"x"', 'a "b"'):
+        assert samples.search(path, text) == [0], text
+    assert samples.search(path, "\n") == [0] and samples.search(path, "none") == []
 
 
 def test_without_locks_a_run_is_known_by_its_process_and_by_what_it_says(tmp_path, monkeypatch):
