@@ -303,6 +303,33 @@ def test_a_search_needs_no_enter(tab):
     tab.wait_for_selector("text=No completion fits")
 
 
+def test_a_late_answer_to_an_earlier_search_changes_nothing(tab):
+    held = []
+    tab.route(
+        "**/api/search*", lambda route: held.append(route) if "text=zz" in route.request.url else route.continue_()
+    )
+    tab.show("trajectories?run=good")
+    tab.wait_for_selector(".list .line")
+    search = tab.locator("input[type=search]")
+    search.fill("zz")
+    until(lambda: held or tab.wait_for_timeout(50))
+    with tab.expect_response("**text=What*"):
+        search.fill("What")
+    held[0].fulfill(json={"rows": [3]})
+    tab.wait_for_timeout(300)
+    assert tab.locator(".bar [role=status]").inner_text() == "64 completions"
+
+
+def test_the_domain_of_a_link_does_not_come_back_once_all_were_chosen(tab):
+    tab.show("trajectories?run=good&domain=code")
+    tab.wait_for_selector("[role=status]:has-text('16 of 64')")
+    tab.select_option("select[aria-label=Domain]", "")
+    tab.fill("input.step", "39")
+    tab.keyboard.press("Tab")
+    tab.wait_for_url("**step=39**")
+    assert tab.input_value("select[aria-label=Domain]") == ""
+
+
 CONTRAST = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)

@@ -11,6 +11,7 @@ export async function trajectoriesView(content, parameters, signal) {
   let step = parameters.has("step") ? Number(parameters.get("step")) : null;
   let sort = parameters.get("sort") ?? "";
   let row = parameters.has("row") ? Number(parameters.get("row")) : null;
+  let linked = parameters.get("domain"); // of the first listing: from then on it is chosen here
   let all = [], shown = [], scores = [], listing = null, matches = null, typing;
 
   const kindSelect = h("select", { "aria-label": "Training or held out", onchange: () => { kind = kindSelect.value; step = null; row = null; open(); } },
@@ -90,25 +91,29 @@ export async function trajectoriesView(content, parameters, signal) {
       return made;
     });
     const domains = [...new Set(found.domain ?? [])].filter((name) => name !== null);
-    const wanted = domain.value || parameters.get("domain") || "";
+    const wanted = domain.value || linked || "";
+    linked = null;
     domain.replaceChildren(h("option", { value: "" }, "all domains"), ...domains.map((name) => h("option", { value: name }, said(name).textContent)));
     domain.value = domains.includes(wanted) ? wanted : "";
     domain.hidden = !domains.length;
     matches = null;
-    if (text.value) search();
-    else filter();
+    search();
   }
 
+  let searched = 0;
   async function search() {
-    if (!text.value) matches = null;
-    else {
+    const mine = ++searched;
+    let found = null;
+    if (text.value) {
       try {
-        matches = new Set((await get("search", ask({ text: text.value }))).rows);
+        found = new Set((await get("search", ask({ text: text.value }))).rows);
       } catch (error) {
-        tell(error.message);
+        if (mine === searched && !signal.aborted) tell(error.message);
         return;
       }
+      if (mine !== searched || signal.aborted) return; // something else was asked for meanwhile
     }
+    matches = found;
     filter();
   }
 
