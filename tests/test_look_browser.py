@@ -330,6 +330,17 @@ def test_the_domain_of_a_link_does_not_come_back_once_all_were_chosen(tab):
     assert tab.input_value("select[aria-label=Domain]") == ""
 
 
+def test_the_focus_stays_on_its_run_when_their_order_changes(tab, site):
+    told = site.ask("/api/runs").json()
+    orders = iter([told["runs"], told["runs"][::-1]])
+    tab.route("**/api/runs?*", lambda route: route.fulfill(json=told | {"runs": next(orders, told["runs"][::-1])}))
+    tab.show("runs")
+    name = told["runs"][0]["name"]
+    tab.locator("tbody tr").first.locator("input").focus()
+    until(lambda: name in (tab.locator("tbody tr").last.get_attribute("data-run") or ""))
+    assert tab.evaluate("document.activeElement.getAttribute('aria-label')") == f"Compare {name}"
+
+
 CONTRAST = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)

@@ -55,7 +55,7 @@ export function runsView(content, parameters, signal) {
     } });
     const number = (value) => h("td", { class: "n" }, value);
     const gained = typeof run.first === "number" && typeof run.last === "number" && run.first !== run.last;
-    return h("tr", {}, h("td", {}, box), h("td", { class: "name" }, h("a", { href: link("run", { run: run.name }) }, said(run.name))),
+    return h("tr", { "data-run": run.name }, h("td", {}, box), h("td", { class: "name" }, h("a", { href: link("run", { run: run.name }) }, said(run.name))),
       h("td", {}, stateOf(run)), h("td", {}, said(run.task)), h("td", {}, said(run.algorithm)), number(progress(run)),
       h("td", { class: "stands-out" }, run.note ? h("a", { class: run.level, href: link("run", { run: run.name }), title: run.notes > 1 ? `and ${run.notes - 1} more` : undefined }, said(run.note), run.notes > 1 ? ` +${run.notes - 1}` : "") : null),
       h("td", { class: "n", title: run.metric }, gained ? h("span", { class: "dim" }, `${short(run.first)} → `) : null, h("b", {}, short(run.last))),
@@ -83,10 +83,11 @@ export function runsView(content, parameters, signal) {
       if (typeof x === "string" || typeof y === "string") return String(x).localeCompare(String(y));
       return (x ?? -Infinity) - (y ?? -Infinity);
     });
-    const focused = body.contains(document.activeElement) ? [...body.querySelectorAll("input, a")].indexOf(document.activeElement) : -1;
+    const row = body.contains(document.activeElement) ? document.activeElement.closest("tr") : null;
+    const focused = row ? [...row.querySelectorAll("input, a")].indexOf(document.activeElement) : -1;
     headings();
     body.replaceChildren(...found.map(line));
-    if (focused >= 0) [...body.querySelectorAll("input, a")][focused]?.focus();
+    if (focused >= 0) [...body.children].find((one) => one.dataset.run === row.dataset.run)?.querySelectorAll("input, a")[focused]?.focus();
     if (!found.length) body.append(h("tr", {}, h("td", { colspan: "13", class: "dim" }, runs.length ? "No run fits." : ["There is no run in this folder yet. One that starts shows up here within seconds.", preparing() ? [" ", h("a", { href: prepareLink() }, "Prepare one"), "."] : null])));
     count.textContent = found.length === runs.length ? `${runs.length}` : `${found.length} of ${runs.length}`;
     buttons();
