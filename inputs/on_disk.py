@@ -4,6 +4,7 @@ that look at rows, and a folder that keeps what they found for the next start.
 
 import codecs
 import contextlib
+import copy
 import fcntl
 import hashlib
 import json
@@ -145,16 +146,17 @@ class Lines(Sequence):
     `datasets.Dataset` is here under the same names; that library's own reader would copy the file into a cache, and
     give every row the columns of all others.
 
-    parse: the row of a line. look: [rows] of LOOK, of all rows of the file; places: the numbers of those that are ours.
+    parse: the row of a line. index: a table with an entry (LOOK) for each row of the file, made once and kept.
+    chosen: which of these rows this object stands for; None is all.
     """
 
-    def __init__(self, path: Path, parse: Callable[[bytes], dict], look: np.ndarray, places: np.ndarray | None = None):
-        self.path, self.parse, self.look, self.places = path, parse, look, places
+    def __init__(self, path: Path, parse: Callable[[bytes], dict], index: np.ndarray):
+        self.path, self.parse, self.index, self.chosen = path, parse, index, None
         self.file = path.open("rb", buffering=0)
         self.stamp = stamp(os.fstat(self.file.fileno()))
-        self.ends = np.append(look["start"][1:], self.stamp[0])
-        self._fingerprint = fingerprint(path, self.stamp, b"" if places is None else places.tobytes())
-        _, first = np.unique(look["kind"], return_index=True)
+        self.ends = np.append(index["start"][1:], self.stamp[0])
+        self._fingerprint = fingerprint(path, self.stamp)
+        _, first = np.unique(index["kind"], return_index=True)
         self.forms = [form_of(self.row(int(number))) for number in first]  # by kind
         names = [set(keys) for keys, _ in self.forms]
         self.column_names = list(dict.fromkeys(key for keys, _ in self.forms for key in keys))
@@ -162,7 +164,7 @@ class Lines(Sequence):
 
     def row(self, number: int) -> dict:
         """By its number in the file."""
-        return self.parse(self.read(int(self.look["start"][number]), int(self.ends[number])))
+        return self.parse(self.read(int(self.index["start"][number]), int(self.ends[number])))
 
     def read(self, start: int, end: int) -> bytes:
         if stamp(os.fstat(self.file.fileno())) != self.stamp:
@@ -170,30 +172,33 @@ class Lines(Sequence):
         return os.pread(self.file.fileno(), end - start, start)
 
     def __len__(self) -> int:
-        return len(self.look) if self.places is None else len(self.places)
+        return len(self.index) if self.chosen is None else len(self.chosen)
 
     def __getitem__(self, key):
         if isinstance(key, slice):
-            numbers = np.arange(len(self))[key] if self.places is None else self.places[key]
+            numbers = np.arange(len(self))[key] if self.chosen is None else self.chosen[key]
             if not len(numbers) or np.ptp(numbers) > 2 * len(numbers):
                 return [self.row(int(number)) for number in numbers]
-            starts, ends = self.look["start"][numbers], self.ends[numbers]  # near each other: all read at once
+            starts, ends = self.index["start"][numbers], self.ends[numbers]  # near each other: all read at once
             begin = int(starts.min())
             block = self.read(begin, int(ends.max()))
             return [self.parse(block[a:b]) for a, b in zip(starts - begin, ends - begin, strict=True)]
         place = range(len(self))[key]
-        return self.row(place if self.places is None else int(self.places[place]))
+        return self.row(place if self.chosen is None else int(self.chosen[place]))
 
     def __iter__(self) -> Iterator[dict]:
         return (row for first in range(0, len(self), 100) for row in self[first : first + 100])
 
     def select(self, places) -> "Lines":
         places = np.asarray(places, np.int64)
-        return Lines(self.path, self.parse, self.look, places if self.places is None else self.places[places])
+        found = copy.copy(self)  # with the file that is open: there may be another one at its path by now
+        found.chosen = places if self.chosen is None else self.chosen[places]
+        found._fingerprint = hashlib.sha256(self._fingerprint.encode() + places.tobytes()).hexdigest()[:16]
+        return found
 
     def mine(self, name: str) -> np.ndarray:
-        """What `look` says of each row."""
-        return self.look[name] if self.places is None else self.look[name][self.places]
+        """What `index` says of each row."""
+        return self.index[name] if self.chosen is None else self.index[name][self.chosen]
 
     def holding(self, texts: list[str], first: int, last: int) -> np.ndarray:
         """Whether a row may hold one of the texts: true where that has to be looked at, as JSON can spell any letter
@@ -202,7 +207,7 @@ class Lines(Sequence):
             return np.ones(last - first, bool)
         found = re.compile(b"|".join([rb"\\[u/]", *(re.escape(text.encode()) for text in texts)])).search
         starts, ends = self.mine("start")[first:last], self.ends
-        ends = (ends if self.places is None else ends[self.places])[first:last]
+        ends = (ends if self.chosen is None else ends[self.chosen])[first:last]
         begin = int(starts.min())
         block = self.read(begin, int(ends.max()))
         return np.array([found(block, a, b) is not None for a, b in zip(starts - begin, ends - begin, strict=True)])
@@ -215,10 +220,10 @@ def stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def fingerprint(path: Path, mark: tuple[int, int], more: bytes = b"") -> str:
+def fingerprint(path: Path, mark: tuple[int, int]) -> str:
     """The same file has the same at the next start. Its inode's time, too: what copies files may set the other."""
     text = f"{path.resolve()} {mark[0]} {mark[1]} {path.stat().st_ctime_ns}".encode()
-    return hashlib.sha256(text + more).hexdigest()[:16]
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def form_of(row: dict) -> tuple[tuple, tuple | None]:

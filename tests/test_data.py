@@ -243,6 +243,12 @@ def test_a_file_that_is_written_to_or_replaced_is_no_other_ones_rows(tmp_path, m
     for numbers in (range(60), range(59, -1, -1)):  # as long
         write(numbers)
         assert load() == [{"prompt": "x" * (n % 30 + 1)} for n in numbers]
+    rows = load_rows(str(path), format_row=lambda row: row, lines=True)
+    before = [*rows]
+    other = tmp_path / "other.jsonl"
+    other.write_text(path.read_text(encoding="utf-8").replace("x", "y"), encoding="utf-8")
+    other.rename(path)
+    assert [*rows.select([3, 1])] == [before[3], before[1]] and [*rows.select([3, 1]).select([1])] == [before[1]]
 
 
 def test_rows_that_a_function_makes_are_not_looked_at_on_disk(tmp_path, monkeypatch):
