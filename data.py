@@ -813,9 +813,12 @@ def load_data(
         loaded = domains.rows_of(read[source], cfg, where, sharing)
         if use == "eval" or cfg.env:  # held-out rows are few, and an environment's get a seed
             loaded = loaded if isinstance(loaded, list) else [*opened(loaded)]
-        for number, row in enumerate(loaded if cfg.env else ()):
-            if row.get("seed") is None:  # rows may have equal prompts, and should not all be the same game
-                row["seed"] = zlib.crc32(f"{cfg.seed} {dataset_id} {split} {number}".encode())
+        if cfg.env:  # rows may have equal prompts, or be one object, and should not all be the same game
+            named = f"{cfg.seed} {dataset_id} {split}"
+            loaded = [
+                row if row.get("seed") is not None else row | {"seed": zlib.crc32(f"{named} {number}".encode())}
+                for number, row in enumerate(loaded)
+            ]
         kept, dropped = filter_overlong(loaded, measure(loaded, where), cfg.max_prompt_length)
         found[use] = kept
         if os.environ.get("RANK", "0") == "0":

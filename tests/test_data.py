@@ -612,6 +612,15 @@ def test_pictures_in_prompts_do_not_fill_the_log():
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 
+def test_rows_of_an_environment_that_are_one_object_are_several_games(tmp_path):
+    text = "ROW = {'prompt': 'Play.'}\n\n\ndef rows(split, seed):\n    return [ROW] * 6 + [ROW | {'seed': 3}]\n"
+    (tmp_path / "games.py").write_text(text, encoding="utf-8")
+    cfg = TrainConfig(env="frozenlake", dataset_id=f"{tmp_path}/games.py:rows")
+    rows, _ = data.load_data(cfg, lambda row: row, lambda rows, name: [1] * len(rows))
+    assert len({row["seed"] for row in rows}) == 7 and rows[6]["seed"] == 3
+    assert load_function(f"{tmp_path}/games.py:ROW", also=dict) == {"prompt": "Play."}
+
+
 def test_function_gets_split_and_seed_and_its_neighbours(tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("WORD = 'hello'", encoding="utf-8")
     (tmp_path / "mine.py").write_text(
