@@ -462,9 +462,10 @@ def _scales(path: Path, mark: int) -> dict[str, float]:
         known[name.removeprefix("tokens/")] = column.flatten().to_numpy(zero_copy_only=False)
     sized = {"advantage", "weight", "logprob", "entropy", "teacher_logprob"}
     sizes = {name: values for name, values in known.items() if name in sized}
-    for name, (a, b) in {"difference": ("logprob", "sampler_logprob"), "gap": ("teacher_logprob", "logprob")}.items():
-        if a in known and b in known and len(known[a]) == len(known[b]):
-            sizes[name] = known[a].astype(float) - known[b]
+    sampler = known.get("sampler_logprob", ())
+    for name, of in {"difference": "logprob", "gap": "teacher_logprob"}.items():
+        if of in known and len(known[of]) == len(sampler):
+            sizes[name] = known[of].astype(float) - sampler
     found = {}
     for name, values in sizes.items():
         values = np.abs(values.astype(float))

@@ -539,6 +539,14 @@ def test_a_search_finds_quotes_line_breaks_and_backslashes_in_messages_and_calls
     assert samples.search(path, "\n") == [0] and samples.search(path, "none") == []
 
 
+def test_the_gap_to_the_teacher_is_scaled_as_the_page_draws_it(tmp_path):
+    logprobs = {"logprob": -1.0, "sampler_logprob": -3.0, "teacher_logprob": -0.5}
+    row = {"prompt": "p", "completion": "c", "token_ids": np.arange(100)}
+    row |= {f"tokens/{name}": np.full(100, value, np.float16) for name, value in logprobs.items()}
+    write_table(path := tmp_path / "step_000001.parquet", [row])
+    assert {name: samples.scales(path)[name] for name in ("difference", "gap")} == {"difference": 2.0, "gap": 2.5}
+
+
 def test_without_locks_a_run_is_known_by_its_process_and_by_what_it_says(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
