@@ -20,15 +20,21 @@ from safety.storable import text_of
 
 KEPT = ".launched"
 MOST_LOG = 200_000  # bytes of a log at a time
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 SERVES = "scripts/serve_and_train.sh"
 
 
-def born(pid: int) -> float | None:
-    """When the process began, which tells it from a later one of that number; None if it has ended."""
-    with contextlib.suppress(psutil.Error):
+def born(pid: int) -> str | None:
+    """When the process began, which tells it from a later one of that number; None if it has ended. On Linux in ticks
+    since the boot, as the clock may be set meanwhile."""
+    with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return process.create_time()
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        if not BOOT.is_file():
+            return str(process.create_time())
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return f"{BOOT.read_text(encoding='ascii').strip()} {int(after_name[19])}"  # field 22 of `man proc_pid_stat`
     return None
 
 

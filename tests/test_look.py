@@ -25,6 +25,7 @@ from certificates import Authority
 from looking_at import looking
 from made_runs import FAULTS, completions_table, make_run, metrics_line, vocabulary, write_step
 
+from looking.launches import born
 from looking.runs import Runs
 from runlog import advice, samples
 from runlog.curves import Curves, merged, panels
@@ -545,6 +546,15 @@ def test_the_gap_to_the_teacher_is_scaled_as_the_page_draws_it(tmp_path):
     row |= {f"tokens/{name}": np.full(100, value, np.float16) for name, value in logprobs.items()}
     write_table(path := tmp_path / "step_000001.parquet", [row])
     assert {name: samples.scales(path)[name] for name in ("difference", "gap")} == {"difference": 2.0, "gap": 2.5}
+
+
+def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        begun, created = born(process.pid), psutil.Process(process.pid).create_time()
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: created + 1)
+        assert begun and born(process.pid) == begun != born(os.getpid())
+        process.kill()
+    assert born(process.pid) is None
 
 
 def test_without_locks_a_run_is_known_by_its_process_and_by_what_it_says(tmp_path, monkeypatch):
