@@ -78,8 +78,11 @@ def image_sources(row: dict) -> list:
 
 
 def column_images(row: dict) -> list:
-    column = row.get("images") if row.get("images") is not None else row.get("image")
-    return [one for one in (column if isinstance(column, (list, tuple)) else [column]) if one is not None]
+    """Those of `images`; where it has none, that of `image`."""
+    for column in (row.get("images"), row.get("image")):
+        if found := [one for one in (column if isinstance(column, (list, tuple)) else [column]) if one is not None]:
+            return found
+    return []
 
 
 def image_parts(prompt) -> list[dict]:

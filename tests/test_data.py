@@ -612,6 +612,12 @@ def test_pictures_in_prompts_do_not_fill_the_log():
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 
+def test_of_empty_images_the_column_image_is_taken():
+    assert prompts.column_images({"images": [], "image": "a.png"}) == ["a.png"]
+    assert prompts.column_images({"images": ["b.png"], "image": "a.png"}) == ["b.png"]
+    assert prompts.column_images({"images": [None], "image": None}) == []
+
+
 def test_rows_of_an_environment_that_are_one_object_are_several_games(tmp_path):
     text = "ROW = {'prompt': 'Play.'}\n\n\ndef rows(split, seed):\n    return [ROW] * 6 + [ROW | {'seed': 3}]\n"
     (tmp_path / "games.py").write_text(text, encoding="utf-8")
