@@ -42,6 +42,7 @@ from envs.calls import (
 from envs.playing import main
 from inputs.pictures import PictureError
 from inputs.prompts import (
+    SCHEMAS,
     build_prompt,
     check_echo,
     continued,
@@ -614,13 +615,13 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
     """
     if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) <= len(shown["prompt"]) + 1:
         return
-    if shown_by(processor, shown.get("tool_schemas")).results == "with their calls":
+    if shown_by(processor, shown.get(SCHEMAS)).results == "with their calls":
         return  # the conversation has answers as they were sampled, calls in their text
 
     # The last answer is not the last message: templates treat that one otherwise.
     whole = [*conversation, {"role": "user", "content": ""}]
     try:
-        whole = render(whole, processor, shown.get("tool_schemas"))
+        whole = render(whole, processor, shown.get(SCHEMAS))
     except TemplateError as error:  # it refuses what model and environment have said: roles in this order, say
         whole = f"nothing ({error!r:.200})"
     ours = processor.decode(ids, clean_up_tokenization_spaces=False)

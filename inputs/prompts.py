@@ -43,6 +43,7 @@ FOLLOWED_BY = {"gemma3": 0, "paligemma": 1}
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
 COUNTS = Counter()  # images processed by this process
+SCHEMAS = "<tool schemas>"  # of a row that was made for the model, for its template: no column of data is called so
 _RECENT: OrderedDict[int, tuple] = OrderedDict()  # prompts by their row's identity: it may be sampled many times
 
 
@@ -213,7 +214,7 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
     if not processor.chat_template:
         raise ConfigError("the processor of --model_id has no chat template; add --no_apply_chat_template.")
     messages = prompt_messages(with_parts(row, count), cfg.system_prompt)
-    schemas = row.get("tool_schemas")
+    schemas = row.get(SCHEMAS)
     if not cfg.allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
     continued = messages[-1]["role"] == "assistant"
@@ -221,14 +222,14 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
 
 
 def with_tools(row: dict, schemas: list[dict], instructions: str, processor, system_prompt: str | None = None) -> dict:
-    """The row with its system prompt, and with `tool_schemas` for its chat template or, where the template knows no
-    tools or none are given to it, with `instructions` at the end of its system message."""
+    """The row with its system prompt, and with SCHEMAS for its chat template or, where the template knows no tools or
+    none are given to it, with `instructions` at the end of its system message."""
     messages = prompt_messages(row, system_prompt)
     messages = messages if is_vision(processor) else as_template_takes(messages, processor)
     if schemas:
         plain, told = (render(messages, processor, t) for t in (None, schemas))
         if plain != told:
-            return row | {"prompt": messages, "tool_schemas": schemas}
+            return row | {"prompt": messages, SCHEMAS: schemas}
     if not instructions:
         return row | {"prompt": messages}
     if messages[0]["role"] != "system":
@@ -396,7 +397,7 @@ def tokenize_prompt(
             "--no_apply_chat_template."
         )
     messages = as_template_takes(prompt_messages(row, system_prompt), tokenizer)
-    schemas = row.get("tool_schemas")
+    schemas = row.get(SCHEMAS)
     if not allow_special_tokens:
         messages, schemas = guard(messages, tokenizer), guard(schemas, tokenizer)
     continued = messages[-1]["role"] == "assistant"

@@ -612,6 +612,15 @@ def test_pictures_in_prompts_do_not_fill_the_log():
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 
+def test_a_column_called_tool_schemas_is_a_column_like_others():
+    tokenizer = load_processor("models/tiny")
+    tokenizer.chat_template = "{% if tools %}Tools: {{ tools }}{% endif %}{{ messages[0].content }}"
+    row = {"prompt": "Hi."}
+    assert tokenize_prompt(row | {"tool_schemas": [{"name": "f"}]}, tokenizer) == tokenize_prompt(row, tokenizer)
+    told = prompts.with_tools(row, [{"name": "f"}], "", tokenizer)
+    assert tokenizer.decode(tokenize_prompt(told, tokenizer)).startswith("Tools: ")
+
+
 def test_of_empty_images_the_column_image_is_taken():
     assert prompts.column_images({"images": [], "image": "a.png"}) == ["a.png"]
     assert prompts.column_images({"images": ["b.png"], "image": "a.png"}) == ["b.png"]

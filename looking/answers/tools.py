@@ -12,6 +12,7 @@ import numpy as np
 import rollouts
 from cli import ConfigError
 from envs.tools import Call
+from inputs.prompts import SCHEMAS
 from looking.answers.rewards import Typed, all_scored, arrays
 from looking.answers.rows import begun, own_row, read
 from looking.answers.settings import Script
@@ -32,7 +33,7 @@ def tools(script: Script, given: dict) -> dict:
     async def look():
         shown, environment = await begun(one, known["processor"], own)
         listed = [tool.schema()["function"] for tool in environment.tools.values()]
-        told = listed, environment.instructions, bool(shown.get("tool_schemas")), list(map(str, environment.actions()))
+        told = listed, environment.instructions, bool(shown.get(SCHEMAS)), list(map(str, environment.actions()))
         await rollouts.put_away(environment, one, False, own)
         return told
 
