@@ -56,6 +56,7 @@ LARGEST = ("max_prompt_length", "max_completion_length")  # of the whole run: th
 
 FLOOR = 0.1  # least weight by success: what is always or never solved is tried again now and then
 WINDOW = 20  # steps that a success rate looks back
+TRIED = 200  # steps drawn to see how many prompts of a domain one of them has at most
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -212,6 +213,8 @@ def check_enough(cfg, rows: list[dict]) -> None:
         entries = [FLOOR if w == "success" and n != number else w for n, w in enumerate(mixture.weights)]
         extreme = Mixture(dict(zip(mixture.names, entries, strict=True)), cfg.prompts_per_step)
         most = max(Fraction(extreme.shares(step)[number], extreme.unit) for step in steps) * cfg.prompts_per_step
+        if extreme.constant and most.denominator > 1 and count < most + 1:  # what a step before owes may come on top
+            most = max(extreme.turns(step).count(number) for step in range(min(last + 1, TRIED)))
         if name and count < most:
             raise ConfigError(
                 f"domain {name!r} has {count} rows and gives up to {math.ceil(most)} of the {cfg.prompts_per_step} "

@@ -222,6 +222,15 @@ def test_a_step_never_has_more_prompts_of_a_domain_than_it_has_rows(weights, ste
         domains.check_enough(TrainConfig(domains=entries, max_steps=steps, prompts_per_step=32), rows)
 
 
+@pytest.mark.parametrize("count, fits", [(2, False), (3, True)])
+def test_what_a_step_gives_with_a_share_that_is_not_whole(count, fits):
+    """9/5 of the 3 prompts of a step: 2, 2, 1, 3, ..."""
+    entries = [{"name": name, "weight": weight} for name, weight in zip("abc", (1, 1, 3), strict=True)]
+    rows = [{"domain": name} for name, many in (("a", 20), ("b", 20), ("c", count)) for _ in range(many)]
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="2 rows and gives up to 3 of the 3"):
+        domains.check_enough(TrainConfig(domains=entries, prompts_per_step=3), rows)
+
+
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 SUMS = {"name": "sums", "dataset_id": "examples/sums.py:rows", "reward_funcs": "last_number"}
