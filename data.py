@@ -748,8 +748,9 @@ def epochs_of(name: str, count: int, per_step: int, seed: int) -> Epochs:
         return Epochs(count, per_step, seed)
     half = min(per_step, count // 2)
     epochs = Epochs(count, max(2 * half, 1), zlib.crc32(f"{seed} {name}".encode()))
-    # Steps take more and less of a domain, so where one will straddle two epochs is not known beforehand: an epoch
-    # begins with other rows than the last `half` of the one before.
+    # A step that takes the end of one epoch and the beginning of the next should not have a row twice. Steps take more
+    # and less of a domain, so how many it takes of each is not known beforehand: the first `half` rows of any epoch are
+    # none of the last `half` of the one before.
     epochs.begun = lambda epoch: half if epoch else 0
     return epochs
 

@@ -232,12 +232,11 @@ def sizes(rows: list[dict], cfg) -> dict[str, int]:
 
 
 class Mixture:
-    """Which domain each prompt of a step comes from, so that shares are exact over time.
+    """Deals a step's prompts out to the domains like cards, so that shares are exact over time.
 
-    After any number of prompts a domain has had less than one more, and less than one fewer, than its weights ask for.
-    Every prompt goes to the domain that would be the first to fall behind by a whole one, among those that have
-    something due (earliest deadline first, which schedules such unit jobs whenever that can be done). Domains come
-    interleaved, so the contiguous share of a rank is mixed as the step is.
+    With weights 2 : 1 the order is a a b a a b ...: at any moment each domain is less than one prompt away from its
+    exact share. Each prompt goes to the domain that would be the first to fall behind by a whole one, among those that
+    have something due (earliest deadline first). A rank takes a part of the order, so it is mixed as the step is.
 
     All ranks draw the same. A weight by success knows the steps before, less the `lag` that train_async.py begins a
     step ahead. What has to be known to go on is in `ended`'s result, which checkpoints keep.

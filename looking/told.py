@@ -61,9 +61,11 @@ def described(run: Run, axis: str, known: str = "") -> dict:
 
 
 def marked(read: list[Curves], size: float, how, known: str) -> tuple[str, list[float]]:
-    """(what the page has with this answer, as it will say in `known`; of each run the step at which the bin begins that
-    was its last when the page got `known`: what is before has not changed). All is new, -inf, where something else was
-    read, or is shown by bins of another size or otherwise (how)."""
+    """(a mark of what the page has once it gets this answer; of each run the step from which on its points are new).
+
+    The page sends the mark back as `known` with its next question, so that it gets only what came since. A point may
+    stand for `size` steps: the last one that the page has may have changed, so it is sent again. All is new, from -inf,
+    where the page knows nothing, or other runs, or has them with other sizes or otherwise (`how`)."""
     what = digest([curves.mark for curves in read], size, how)
     before, _, lasts = known.rpartition("_")
     begins = [-math.inf] * len(read)
