@@ -403,7 +403,7 @@ def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer], alone: bo
     number, size, last, mine = 0, 0, "", defaultdict(list)
     for bucket in buckets:
         for name, tensor in bucket:
-            layer = re.match(r".*?\.\d+\.|", name)[0]
+            layer = utils.layer_of(name)
             if size >= FILE and layer != last and not alone:
                 number, size = number + 1, 0
             last, size = layer, size + tensor.nbytes
