@@ -564,7 +564,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     tied = last is not None and last.weight is first.weight  # then they stay in the root's unit, with what is left
     how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
     other = apart(policy, (True, getattr(torch, cfg.dtype))) if trained and not cfg.use_peft else ()
-    other = [module for module in other if next(module.parameters()).requires_grad]  # a unit trains in one dtype
+    other = [module for module in other if next(module.parameters()).requires_grad]  # all of a unit trains in one dtype
     units = [module for module in [*layers, *([] if tied else [first, last]), *other, policy] if module is not None]
     for module in sorted(dict.fromkeys(units), key=lambda unit: len(list(unit.modules()))):  # inner ones first
         fill(module)  # except what is filled already
@@ -1388,7 +1388,7 @@ def weight_buckets(
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP) and m not in adapters]
     units = wrapped or list(walk("", model, ()))  # of `wrapped` the root comes first: FSDP1 learns which it is
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
-    layers_whole = utils.joined_in_a_checkpoint(model)  # it is joined within a bucket
+    layers_whole = utils.joined_in_a_checkpoint(model)  # then no layer is divided between buckets
     bucket, size, last = [], 0, ""
     for name, unit in units:
         layer = utils.layer_of(f"{name}.")
