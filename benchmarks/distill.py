@@ -75,7 +75,7 @@ TASKS = {
     ),
     "counting": Task(
         ALONE | REVERSE | BOTH | FORWARD,
-        teacher="make_tiny_vlm --larger --careful --tasks counting --seed 1 --steps 500",
+        teacher="make_tiny_vlm --larger --careful --tasks counting --seed 1",
         start="make_tiny_vlm --tasks counting --steps 200",
         eval_steps=10,
     ),
