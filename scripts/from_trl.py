@@ -208,14 +208,8 @@ class Command:
             elif isinstance(value, list):
                 words += [f"--{name}", *map(str, value)]
             elif value is not None:
-                text = (
-                    json.dumps(value)
-                    if isinstance(value, dict)
-                    else f"{value:g}"
-                    if isinstance(value, float)
-                    else value
-                )
-                words += [f"--{name}", str(text)]
+                text = json.dumps(value) if isinstance(value, dict) else str(value)
+                words += [f"--{name}", text.removesuffix(".0") if isinstance(value, float) else text]
         return words
 
     def text(self) -> str:
@@ -367,12 +361,13 @@ def loss(c: Command) -> None:
     kind, level = v.get("loss_type", "token mean"), v.get("importance_sampling_level", "token")
     if kind in ("dapo", "bnpo", "cispo", "vespo", "token mean"):
         c.flags["loss_agg"] = "token_mean"
-    elif kind == "dr_grpo":
-        c.flags["loss_agg"] = "constant"
     else:
-        c.flags["loss_agg"] = "seq_mean"
-    if kind in ("cispo", "sapo", "luspo", "vespo"):
+        c.flags["loss_agg"] = {"dr_grpo": "constant", "luspo": "seq_sum"}.get(kind, "seq_mean")
+    if kind in ("cispo", "sapo", "vespo"):
         c.flags["policy_loss"] = kind
+        if level == "sequence" and kind != "vespo":
+            c.say(f"importance_sampling_level sequence: {kind} has a ratio of each token here; write one of sequences "
+                  "into algorithms/losses.py (gspo has one)")  # fmt: skip
     elif level == "sequence":
         c.flags["policy_loss"] = "gspo"
     if kind == "bnpo":
@@ -384,15 +379,18 @@ def loss(c: Command) -> None:
     low = v["epsilon"]
     high = low if v.get("epsilon_high") is None else v["epsilon_high"]
     if kind == "cispo":
-        c.say(f"cispo: epsilon_high {high:g} bounds the ratio there, without a lower bound; here 1 + epsilon_high does")
-        low, high = 1.0, max(0.0, high - 1)
+        c.say(f"cispo: epsilon_high {high} bounds the ratio there, without a lower bound; here 1 + epsilon_high does")
+        if high < 1:
+            c.say(f"cispo: the bound is at least 1 here; {high} scales the whole loss there, which counts where "
+                  "max_grad_norm clips. ScaleRL has 5.0")  # fmt: skip
+        low, high = 1.0, max(0.0, float(Fraction(str(high)) - 1))  # 0.28 of 1.28, not 0.28000000000000003
     if low > 1:
-        c.say(f"epsilon {low:g}: no ratio is below 0, so 1 is as much")
+        c.say(f"epsilon {low}: no ratio is below 0, so 1 is as much")
         low = 1.0
     c.flags |= {"epsilon": float(low), "epsilon_high": float(high)}
     if v.get("delta") is not None:
         if "policy_loss" in c.flags:
-            c.say(f"delta {v['delta']:g}: --dual_clip belongs to --policy_loss ppo, so it is left out")
+            c.say(f"delta {v['delta']}: --dual_clip belongs to --policy_loss ppo, so it is left out")
         else:
             c.flags["dual_clip"] = float(v["delta"])
     if kind == "sapo":
@@ -411,6 +409,8 @@ def loss(c: Command) -> None:
     if v["router_aux_loss_coef"] is not None:
         c.flags["router_aux_coef"] = float(v["router_aux_loss_coef"])
     c.flags["entropy_coef"] = float(v["entropy_coef"])
+    if (v["entropy_coef"] or v["use_adaptive_entropy"]) and c.flags["loss_agg"] in ("seq_sum", "constant"):
+        c.say(f"the entropy bonus is a mean over tokens there, here --loss_agg {c.flags['loss_agg']} holds for it, too")
     if v["use_adaptive_entropy"]:
         c.flags |= {"entropy_target": float(v["entropy_target"]), "entropy_coef_step": float(v["entropy_coef_delta"])}
         c.say(

@@ -50,11 +50,18 @@ HERE: dict[str, tuple[str, str]] = {
     "loss_type": (
         "loss_agg policy_loss",
         "`dapo`, `bnpo`: `token_mean` (of the whole update); `grpo`: `seq_mean`; `dr_grpo`: `constant`; `cispo`, "
-        "`vespo`: `--policy_loss` and `token_mean`; `sapo`, `luspo`: `--policy_loss` and `seq_mean`",
+        "`vespo`: `--policy_loss` and `token_mean`; `sapo`: `--policy_loss` and `seq_mean`; `luspo`: `seq_sum`, with "
+        "`importance_sampling_level` `sequence` and no KL term the same as `--policy_loss luspo`",
     ),
-    "importance_sampling_level": ("policy_loss", "`sequence`: `gspo`"),
+    "importance_sampling_level": (
+        "policy_loss",
+        "`sequence`: `gspo`; `cispo` and `sapo` are by tokens alone here, `vespo` by sequences in both",
+    ),
     "epsilon": ("epsilon", "`cispo` has no lower bound there: `--epsilon 1`"),
-    "epsilon_high": ("epsilon_high", "unset there: `epsilon`; with `cispo` it is the bound itself there, here 1 less"),
+    "epsilon_high": (
+        "epsilon_high",
+        "unset there: `epsilon`; with `cispo` it is the bound itself there, here 1 less, and at least 0",
+    ),
     "delta": ("dual_clip", ""),
     "sapo_temperature_pos": ("sapo_tau_pos", ""),
     "sapo_temperature_neg": ("sapo_tau_neg", ""),
