@@ -43,6 +43,8 @@ SCRIPTS_OWN = {
 }  # fmt: skip
 LORA = {"r": ("lora_r", 8), "lora_alpha": ("lora_alpha", 8)}  # peft's defaults
 ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of a trainer, in their order
+LOAD = ("path", "name", "data_dir", "data_files", "split")  # arguments of load_dataset, in their order
+SAME_ROWS = ("num_proc", "cache_dir", "keep_in_memory", "streaming", "token", "download_mode", "verification_mode")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
 ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
@@ -560,8 +562,15 @@ def trained_on(script: Script, trainer: ast.Call | None, given: dict[str, ast.AS
         if isinstance(found := script.once(node), ast.Lambda | ast.Call):
             c.say(f"environment_factory {Unread(found)!r}: arguments may stand behind the name, as in NAME?key=value")
         c.flags["env"] = place(script, trainer, node, c, "environments.py", "environment")
-        c.say("get_reward counts where it is named: --reward_funcs environment ...")
-        c.flags["reward_funcs"] = ["environment", *c.flags.get("reward_funcs", [])]
+        scored = has_get_reward(script, node)
+        if scored:
+            c.flags["reward_funcs"] = [*c.flags.get("reward_funcs", []), "environment"]
+            if "reward_weights" in c.flags:
+                c.flags["reward_weights"] += [1.0]
+            c.say("get_reward counts as `environment`, last of --reward_funcs and with a weight of 1, as there")
+        elif scored is None and c.flags.get("reward_funcs"):  # without them it counts in any case
+            c.say(f"whether {Unread(node)!r} has get_reward is not seen: if it has, add `environment` to "
+                  "--reward_funcs, as the last, and 1 to --reward_weights, if those are given")  # fmt: skip
     if "tools" in given:
         found = script.once(given["tools"])
         nodes = found.elts if isinstance(found, ast.List | ast.Tuple) else None
@@ -612,6 +621,28 @@ def rewards(script: Script, trainer: ast.Call, node: ast.AST, c: Command) -> Non
         c.flags["reward_weights"] = [float(weight) for weight in weights]
 
 
+def has_get_reward(script: Script, node: ast.AST) -> bool | None:
+    """Whether environments that a factory makes give rewards themselves; None where that is not seen."""
+    found = script.once(node)
+    if isinstance(found, ast.Dict):
+        return any_of([has_get_reward(script, value) for value in found.values])
+    if isinstance(found, ast.Lambda) and isinstance(found.body, ast.Call):
+        return has_get_reward(script, found.body.func)
+    if isinstance(found, ast.Call) and script.called(found) == "partial" and found.args:
+        return has_get_reward(script, found.args[0])
+    name = found.id if isinstance(found, ast.Name) else ""
+    classes = [n for n in script.nodes if isinstance(n, ast.ClassDef) and n.name == name]
+    if len(classes) != 1:
+        return False if name == "object" else None
+    if any(isinstance(n, DEFINITIONS) and n.name == "get_reward" for n in classes[0].body):
+        return True
+    return any_of([has_get_reward(script, base) for base in classes[0].bases])
+
+
+def any_of(seen: list[bool | None]) -> bool | None:
+    return True if True in seen else None if None in seen else False
+
+
 def adapters(script: Script, node: ast.AST, c: Command) -> None:
     found = script.once(node)
     if c.flags.get("use_peft"):  # from the script's own flags
@@ -638,32 +669,52 @@ def adapters(script: Script, node: ast.AST, c: Command) -> None:
             c.say(f"LoraConfig {name} = {value!r}: not here; change add_lora in the script")
 
 
+def loaded(script: Script, node: ast.AST) -> tuple[str, str | None, str | None] | None:
+    """(--dataset_id, --dataset_config, split) of load_dataset(...) or load_dataset(...)["train"], where those say all
+    that the call does."""
+    found, split = script.once(node), None
+    if isinstance(found, ast.Subscript):
+        split, found = script.value(found.slice), script.once(found.value)
+    if not (isinstance(found, ast.Call) and script.called(found) == "load_dataset"):
+        return None
+    given = {k: script.value(v) for k, v in script.arguments(found, LOAD).items() if k not in SAME_ROWS}
+    split = split or given.get("split")
+    path, config, files = (given.get(name) for name in ("path", "name", "data_files"))
+    if given.keys() - {"path", "name", "split", "data_files"} or not isinstance(path, str):
+        return None
+    if any(isinstance(each, Unread) or not isinstance(each, str | None) for each in (config, split)):
+        return None
+    if files is None:
+        return path, config, split
+    one = isinstance(files, str) and path in ("json", "csv", "parquet") and split in (None, "train") and config is None
+    local = rf"[^*?\[:]+\.{path}{'l?' if path == 'json' else ''}"  # no pattern, no address
+    return (files, None, None) if one and re.fullmatch(local, files) else None
+
+
 def dataset(script: Script, node: ast.AST, c: Command, name: str, flag: str) -> None:
     if flag in c.flags:  # from the script's own flags
         return
-    found = script.once(node)
-    split = None
-    if isinstance(found, ast.Subscript):  # load_dataset(...)["train"]
-        split, found = script.value(found.slice), script.once(found.value)
-    if isinstance(found, ast.Call) and script.called(found) == "load_dataset":
-        given = {k: script.value(v) for k, v in script.arguments(found, ("path", "name")).items()}
-        if isinstance(given.get("path"), str):
-            files = given.get("data_files")
-            c.flags[flag] = (
-                files if isinstance(files, str) and given["path"] in ("json", "csv", "parquet") else given["path"]
-            )
-            split = split if isinstance(split, str) else given.get("split")
-            if isinstance(split, str):
-                c.flags["eval_split" if flag == "eval_dataset_id" else "dataset_split"] = split
-            if isinstance(given.get("name"), str):
-                c.flags["dataset_config"] = given["name"]
-    if flag not in c.flags:
+    found, held_out = loaded(script, node), flag == "eval_dataset_id"
+    c.flags[flag], config, split = found or (f"rows.py:{name}", None, None)
+    evaluated = "eval_steps" in c.flags
+    if held_out and evaluated and config != c.flags.get("dataset_config"):
+        c.say("--dataset_config is one for both data sets, and of the hub alone: put both into rows.py, as "
+              "`def train_dataset(split, seed): return dataset` and")  # fmt: skip
+        found = config = split = None
         c.flags[flag] = f"rows.py:{name}"
-        c.say(f"{name} = {Unread(found)!r}: put it into rows.py as `def {name}(split, seed): return dataset`")
-    if flag == "eval_dataset_id" and "eval_steps" not in c.flags:
+        if "dataset_id" in c.flags:
+            c.flags |= {"dataset_id": "rows.py:train_dataset", "dataset_config": None, "dataset_split": "train"}
+    if found is None:
+        value = Unread(script.once(node))
+        c.say(f"{name} = {value!r}: put it into rows.py as `def {name}(split, seed): return dataset`")
+    if held_out and not evaluated:
         c.say("eval_dataset without an eval_strategy is not evaluated; --eval_steps N does, with --eval_dataset_id "
               f"{c.flags.pop(flag)}")  # fmt: skip
-        c.flags.pop("eval_split", None)
+        return
+    if c.flags[flag].endswith(".csv"):
+        c.say(f"{c.flags[flag]}: every value is a text here, load_dataset makes numbers of some")
+    c.flags |= {"eval_split" if held_out else "dataset_split": split} if split else {}
+    c.flags |= {"dataset_config": config} if config else {}
 
 
 # ---- all of it ------------------------------------------------------------------------------------------------------

@@ -245,8 +245,11 @@ def test_what_differs_is_said(tmp_path, given, says):
         ("train_dataset=load_dataset('a/b', 'c', split='train[:9]')",
          dict(dataset_id="a/b", dataset_config="c", dataset_split="train[:9]"), None),
         ("train_dataset=load_dataset('json', data_files='x.jsonl')['train']", dict(dataset_id="x.jsonl"), None),
+        ("train_dataset=load_dataset('csv', data_files='x.csv')", dict(dataset_id="x.csv"), "every value is a text"),
+        ("train_dataset=load_dataset('a/b', None, split='test', num_proc=8)",
+         dict(dataset_id="a/b", dataset_config=None, dataset_split="test"), None),
         ("train_dataset=load_dataset('a/b').map(f)", dict(dataset_id="rows.py:train_dataset"), "put it into rows.py"),
-        ("environment_factory=E", dict(env="environments.py:E", reward_funcs=["environment", "F:reward"]), "E is not"),
+        ("environment_factory=E", dict(env="environments.py:E", reward_funcs=["F:reward"]), "whether E has get_reward"),
         ("tools=[reward, math.sqrt]", dict(tools=["F:reward", "tools.py:sqrt"]), "a name at the top of tools.py"),
         ("tools=some()", dict(tools=[]), "give --tools"),
         ("callbacks=[Mine()]", {}, "the loop is train()"),
@@ -258,6 +261,77 @@ def test_what_the_trainer_is_given_becomes_ours(tmp_path, more, wanted, says):
     found = {name: getattr(cfg, name) for name in wanted}
     assert json.loads(json.dumps(found).replace(f"{tmp_path}/mine.py", "F")) == wanted
     assert says is None or any(says in line for line in command.said), command.text()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "load_dataset('json', data_files={'train': 'rows.jsonl'})",
+        "load_dataset('json', data_files=['a.jsonl', 'b.jsonl'])",
+        "load_dataset('json', data_files='part-*.jsonl')",
+        "load_dataset('json', data_files='https://host/a.jsonl')",
+        "load_dataset('json', data_files='x.jsonl', split='train[:9]')",
+        "load_dataset('text', data_files='x.txt')",
+        "load_dataset('csv', data_dir='data')",
+        "load_dataset('csv', None, 'data')",
+        "load_dataset('org/name', data_files='hard.parquet')",
+        "load_dataset('org/name', revision='v2')",
+        "load_dataset('org/name', name=made())",
+        "load_dataset('org/name', **more)",
+        "load_dataset('org/name')[made()]",
+        "load_dataset('org/name', split='train')[:9]",
+    ],
+)
+def test_data_that_no_flag_names_come_from_a_function(tmp_path, call):
+    command, cfg = one(tmp_path, more=f"train_dataset={call}")
+    assert (cfg.dataset_id, cfg.dataset_config, cfg.dataset_split) == ("rows.py:train_dataset", None, "train")
+    assert any("put it into rows.py" in line for line in command.said), command.text()
+
+
+@pytest.mark.parametrize(
+    "evaluated, wanted, says",
+    [
+        ("'a/b', 'c'", ("a/b", "c", "a/b"), None),
+        ("'a/b', 'd'", ("rows.py:train_dataset", None, "rows.py:eval_dataset"), "--dataset_config is one for both"),
+        ("'json', data_files='x.jsonl'", ("rows.py:train_dataset", None, "rows.py:eval_dataset"), "is one for both"),
+    ],
+)
+def test_data_sets_of_two_configurations_come_from_functions(tmp_path, evaluated, wanted, says):
+    more = f"train_dataset=load_dataset('a/b', 'c', split='x'), eval_dataset=load_dataset({evaluated}, split='train')"
+    command, cfg = one(tmp_path, "eval_strategy='steps', eval_steps=5", more)
+    assert (cfg.dataset_id, cfg.dataset_config, cfg.eval_dataset_id) == wanted
+    assert says is None or any(says in line for line in command.said), command.text()
+
+
+@pytest.mark.parametrize(
+    "factory, counts",
+    [
+        ("Paid", True),
+        ("Child", True),
+        ("lambda: Paid(3)", True),
+        ("partial(Paid, size=3)", True),
+        ("{'a': Unpaid, 'b': Paid}", True),
+        ("Unpaid", False),
+        ("{'a': Unpaid}", False),
+        ("Foreign", None),
+        ("make", None),
+    ],
+)
+def test_a_reward_of_the_environment_counts_last_and_with_a_weight_of_1(tmp_path, factory, counts):
+    classes = "class Paid:\n    def get_reward(self): ...\n\nclass Child(Paid): ...\n\nclass Unpaid:\n    x = 1\n"
+    classes += "class Foreign(elsewhere.Env): ...\n\ndef make():\n    return Paid()\n"
+    call = f"GRPOTrainer('m', reward, GRPOConfig(reward_weights=[2.0]), environment_factory={factory})"
+    (command,) = commands(tmp_path, classes + call)
+    cfg = parsed(command)
+    assert (
+        cfg.reward_funcs[1:] == ["environment"] * bool(counts) and cfg.reward_weights == [2.0, 1.0][: 1 + bool(counts)]
+    )
+    assert any("get_reward" in line for line in command.said) == (counts is not False), command.text()
+
+
+def test_an_environment_alone_rewards(tmp_path):
+    (command,) = commands(tmp_path, "GRPOTrainer('m', environment_factory=E)")
+    assert parsed(command).reward_funcs == ["environment"]
 
 
 @pytest.mark.parametrize(
