@@ -3,7 +3,8 @@
     python scripts/from_trl.py MY_SCRIPT.py [--processes 8] [-- the script's own flags, as --learning_rate 1e-5]
 
 The script is read, not run. Of its GRPOConfig(...) and GRPOTrainer(...), values that are written down count: numbers,
-texts, lists, and names that are given one once. A name that is computed is listed; give its flag yourself. A script
+texts, lists, and names that are given one once and not changed. A name that is computed is listed; give its flag
+yourself. A script
 that has its config from a command line (TrlParser) is given that behind `--`. What the script leaves unset is as TRL
 has it by default, where that changes what is learned. Comments say what differs; docs/coming-from-trl.md has all of it.
 """
@@ -19,6 +20,7 @@ import operator
 import re
 import shlex
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -46,6 +48,9 @@ ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  
 LOAD = ("path", "name", "data_dir", "data_files", "split")  # arguments of load_dataset, in their order
 SAME_ROWS = ("num_proc", "cache_dir", "keep_in_memory", "streaming", "token", "download_mode", "verification_mode")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+SCOPES = (*DEFINITIONS, ast.Module, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Methods that change lists, dicts and sets; beside them, whatever begins with set_.
+CHANGES = "append extend insert remove pop clear sort reverse update setdefault popitem add discard __setitem__".split()
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
 ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming-from-trl.md"
@@ -77,27 +82,64 @@ class Script:
             where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
             reason = getattr(error, "msg", None) or error
             raise ConfigError(f"{path}{where}: no python that can be read ({reason}).") from None
-        self.path, self.assigned, self.imported = path, {}, {}
+        self.path, self.imported = path, {}
         self.nodes = list(ast.walk(self.tree))
+        self.parent = {inner: node for node in self.nodes for inner in ast.iter_child_nodes(node)}
+        self.bound = {node: set() for node in self.nodes if isinstance(node, SCOPES)}  # names that are given a value
         for node in self.nodes:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For) else targets
-            names = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
-            plain = (
-                len(names) == 1 and isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(targets[0], ast.Name)
-            )
-            for name in names:
-                self.assigned.setdefault(name, []).append(node.value if plain else None)
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    self.imported[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}".lstrip(".")
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    self.imported[alias.asname or alias.name] = alias.name
+            if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
+                self.bound[self.around(node)].add(node.arg if isinstance(node, ast.arg) else node.id)
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                module = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+                self.imported[alias.asname or alias.name] = f"{module}{alias.name}".lstrip(".")
+        for node in self.nodes:
+            if isinstance(node, ast.Global | ast.Nonlocal):
+                self.bound[self.around(node)] -= set(node.names)
+        self.assigned, self.changed = defaultdict(list), defaultdict(list)  # of a name, by its scope
+        for node in self.nodes:
+            if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
+                self.assigned[self.meant(node)].append(self.assigned_to(node))
+            elif isinstance(node, ast.Name) and (change := self.change(node)) is not None:
+                self.changed[self.meant(node)].append(change)
         self.top = {
             n.name for n in self.tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         }
         self.top |= {name for node in self.tree.body for name in self._targets(node)} | set(self._top_imports())
+
+    def around(self, node: ast.AST) -> ast.AST:
+        """The function, class, comprehension or file that a node stands in."""
+        while not isinstance(node := self.parent[node], SCOPES):
+            pass
+        return node
+
+    def meant(self, node: ast.Name | ast.arg) -> tuple[ast.AST, str]:
+        """A name, and where it belongs: equal ones in two functions, or a parameter, are not the same."""
+        name = node.arg if isinstance(node, ast.arg) else node.id
+        inner = scope = self.around(node)
+        while scope is not self.tree and (
+            name not in self.bound[scope] or (isinstance(scope, ast.ClassDef) and scope is not inner)
+        ):
+            scope = self.around(scope)
+        return scope, name
+
+    def assigned_to(self, node: ast.Name | ast.arg) -> ast.AST | None:
+        """The value, if the name is all that it is given to."""
+        outer = self.parent[node]
+        plain = isinstance(outer, ast.Assign) and node in outer.targets
+        return outer.value if plain or isinstance(outer, ast.AnnAssign | ast.NamedExpr) else None
+
+    def change(self, node: ast.Name) -> ast.AST | None:
+        """What changes the value that a name stands for: `x.y = ...`, `del x[0]`, `x.append(...)`."""
+        inner = node
+        while isinstance(outer := self.parent[inner], ast.Attribute | ast.Subscript) and outer.value is inner:
+            inner = outer
+        if not isinstance(inner.ctx, ast.Load):
+            return inner
+        if not isinstance(outer, ast.Call):
+            return None
+        method = getattr(inner, "attr", "") if outer.func is inner else ""
+        stored = inner is node and node in outer.args[:1] and self.called(outer) in ("setattr", "delattr")
+        return outer if stored or method in CHANGES or method.startswith("set_") else None
 
     @staticmethod
     def _targets(node: ast.AST) -> list[str]:
@@ -125,15 +167,21 @@ class Script:
         name = function.id if isinstance(function, ast.Name) else ""
         return self.imported.get(name, name).split(".")[-1]
 
-    def once(self, node: ast.AST) -> ast.AST:
-        """What a name stands for, if it is given a value once."""
+    def once(self, node: ast.AST, changed: bool = False) -> ast.AST:
+        """What a name stands for, if it is given a value once and that is not changed; `changed`: even if it is."""
         seen = set()
-        while isinstance(node, ast.Name) and node.id not in seen and len(values := self.assigned.get(node.id, [])) == 1:
-            if values[0] is None:
+        while isinstance(node, ast.Name) and (key := self.meant(node)) not in seen:
+            values = self.assigned.get(key, [])
+            if len(values) != 1 or values[0] is None or (key in self.changed and not changed):
                 break
-            seen.add(node.id)
+            seen.add(key)
             node = values[0]
         return node
+
+    def is_list(self, node: ast.AST) -> bool:
+        """Whether a name is given a list, be that changed afterwards."""
+        lists = ast.List | ast.Tuple | ast.ListComp
+        return isinstance(node, ast.Name) and any(isinstance(v, lists) for v in self.assigned.get(self.meant(node), []))
 
     def value(self, node: ast.AST):
         """A literal, also by name and from arithmetic with numbers; else Unread."""
@@ -173,6 +221,32 @@ class Script:
             else:
                 named["**"] = keyword.value
         return named
+
+    def around_all(self, node: ast.AST | None) -> list[ast.AST]:
+        """A node and all that it stands in."""
+        found = [node]
+        while found[-1] in self.parent:
+            found.append(self.parent[found[-1]])
+        return found
+
+    def set_later(self, config: ast.Call | None, name: ast.AST | None, trainer: ast.Call | None):
+        """Of a config, which `name` may stand for: {field: node} of each `args.field = value` that is reached if the
+        config and its trainer are, and the other statements that change it."""
+        keys = {k for k, vs in self.assigned.items() if config and config in [self.once(v, True) for v in vs if v]}
+        keys |= {self.meant(name)} if isinstance(name, ast.Name) else set()
+        nodes = sorted((n for key in keys for n in self.changed.get(key, [])), key=lambda n: (n.lineno, n.col_offset))
+        reached = {*self.around_all(config), *self.around_all(trainer)}
+        fields, others = {}, []
+        for node in nodes:
+            statement = next(each for each in self.around_all(node) if isinstance(each, ast.stmt))
+            plain = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            plain = plain and isinstance(statement, ast.Assign) and node in statement.targets
+            before = trainer is None or node.lineno < trainer.lineno
+            if plain and before and self.parent[statement] in reached and (not config or node.lineno > config.lineno):
+                fields[node.attr] = statement.value
+            else:
+                others.append(statement)
+        return fields, others
 
     def runs_when_imported(self, call: ast.Call) -> bool:
         """Whether importing the file would make this call: it stands at the top, under no `if __name__`."""
@@ -548,7 +622,7 @@ def trained_on(script: Script, trainer: ast.Call | None, given: dict[str, ast.AS
         if isinstance(model, str):
             c.flags["model_id"] = model
         elif "model_id" not in c.flags:
-            call = script.once(given["model"])
+            call = script.once(given["model"], changed=True)
             inner = script.value(call.args[0]) if isinstance(call, ast.Call) and call.args else model
             if isinstance(inner, str):
                 c.flags["model_id"] = inner
@@ -593,6 +667,7 @@ def trained_on(script: Script, trainer: ast.Call | None, given: dict[str, ast.AS
         ("processing_class", "the tokenizer of --model_id is used"),
         ("optimizers", "make_optimizer and lr_at in the script"),
         ("quantization_config", "not here"),
+        ("**", "what is in it does not stand in the script"),
     ):
         if name in given:
             c.say(f"{name} = {Unread(given[name])!r}: {why}")
@@ -601,6 +676,9 @@ def trained_on(script: Script, trainer: ast.Call | None, given: dict[str, ast.AS
 def rewards(script: Script, trainer: ast.Call, node: ast.AST, c: Command) -> None:
     found = script.once(node)
     nodes = found.elts if isinstance(found, ast.List | ast.Tuple) else [node]
+    if script.is_list(found):
+        nodes = []
+        c.say(f"reward_funcs = {Unread(node)!r} does not stand in the script: give --reward_funcs FILE.py:NAME ...")
     specs = []
     for each in nodes:
         if isinstance(text := script.value(each), str):
@@ -720,8 +798,11 @@ def dataset(script: Script, node: ast.AST, c: Command, name: str, flag: str) -> 
 # ---- all of it ------------------------------------------------------------------------------------------------------
 
 
-def read_config(script: Script, kind: str, config: ast.Call | None, c: Command, own: dict) -> None:
-    """The config's values into `given` and `known`, with a word on each that cannot be taken."""
+def read_config(
+    script: Script, kind: str, config: ast.Call | None, c: Command, own: dict, later: dict[str, ast.AST]
+) -> None:
+    """The config's values, and those that it is given `later`, into `given` and `known`, with a word on each that
+    cannot be taken."""
     theirs, ours = FIELDS[kind], defaults(kind)
     here = HERE | ASYNC_HERE if kind == "AsyncGRPOConfig" else HERE
     reasons = {n: why for names, why in [*NOT_HERE, *ASYNC_NOT_HERE] for n in names.split()}
@@ -733,9 +814,9 @@ def read_config(script: Script, kind: str, config: ast.Call | None, c: Command, 
         c.flags = {"lora_r": 16, "lora_alpha": 32.0} | c.flags  # ModelConfig's defaults
     if others:
         c.say(f"{', '.join(others)}: not of {kind} itself, so not read")
-    for name, value in (
-        values | {name: value for name, value in own.items() if name in theirs or name in OLDER}
-    ).items():
+    values |= {name: value for name, value in own.items() if name in theirs or name in OLDER}
+    values |= {name: script.value(node) for name, node in later.items()}
+    for name, value in values.items():
         flag = here.get(name, (OLDER.get(name),))[0]
         if name == "**":
             c.say(f"**{value!r}: what is in it does not stand in the script")
@@ -785,12 +866,16 @@ def convert(
     c.say(f"{script.path}, {where}: {kind}" + ("" if config or own else ", all by default"))
     if config is not None and trainer is None:
         c.say("no trainer takes this config here: give --model_id, --reward_funcs and --dataset_id")
-    given = (
-        script.arguments(trainer, ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")) if trainer else {}
-    )
-    if config is None and "args" in given and not own:
-        c.say(f"args = {Unread(given['args'])!r}: if it comes from a command line, give that behind --")
-    read_config(script, kind, config, c, own)
+    given = script.arguments(trainer, ARGUMENTS) if trainer else {}
+    args = given.get("args")
+    if config is None and args and not own:
+        c.say(f"args = {Unread(args)!r}: if it comes from a command line, give that behind --")
+    if config and args and script.once(args, changed=True) is not config:
+        c.say(f"args = {Unread(args)!r} is taken to be {kind} of line {config.lineno}: give what differs")
+    later, others = script.set_later(config, args, trainer)
+    for each in others:
+        c.say(f"line {each.lineno}, {Unread(each)!r}, is not read: give what it changes")
+    read_config(script, kind, config, c, own, later)
     updates = batch(c)
     c.flags["num_iterations"] = c.known.get("num_iterations", 1)
     length(c, updates)
@@ -843,8 +928,9 @@ def commands(path: Path, processes: int = 1, flags: list[str] = ()) -> list[Comm
     configs, trainers = script.calls(CONFIGS), script.calls(TRAINERS)
     found, taken = [], set()
     for kind, trainer in trainers:
-        node = script.arguments(trainer, ARGUMENTS).get("args")
-        config = script.once(node) if node is not None else None
+        given = script.arguments(trainer, ARGUMENTS)
+        node = given.get("args", given.get("**"))
+        config = script.once(node, changed=True) if node is not None else None
         if config is None or (isinstance(config, ast.Call) and script.called(config) in CONFIGS):
             taken.add(config)
             found.append((script.called(config) if config else TRAINERS[kind], config, trainer))

@@ -351,6 +351,72 @@ def test_a_config_is_found_however_it_is_spelled(tmp_path, imports, body):
     assert parsed(command).beta == 0.5 and parsed(command).model_id == "m"
 
 
+@pytest.mark.parametrize(
+    "before, arguments, wanted, says",
+    [
+        ("kwargs = dict(beta=0.0)\nkwargs.update(beta=.04)", "**kwargs", {}, "**kwargs: what is in it does not"),
+        ("kwargs = dict(beta=0.0)\nkwargs['beta'] = .04", "**kwargs", {}, "**kwargs: what is in it does not"),
+        ("targets = [2]\nfill(targets)\ntargets[0] = 3", "reward_weights=targets", {}, "reward_weights = targets does"),
+        ("beta = 0.5\nbeta += 1", "beta=beta", {}, "beta = beta does not"),
+        ("rates = [beta for beta in (1, 2)]\nbeta = 0.5", "beta=beta", dict(beta=0.5), None),
+        ("def g():\n    beta = 0.1\nbeta = 0.5", "beta=beta", dict(beta=0.5), None),
+        ("name = 'a/b'\nprint(name.split('/'))", "run_name=name", dict(run_name="a_b"), None),
+    ],
+)
+def test_a_value_that_is_changed_afterwards_is_not_read(tmp_path, before, arguments, wanted, says):
+    (command,) = commands(tmp_path, f"{before}\nGRPOTrainer('m', reward, GRPOConfig({arguments}))")
+    cfg = parsed(command)
+    assert {name: getattr(cfg, name) for name in wanted} == wanted
+    assert cfg.beta == wanted.get("beta", 0) and (says is None or any(says in line for line in command.said))
+
+
+def test_a_parameter_is_not_what_another_name_like_it_is(tmp_path):
+    body = "def go(rate):\n    GRPOTrainer(model, reward, GRPOConfig(learning_rate=rate))\nrate = 1e-5\ngo(3e-5)"
+    (command,) = commands(tmp_path, body)
+    assert parsed(command).learning_rate == 1e-6
+    assert any("learning_rate = rate does not stand in the script" in line for line in command.said)
+
+
+def test_rewards_that_are_added_to_a_list_are_not_read(tmp_path):
+    (command,) = commands(tmp_path, "r = [reward]\nr.append(g)\nGRPOTrainer('m', r, GRPOConfig())")
+    assert "--reward_funcs" not in command.words()
+    assert any("reward_funcs = r does not stand in the script: give --reward_funcs" in line for line in command.said)
+
+
+@pytest.mark.parametrize(
+    "change, wanted, says",
+    [
+        ("args.learning_rate = 5e-5\nargs.num_iterations = 4", (5e-5, 4), None),
+        ("same = args\nsame.num_iterations = 4", (1e-6, 4), None),
+        ("args.learning_rate = rate()", (1e-6, 1), "learning_rate = rate() does not stand in the script"),
+        ("if x:\n    args.learning_rate = 5e-5", (1e-6, 1), "line 10, args.learning_rate = 5e-05, is not read"),
+        ("args.learning_rate *= 2", (1e-6, 1), "args.learning_rate *= 2, is not read"),
+        ("setattr(args, 'beta', .1)", (1e-6, 1), "setattr(args, 'beta', 0.1), is not read"),
+        ("args.set_lr_scheduler('cosine')", (1e-6, 1), "args.set_lr_scheduler('cosine'), is not read"),
+        ("args = dataclasses.replace(args, beta=.1)", (1e-6, 1), "args = args is taken to be GRPOConfig of line 8"),
+        ("args = TrlParser(GRPOConfig).parse()[0]\nargs.num_iterations = 4", (1e-6, 4), "is taken to be GRPOConfig"),
+    ],
+)
+def test_what_is_set_on_a_config_counts_or_is_named(tmp_path, change, wanted, says):
+    body = f"args = GRPOConfig(learning_rate=1e-6)\n{change}\nGRPOTrainer('m', reward, args)"
+    (command,) = commands(tmp_path, body)
+    cfg = parsed(command)
+    assert (cfg.learning_rate, cfg.num_iterations) == wanted
+    assert says is None or any(says in line for line in command.said), command.text()
+
+
+def test_what_is_set_on_a_config_of_a_command_line_counts(tmp_path):
+    body = "_, args = parser.parse_args_and_config()\nargs.beta = 0.5\nGRPOTrainer('m', reward, args)\nargs.seed = 3"
+    (command,) = commands(tmp_path, body, flags=["--beta", "0.1", "--num_iterations", "2"])
+    assert (parsed(command).beta, parsed(command).num_iterations, parsed(command).seed) == (0.5, 2, 42)
+    assert any("args.seed = 3, is not read" in line for line in command.said)
+
+
+def test_arguments_of_a_trainer_that_are_not_seen_are_named(tmp_path):
+    (command,) = commands(tmp_path, "kw = dict(model='m')\nkw['tools'] = [f]\nGRPOTrainer(args=GRPOConfig(), **kw)")
+    assert any(line.startswith("** = kw: ") for line in command.said)
+
+
 def test_several_configs_give_several_commands(tmp_path):
     body = "a, b = GRPOConfig(beta=0.1), AsyncGRPOConfig(max_staleness=2)\n"
     body += "first = GRPOConfig(beta=0.2)\nsecond = AsyncGRPOConfig(weight_sync_steps=2, token_budget=4096)\n"
