@@ -556,7 +556,8 @@ def run(c: Command) -> None:
     if not v["gradient_checkpointing"]:
         c.flags["gradient_checkpointing"] = False
     c.flags["compile"] = bool(v["torch_compile"])
-    trackers = [given["report_to"]] if isinstance(given.get("report_to"), str) else given.get("report_to") or []
+    trackers = given.get("report_to") or []
+    trackers = trackers if isinstance(trackers, list) else [trackers]
     c.flags["report_to"] = [each for each in trackers if each in ("wandb", "tensorboard", "trackio")]
     if other := [each for each in trackers if each not in ("wandb", "tensorboard", "trackio", "none")]:
         c.say(f"report_to {', '.join(map(str, other))}: known here are wandb, tensorboard, trackio")

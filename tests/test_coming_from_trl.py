@@ -475,6 +475,7 @@ ODD = st.sampled_from(
 @settings(deadline=None, max_examples=150)
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS["GRPOConfig"])), ODD, max_size=8), st.integers(1, 9))
 @example({"reward_weights": "-1"}, 1)
+@example({"report_to": "True"}, 1)
 def test_whatever_a_script_says_there_is_a_command_or_a_word(tmp_path_factory, given, processes):
     arguments = ", ".join(f"{name}={value}" for name, value in given.items())
     body = f"GRPOTrainer('m', reward, GRPOConfig({arguments}))"
