@@ -350,7 +350,7 @@ def turn_returns(batch: Batch, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
     table = batch.rewards.new_zeros(len(batch), int(turns.max()) + 1).scatter_add(1, turns, batch.rewards)  # [B, K + 1]
     for k in reversed(range(1, table.shape[1] - 1)):
         table[:, k] += gamma * table[:, k + 1]
-    exists = torch.arange(table.shape[1], device=turns.device) <= turns.max(1, keepdim=True).values
+    exists = torch.arange(table.shape[1], device=turns.device) <= turns.amax(1, keepdim=True)
     exists[:, 0] = False
     return turns, table, exists.nonzero()
 

@@ -49,13 +49,8 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         load_function(cfg.teacher_prompt)
     tokenizer = getattr(processor, "tokenizer", processor)
     if cfg.teacher_id:
-        ours, theirs = load_config(cfg.model_id), load_config(cfg.teacher_id, "--teacher_id")
-        if takes_images(ours) and ours.model_type != theirs.model_type:
-            raise ConfigError(
-                f"--teacher_id={cfg.teacher_id} is a {theirs.model_type}, and the policy a {ours.model_type}: it would "
-                "get images as the policy's processor prepares them. Serve it: --teacher_urls of a vllm_server.py."
-            )
-        check_vocabulary(tokenizer, cfg)
+        remedy = "or train on a teacher's answers (supervised) first"
+        check_reads_alike(tokenizer, cfg, "--teacher_id", "Serve it: --teacher_urls of a vllm_server.py", remedy)
     if cfg.teacher_urls:
         others = [url for url in cfg.teacher_urls if place_of(url) not in map(place_of, cfg.server_urls)]
         if own_server(cfg) and others:
@@ -77,16 +72,24 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         servers(cfg).connect(decode, len(tokenizer), window, cfg.distill_topk, cfg.server_timeout)
 
 
-def check_vocabulary(tokenizer, cfg: TrainConfig) -> None:
-    """ConfigError unless the teacher of --teacher_id reads every token as the policy does."""
-    theirs = load_processor(cfg.teacher_id, "--teacher_id")
+def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, for_images: str, for_words: str) -> None:
+    """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. The last two: what
+    else could be done."""
+    name = getattr(cfg, flag.removeprefix("--"))
+    ours, theirs = load_config(cfg.model_id), load_config(name, flag)
+    if takes_images(ours) and ours.model_type != theirs.model_type:
+        raise ConfigError(
+            f"{flag}={name} is a {theirs.model_type}, and the policy a {ours.model_type}: it would get images as the "
+            f"policy's processor prepares them. {for_images}."
+        )
+    theirs = load_processor(name, flag)
     theirs = {token: text for text, token in getattr(theirs, "tokenizer", theirs).get_vocab().items()}
     for text, token in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if theirs.get(token) != text:
             raise ConfigError(
-                f"--teacher_id={cfg.teacher_id} has another vocabulary: token {token} is {text!r} for the policy and "
-                f"{theirs.get(token)!r} there, so its log-probs would be of other texts. Take a teacher of the "
-                "policy's family, or train on a teacher's answers (supervised) first."
+                f"{flag}={name} has another vocabulary: token {token} is {text!r} for the policy and "
+                f"{theirs.get(token)!r} there, so it would read other texts. Take a model of the policy's family, "
+                f"{for_words}."
             )
 
 

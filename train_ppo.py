@@ -47,9 +47,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+import teachers
 import train_grpo
 import utils
+from algorithms.checks import read_by
+from config import ConfigError
 from inputs.backbone import backbone
+from inputs.packing import why_not_shared
+from inputs.processor import faults_named
 from runlog.log import clock
 from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, token_weights, whiten
 
@@ -122,22 +127,41 @@ class Critic(Policy):
 class CriticTrainer:
     """The critic with its optimizer, as `train_grpo.train` takes it."""
 
+    @staticmethod
+    def check(cfg: TrainConfig, processor) -> None:
+        """ConfigError, before any model is loaded, for a critic that nothing reads or that reads other words."""
+        read = [read_by(function) for function in train_grpo.in_use(cfg).values()]
+        if None not in read and not set().union(*read) & {"values", "returns"}:
+            raise ConfigError(
+                f"--advantage {cfg.advantage} reads no values of a critic (batch.values, batch.returns), so one would "
+                "be trained for nothing: use train_grpo.py, or --advantage gae."
+            )
+        if cfg.critic_model_id:
+            tokenizer, remedy = getattr(processor, "tokenizer", processor), "or leave the flag out"
+            teachers.check_reads_alike(tokenizer, cfg, "--critic_model_id", "Leave the flag out", remedy)
+
     def __init__(self, cfg: TrainConfig, device: torch.device):
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
-        self.module, _ = train_grpo.load_policy(critic_cfg, device, Critic)
+        with faults_named("--critic_model_id" if cfg.critic_model_id else "--model_id"):
+            self.module, inner = train_grpo.load_policy(critic_cfg, device, Critic)
+        reason = why_not_shared(inner.hf_model, cfg) if cfg.shared_prefix else None
+        self.shares = cfg.shared_prefix and reason is None  # a critic of another family than the policy's may not
+        if reason and utils.is_main():
+            print(f"The critic: prompts are computed once per completion, not once per group: {reason}.")
         self.optimizer = train_grpo.optimizer_of(make_optimizer, self.module, critic_cfg, Critic)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
         """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""
         metrics: dict[str, float] = {}
+        cfg = replace(cfg, shared_prefix=self.shares)
         with clock(metrics, "critic"):
             (batch.values,) = all_logprobs(self.module, batch, cfg)
             _, batch.returns = gae_returns(batch, cfg)
             mask = batch.loss_mask
-            errors, spread = (
-                utils.global_moments(x, mask)[2] ** 2 for x in (batch.returns - batch.values, batch.returns)
-            )
-            metrics["value/explained_variance"] = float(1 - errors / spread.clamp(min=1e-12))
+            _, mean, spread = utils.global_moments(batch.returns, mask)
+            errors = utils.global_moments(batch.returns - batch.values, mask)[2]
+            if spread > 1e-3 * max(abs(mean), errors):  # else there is nothing to explain
+                metrics["value/explained_variance"] = float(1 - (errors / spread) ** 2)
             rate = dict(learning_rate=cfg.critic_learning_rate, num_iterations=cfg.critic_iterations)
             critic_cfg = replace(cfg, loss_agg="token_mean", **rate)
             update = train_grpo.update(self.module, self.optimizer, batch, critic_cfg, step, critic_loss)

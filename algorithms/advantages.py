@@ -57,8 +57,8 @@ def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
     for group in batch.groups.unique():
         rows = (batch.groups == group).nonzero()[:, 0]
         if len(rows) > 1:
-            best = batch.shaped_scores[rows].topk(2)
-            advantages[rows[best.indices[0]]] = best.values[0] - best.values[1]
+            (best, second), (place, _) = batch.shaped_scores[rows].topk(2)
+            advantages[rows[place]] = best - second
     if cfg.scale_rewards != "none":
         advantages = advantages / (group_std(batch.shaped_scores, batch.groups) + 1e-6)
     return spread(advantages, batch.loss_mask)
