@@ -28,6 +28,14 @@ import yaml
 class ConfigError(ValueError):
     """A setting that cannot work. The message says what was given, what is allowed and what to do."""
 
+    status = 2  # the process's, by which a loop that starts a run again knows that this does not help
+
+
+class NotNow(ConfigError):
+    """A setting that cannot work as things are: a lock, a disk, a server. Another try may help."""
+
+    status = 1
+
 
 def nearest(name: str, known) -> str | None:
     """The known name that `name` was probably meant to be."""

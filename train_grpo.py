@@ -519,7 +519,7 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
             adapted = get_peft_model(model, lora)  # adapters in float32, whatever --dtype the frozen weights have
     except ValueError as error:
         names = sorted({n.split(".")[-1] for n in linear_layers(model)})
-        raise ValueError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
+        raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer) and autocasts(cfg):  # autocast casts: PEFT would keep a float32 copy
             layer.cast_input_dtype_enabled = False
@@ -1780,8 +1780,7 @@ def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: 
     except KeyboardInterrupt as error:
         ended_by, status = error, utils.explain_interrupt()
     except BaseException as error:  # some errors of torch do not derive from Exception
-        ended_by = error
-        utils.print_failure(error, cfg)
+        ended_by, status = error, utils.print_failure(error, cfg)
     finally:
         utils.end_process(status, partial(close_all, ended_by))
 

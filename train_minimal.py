@@ -390,8 +390,7 @@ def main(cfg: Settings) -> None:
     except KeyboardInterrupt as error:
         ended_by, status = error, utils.explain_interrupt()  # prints a message; 130
     except BaseException as error:
-        ended_by = error
-        utils.print_failure(error, cfg)
+        ended_by, status = error, utils.print_failure(error, cfg)
     finally:
         utils.end_process(status, lambda: close_all(ended_by))  # writes what there is so far to the run folder
 

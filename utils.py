@@ -650,8 +650,9 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
 # ---- 4 failures -----------------------------------------------------------------------------------------------------
 
 
-def print_failure(error: BaseException, cfg: TrainConfig) -> None:
-    """Traceback, cause and what to do, on stderr. A setting or a server that cannot work needs no traceback."""
+def print_failure(error: BaseException, cfg: TrainConfig) -> int:
+    """Traceback, cause and what to do, on stderr. A setting or a server that cannot work needs no traceback. Returns
+    the exit status: 2 for a setting that another try would not change."""
     if not isinstance(
         error, ConfigError | ServerError
     ):  # frames only: the message follows; of a user's function its own
@@ -673,6 +674,7 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> None:
             f"The first that failed says why. {RANK_KILLED}",
             file=sys.stderr,
         )
+    return error.status if isinstance(error, ConfigError) else 1
 
 
 RANK_KILLED = (

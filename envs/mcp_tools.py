@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cli import MOST_BYTES, read_text
+from cli import MOST_BYTES, NotNow, read_text
 from config import ConfigError
 from data import parse_json
 from envs.mcp_connection import (
@@ -96,7 +96,7 @@ def connect(path: str, seconds: float) -> list[Tool]:
                 raise ConfigError(f"--mcp_config={path}: {error}") from None
             text = f"server {server.name!r} did not start or list its tools ({reason(error)}); {server.advice()}"
             notes = getattr(error, "__notes__", ())
-            raise ConfigError(" ".join((f"--mcp_config={path}: {text}", *notes))) from None
+            raise NotNow(" ".join((f"--mcp_config={path}: {text}", *notes))) from None
     return tools
 
 

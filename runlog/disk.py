@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from config import ConfigError
+from cli import NotNow
 
 WARNED_EVERY = 60.0  # seconds between two warnings about the same file
 
@@ -35,7 +35,7 @@ def at_start(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = Path(error.filename) if isinstance(error.filename, str) else folder
-        raise ConfigError(f"{trouble(path, error)} Or give an --output_dir on another disk.") from None
+        raise NotNow(f"{trouble(path, error)} Or give an --output_dir on another disk.") from None
 
 
 class Warnings:

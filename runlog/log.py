@@ -39,6 +39,7 @@ import pyarrow.parquet
 from PIL import Image
 from rich.console import Console
 
+from cli import NotNow
 from config import PRESETS, ConfigError
 from envs import mcp_tools
 from inputs.parts import without_sources
@@ -93,7 +94,7 @@ def claim_run(cfg):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a+", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
+        raise NotNow(
             f"--output_dir={cfg.output_dir}: the run folder {folder} cannot be made ({error.strerror}); give one that "
             "can be written to."
         ) from None
@@ -104,7 +105,7 @@ def claim_run(cfg):
         file.seek(0)
         who = file.read().strip() or "another process"
         file.close()
-        raise ConfigError(
+        raise NotNow(
             f"--run_name: {folder} is in use by {who}. Two runs in one folder would mix their metrics and replace each "
             "other's checkpoints: wait for its end, end it, or give another name."
         ) from None

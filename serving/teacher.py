@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cli import ConfigError
+from cli import ConfigError, NotNow
 from safety import asking
 from serving.answers import ABOVE_ZERO
 from serving.wire import in_thread
@@ -102,7 +102,8 @@ class TeacherServers:
             except (TeacherError, asking.NoAnswer) as error:
                 remedies = {401: "TEACHER_TOKEN holds the secret", 400: f"--max-logprobs {top} there, or a smaller k"}
                 remedy = remedies.get(getattr(error, "status", None))
-                raise ConfigError(f"--teacher_urls: {error}" + (f" ({remedy})." if remedy else "")) from None
+                kind, advice = (ConfigError, f" ({remedy}).") if remedy else (NotNow, "")
+                raise kind(f"--teacher_urls: {error}{advice}") from None
         self.probe_ids, first = ids, self.servers[0]
         for server in self.servers[1:]:
             if not self.changes and (apart := distance(server.probe, first.probe)) > ALIKE:

@@ -241,5 +241,5 @@ def test_shards_of_a_base_in_4_bits(servers, cfg, tmp_path):
 def test_a_server_that_cannot_have_adapters_is_refused(server, cfg, tmp_path):
     flags = f"{FLAGS} --generator vllm --server_urls {server.url} --reward_funcs length --output_dir {tmp_path}"
     with running(trainer(tmp_path / "log", *flags.split(), VLLM_SERVER_TOKEN=server.token)) as run:
-        assert run.end() == 1
+        assert run.end() == 2
         assert "--load_in 4bit" in run.text and "--enable-lora" in run.text

@@ -181,7 +181,7 @@ FILES = dict(
 def test_a_damaged_checkpoint_is_named_and_nothing_is_rewritten(broken, what):
     DAMAGED[what](broken.step)
     end = broken.resume()
-    assert end.status == 1 and end.unchanged, end.text
+    assert end.status == 2 and end.unchanged, end.text
     assert re.search(rf"{broken.step} is damaged: 1 of \d+ files .*{FILES[what]}.* checkpoint of step 2", end.text), (
         end.text
     )
@@ -217,7 +217,7 @@ def test_without_checksums_damage_still_has_a_cause(broken, file):
     path = next(broken.step.rglob(file))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     end = broken.resume()
-    assert end.status == 1 and end.unchanged and "--resume: " in end.text and "step_2" not in end.text, end.text
+    assert end.status == 2 and end.unchanged and "--resume: " in end.text and "step_2" not in end.text, end.text
     assert "checkpoint of step 2" in end.text and "Traceback (most recent call last):\n  File" not in end.text[:200]
 
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_runs_no_commands(broken, tmp_path):
             pickle.dumps(Command(marker))
         )
         end = broken.resume()
-        assert end.status == 1 and not marker.exists() and "checkpoint of step 2" in end.text, end.text
+        assert end.status == 2 and not marker.exists() and "checkpoint of step 2" in end.text, end.text
         path.write_bytes(sound)
     state = {"policy": {"value": Command(marker)}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "state")
@@ -258,7 +258,7 @@ def test_what_a_killed_run_left_is_in_nobodys_way(broken):
     (folder / "step_6").mkdir()  # emptied by hand
     (folder / "step_8.old").mkdir()
     end = broken.resume()
-    assert end.status == 1 and "step_6/trainer/state.json is damaged" in end.text, end.text
+    assert end.status == 2 and "step_6/trainer/state.json is damaged" in end.text, end.text
     (folder / "step_6").rmdir()
     end = broken.resume()
     assert end.status == 0, end.text
@@ -378,7 +378,7 @@ def test_a_checkpoint_of_an_older_version_goes_on(broken):
     (broken.step / "trainer" / "state.json").write_text(json.dumps(state), encoding="utf-8")
     shutil.rmtree(broken.step.with_name("step_6"))
     end = broken.resume("--strict_resume")
-    assert end.status == 1 and "does not say what it was made with" in end.text, end.text
+    assert end.status == 2 and "does not say what it was made with" in end.text, end.text
 
 
 EVEN_ARGS = f"{SMALL} --reward_funcs length".split()
@@ -414,7 +414,7 @@ def test_what_differs_is_said_with_what_follows(broken):
     rewards.write_text(EVEN + "# edited\n", encoding="utf-8")
     changed = ["--dataset_id", str(other), "--learning_rate", "2e-3", "--lr_schedule", "linear", "--seed", "7"]
     strict = broken.resume(*changed, "--strict_resume")
-    assert strict.status == 1 and strict.unchanged and "--strict_resume:" in strict.text, strict.text
+    assert strict.status == 2 and strict.unchanged and "--strict_resume:" in strict.text, strict.text
     end = broken.resume(*changed, ranks=2)
     assert end.status == 0, end.text
     for text in (strict.text, end.text):
@@ -442,7 +442,7 @@ def test_an_edited_reward_file_is_said(broken):
         end = broken.resume("--strict_resume", "--max_steps", "4")
     finally:
         file.write_text(sound, encoding="utf-8")
-    assert end.status == 1 and end.unchanged and f"{file} changed: rewards" in end.text, end.text
+    assert end.status == 2 and end.unchanged and f"{file} changed: rewards" in end.text, end.text
     end = broken.resume("--strict_resume")  # two steps more: at a constant learning rate no difference
     assert end.status == 0 and "with differences" not in end.text, end.text
 
@@ -460,7 +460,7 @@ def test_a_resume_that_does_not_fit_says_so(outcomes, flags):
     _, whole = outcomes["1 rank"].result()
     args = [*flags, "--output_dir", str(whole.parent), "--run_name", "whole", "--resume", "--use_peft"]
     with running(trainer(whole.parent / "misfit.log", *args)) as run:
-        assert run.end() == 1
+        assert run.end() == 2
     assert "step_6 does not fit this run, or is damaged" in run.text and "use_peft False -> True" in run.text
 
 

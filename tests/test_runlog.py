@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import train_grpo
 import utils
 from config import ConfigError, TrainConfig
 from rollouts import Trajectory
 from runlog import report
 from runlog.curves import Curves
-from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, kept_name, name_run, progress_text
+from runlog.log import (
+    RunLog,
+    claim_run,
+    close_all,
+    completion_rows,
+    evaluation_rows,
+    kept_name,
+    name_run,
+    progress_text,
+)
 from runlog.reading import phases, read_metrics
 from runlog.report import plot_panel, write_report
 
@@ -613,6 +624,17 @@ def test_what_turns_the_direction_of_text_is_spelled_out_on_the_terminal(make_lo
     utils.print_failure(RuntimeError(f"reward of {text}"), log.cfg)
     shown = "".join(capsys.readouterr())
     assert not set(shown) & set(turning) and "gnorw" in shown and r"\u202e" in shown and "\u05d0" in shown
+
+
+def test_a_loop_around_a_run_knows_what_another_try_would_not_change(make_log, tmp_path):
+    cfg = make_log().cfg
+    with pytest.raises(ConfigError, match="in use") as busy:
+        claim_run(replace(cfg, resume=True))
+    with pytest.raises(ConfigError) as lora:
+        train_grpo.load_policy(TrainConfig(model_id="models/tiny", use_peft=True, lora_targets=["no"]), None)
+    assert "--lora_targets no: " in str(lora.value) and "linear layers: ['down_proj'" in str(lora.value)
+    errors = lora.value, busy.value, RuntimeError("of a reward"), ConfigError("--reward_funcs nope")
+    assert [utils.print_failure(error, cfg) for error in errors] == [2, 1, 1, 2]
 
 
 def test_a_diff_that_is_not_utf_8_is_kept(make_log, tmp_path, monkeypatch):
