@@ -41,6 +41,8 @@ def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
     counts = np.diff(steps, prepend=2 * steps[0] - steps[min(1, len(steps) - 1)])[::-1]  # a point may be several steps
     counts = counts if len(steps) > 1 else np.ones(1)
     share = np.cumsum(holds[::-1] * counts) / np.cumsum(counts)  # of the steps from there to the last
+    if not (share >= 0.8).any():  # the last point stands for many steps
+        return None
     start = len(holds) - 1 - int(np.flatnonzero(share >= 0.8)[-1])
     while not holds[start]:
         start += 1
@@ -317,8 +319,9 @@ def failures(curves: Curves, config: dict) -> list[dict]:
     ):
         steps, values = curves.all(name)
         if len(values) and values[-RECENT:].sum() > 0:
-            text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} steps, of "
-            text += f"{curves.total(name):.0f} in all."
+            logged = "logged " * ((config.get("log_steps") or 1) > 1)  # what the others had is not known
+            text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} {logged}steps, of "
+            text += f"{curves.total(name):.0f} in all{' logged ones' * bool(logged)}."
             found.append(note("watch", title, text, "failures"))
     steps, calls = curves.all("tools/call_frequency")
     if config.get("tools") and len(calls) >= 3 and not late(calls).any():
@@ -332,7 +335,7 @@ def failures(curves: Curves, config: dict) -> list[dict]:
     steps, explained = curves.all("value/explained_variance")
     if len(explained) >= 2 * ENOUGH and now(explained) < 0.05:
         updates = (
-            curves.count("value/explained_variance")
+            int(steps[-1])  # each has some, logged or not
             * (config.get("critic_iterations") or 1)
             * (config.get("num_minibatches") or 1)
         )

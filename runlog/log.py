@@ -201,6 +201,8 @@ def completion_rows(
     trajectories: list, scores: list[float], advantages: list[float], batch=None, with_tokens: bool = False
 ) -> list[dict]:
     """What the run folder keeps of each trajectory. batch: what was made of them for the update; not in evaluations."""
+    if batch is not None and batch.stand_in:  # all of this rank's failed
+        return []
     groups = [t.group for t in trajectories] if batch is None else batch.groups.tolist()
     rows = []
     for t, group, reward, advantage in zip(trajectories, groups, scores, advantages, strict=True):
@@ -320,6 +322,7 @@ class RunLog:
             self.last_step, self.num_tokens = self._keep_until(
                 math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
             )
+            self.sampled = self.last_step  # whose completions were seen last
             self._describe_run()
             self.lines = disk.Lines(self.metrics_path)
             disk.write_whole(self.dir / "state.json", json.dumps(self.state) + "\n")
@@ -477,10 +480,11 @@ class RunLog:
             self.unwritten = self.unwritten[-HELD:]
 
     def sample(self, step: int, rows: list[dict]) -> None:
-        """Print the first row of `completions` at step 1 and every `cfg.print_samples_every` steps after it; trackers
-        get the first few."""
-        every = self.cfg.print_samples_every
-        if not every or (step - 1) % every:
+        """Print the first row of `completions` at the first step that has some of each `cfg.print_samples_every`;
+        trackers get the first few."""
+        every, before = self.cfg.print_samples_every, self.sampled
+        self.sampled = step
+        if not every or (step - 1) // every == (before - 1) // every:
             return
         for tracker in self.trackers:
             tracker.completions(step, [_flat(row) for row in rows[:SAMPLES]])
@@ -518,16 +522,20 @@ class RunLog:
             self.lines.file.close()
             self._tell(state=state, why=self._reason(why))
 
-            report = None
+            report, notes = None, []
             try:
                 report = write_report(self.dir)
-            except OSError as error:
-                later = f" Then: python -m runlog {self.dir}"
-                self.warnings.say("report", disk.trouble(self.dir / "report.html", error) + later)
+                notes = notes_of(self.dir) if report else []
+            except Exception as error:  # it is about a run that has ended, and decides nothing of it
+                path, later = self.dir / "report.html", f" Then: python -m runlog {self.dir}"
+                fault = f"{path} could not be made ({type(error).__name__}: {error})."
+                self.warnings.say(
+                    "report", (disk.trouble(path, error) if isinstance(error, OSError) else fault) + later
+                )
             for tracker in self.trackers:
                 tracker.close(report)
             if report:
-                for note in notes_of(self.dir)[:3]:
+                for note in notes[:3]:
                     self._say(f"{note['title']}: {note['text']}")
                 self._say(f"report: {report}")
             self.lock.close()

@@ -143,7 +143,8 @@ class Panel:
             if key.endswith("/prompts")
         }
         third = [f"{name} {reward:.3g}" for name, reward in domains.items() if reward is not None]
-        third += [f"silent {line['frac_reward_zero_std']:.0%}"] if line.get("frac_reward_zero_std") is not None else []
+        silent = line.get("frac_reward_zero_std") if line.get("frac_singleton_groups") != 1 else None
+        third += [f"silent {silent:.0%}"] if silent is not None else []
         third += [f"{line['time/tokens_per_second']:.0f} tok/s"] if line.get("time/tokens_per_second") else []
         third += [f"{spent:.1f} s a step"] if spent else []
         largest = sorted(seconds.items(), key=lambda phase: -phase[1])

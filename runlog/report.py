@@ -185,11 +185,13 @@ def tiles(curves: Curves) -> str:
         shown.append(tile(key.removeprefix("eval/"), value, note, hero=True))
     steps, reward = curves.all("reward")
     if len(steps):
-        note = f"best {max(reward):.2f}, {len(steps)} steps"
+        note = f"best {max(reward):.2f}, {steps[-1]:.0f} steps"
         shown.append(tile("training reward", f"{reward[0]:.2f} → {reward[-1]:.2f}", note))
-    if sum(seconds := curves.step_seconds()[1].tolist()) > 0:
-        median = sorted(seconds)[len(seconds) // 2]
-        shown.append(tile("time in steps", duration(sum(seconds)), f"median {median:.1f} s a step"))
+    if (passed := curves.axis("seconds")[1][-1]) > 0:
+        steps, seconds = curves.step_seconds()
+        note = f"median {sorted(seconds)[len(seconds) // 2]:.1f} s a step"
+        note += f", by {len(steps)} logged ones" if len(steps) < steps[-1] else ""
+        shown.append(tile("time in steps", duration(passed), note))
     if len(speed := curves.all("time/tokens_per_second")[1]):
         shown.append(tile("speed", f"{sum(speed) / len(speed):.0f} tok/s", "prompts and completions, whole step"))
     return f'<div class="tiles">{"".join(shown)}</div>'
@@ -269,15 +271,21 @@ def completions(run_dir: Path, count: int = 8) -> str:
     return "".join(titles[path] + table_of_completions(rows, bounds) for path, rows in shown.items())
 
 
+def side_by_side(columns: list[list[dict]]) -> list[list[dict]]:
+    """The same rows of each evaluation: one in which all completions of a row failed lacks that row. Those of older
+    runs, which have no row_number, by their place."""
+    known = [{row.get("row_number", place): row for place, row in enumerate(rows)} for rows in columns]
+    return [[rows[number] for rows in known] for number in known[0] if all(number in rows for rows in known)]
+
+
 def before_and_after(run_dir: Path) -> str:
     """The first held-out rows at the first and at the last evaluation, side by side; with images, as pictures."""
     files = samples.whole_files(run_dir / "evaluations")
     files = files[:1] + files[1:][-1:]
     if not files:
         return ""
-    columns = [samples.first_rows(path, 8) for path in files]
     body = ""
-    for rows in zip(*columns, strict=False):
+    for rows in side_by_side([samples.first_rows(path, 8) for path in files]):
         score = [pill(row["reward"], 0.0, 1.0) for row in rows]
         texts = [f"{said(row)}\n{s}" for row, s in zip(rows, score, strict=True)]
         seen = [

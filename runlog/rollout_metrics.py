@@ -12,7 +12,7 @@ import utils
 from config import TrainConfig
 from data import shorten
 from inputs.trajectory import RowPictureError, Trajectory, stands_in
-from rollouts import any_number
+from rollouts import any_number, warn_first
 from safety.limits import warn_once
 from safety.storable import calls_in
 
@@ -29,7 +29,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
         out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
     longest = utils.all_max(max(lengths, default=0))
     shortest = -utils.all_max(-min(lengths, default=longest))
-    out |= {"completions/max_length": longest, "completions/min_length": shortest}
+    out |= {"completions/max_length": longest, "completions/min_length": shortest} if "reward" in out else {}
     out |= logged_by_rewards(trajectories)
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
     counts = {"num_tokens": tokens, "completions/count": len(trajectories)}
@@ -56,7 +56,7 @@ def by_completion(trajectories: list[Trajectory]) -> dict[str, list[float]]:
 def means_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
     """Collective."""
     moments = {name: utils.global_moments(torch.tensor(v, dtype=torch.float64)) for name, v in values.items()}
-    return {name: float(mean) for name, (_, mean, _) in moments.items()}
+    return {name: float(mean) for name, (count, mean, _) in moments.items() if count}
 
 
 def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
@@ -85,7 +85,7 @@ def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
     mine = sum(groups, [])
     scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
     solved = [(row >= cfg.of(group[0].row).eval_solved).double() for row, group in zip(scores, groups, strict=True)]
-    length = sum(float(len(t.token_ids)) for t in mine)
+    length = sum(float(sum(t.loss_mask)) for t in mine)
     sums = [sum(row.sum() for row in scores), sum(row.sum() for row in solved), sum(row.max() for row in solved)]
     sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
     reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
@@ -185,7 +185,9 @@ def bounded(what: str, names: set[str]) -> set[str]:
     known = _NAMED.setdefault(what, set())
     known.update(sorted(names - known)[: MOST_NAMES - len(known)])
     if left_out := sorted(names - known):
-        warn_once(f"over {MOST_NAMES} {what}; {shorten(left_out[0], 80)} and other new ones are no metrics. Said once.")
+        warn_first(
+            what, f"over {MOST_NAMES} {what}; {shorten(left_out[0], 80)} and other new ones are no metrics. Said once."
+        )
     return names & known
 
 

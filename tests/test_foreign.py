@@ -454,12 +454,15 @@ def test_a_turn_of_two_hundred_calls():
 def test_invented_components_are_bounded_metrics(monkeypatch, caplog):
     """The first hundred of a run, in every step the same; functions' own names are always there."""
     monkeypatch.setattr(rollout_metrics, "_NAMED", {})
+    monkeypatch.setattr(rollouts, "_WARNED", set())
     last = [SimpleNamespace(info={"rewards": {"mine": 1.0} | {f"mine/{n}": 1.0 for n in range(60)}})]
     assert len(rollout_metrics.reward_means(last)) == 61 and not caplog.text
     many = {f"mine/{n}": 1.0 for n in range(50, 170)}
     means = rollout_metrics.reward_means([SimpleNamespace(info={"rewards": {"mine": 1.0, "yours": 1.0} | many})])
     assert {"rewards/mine/mean", "rewards/yours/mean", "rewards/mine/59/mean"} <= means.keys() and len(means) == 52
     assert "over 100 names of rewards' components" in caplog.text
+    rollout_metrics.reward_means([SimpleNamespace(info={"rewards": {f"mine/{n}": 1.0 for n in range(300, 420)}})])
+    assert caplog.text.count("over 100 names") == 1  # whatever the new ones are
 
 
 def test_invented_tools_are_no_metrics():

@@ -268,6 +268,14 @@ def test_domains():
     assert "z" not in lines[3] and "held-out a" not in lines[2]
 
 
+def test_groups_of_one_are_not_called_silent():
+    panel = Panel(io.StringIO(), 20)
+    for alone, said in ((0.5, True), (1, False)):
+        panel.show({"step": 1, "reward": 0.5, "frac_reward_zero_std": 1.0, "frac_singleton_groups": alone})
+        assert ("silent 100%" in panel.lines(80)[3]) == said
+    panel.stop()
+
+
 def test_parts():
     assert fit(["one", "two", "three"], 13) == " one  two" and fit(["a long first"], 6) == " a lon"
     assert sparkline([0, 1, 2, 7], 3) == "▁▂█" and sparkline([3, 3], 9) == "▁▁"

@@ -27,9 +27,10 @@ from PIL import Image
 
 import train_grpo
 import utils
+from batch import collate
 from config import ConfigError, TrainConfig
-from rollouts import Trajectory
-from runlog import report
+from inputs.trajectory import Trajectory, empty_trajectory
+from runlog import advice, report, rollout_metrics
 from runlog.curves import Curves
 from runlog.log import (
     RunLog,
@@ -289,6 +290,45 @@ def test_samples_are_printed_now_and_then(make_log, capsys):
     assert "user: 2 + [b]2?" in printed and "(3500 more characters)" in printed and "exact 1" in printed
 
 
+def test_of_logged_steps_that_skip_the_samples_steps_the_next_one_is_printed(make_log, capsys):
+    """As with --log_steps 10, and again behind a checkpoint."""
+    row = {"prompt": "p", "completion": "c", "reward": 1.0}
+
+    def printed(log, steps) -> list[int]:
+        for step in steps:
+            log.step(step, {"reward": 1.0, "num_tokens": step, "time/step": 1.0}, [row])
+        log.close()
+        return [int(step) for step in re.findall(r"a sample of step (\d+)", capsys.readouterr().out)]
+
+    assert printed(make_log(print_samples_every=10), (10, 14, 20, 25, 38)) == [10, 14, 25, 38]
+    assert printed(make_log(14, print_samples_every=10, resume=True), (16, 20, 25)) == [25]
+
+
+def test_a_fault_of_the_report_costs_a_finished_run_nothing_else(make_log, capsys, monkeypatch):
+    log = make_log()
+    log_step(log, 1)
+    monkeypatch.setattr("runlog.log.notes_of", lambda folder: [][-1])
+    log.close()
+    assert state(log)["state"] == "finished" and log.lock.closed
+    assert "report.html could not be made (IndexError: list index out of range)" in capsys.readouterr().err
+
+
+def test_a_rank_whose_trajectories_all_failed_keeps_no_completion():
+    """Its stand-in is none: neither a row of the step's completions nor a 0 among the means."""
+    lost = empty_trajectory({"prompt": "?"}, TrainConfig())
+    assert completion_rows([lost], [0.0], [0.0], collate([lost], 0, torch.device("cpu"))) == []
+    metrics = rollout_metrics.rollout_metrics([lost])
+    assert metrics["completions/count"] == 0
+    assert not [name for name in metrics if name.startswith(("reward/", "frac_", "completions/m")) or name == "reward"]
+
+
+def test_the_length_of_held_out_completions_is_what_was_sampled():
+    """As that of the trained ones: what tools have answered is not."""
+    info = {"rewards": {}, "reward_components": [0.0]}
+    t = Trajectory({"prompt": "?"}, 0, [1], [5, 6, 7], [1, 0, 0], [0.0] * 3, [0.0] * 3, info=info)
+    assert rollout_metrics.eval_metrics([[t]], TrainConfig())["mean_length"] == 1
+
+
 def test_a_line_of_progress_names_the_number_that_a_run_is_about():
     """With a teacher the distance from it; groups whose rewards are alike are no fault where it is learned from."""
     line = {"step": 1, "reward": 0.0, "frac_reward_zero_std": 1.0}
@@ -345,6 +385,39 @@ def test_the_report_shows_before_and_after(make_log):
         [sys.executable, "-m", "runlog", str(log.dir)], capture_output=True, text=True, encoding="utf-8"
     )
     assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
+
+
+def test_a_report_of_steps_that_are_logged_now_and_then():
+    """With --log_steps 10 each line stands for ten steps; counts of the others are not known."""
+    lines = [{"step": step, "reward": -1.0, "time/step": 3.0, "rollout/failed": 2} for step in (10, 20)]
+    shown = report.tiles(Curves(lines))
+    assert "best -1.00, 20 steps" in shown and "60 s" in shown and "by 2 logged ones" in shown
+    assert "logged" not in report.tiles(Curves([line | {"step": n} for n, line in enumerate(lines, 1)]))
+    (note,) = advice.failures(Curves(lines), {"log_steps": 10})
+    assert "in the last 2 logged steps, of 4 in all logged ones." in note["text"]
+    lines = [{"step": 10 * n, "value/explained_variance": 0.0} for n in range(1, 17)]
+    (note,) = advice.failures(Curves(lines), {"critic_iterations": 2})
+    assert "after 320 updates" in note["text"]
+
+
+def test_the_same_question_stands_in_both_columns(make_log):
+    """In the first evaluation all completions of the first row had failed."""
+    log = make_log()
+    for step, numbers in ((0, (1, 2)), (4, (0, 1, 2))):
+        log.eval(step, {"eval/reward": 0.0}, [{**held_out_row(n), "completion": f"{n} after {step}"} for n in numbers])
+    log.close()
+    found = re.findall(r"(\d) after (\d)", report.before_and_after(log.dir))
+    assert found == [("1", "0"), ("1", "4"), ("2", "0"), ("2", "4")]
+    assert report.side_by_side([[{"reward": 1}], [{"reward": 2}, {}]]) == [[{"reward": 1}, {"reward": 2}]]
+
+
+def held_out_row(number: int) -> dict:
+    return {"prompt": f"question {number}", "reward": 0.0, "row_number": number}
+
+
+def test_a_point_of_many_steps_for_which_it_does_not_hold():
+    """It held at the first 14 steps; the last point stands for 86."""
+    assert advice.since(np.array([*range(1, 15), 100.0]), np.array([True] * 14 + [False])) is None
 
 
 def test_small_numbers_and_ratios_near_1_are_written_at_their_axis(tmp_path):
