@@ -139,8 +139,28 @@ def convert(name: str, annotation, value):
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **how):
+        super().__init__(**how)
+        # What begins like a number below 0 is a value; argparse's own pattern knows neither 1e-3 nor inf.
+        self._negative_number_matcher = re.compile(r"-(?:\d|\.\d|inf$)")
+
     def error(self, message):
         raise ConfigError(f"{message}. See --help.")
+
+
+class _Listed(argparse.Action):
+    """Several values behind one flag. As with any flag the last one counts; that it takes the place of another is said,
+    as many programs would add them up."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before, flag = getattr(namespace, self.dest, None), f"--{self.dest}"
+        if before and before != values and os.environ.get("RANK", "0") == "0":
+            print(
+                f"{flag} is given twice; the last counts: {' '.join(values) or 'none'}. Several values stand behind "
+                f"one flag: {flag} {' '.join(before + values)}",
+                file=sys.stderr,
+            )
+        setattr(namespace, self.dest, values)
 
 
 def flags(cls: type) -> list[dataclasses.Field]:
@@ -210,7 +230,7 @@ def build_parser(cls: type, description: str | None = None, page: str = "all") -
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is list:
-            options |= dict(nargs="*", metavar="X")
+            options |= dict(nargs="*", metavar="X", action=_Listed)
         elif typing.get_origin(kind) is Literal:
             options["metavar"] = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
         else:

@@ -351,7 +351,7 @@ def check_ranges(cfg: TrainConfig) -> None:
     positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
     positive += "teacher_timeout distill_clip "
     positive += "request_timeout rollout_timeout dist_timeout push_steps "
-    positive += "lora_r save_total_limit log_steps max_grad_norm num_epochs "
+    positive += "lora_r lora_alpha save_total_limit log_steps max_grad_norm num_epochs "
     positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
     positive += " critic_learning_rate critic_iterations value_clip"  # of train_ppo.py
     for name in positive.split():
@@ -407,7 +407,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
         (c.shard_size is not None and c.shard_size < 1,
          f"--shard_size={c.shard_size}: at least 1; usual is the number of GPUs of a node."),
-        (c.shard_size is not None and c.starts_ranks and world % c.shard_size,
+        (c.shard_size and c.starts_ranks and world % c.shard_size,
          f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
         (c.offload_activations and c.gradient_checkpointing is False,
          "--offload_activations moves what --gradient_checkpointing keeps; leave out --no-gradient_checkpointing."),
@@ -513,6 +513,10 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--eval_split=none and evaluation contradict each other; in a list of domains, one may have none."),
         (c.eval_dataset_id and not (c.eval_steps or c.eval_only),
          "--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it."),
+        (math.isinf(c.num_epochs), f"--num_epochs={c.num_epochs}: give a number; --max_steps N ends a run earlier."),
+        (c.min_pixels is not None and c.max_pixels is not None and c.min_pixels > c.max_pixels,
+         f"--min_pixels={c.min_pixels} is above --max_pixels={c.max_pixels}: no image could be scaled to both; swap "
+         "them, or leave one out."),
         (c.warmup_steps is not None and c.warmup_steps < 0, f"--warmup_steps={c.warmup_steps}: must be 0 or more."),
         (c.warmup_steps is not None and c.warmup_ratio > 0,
          f"--warmup_steps={c.warmup_steps} and --warmup_ratio={c.warmup_ratio} are two lengths of one warm-up: give "
@@ -535,7 +539,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
 
 
 def load_config(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
-    """Defaults < --preset < --config < command line, converted and checked. Raises ConfigError; prints nothing."""
+    """Defaults < --preset < --config < command line, converted and checked. Raises ConfigError."""
     parser, hints = build_parser(cls, description), typing.get_type_hints(cls)
     known = [f.name for f in flags(cls)]
     given, unknown = parser.parse_known_args(argv)

@@ -16,6 +16,7 @@ import cli
 import utils
 from config import ConfigError, TrainConfig, known_name
 from inputs.trajectory import stands_in
+from plugins import function_path
 from safety.limits import say_once, warn_once
 
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
@@ -74,10 +75,41 @@ def read_by(function: Callable, seen: set | None = None) -> set[str] | None:
     return None if None in parts else names.union(*parts)
 
 
+# Settings, whether anything reads them, and with what something would. Functions of one's own may read any.
+UNREAD = (
+    ("lora_r lora_alpha lora_targets", lambda c: c.use_peft, "with --use_peft"),
+    ("reward_model", lambda c: scores_by(c, "reward_model"), "by --reward_funcs reward_model"),
+    ("judge_url judge_model judge_template", lambda c: scores_by(c, "judge"), "by --reward_funcs judge"),
+    ("eval_generations eval_temperature", lambda c: c.eval_steps or c.eval_only, "with --eval_steps or --eval_only"),
+    ("max_turns max_turn_length", lambda c: c.rollout != "single_turn", "with --tools, --mcp_config or --env"),
+    ("hub_repo_id", lambda c: c.push_to_hub, "with --push_to_hub"),
+    ("max_turn_length", lambda c: c.max_turn_length <= c.max_completion_length, "below --max_completion_length"),
+)
+
+
+def scores_by(cfg: TrainConfig, name: str) -> bool:
+    return any(function == name or function_path(function) for function in cfg.reward_funcs)
+
+
+def say_unread(cfg: TrainConfig) -> None:
+    """Print each setting of UNREAD that is not at its default and that nothing reads, in any domain."""
+    usual = type(cfg)()
+    for names, is_read, where in UNREAD:
+        given = [name for name in names.split() if getattr(cfg, name) != getattr(usual, name)]
+        if given and not any(is_read(own) for own in cfg.by_domain()):
+            flags = " and ".join(f"--{name} {shown(getattr(cfg, name))}" for name in given)
+            say_once(f"  without effect         {flags}, read only {where}")
+
+
+def shown(value) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def say_without_effect(tables: dict[str, dict], used: dict[str, Callable], script: dict, cfg: TrainConfig) -> None:
     """Print each knob of the algorithm that is not at its default and is read by an advantage, loss or KL estimator,
     but by none in use, and by no other function of the script, whose globals these are, or of the one that runs it.
     Nothing where it cannot be seen what those in use read."""
+    say_unread(cfg)
     in_use = [read_by(function) for function in used.values()]
     if None in in_use:
         return

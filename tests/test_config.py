@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -57,6 +58,8 @@ def error(line: str, cls=TrainConfig) -> str:
         ("--learning_rate 1", "learning_rate", 1.0),
         ("--reward_on_timeout -1", "reward_on_timeout", -1.0),
         ("--reward_on_timeout -0.5", "reward_on_timeout", -0.5),
+        ("--group_mean_min -1e-3", "group_mean_min", -0.001),
+        ("--group_mean_min -inf", "group_mean_min", -math.inf),
         ("--top_p 0.9", "top_p", 0.9),
         ("--system_prompt none", "system_prompt", None),
         ("--use_peft", "use_peft", True),
@@ -268,6 +271,10 @@ def test_numbers_and_switches_in_a_config_file_are_those_of_yaml_1_2(tmp_path):
         ("--dual_clip 1", "--dual_clip=1.0", "above 1 (DAPO uses 10)"),
         ("--warmup_ratio 2", "--warmup_ratio=2.0", "between 0 and 1"),
         ("--top_p 1.5", "--top_p=1.5", "between 0 and 1"),
+        ("--shard_size 0 --strategy fsdp2", "--shard_size=0", "at least 1"),
+        ("--num_epochs inf", "--num_epochs=inf", "--max_steps N"),
+        ("--use_peft --lora_alpha 0", "--lora_alpha=0.0", "above 0"),
+        ("--min_pixels 100 --max_pixels 10", "--min_pixels=100", "above --max_pixels=10"),
         ("--max_steps 0", "--max_steps=0", "at least 1"),
         ("--save_steps 0", "--save_steps=0", "leave it out, or give none"),
         ("--eval_steps -1", "--eval_steps=-1", "at least 1"),
@@ -289,6 +296,17 @@ def test_numbers_and_switches_in_a_config_file_are_those_of_yaml_1_2(tmp_path):
 def test_what_cannot_work_says_what_was_given_and_what_to_do(line, given, allowed_or_remedy):
     message = error(line)
     assert given in message and allowed_or_remedy in message
+
+
+def test_a_list_that_is_given_twice_is_said(capsys, monkeypatch):
+    """The last one counts, as with every flag; of a list one may think that both do."""
+    assert parse("--tools calculator --tools python").tools == ["python"]
+    said = capsys.readouterr().err
+    assert "--tools is given twice; the last counts: python." in said and said.endswith("--tools calculator python\n")
+    parse("--tools python --tools python --learning_rate 1 --learning_rate 2")
+    monkeypatch.setenv("RANK", "1")
+    parse("--tools calculator --tools python")
+    assert capsys.readouterr().err == ""
 
 
 def test_the_number_of_ranks_counts(monkeypatch):

@@ -87,6 +87,32 @@ def test_a_knob_that_nothing_in_use_reads_is_told(monkeypatch, capsys):
     assert "--mine 2.0, which is read by --policy_loss mine" in said(capsys, Own(mine=2.0))
 
 
+@pytest.mark.parametrize(
+    ("given", "told", "read"),
+    [
+        (
+            dict(lora_r=8, lora_alpha=16.0),
+            "--lora_r 8 and --lora_alpha 16.0, read only with --use_peft",
+            dict(use_peft=1),
+        ),
+        (dict(lora_targets=["q", "v"]), "--lora_targets q v, read only with --use_peft", dict(use_peft=True)),
+        (dict(reward_model="x"), "--reward_model x, read only by --rew", dict(reward_funcs=["a.py:f"])),
+        (dict(judge_model="x"), "--judge_model x, read only by --reward_funcs judge", dict(reward_funcs=["judge"])),
+        (dict(eval_generations=9), "--eval_generations 9, read only with --eval_steps", dict(eval_steps=5)),
+        (dict(max_turns=3), "--max_turns 3, read only with --tools", dict(tools=["python"])),
+        (dict(hub_repo_id="a/b"), "--hub_repo_id a/b, read only with", dict(push_to_hub=True)),
+        (
+            dict(max_turn_length=600, tools=["python"]),
+            "--max_turn_length 600, read only below --max_completion_length",
+            dict(max_completion_length=700),
+        ),
+    ],
+)
+def test_a_setting_that_waits_for_another_is_told(given, told, read, capsys):
+    assert f"  without effect         {told}" in said(capsys, TrainConfig(**given))
+    assert said(capsys, TrainConfig(**given | read)) == ""
+
+
 SEEN = {
     "itself": lambda inner: inner,
     "default": lambda inner: lambda batch, cfg, function=inner: function(batch, cfg),

@@ -399,7 +399,8 @@ def test_names_of_the_runs_own_metrics_are_not_taken(caplog):
 
 
 def test_every_metric_in_the_glossary_is_the_runs_own():
-    lines = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    pages = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("metrics.md", "async.md")]
+    lines = [line for page in pages for line in page.splitlines()]
     names = re.findall(r"`([\w@/]+)`", "".join(line.split("|")[1] for line in lines if line.startswith("| `")))
     names = [name for name in names if not name.startswith("DOMAIN/")]
     assert len(names) > 70 and [name for name in names if not is_own_metric(name)] == []
