@@ -1575,8 +1575,7 @@ def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bo
 def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, SimpleNamespace]:
     """Everything a run works with, loaded and resumed; the generator has its weights."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
-    if make_critic:
-        make_critic.check(cfg, processor)
+    getattr(make_critic, "check", lambda *_: None)(cfg, processor)
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     utils.check_nodes(cfg)
     cfg = planned(utils.computable(cfg, device), rows, device, critic=make_critic is not None)
@@ -1654,8 +1653,8 @@ def first_push(run: SimpleNamespace, cfg: TrainConfig) -> None:
 def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> dict:
     """The loop. Returns the metrics of this process's last evaluation (empty without one).
 
-    make_critic: (cfg, device) -> an object with `module`, `optimizer` and `learn`, and `check`, see train_ppo.py;
-    make_collector: a kind of Collector, see train_async.py.
+    make_critic: (cfg, device) -> an object with `module`, `optimizer` and `learn`, see train_ppo.py; make_collector: a
+    kind of Collector, see train_async.py.
     """
     make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
