@@ -120,8 +120,11 @@ class ToolEnvironment(Environment):
         Not in the calls: they would wait for a place while they hold a turn (--tool_concurrency) that the trajectories
         with the places need, and a start would count as the call's time.
         """
-        right = [call for call in calls if not call.error and not Toolbox.fault(call, self.tools)]
-        wanted = [(call, self.tools[call.name].server) for call in right if self.tools[call.name].stateful]
+        wanted = []
+        for call in calls:
+            tool = self.tools.get(call.name)
+            if tool and tool.stateful and not call.error and not await self.toolbox.fault(call, self.tools):
+                wanted.append((call, tool.server))
         servers = list({server for _, server in wanted})
         faults = await asyncio.gather(*(self.servers.enter(server) for server in servers))
         for call, server in wanted:

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 import domains
 from cli import shorten
 from config import ConfigError
-from envs.tools import OPENERS, PARSERS, Call, Tool
+from envs.tools import OPENERS, PARSERS, Call, Tool, json_of
 from inputs.prompts import is_vision, with_parts
 from inputs.special_tokens import clean, each_text
 
@@ -196,7 +196,7 @@ def vllm_parser(name: str, processor) -> Callable[[str, dict[str, Tool]], list[C
 
 def read(name: str, arguments: str) -> Call:
     try:
-        given = each_text(json.loads(arguments or "{}"), clean)
+        given = json_of(arguments or "{}")
         if isinstance(given, dict):
             return Call(each_text(name, clean), given)
     except (ValueError, RecursionError):

@@ -12,6 +12,7 @@ that cannot be read: the model may try again. Columns of a data set may narrow t
 
 import ast
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -29,7 +30,6 @@ from typing import Any
 import jsonschema
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
-from referencing.exceptions import Unresolvable
 
 from cli import shorten
 from config import ConfigError, known_name
@@ -41,7 +41,7 @@ from safety import asking
 from safety.limits import run_limited, time_limit, warn_once
 from safety.sandbox import run_python
 from safety.storable import text_of
-from safety.values import UnusableResult
+from safety.values import UnusableResult, unread
 
 # transformers takes seconds, and is imported where a function becomes a tool.
 
@@ -78,6 +78,8 @@ class Call:
 
 
 # ---- what a model writes: (text, tools) -> calls --------------------------------------------------------------------
+# In linear time, whatever it is: they run on the event loop of all trajectories. So what has begun and has no end is
+# read to the end of the text, and not once for every place where it might begin.
 
 
 def parse_hermes(text: str, tools: dict[str, Tool]) -> list[Call]:
@@ -87,9 +89,9 @@ def parse_hermes(text: str, tools: dict[str, Tool]) -> list[Call]:
 
 def read_json(text: str) -> Call:
     try:
-        found = each_text(json.loads(text), clean)  # JSON may spell half an emoji
+        found = json_of(text)
         name, arguments = found["name"], found.get("arguments", {})
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json_of(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the last: a thousand open brackets
@@ -97,29 +99,43 @@ def read_json(text: str) -> Call:
     return Call(name, arguments)
 
 
+def json_of(text: str):
+    """What a text is JSON of, its texts valid Unicode: JSON may spell half an emoji. ValueError for what is none, such
+    as NaN; RecursionError for a thousand open brackets."""
+    return each_text(json.loads(text, parse_float=finite, parse_constant=finite), clean)
+
+
+def finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number that JSON has")
+    return number
+
+
 def parse_xml(text: str, tools: dict[str, Tool]) -> list[Call]:
     """<function=add><parameter=a>1</parameter></function>, as Qwen3-Coder writes it. Values that are JSON of the type
     that the schema names become it; others stay text."""
     calls = []
-    for name, body, end in re.findall(r"<function=([^>\n]*)>(.*?)(</function>|$)", text, re.DOTALL):
+    for name, body, end in re.findall(r"<function=([^<>\n]*)>(.*?)(</function>|$)", text, re.DOTALL):
         schema = tools[name].parameters.get("properties", {}) if name in tools else {}
-        found = re.findall(r"<parameter=([^>\n]*)>(.*?)</parameter>", body, re.DOTALL)
-        arguments = {key: typed(value.strip("\n"), schema.get(key, {})) for key, value in found}
+        found = re.findall(r"<parameter=([^<>\n]*)>(.*?)(</parameter>|$)", body, re.DOTALL)
+        arguments = {key: typed(value.strip("\n"), schema.get(key, {})) for key, value, closed in found if closed}
         error = None if end else "a call must end in </function>"
         calls.append(Call(name, arguments, error))
     return calls
 
 
-def typed(value: str, schema: dict):
+def typed(value: str, schema: dict | bool):
     """The value that a text is JSON of, where the schema of its argument wants another than text."""
-    kinds = [part.get("type") for part in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ()))]
-    if "string" in kinds or not any(kinds):
+    schema = schema if isinstance(schema, dict) else {}
+    parts = (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    kinds = [part.get("type") for part in parts if isinstance(part, dict)]
+    if not any(kinds) or any("string" in kind for kind in kinds if kind):  # one, or a list of them
         return value
     if value in (of_python := {"True": True, "False": False, "None": None}):  # some templates show them so
         return of_python[value]
     try:
-        return each_text(json.loads(value), clean)
-    except (ValueError, RecursionError):  # of a number with thousands of digits, or of a thousand open brackets, too
+        return json_of(value)
+    except (ValueError, RecursionError):  # the former of a number with thousands of digits, too
         return value
 
 
@@ -137,8 +153,9 @@ def parse_tags(text: str, tools: dict[str, Tool]) -> list[Call]:
 
 def parse_harmony(text: str, tools: dict[str, Tool]) -> list[Call]:
     """to=functions.add ... <|message|>{"a": 1}<|call|>, as gpt-oss writes it: its channel stands in between."""
-    between, end, calls = r"(?:(?!<\|message\|>|<\|end\|>).)*<\|message\|>", r"(?:<\|call\|>|<\|end\|>|$)", []
-    for name, body in re.findall(rf"to=functions\.([^\s<]+){between}(.*?){end}", text, re.DOTALL):
+    # A name has at most 200 letters, and between it and the message stands no other: the time would be cubic.
+    between, end, calls = r"(?:(?!to=functions\.|<\|end\|>).)*?<\|message\|>", r"(?:<\|call\|>|<\|end\|>|$)", []
+    for name, body in re.findall(rf"to=functions\.([^\s<]{{1,200}}+){between}(.*?){end}", text, re.DOTALL):
         whole = read_json(json.dumps({"name": clean(name), "arguments": clean(body)}))
         error = "a call's message must be a JSON object, not " + shorten(body, 200) if whole.error else None
         calls.append(replace(whole, name=name, error=error))
@@ -514,7 +531,7 @@ class Toolbox:
         start, tool = time.perf_counter(), tools.get(call.name)
         key, cached = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}", False
         same = key, repr(getattr(tool and tool.call, "keywords", {}))  # and what the row's `tools_kwargs` fix
-        if fault := call.error or self.fault(call, tools):
+        if fault := call.error or await self.fault(call, tools):
             content, failed = cut(f"Error: {fault}", self.cfg.max_tool_result), True
         elif self.cfg.tool_cache and tool.cacheable and not tool.stateful:
             async with self._here.locks.setdefault(same, asyncio.Lock()):  # of equal calls at once one runs
@@ -532,67 +549,104 @@ class Toolbox:
 
     async def _run(self, call: Call, tool: Tool) -> tuple[object, bool]:
         """(what the tool answers, or the error's text; whether it failed)"""
-        everyone, *own = self._semaphores(tool)
-        seconds = tool.timeout or self.cfg.tool_timeout
-        for semaphore in (*own, everyone):  # first its own: what waits there must not take another tool's place
-            await semaphore.acquire()
-        try:
-            await self._until_allowed(tool)
+        seconds, limit = tool.timeout or self.cfg.tool_timeout, self.cfg.max_tool_result
+        async with contextlib.AsyncExitStack() as held:
+            await self._take_turn(tool, held)
             outcome = await run_limited(tool.call, call.arguments, seconds)
-        finally:
-            for semaphore in (everyone, *own):
-                semaphore.release()
-        failed = outcome is None or outcome[1] is not None
+            if outcome is not None and outcome[1] is None:  # made text in a thread: the loop is everybody's
+                outcome = await run_limited(functools.partial(readable, outcome[0], limit), {}, seconds, unread)
         if outcome is None:
             warn_once(f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error.")
-            content = f"Error: {call.name} gave no answer within {seconds:g} s"
-        elif failed:
-            named = "" if isinstance(outcome[1], UnusableResult) else f"{type(outcome[1]).__name__}: "
-            content = f"Error: {named or f'{call.name} '}{text_of(outcome[1])}"
+            return f"Error: {call.name} gave no answer within {seconds:g} s", True
+        content, error = outcome
+        if error is None:
+            return content, False
+        if isinstance(error, PartError):
+            fault = f"{call.name} gave what cannot be shown: "
         else:
-            try:
-                content = as_content(outcome[0])
-            except PartError as error:
-                content, failed = f"Error: {call.name} gave what cannot be shown: {error}", True
-        return cut(each_text(content, clean), self.cfg.max_tool_result), failed
+            fault = f"{call.name} " if isinstance(error, UnusableResult) else f"{type(error).__name__}: "
+        return cut(clean(f"Error: {fault}{text_of(error)}"), limit), True
 
-    async def _until_allowed(self, tool: Tool) -> None:
-        """Wait for the tool's turn under its rate."""
-        if tool.rate:
-            now = time.monotonic()
-            turn = max(self._here.next.get(tool.name, now), now)
-            self._here.next[tool.name] = turn + 1 / tool.rate
-            await asyncio.sleep(turn - now)
+    async def _take_turn(self, tool: Tool, held: contextlib.AsyncExitStack) -> None:
+        """Wait until the tool may be called. What it waits for itself comes first: nothing that waits for that must
+        take another tool's place."""
+        everyone, *own = self._semaphores(tool)
+        for semaphore in own:
+            await held.enter_async_context(semaphore)
+        if not tool.rate:
+            await held.enter_async_context(everyone)
+            return
+        async with self._here.locks.setdefault(tool.name, asyncio.Lock()):
+            await asyncio.sleep(self._here.next.get(tool.name, 0.0) - time.monotonic())
+            await held.enter_async_context(everyone)
+            self._here.next[tool.name] = time.monotonic() + 1 / tool.rate
 
-    @staticmethod
-    def fault(call: Call, tools: dict[str, Tool]) -> str | None:
+    async def fault(self, call: Call, tools: dict[str, Tool]) -> str | None:
         """What is wrong with a call's name or arguments, or None."""
         if call.name not in tools:
             return f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"
-        schema = tools[call.name].parameters
-        known, required = schema.get("properties", {}), schema.get("required", [])
-        if missing := [name for name in required if name not in call.arguments]:
+        tool, given = tools[call.name], call.arguments
+        schema, fixed = tool.parameters, getattr(tool.call, "keywords", {})  # what the row's `tools_kwargs` fix
+        known = schema.get("properties", {})
+        says_of_others = any(schema.get(key, False) is not False for key in OF_OTHERS)
+        if missing := [name for name in schema.get("required", []) if name not in given]:
             return f"{call.name} needs {', '.join(missing)}"
-        if unknown := [name for name in call.arguments if name not in known]:
+        if unknown := [name for name in given if name in fixed or not (name in known or says_of_others)]:
             return f"{call.name} takes {', '.join(known) or 'no arguments'}, not {', '.join(unknown)}"
-        validator = jsonschema.Draft202012Validator(as_json_schema(schema))
-        try:
-            validator.check_schema(validator.schema)
-            wrong = next(validator.iter_errors(call.arguments), None)
-        except (jsonschema.SchemaError, Unresolvable):  # an MCP server's may be none; it checks what it gets itself
-            return None
-        return wrong and f"{call.name}, {'.'.join(map(str, wrong.path))}: {wrong.message}"
+        seconds = tool.timeout or self.cfg.tool_timeout
+        outcome = await run_limited(misfit, {"arguments": given, "schema": schema}, seconds, unread)
+        if outcome is None:
+            return f"{call.name}: its arguments could not be checked within {seconds:g} s"
+        return outcome[0] and f"{call.name}, {outcome[0]}"
 
 
-def as_json_schema(schema: dict) -> dict:
+# What a schema says of arguments that are not among its `properties`.
+OF_OTHERS = "additionalProperties patternProperties unevaluatedProperties anyOf oneOf allOf if $ref".split()
+
+
+def misfit(arguments: dict, schema: dict) -> str | None:
+    """Where and why arguments do not fit a schema, or None, also where that cannot be told: an MCP server's may be no
+    schema, say, and its tools check what they get themselves."""
+    validator = Validator(as_json_schema(schema))
+    try:
+        validator.check_schema(validator.schema)
+        wrong = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+    except Exception:  # also of arithmetic with numbers that no float can hold, and of a schema within itself
+        return None
+    return wrong and f"{'.'.join(map(str, wrong.absolute_path))}: {wrong.message}"
+
+
+def unless_by_pattern(validator, additional, given, schema):
+    if "patternProperties" not in schema:
+        yield from jsonschema.Draft202012Validator.VALIDATORS["additionalProperties"](
+            validator, additional, given, schema
+        )
+
+
+# Without regular expressions: on some texts one takes for ever, and lets no other thread run.
+PATTERNS = dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: None)
+PATTERNS |= {"additionalProperties": unless_by_pattern}
+Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, PATTERNS)
+
+
+def as_json_schema(schema):
     """With `nullable`, by which transformers says Optional to chat templates, as JSON Schema says it."""
+    if isinstance(schema, list):
+        return [as_json_schema(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: as_json_schema(part) for key, part in schema.items()}
+    if schema.get("nullable") is not True:
+        return inner
+    if "type" in inner and "enum" not in inner:  # a fault says this more plainly
+        kinds = inner["type"] if isinstance(inner["type"], list) else [inner["type"]]
+        return inner | {"type": [*kinds, "null"]}
+    return {"anyOf": [inner, {"type": "null"}]}
 
-    def with_null(value: dict) -> dict:
-        kinds = value["type"] if isinstance(value["type"], list) else [value["type"]]
-        return value | {"type": [*kinds, "null"]}
 
-    properties = schema.get("properties", {}).items()
-    return schema | {"properties": {k: with_null(v) if v.get("nullable") and "type" in v else v for k, v in properties}}
+def readable(result, limit: int):
+    """`as_content`, at most `limit` characters of it."""
+    return each_text(cut(as_content(result), limit), clean)
 
 
 def as_content(result):
@@ -603,14 +657,18 @@ def as_content(result):
     if is_parts(result):
         return parts_of(result)
     try:
-        return json.dumps(result, default=as_json, ensure_ascii=False)
+        # Piece by piece: json.dumps would keep the GIL, and with it everybody, until the last one.
+        return "".join(json.JSONEncoder(default=as_json, ensure_ascii=False).iterencode(result))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, a value within itself, thousands of levels
         return shorten(result, 10_000)
 
 
+LARGEST_ARRAY = 1 << 18  # bytes
+
+
 def as_json(value):
-    """Numbers and arrays of numpy and torch as JSON has them, anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    """Numbers and arrays of numpy and torch as JSON has them, anything else as text, which is short of large arrays."""
+    return value.tolist() if hasattr(value, "tolist") and value.nbytes <= LARGEST_ARRAY else str(value)
 
 
 def is_parts(result) -> bool:

@@ -196,6 +196,8 @@ async def settle(awaitable, call: Running) -> tuple:
         try:
             return await awaitable, None
         except BaseException as error:  # as in run_function; and one it lets through would end the shared loop
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # nobody waits for it any more; else it is one that the function has let through
             return None, error
         finally:
             call.returned = time.monotonic()

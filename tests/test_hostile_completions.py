@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_more_rewards import FOLLOWED
 
+from envs.tools import Tool, parse_harmony, parse_hermes, parse_tags, parse_xml
 from rewards import REWARDS, code_tests
 from safety.workers import ITEM_TIMEOUT
 from scoring.instructions import INSTRUCTIONS, bullets, has_title, is_json, placeholders
@@ -170,3 +171,22 @@ def test_programs_are_found_in_linear_time():
     texts = ["\ud800", "\0", "[" * 100_000, "```python\n" * 1000, json.dumps("x" * SIZE)]
     scores = code_tests(texts, [["assert f(1) == 1"]] * len(texts))
     assert scores == [{"reward": 0.0, "timeout": 0.0, "error": 0.0}] * len(texts)
+
+
+CALLS = [
+    *("to=functions.", "to=functions.a", "to=functions.a ", "to=functions.a<|message|>", "<|message|>", "<|end|>"),
+    *("<function=", "<function=a", "<function=a>", "<parameter=", "<parameter=a", "<parameter=a>", "</parameter>"),
+    *("<tool_call>", '<tool_call>{"name": "a", "arguments": {', "<a>", "<a", "</a>", "[", "{", "9"),
+]
+
+
+@pytest.mark.parametrize("parse", [parse_hermes, parse_xml, parse_tags, parse_harmony])
+def test_calls_are_read_in_linear_time(parse):
+    """On the event loop of all trajectories: nothing limits it from outside."""
+    tools = {"a": Tool("a", "", {"type": "object", "properties": {"a": {"type": "integer"}}}, print)}
+    for piece in CALLS:
+        for start in ("", "<function=a>", "<function=a><parameter=a>", "to=functions.a", "<a>"):
+            text = start + piece * (SIZE // len(piece))
+            begun = time.process_time()
+            parse(text, tools)
+            assert time.process_time() - begun < 0.5, (start, piece)

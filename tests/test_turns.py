@@ -3,11 +3,15 @@
 import asyncio
 import http.server
 import json
+import math
 import random
+import re
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
+import numpy
 import pytest
 import tiny_vlms
 import torch
@@ -19,8 +23,9 @@ import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, FrozenLake, ToolEnvironment, adapters
+from envs.calls import call_environment
 from envs.mcp_tools import get_tools
-from envs.tools import PARSERS, Call, Tool, Toolbox, agent_tool, from_function, model_tool
+from envs.tools import PARSERS, Call, Tool, Toolbox, agent_tool, as_content, from_function, model_tool
 from inputs import packing
 from inputs.processor import load_processor
 from rollouts import TrajectoryError, check_rollout, measure, multi_turn, play
@@ -524,6 +529,137 @@ def test_limits_and_cache():
     assert count == 4 and [event["cached"] for event in events] == [0] * 4 + [1] * 4
 
 
+def object_of(**properties) -> dict:
+    return {"type": "object", "properties": properties}
+
+
+def test_a_call_that_is_cancelled_leaves_its_place():
+    """While it runs, waits for its own place, or for one of all tools: sampling cancels groups it needs no more."""
+
+    async def waits(n: int = 0) -> str:
+        await asyncio.sleep(0.05 if n else 30)
+        return str(n)
+
+    async def calls():
+        tools = {name: Tool(name, "", object_of(n={}), waits, concurrency=1) for name in "ab"}
+        box = Toolbox(tools, config(tool_concurrency=1))
+        tasks = [asyncio.create_task(box.run([Call(name)], tools)) for name in "baab"]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        answers, _ = await asyncio.wait_for(box.run([Call("a", {"n": 1}), Call("b", {"n": 2})], tools), 5)
+        return ended, [answer["content"] for answer in answers]
+
+    ended, answers = asyncio.run(calls())
+    assert [type(end) for end in ended] == [asyncio.CancelledError] * 4 and answers == ["1", "2"]
+
+
+def test_a_step_that_is_cancelled_says_so():
+    async def waits() -> str:
+        """Waits."""
+        await asyncio.sleep(30)
+
+    async def cancelled():
+        environment = tool_environment(config(), waits)
+        environment.reset({"prompt": "?"}, 0)
+        text = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
+        step = asyncio.create_task(call_environment(environment, "step", {"prompt": "?"}, config(), text=text))
+        await asyncio.sleep(0.05)
+        step.cancel()
+        await step
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+def test_a_slow_rate_is_its_own_tools_alone():
+    def one() -> str:
+        return "1"
+
+    async def calls():
+        tools = {"rare": Tool("rare", "", object_of(), one, rate=2.0), "often": Tool("often", "", object_of(), one)}
+        box, start, times = Toolbox(tools, config(tool_concurrency=2)), time.monotonic(), {}
+
+        async def call(name: str):
+            await box.run([Call(name)], tools)
+            times.setdefault(name, []).append(time.monotonic() - start)
+
+        await asyncio.gather(*map(call, ["rare"] * 3), *map(call, ["often"] * 3))
+        return times
+
+    times = asyncio.run(calls())
+    assert max(times["often"]) < 0.3 and times["rare"][1] > 0.45 and times["rare"][2] > 0.95
+
+
+@pytest.mark.parametrize(
+    "schema, arguments, fault",
+    [
+        (object_of(n={"type": "number", "multipleOf": 0.01}), {"n": 10**400}, None),
+        (object_of(n={"type": "number", "multipleOf": 0.01}), {"n": math.nan}, None),
+        (object_of(n={"pattern": r"^(\w+\s?)*$"}), {"n": "a" * 40 + "!"}, None),
+        (
+            object_of() | {"patternProperties": {r"^(\w+\s?)*$": {}}, "additionalProperties": False},
+            {"a" * 40 + "!": 1},
+            None,
+        ),
+        (object_of(n={"$ref": "#/properties/n"}), {"n": 1}, None),
+        (object_of(n=True), {"n": [1]}, None),
+        (object_of(n=False), {"n": [1]}, "False schema"),
+        ({"type": "object", "additionalProperties": True}, {"n": 1}, None),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, {"n": "1"}, "f, n: '1' is not of type"),
+        ({"type": "object", "oneOf": [object_of(n={"type": "integer"})]}, {"n": 1}, None),
+        ({"type": "object", "oneOf": [object_of(n={"type": "integer"})]}, {"n": "1"}, "not of type 'integer'"),
+        (object_of() | {"additionalProperties": False}, {"n": 1}, "takes no arguments, not n"),
+        (object_of(n={"type": "integer", "nullable": True}), {"n": None}, None),
+        (object_of(n={"type": "integer", "nullable": True}), {"n": "1"}, "f, n: '1' is not of type 'integer'"),
+        (object_of(nullable={"type": "integer"}), {"nullable": 1}, None),
+    ],
+)
+def test_arguments_are_checked_by_their_schema(schema, arguments, fault):
+    """As far as it can be: what cannot is the tool's to refuse. A regular expression may take for ever."""
+    start = time.process_time()
+    ((answer), _) = run_tools(config(), [Call("f", arguments)], Tool("f", "", schema, lambda **given: "fine"))
+    assert re.search(fault or "^fine$", answer[0]["content"]) and time.process_time() - start < 1
+
+
+def test_hints_that_allow_none():
+    def several(a: int | list[int] | None, b: Literal["x", "y"] | None, c: list[int | None], d: str | None = None):
+        """Takes some.
+
+        Args:
+            a: one or several
+            b: which
+            c: numbers
+            d: text
+        """
+        return [a, b, c, d]
+
+    given = {"a": None, "b": None, "c": [1, None], "d": None}
+    wrong = ({"a": "1"}, {"b": "z"}, {"c": ["1"]}, {"d": 1})
+    calls = [Call("several", given | one) for one in ({}, *wrong)]
+    answers, events = run_tools(config(), calls, from_function(several))
+    assert [event["failed"] for event in events] == [0, 1, 1, 1, 1]
+    assert answers[0]["content"] == "[null, null, [1, null], null]" and "several, c.0: '1'" in answers[3]["content"]
+
+
+def test_a_large_result_holds_nobody_up(monkeypatch):
+    """It is made text in a thread, and of an array as little as is shown."""
+    threads = []
+
+    def noted_content(result):
+        threads.append(threading.current_thread())
+        return as_content(result)
+
+    def large():
+        return {"x": numpy.zeros(4_000_000)}
+
+    monkeypatch.setattr("envs.tools.as_content", noted_content)
+    ((answer,), _) = run_tools(config(), [Call("large")], Tool("large", "", object_of(), large))
+    assert answer["content"].startswith('{"x": "[0. 0. 0.') and len(answer["content"]) < 100
+    assert threads and threading.main_thread() not in threads
+
+
 def test_rows_choose_tools_and_arguments():
     cfg = config()
     environment = tool_environment(cfg, add, from_function(models_of := add).__class__("other", "", {}, models_of))
@@ -534,6 +670,16 @@ def test_rows_choose_tools_and_arguments():
     assert messages[0]["content"] == "11" and not done
     with pytest.raises(ConfigError, match="unknown name 'sub'"):
         environment.reset({"prompt": "?", "tools": ["sub"]}, 0)
+    free = Tool("free", "", {"type": "object", "properties": {"user": {}}, "additionalProperties": True}, dict)
+    environment = tool_environment(cfg, free)
+    environment.reset({"prompt": "?", "tools_kwargs": {"free": {"user": "me"}}}, 0)
+    for given, wanted in (
+        ({"x": 1}, '{"user": "me", "x": 1}'),
+        ({"user": "you"}, "Error: free takes no arguments, not user"),
+    ):
+        text = json.dumps({"name": "free", "arguments": given})
+        messages, *_ = asyncio.run(environment.step(f"<tool_call>{text}</tool_call>"))
+        assert messages[0]["content"] == wanted, "what a row fixes is not the model's to give"
 
 
 def test_the_cache_tells_what_rows_have_fixed():
@@ -630,13 +776,28 @@ PARSED = [
     ("tags", "I <say>hello</say>", [("say", {"text": "hello"})]),
     ("tags", "<say>hello", ["must end"]),
     ("tags", "<other>hello</other>", []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', ["must be"]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', ["must be"]),
+    ("xml", "<function=add><parameter=a>NaN</parameter></function>", [("add", {"a": "NaN"})]),
+    ("xml", "<function=year><parameter=text>2024</parameter></function>", [("year", {"text": "2024"})]),
+    ("xml", "<function=year><parameter=any>2024</parameter></function>", [("year", {"any": "2024"})]),
+    ("harmony", 'to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', [("add", {"a": 1})]),
+    (
+        "harmony",
+        'to=functions.add <|message|>{"a": 1}<|call|>assistant to=functions.say<|message|>{"text": "to=functions.x"}',
+        [("add", {"a": 1}), ("say", {"text": "to=functions.x"})],
+    ),
+    ("harmony", "to=functions.add <|end|>Well.<|message|>{}", []),
+    ("harmony", "to=functions.add <|message|>[1]<|call|>", ["must be a JSON object"]),
 ]
 
 
 @pytest.mark.parametrize("parser, text, wanted", PARSED)
 def test_parsers(parser, text, wanted):
     say = Tool("say", "", {"type": "object", "properties": {"text": {"type": "string"}}}, print)
-    calls = PARSERS[parser](text, {"add": from_function(add), "say": say})
+    either = {"text": {"type": ["string", "null"]}, "any": True}
+    year = Tool("year", "", {"type": "object", "properties": either}, print)
+    calls = PARSERS[parser](text, {"add": from_function(add), "say": say, "year": year})
     assert len(calls) == len(wanted)
     for call, want in zip(calls, wanted, strict=True):
         if isinstance(want, str):
