@@ -9,7 +9,6 @@
 docs/environments.md has each with what it takes, and how classes of verifiers and veRL are brought over.
 """
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -31,6 +30,8 @@ from envs.mcp_tools import get_tools
 from envs.tools import Toolbox, from_function, instructions, model_tool
 from inputs.parts import parts_of, text_of_parts
 from plugins import function_path, load_function, require, with_arguments
+from safety.limits import in_thread
+from safety.sandbox import check_contained
 
 # gymnasium and textarena, optional packages, are imported where their environments are made.
 
@@ -349,7 +350,7 @@ class MethodsEnvironment(ToolEnvironment):
 
     async def close(self):
         for close in (super().close, getattr(self.inner, "close", None)):
-            if close and inspect.isawaitable(outcome := await asyncio.to_thread(close)):
+            if close and inspect.isawaitable(outcome := await in_thread(close)):
                 await outcome
 
 
@@ -489,6 +490,7 @@ def maker(
     if cfg is None:
         raise ConfigError(f"--env {name}: the methods of {cls.__name__} are tools, and those need a config.")
     check_rewarded(cls, name, cfg)
+    check_contained([method for _, method in inspect.getmembers(cls, inspect.isfunction)], cfg)
     shared = toolbox()  # here, where no threads make environments: it may start servers
     return lambda: MethodsEnvironment(factory(**arguments), shared, cfg, column)
 

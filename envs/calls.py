@@ -1,6 +1,8 @@
 """Calls of an environment: within a time, off the event loop, at the cost of one trajectory; and what it answers, made
 plain or refused by name."""
 
+import asyncio
+import contextlib
 import math
 import zlib
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from inputs.prompts import is_vision
 from inputs.special_tokens import clean, each_text
 from inputs.trajectory import TrajectoryError
 from safety import values
-from safety.limits import run_limited, warn_once
+from safety.limits import run_limited, start_thread, warn_once
 
 _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody plays at the moment
 
@@ -28,7 +30,24 @@ async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
     """An environment for one trajectory: an idle one, or a new one. A constructor may take as long as a step."""
     if idle := _IDLE.get(kind_of(row, cfg)):
         return idle.pop()
-    return await limited(make, {"row": row}, cfg.tool_timeout, "making an environment", row)
+    made, wanted = [], True
+
+    def make_one(row: dict):
+        made.append(environment := make(row))
+        if not wanted:
+            close_it()
+        return environment
+
+    def close_it():
+        with contextlib.suppress(IndexError):  # whoever of the two threads comes second
+            asyncio.run(put_away(made.pop(), row, False, cfg))
+
+    try:
+        return await limited(make_one, {"row": row}, cfg.tool_timeout, "making an environment", row)
+    except BaseException:  # it is late, or the trajectory was cancelled: nobody else will close what is made
+        wanted = False
+        start_thread(close_it)
+        raise
 
 
 async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> None:

@@ -38,7 +38,7 @@ from inputs.pictures import data_url
 from inputs.special_tokens import clean, each_text
 from plugins import function_path, load_function
 from safety import asking
-from safety.limits import run_limited, time_limit, warn_once
+from safety.limits import in_thread, run_limited, time_limit, warn_once
 from safety.sandbox import run_python
 from safety.storable import text_of
 from safety.values import UnusableResult, unread
@@ -271,7 +271,7 @@ def from_invoked(given) -> Tool:
         return given.invoke(arguments)
 
     call = ainvoke if getattr(given, "coroutine", None) and getattr(given, "func", None) is None else invoke
-    call.__qualname__ = given.name
+    call.__qualname__, call.executes_code = given.name, getattr(given, "executes_code", False)
     return Tool(given.name, given.description, {"type": "object", "properties": {}} | kept, call)
 
 
@@ -458,7 +458,7 @@ def agent_tool(
     async def answer(question: str) -> str:
         messages, said = [{"role": "system", "content": told}, {"role": "user", "content": question}], ""
         for _ in range(cfg.max_turns):
-            said = await asyncio.to_thread(chat, url, model, messages, token, **options)
+            said = await in_thread(chat, url, model, messages, token, **options)
             if not (calls := PARSERS[parser](said, toolbox.tools)):
                 break
             answers, _ = await toolbox.run(calls, toolbox.tools)

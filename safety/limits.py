@@ -107,6 +107,8 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
             outcome = await result_within(reading, deadline - call.returned)
     if outcome is None:
         give_up(call)
+    elif isinstance(outcome[1], TooManyGivenUp):  # of calls within this one: no fault of its own
+        raise outcome[1]
     elif call.signals and (outcome[1] is not None or call.signals & ALARMS):
         return await run_where_signals_work(function, kwargs, call, outcome, read)
     return outcome
@@ -125,6 +127,12 @@ def start_thread(function: Callable, *given) -> concurrent.futures.Future:
 
     threading.Thread(target=work, name="call of others' code", daemon=True).start()
     return future
+
+
+async def in_thread(function: Callable, *given, **named):
+    """What the function returns in a thread of its own. asyncio.to_thread has few, and an exit waits for them."""
+    within = contextvars.copy_context()  # so that time_limit() holds there
+    return await asyncio.wrap_future(start_thread(functools.partial(within.run, function, *given, **named)))
 
 
 def prepared(function: Callable, *given):

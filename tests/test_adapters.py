@@ -24,10 +24,12 @@ import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_rows
 from envs.adapters import check_rows, environment_maker, get_environment, plain_text
+from envs.calls import put_away
 from hf_generator import HFGenerator
 from plugins import load_function
 from rollouts import TrajectoryError, check_rollout, multi_turn, play
 from runlog.reading import read_metrics
+from safety import sandbox
 from train_grpo import load_hf_model
 
 ROOT = Path(__file__).parent.parent
@@ -487,6 +489,44 @@ def test_async_methods_and_calls_in_order(trl):
     act(environment, "close")
     assert environment.inner.closed and "close" not in environment.methods
     assert counter.count == 12 and counter.seen["seed"] == 8 and score(trajectory, "environment")["environment"] == 12
+
+
+def test_each_closes_in_a_thread_of_its_own(tmp_path):
+    """As many at once as end at once, and none keeps the program from its end: an executor has few threads, and an exit
+    waits for them."""
+    (tmp_path / "slow.py").write_text(
+        "import threading\n\n"
+        "class Slow:\n"
+        "    closed_in, all_there = [], threading.Barrier(40)\n\n"
+        "    def reset(self):\n        pass\n\n"
+        "    def close(self):\n"
+        "        self.all_there.wait(10)\n"
+        "        self.closed_in.append(threading.current_thread())\n",
+        encoding="utf-8",
+    )
+    cfg = TrainConfig(env=f"{tmp_path}/slow.py:Slow", reward_funcs=["length"])
+    environments = [environment_maker(cfg)() for _ in range(40)]
+
+    async def end():
+        await asyncio.gather(*(put_away(environment, {}, False, cfg) for environment in environments))
+
+    asyncio.run(end())
+    threads = type(environments[0].inner).closed_in
+    assert len(set(threads)) == 40 and all(thread.daemon for thread in threads)
+
+
+def test_methods_that_run_a_models_code_are_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "runs.py").write_text(
+        "class Runs:\n    def reset(self):\n        pass\n\n"
+        "    def run(self, code: str):\n"
+        '        """Runs it.\n\n        Args:\n            code: what\n        """\n\n'
+        "    run.executes_code = True\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(sandbox, "why_not_contained", lambda: "there is no bubblewrap")
+    with pytest.raises(ConfigError, match="run would run code that the model writes"):
+        get_environment(f"{tmp_path}/runs.py:Runs", TrainConfig())
+    get_environment(f"{tmp_path}/runs.py:Runs", TrainConfig(allow_uncontained=True))
 
 
 @pytest.mark.parametrize("name, start", [("make_counter", 3), ("five", 5)])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 import time
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, FrozenLake, Sokoban, adapters
+from envs.calls import take_environment
 from envs.tools import PARSERS, Call, Toolbox, as_content, from_function, named_tools
 from inputs.processor import load_processor
 from inputs.prompts import build_prompt, observation_text, observed
@@ -396,6 +398,30 @@ class Held(Environment):
     )
     rollouts.check_rollout(config(env=f"{tmp_path}/held.py:Held", tools=[]))
     assert (tmp_path / "closed").exists() and not (tmp_path / "held").exists()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_environment_that_comes_too_late_is_closed(cancelled):
+    begun, closed, cfg = threading.Event(), threading.Event(), config(tool_timeout=30 if cancelled else 0.1)
+
+    class Late(Environment):
+        def __init__(self):
+            begun.wait(10)
+
+        async def close(self):
+            closed.set()
+
+    async def taken():
+        task = asyncio.create_task(take_environment(lambda row: Late(), {"prompt": "?"}, cfg))
+        await asyncio.sleep(0.05)
+        if cancelled:
+            task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError if cancelled else TrajectoryError):
+        asyncio.run(taken())
+    begun.set()
+    assert closed.wait(10)
 
 
 def test_nothing_holds_up_the_others():
@@ -828,7 +854,11 @@ class Base(BaseTool):
         return str(x)
 
 
-base, one = Base(), Tool(name="one", description="One text.", func=lambda text: f"got {text}")
+class Runs(Base):
+    executes_code: bool = True
+
+
+runs, base, one = Runs(), Base(), Tool(name="one", description="One text.", func=lambda text: f"got {text}")
 CALLS = {"add": ({"a": 1}, "3"), "later": ({"a": 1}, "2"), "base": ({"x": 3}, "3")}
 CALLS["one"] = ({"tool_input": "x"}, "got x")
 CALLS["search"] = ({"query": {"text": "a"}}, "Query(text='a')")
@@ -850,6 +880,7 @@ def test_tools_of_other_libraries(library, tmp_path):
     if library == "langchain_core":
         with pytest.raises(ConfigError, match="the tool 'whose' needs user, which the model may not give"):
             named_tools(config(tools=[f"{tmp_path}/theirs.py:whose"]))
+        assert executes_code(named_tools(config(tools=[f"{tmp_path}/theirs.py:runs"]))[0].call)
 
 
 # ---- what TRL's users bring ------------------------------------------------------------------------------------------

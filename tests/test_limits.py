@@ -20,6 +20,7 @@ from test_rewards import run, trajectory
 
 from config import TrainConfig
 from envs import ToolEnvironment
+from envs.calls import call_environment
 from envs.tools import Call, Toolbox, from_function
 from plugins import load_function
 from safety import limits, values, watchdog
@@ -713,3 +714,20 @@ def test_calls_given_up_are_counted_named_and_bounded(monkeypatch, caplog):
     assert "4 calls" in caplog.text and "busy (hostile.py:" in caplog.text
     with pytest.raises(RuntimeError, match=r"12 calls.*busy \(hostile.py:\d+\) x 12.*own_process"):
         asyncio.run(calls(30))
+
+
+def test_tools_that_never_end_end_the_run(monkeypatch, block):
+    """They are called within a step of the environment of tools, whose errors cost their trajectory alone."""
+
+    def blocks() -> str:
+        """Blocks."""
+        block()
+
+    monkeypatch.setattr(limits, "MAX_GIVEN_UP", 1)
+    monkeypatch.setattr(limits, "GIVEN_UP_SECONDS", -1.0)
+    tool, cfg = from_function(blocks), TrainConfig(tool_timeout=0.1)
+    environment = ToolEnvironment(Toolbox({tool.name: tool}, cfg), cfg)
+    environment.tools = {tool.name: tool}
+    text = '<tool_call>{"name": "blocks", "arguments": {}}</tool_call>'
+    with pytest.raises(limits.TooManyGivenUp):
+        asyncio.run(call_environment(environment, "step", {"prompt": "?"}, cfg, text=text))
