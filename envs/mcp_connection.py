@@ -16,6 +16,7 @@ from pathlib import Path
 
 from inputs.parts import text_part
 from inputs.pictures import PictureError, open_image, read_image
+from safety import credentials
 from safety.limits import in_thread
 
 # The MCP SDK and what comes with it take a second, and are imported by connections.
@@ -196,7 +197,7 @@ class Connection:
                 while data := os.read(reader, 1 << 16):
                     *lines, rest = (rest + data)[-(1 << 20) :].split(b"\n")
                     for line in lines:
-                        self._last.append(line.decode(errors="replace")[:500])
+                        self._last.append(credentials.mask(line.decode(errors="replace"))[:500])
                         _output_logger.info("%s: %s", self.server.name, self._last[-1])
 
         def stop() -> None:
@@ -268,6 +269,24 @@ def close_all(seconds: float = END_SECONDS + 1) -> None:
 # ---- the log ---------------------------------------------------------------------------------------------------------
 
 
+class Masked(logging.Formatter):
+    def format(self, record) -> str:
+        return credentials.mask(super().format(record))
+
+
+class LogFile(RotatingFileHandler):
+    def _open(self):
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=private)
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that no other user may read, whatever was in its place: servers may write what nobody knows to be
+    secret, and the name in the folder for temporary files can be guessed."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 def log_file() -> Path:
     """Where what servers write to stderr goes, and what the SDK warns of."""
     return Path(_log[0].baseFilename)
@@ -279,10 +298,10 @@ def log_to(path: str | Path) -> None:
         _sdk_logger.removeHandler(old)
         old.close()
     written = [Path(old.baseFilename) for old in _log if Path(old.baseFilename) != Path(path).absolute()]
-    new = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="replace", delay=True)
-    new.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    new = LogFile(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="replace", delay=True)
+    new.setFormatter(Masked("%(asctime)s %(name)s %(message)s"))
     for old in filter(Path.exists, written):
-        with open(path, "a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", opener=private) as file:
             file.write(old.read_text(errors="replace", encoding="utf-8"))
         old.unlink()
     _log[:] = [new]

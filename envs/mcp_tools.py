@@ -41,7 +41,9 @@ from envs.mcp_connection import (
 )
 from envs.tools import Tool, named_tools
 from plugins import require
+from safety import credentials
 from safety.limits import AT_END, start_thread
+from safety.masking import mcp_secrets
 
 __all__ = ["RESTARTS", "TrajectoryServers", "close_all", "connect", "log_file", "log_to"]
 
@@ -110,6 +112,9 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
         loaded = parse_json(text, "")
     except ConfigError as error:
         raise ConfigError(f"--mcp_config={path}: cannot be read{error}") from None
+    for secret in mcp_secrets(loaded):
+        if "${" not in secret:  # messages name variables
+            credentials.learn(secret)
     try:
         entries = dict(loaded["mcpServers"] if "mcpServers" in loaded else loaded["servers"])  # `servers`: VS Code
     except (ValueError, KeyError, TypeError) as error:

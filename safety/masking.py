@@ -9,9 +9,8 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
-from cli import flags
+from cli import MOST_BYTES, flags, read_text
 from safety import credentials
 from safety.credentials import SECRET_NAME
 
@@ -25,10 +24,18 @@ def secrets_of(cfg) -> list[str]:
     given = []
     for path in {own.mcp_config for own in cfg.by_domain()} - {None}:
         with contextlib.suppress(OSError, ValueError, RecursionError):  # said elsewhere
-            given += _mcp_secrets(json.loads(Path(path).read_text(encoding="utf-8")))
-    found = {value.strip() for value in [*named, *given] if len(value.strip()) >= 6}  # not "1", "true" or "none"
+            given += mcp_secrets(json.loads(read_text(path, "JSON", MOST_BYTES)))
+    found = {value.strip() for value in [*named, *given] if len(value.strip()) >= credentials.SHORTEST}
     own = {cfg.server_token} if cfg.server_token else set()
     return sorted(found | own | credentials.known(), key=len, reverse=True)
+
+
+def mcp_secrets(config) -> set[str]:
+    """What an --mcp_config gives to its servers in secret, and the values of variables that stand in it as ${VAR}."""
+    given = set(_mcp_secrets(config))
+    names = {name for value in given for name in re.findall(r"\$\{(?:env:)?(\w+)", value)}
+    values = {os.environ[name] for name in names if name in os.environ}
+    return given | {value for value in values if not os.path.exists(value)}  # as of ${HOME}
 
 
 def _mcp_secrets(config):
@@ -47,7 +54,9 @@ def _mcp_secrets(config):
         return
     for name, value in config.items() if isinstance(config, dict) else ():
         if name in ("env", "headers") and isinstance(value, dict):
-            yield from (inner for inner in value.values() if isinstance(inner, str))
+            texts = [inner for inner in value.values() if isinstance(inner, str)]
+            yield from texts
+            yield from (word for text in texts for word in text.split()[1:] if name == "headers")  # Bearer VALUE
         elif isinstance(value, str) and SECRET_NAME.search(name):
             yield value
         else:

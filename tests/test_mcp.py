@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from config import ConfigError, TrainConfig
 from envs import ToolEnvironment, mcp_connection, mcp_tools
 from envs.mcp_tools import get_tools
 from envs.tools import Call, Toolbox
+from safety import credentials
+from safety.masking import secrets_of
 
 START = 30.0  # seconds a server may take to start
 SERVER = str(Path(__file__).parent / "mcp_server.py")
@@ -484,6 +487,25 @@ def test_a_failed_start_quotes_the_log(tmp_path):
     with pytest.raises(ConfigError, match="did not start") as caught:
         make(write(tmp_path, test={"command": sys.executable, "args": ["-c", program]}))
     assert "no such database" in str(caught.value) and str(mcp_tools.log_file()) in str(caught.value)
+
+
+def test_what_a_server_tells_of_its_secrets_is_masked(tmp_path, monkeypatch):
+    """In its log, which nobody else can read, and in the message that quotes it. The file may begin with a BOM."""
+    monkeypatch.setattr(credentials, "_known", set())
+    monkeypatch.setenv("WIKI_AUTH", "wiki-word-1234")
+    program = "import os, sys; print(*os.environ.values(), *sys.argv, file=sys.stderr); sys.exit(3)"
+    settings = {"command": sys.executable, "args": ["-c", program], "env": {"A": "${WIKI_AUTH}", "B": "literal-567"}}
+    remote = {"url": "http://x/mcp", "headers": {"Authorization": "Bearer ${env:WIKI_AUTH}", "X": "Bearer sk-890123"}}
+    path = write(tmp_path, test=settings, remote=remote | {"disabled": True})
+    path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    mcp_tools.log_to(log := tmp_path / "mcp.log")
+    with pytest.raises(ConfigError, match="did not start") as caught:
+        make(path)
+    for text in (str(caught.value), log.read_text(encoding="utf-8")):
+        assert "***" in text and not re.search("wiki-word-1234|literal-567", text)
+    assert log.stat().st_mode & 0o777 == 0o600
+    hidden = secrets_of(TrainConfig(mcp_config=str(path)))
+    assert {"wiki-word-1234", "literal-567", "sk-890123"} <= set(hidden) and "Bearer" not in hidden
 
 
 def test_a_server_that_never_starts_is_ended(tmp_path):
