@@ -613,7 +613,7 @@ def misfit(arguments: dict, schema: dict) -> str | None:
         wrong = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
     except Exception:  # also of arithmetic with numbers that no float can hold, and of a schema within itself
         return None
-    return wrong and f"{'.'.join(map(str, wrong.absolute_path))}: {wrong.message}"
+    return wrong and ": ".join(filter(None, (".".join(map(str, wrong.absolute_path)), wrong.message)))
 
 
 def unless_by_pattern(validator, additional, given, schema):
