@@ -76,7 +76,7 @@ TASKS = {
     "counting": Task(
         ALONE | REVERSE | BOTH | FORWARD,
         teacher="make_tiny_vlm --larger --careful --tasks counting --seed 1",
-        start="make_tiny_vlm --tasks counting --steps 200",
+        start="make_tiny_vlm --tasks counting --steps 800",
         eval_steps=10,
     ),
 }
