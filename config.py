@@ -118,7 +118,7 @@ class TrainConfig:
     env_errors: Literal["drop", "stop"] = "drop"  # a failing environment or reward costs its trajectory, or the run
     max_failed: float = 0.1  # with env_errors drop: the run stops if a larger share of a step's trajectories failed
     tool_concurrency: int = 64  # most calls of tools at the same time on each rank; environments have no such limit
-    tool_cache: bool = False  # equal calls of a tool are run once
+    tool_cache: bool = False  # equal calls of a tool are run once; the last 4096 results are kept
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
     tokenization_check: Literal["strict", "warn", "off"] = "warn"  # tokens of all turns against the chat template's
 

@@ -438,7 +438,12 @@ def get_environment(spec: str, cfg=None) -> Callable[..., Environment]:
         fault = "has no entry" if not given else f"takes no {next(iter(arguments))}; put it into a functools.partial"
         raise ConfigError(f"--env {spec}: a dict of environments {fault}.")
     makers = {key: maker(made, f"{name}[{key!r}]", {}, cfg, toolbox, COLUMN) for key, made in given.items()}
-    return lambda row=None: makers[next(iter(makers)) if row is None else chosen(row, makers)]()
+
+    def make(row: dict | None = None) -> Environment:
+        return makers[next(iter(makers)) if row is None else chosen(row, makers)]()
+
+    make.known = makers  # a row says which
+    return make
 
 
 def chosen(row: dict, known) -> str:

@@ -23,7 +23,8 @@ _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody p
 
 def kind_of(row: dict, cfg: TrainConfig) -> tuple:
     """Environments of one kind can stand for each other."""
-    return adapters.kind(cfg), repr(row.get(adapters.COLUMN))  # a column of this name may hold anything
+    chooses = hasattr(adapters.environment_maker(cfg), "known")  # else a column of this name may hold anything
+    return adapters.kind(cfg), repr(row.get(adapters.COLUMN)) if chooses else None
 
 
 async def take_environment(make: Callable, row: dict, cfg: TrainConfig):

@@ -470,6 +470,7 @@ def agent_tool(
     return Tool(name, description, QUESTION, answer)
 
 
+KEPT_RESULTS = 4096  # of --tool_cache
 QUESTION = {"type": "object", "properties": {"question": {"type": "string"}}, "required": ["question"]}
 
 
@@ -508,7 +509,8 @@ class Toolbox:
     def _here(self) -> SimpleNamespace:
         """Semaphores, next turns by rate, and locks of the running event loop."""
         loop = asyncio.get_running_loop()
-        return self._loops.setdefault(loop, SimpleNamespace(limits={}, next={}, locks={}))
+        locks = weakref.WeakValueDictionary()  # each is kept by who waits for it
+        return self._loops.setdefault(loop, SimpleNamespace(limits={}, next={}, locks=locks))
 
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
         """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached; the name as it
@@ -535,10 +537,13 @@ class Toolbox:
             content, failed = cut(f"Error: {fault}", self.cfg.max_tool_result), True
         elif self.cfg.tool_cache and tool.cacheable and not tool.stateful:
             async with self._here.locks.setdefault(same, asyncio.Lock()):  # of equal calls at once one runs
-                cached = same in self._results
-                content, failed = (self._results[same], False) if cached else await self._run(call, tool)
+                known = self._results.pop(same, None)
+                cached = known is not None
+                content, failed = (known, False) if cached else await self._run(call, tool)
                 if not failed:
-                    self._results[same] = content
+                    self._results[same] = content  # behind all others: the first one was asked for longest ago
+                for oldest in list(self._results)[: len(self._results) - KEPT_RESULTS]:
+                    self._results.pop(oldest, None)
         else:
             content, failed = await self._run(call, tool)
         seconds = time.perf_counter() - start

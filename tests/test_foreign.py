@@ -459,6 +459,9 @@ def test_nothing_holds_up_the_others():
     for _ in range(3):
         asyncio.run(rollouts.multi_turn([{"prompt": "?"}], generator, cfg))
     assert Slow.made == 16
+    for number in range(2):  # the column chooses from a dict of environments, and this is none
+        asyncio.run(rollouts.multi_turn([{"prompt": "?", "environment": number}], generator, cfg))
+    assert Slow.made == 16
     del adapters.ENVIRONMENTS["slow"]
 
 

@@ -529,6 +529,21 @@ def test_limits_and_cache():
     assert count == 4 and [event["cached"] for event in events] == [0] * 4 + [1] * 4
 
 
+def test_the_cache_keeps_what_was_asked_for_last(monkeypatch):
+    monkeypatch.setattr("envs.tools.KEPT_RESULTS", 2)
+    box = Toolbox({"add": from_function(add)}, config(tool_cache=True))
+
+    async def cached(*firsts: int) -> list[int]:
+        return [(await box._one(Call("add", {"a": a, "b": 0}), box.tools))[1]["cached"] for a in firsts]
+
+    async def both() -> list[int]:
+        found = await cached(1, 2, 1, 3, 1, 2)
+        assert len(box._results) == 2 and not box._here.locks
+        return found
+
+    assert asyncio.run(both()) == [0, 0, 1, 0, 1, 0]
+
+
 def object_of(**properties) -> dict:
     return {"type": "object", "properties": properties}
 
