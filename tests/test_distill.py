@@ -504,7 +504,7 @@ def plain(teacher, tmp_path_factory):
     port = free_port()
     # `vllm serve` itself wants a distribution of the name vllm; the CPU build is called otherwise.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(teacher.model_dir)]
-    command += f"--port {port} --api-key {teacher.token} --dtype float32 --max-model-len 2048 --enforce-eager".split()
+    command += f"--port {port} --api-key={teacher.token} --dtype float32 --max-model-len 2048 --enforce-eager".split()
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     with running(Process(command, tmp_path_factory.mktemp("plain") / "log", **env)) as process:
         url = f"http://127.0.0.1:{port}"

@@ -94,7 +94,7 @@ def test_what_only_several_machines_get_wrong(nodes, tmp_path):
         with contextlib.ExitStack() as stack:
             both = [stack.enter_context(running(one)) for one in ranks(nodes, tmp_path, *flags.split())]
             for rank, one in enumerate(both):
-                assert one.end(120) == 1, one.text
+                assert one.end(120) == 2, one.text
                 message = one.text[one.text.rindex(f"[rank {rank}] ConfigError") :]
                 assert all(word in message for word in words), message
                 assert "Traceback" not in one.text

@@ -392,7 +392,7 @@ def test_ranks_that_read_other_rows_do_not_begin(tmp_path):
         (tmp_path / f"{name}.py").write_text(text + last, encoding="utf-8")
         flags = [*EVEN_ARGS, "--dataset_id", f"{tmp_path}/{name}.py:rows", "--output_dir", str(tmp_path)]
         with running(trainer(tmp_path / f"{name}.log", *flags, "--max_steps", "1", ranks=2)) as run:
-            assert run.end(60) == 1, run.text
+            assert run.end(60) == 2, run.text
         said = "or in another order" if name == "order" else "39 of them and not 40"
         assert f"rank 1: other rows than on rank 0, {said}" in run.text, run.text
 
