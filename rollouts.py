@@ -632,17 +632,8 @@ def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, pr
     message = f"a trajectory reads {texts[0]} where the chat template writes {texts[1]}"
     if cfg.tokenization_check == "strict":
         raise RuntimeError(f"--tokenization_check strict: {message}")
-    warn_first("tokens", f"--tokenization_check: {message}. Said once; trained on is what was sampled.")
-
-
-_WARNED: set[str] = set()
-
-
-def warn_first(kind: str, message: str) -> None:
-    """Log the first warning of its kind: the next one's text is another, as what was sampled stands in it."""
-    if kind not in _WARNED:
-        _WARNED.add(kind)
-        warn_once(message)
+    text = f"--tokenization_check: {message}. Said once; trained on is what was sampled."
+    warn_once(text, kind="tokenization_check")
 
 
 # What a rollout says about itself, as attributes:

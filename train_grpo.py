@@ -1575,7 +1575,7 @@ def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bo
 def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, SimpleNamespace]:
     """Everything a run works with, loaded and resumed; the generator has its weights."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
-    getattr(make_critic, "check", lambda *_: None)(cfg, processor)
+    getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     utils.check_nodes(cfg)
     cfg = planned(utils.computable(cfg, device), rows, device, critic=make_critic is not None)

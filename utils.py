@@ -238,7 +238,8 @@ def packed_up(group: list) -> bytes | None:
     try:
         return pickle.dumps(group)
     except Exception as error:  # whatever a user's row or state raises
-        limits.warn_once(f"a group cannot be sent to another rank ({error!r:.200}), so ranks stay uneven. Said once.")
+        text = f"a group cannot be sent to another rank ({error!r:.200}), so ranks stay uneven. Said once."
+        limits.warn_once(text, kind="groups that stay")
         return None
 
 

@@ -59,7 +59,8 @@ async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> 
     outcome = await run_limited(environment.close, {}, cfg.tool_timeout, values.unread)
     if outcome is None or outcome[1] is not None:
         fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
-        warn_once(f"{name_of(environment)}.close() {fault}. Said once.")
+        what = f"{name_of(environment)}.close()"
+        warn_once(f"{what} {fault}. Said once.", kind=what)
 
 
 async def call_environment(environment, method: str, of: dict, cfg: TrainConfig, **arguments):

@@ -17,7 +17,7 @@ from pathlib import Path
 from inputs.parts import text_part
 from inputs.pictures import PictureError, open_image, read_image
 from safety import credentials
-from safety.limits import in_thread
+from safety.limits import to_thread
 
 # The MCP SDK and what comes with it take a second, and are imported by connections.
 
@@ -78,7 +78,7 @@ class Connection:
             raise self._failure(error) from error
         try:  # pictures are decoded: not on the loop of all connections
             async with asyncio.timeout_at(deadline):
-                parts = await in_thread(parts_of_result, result.content)
+                parts = await to_thread(parts_of_result, result.content)
         except TimeoutError:
             what = f"MCP server {self.server.name!r}: no result that could be read"
             raise RuntimeError(f"{what} within {self.server.seconds:g} s") from None

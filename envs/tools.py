@@ -38,7 +38,7 @@ from inputs.pictures import data_url
 from inputs.special_tokens import clean, each_text
 from plugins import function_path, load_function
 from safety import asking
-from safety.limits import in_thread, run_limited, time_limit, warn_once
+from safety.limits import run_limited, time_limit, to_thread, warn_once
 from safety.sandbox import run_python
 from safety.storable import text_of
 from safety.values import UnusableResult, unread
@@ -458,7 +458,7 @@ def agent_tool(
     async def answer(question: str) -> str:
         messages, said = [{"role": "system", "content": told}, {"role": "user", "content": question}], ""
         for _ in range(cfg.max_turns):
-            said = await in_thread(chat, url, model, messages, token, **options)
+            said = await to_thread(chat, url, model, messages, token, **options)
             if not (calls := PARSERS[parser](said, toolbox.tools)):
                 break
             answers, _ = await toolbox.run(calls, toolbox.tools)
@@ -628,10 +628,11 @@ def unless_by_pattern(validator, additional, given, schema):
         )
 
 
-# Without regular expressions: on some texts one takes for ever, and lets no other thread run.
-PATTERNS = dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: None)
-PATTERNS |= {"additionalProperties": unless_by_pattern}
-Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, PATTERNS)
+# Without the keywords that search by a schema's regular expressions: on some texts one takes for ever, and it lets no
+# other thread run meanwhile.
+UNCHECKED = dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: None)
+UNCHECKED |= {"additionalProperties": unless_by_pattern}
+Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, UNCHECKED)
 
 
 def as_json_schema(schema):

@@ -12,7 +12,7 @@ import utils
 from config import TrainConfig
 from data import shorten
 from inputs.trajectory import RowPictureError, Trajectory, stands_in
-from rollouts import any_number, warn_first
+from rollouts import any_number
 from safety.limits import warn_once
 from safety.storable import calls_in
 
@@ -185,9 +185,8 @@ def bounded(what: str, names: set[str]) -> set[str]:
     known = _NAMED.setdefault(what, set())
     known.update(sorted(names - known)[: MOST_NAMES - len(known)])
     if left_out := sorted(names - known):
-        warn_first(
-            what, f"over {MOST_NAMES} {what}; {shorten(left_out[0], 80)} and other new ones are no metrics. Said once."
-        )
+        text = f"over {MOST_NAMES} {what}; {shorten(left_out[0], 80)} and other new ones are no metrics. Said once."
+        warn_once(text, kind=what)
     return names & known
 
 

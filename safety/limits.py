@@ -129,8 +129,8 @@ def start_thread(function: Callable, *given) -> concurrent.futures.Future:
     return future
 
 
-async def in_thread(function: Callable, *given, **named):
-    """What the function returns in a thread of its own. asyncio.to_thread has few, and an exit waits for them."""
+async def to_thread(function: Callable, *given, **named):
+    """asyncio.to_thread, but in a thread of its own: that one has few, and an exit waits for them."""
     within = contextvars.copy_context()  # so that time_limit() holds there
     return await asyncio.wrap_future(start_thread(functools.partial(within.run, function, *given, **named)))
 
@@ -385,10 +385,14 @@ def file_and_name(function: Callable) -> str | None:
     return f"{os.path.abspath(path)}:{name}" if path and vars(module).get(name) is function else None
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning the first time it is given."""
-    logger.warning(message)
+_WARNED: set[str] = set()
+
+
+def warn_once(message: str, kind: str | None = None) -> None:
+    """Log a warning the first time it is given; of a `kind`, whose texts quote now this and now that, the first one."""
+    if (key := kind or message) not in _WARNED:
+        _WARNED.add(key)
+        logger.warning(message)
 
 
 @functools.cache

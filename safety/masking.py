@@ -32,18 +32,18 @@ def secrets_of(cfg) -> list[str]:
 
 def mcp_secrets(config) -> set[str]:
     """What an --mcp_config gives to its servers in secret, and the values of variables that stand in it as ${VAR}."""
-    given = set(_mcp_secrets(config))
+    given = set(_written(config))
     names = {name for value in given for name in re.findall(r"\$\{(?:env:)?(\w+)", value)}
     values = {os.environ[name] for name in names if name in os.environ}
     return given | {value for value in values if not os.path.exists(value)}  # as of ${HOME}
 
 
-def _mcp_secrets(config):
+def _written(config):
     """Values under `env` and `headers`, of arguments and keys named like secrets, and the query of a url."""
     if isinstance(config, list):
         for before, item in zip([None, *config], config, strict=False):  # ["--api-key", "VALUE"]
             named = isinstance(before, str) and before.startswith("-") and SECRET_NAME.search(before)
-            yield from [item] if named and isinstance(item, str) else _mcp_secrets(item)
+            yield from [item] if named and isinstance(item, str) else _written(item)
         return
     if isinstance(config, str):
         for sign in "=:":  # --api-key=VALUE, and a header as one argument: Authorization: Bearer VALUE
@@ -60,7 +60,7 @@ def _mcp_secrets(config):
         elif isinstance(value, str) and SECRET_NAME.search(name):
             yield value
         else:
-            yield from _mcp_secrets(value)
+            yield from _written(value)
 
 
 def masked(value, hidden: list[str]):
