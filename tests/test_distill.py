@@ -521,7 +521,7 @@ def serves(url: str) -> bool:
 def asked(server, **how) -> TeacherServers:
     tokenizer = script.load_processor("models/tiny")
     found = TeacherServers([server.url], token=server.token, **how)
-    found.connect(partial(tokenizer.decode, skip_special_tokens=False), len(tokenizer), 128, 30)
+    found.connect(partial(tokenizer.decode, skip_special_tokens=False), len(tokenizer), 128, 5)
     return found
 
 
