@@ -423,9 +423,8 @@ def lines_of(file: Path) -> on_disk.Lines | None:
     mark = on_disk.stamp(file.stat())
     if mark[0] < on_disk.LARGE:
         return None
-    what = (
-        f"lines of {on_disk.fingerprint(file, mark)}, by {[code_of(f) for f in (check_row, on_disk.form_of, parts_of)]}"
-    )
+    made_by = (check_row, on_disk.form_of, parts_of, on_disk.row_hash)
+    what = f"lines of {on_disk.fingerprint(file, mark)}, by {[code_of(f) for f in made_by]}"
     told = f"reading {file} ({mark[0] / 1e6:.0f} MB)"
     changed = ConfigError(": was changed while it was read. Start again when nothing writes to it.")
 

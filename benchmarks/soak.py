@@ -14,9 +14,9 @@ children), server, its workers, look.py. A run that is cut off by --hours counts
 The table: least squares through the second half for memory that is no file's, since the system takes back pages of
 files whenever it likes; last minus first of the second half for what is counted; medians of the first and last tenth
 for seconds. Seconds of a CPU (user and system) depend less on what else runs, yet they do, and on what the policy has
-learned: completions of different lengths take more. So beside the last fifth of `process` the same command runs once
-more, from its first step but with the weights and the entropy coefficient that were learned until then, and the two
-are compared over the same minutes; the tenths are of what came before.
+learned: completions of different lengths take more. So beside the last fifth of `process` and `server` the same command
+runs once more, with a server of its own, from its first step but with the weights and the entropy coefficient that were
+learned until then, and the two are compared over the same minutes; the tenths are of what came before.
 """
 
 import argparse
@@ -51,6 +51,7 @@ TASK = (
     f"--save_steps 100 --eval_steps 100 --print_samples_every 100 --seed {SEED} --server_timeout 600 "
     "--entropy_target 5 --entropy_coef_step 0.002 "
 )
+SERVER = "--num-gpu-blocks-override 256"  # a KV cache that is touched everywhere soon: what grows then is no cache
 SHORT = "--max_completion_length 8 "
 CASES = {  # name -> (script, flags, server's flags or None without one, how many trainers)
     "process": ("train_grpo.py", SHORT + "--generator hf", None, 1),
@@ -130,6 +131,17 @@ def held(pid: int) -> dict[str, float]:
     return mine | {"children": len(children), "all_rss": mine["rss"] + others}
 
 
+def seconds_of(*pids: int) -> float:
+    """CPU seconds of processes and of all their descendants that live."""
+    total = 0.0
+    for pid in pids:
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
+
+
 def folder_size(folder: Path) -> dict[str, float]:
     sizes = {"files": 0, "bytes": 0}
     for path in folder.rglob("*"):
@@ -171,11 +183,11 @@ def last_step(run: Path) -> int:
     return 0
 
 
-def watch(name: str, folder: Path, trainers: list, server, page: Page, until: float, late: float, start) -> None:
+def watch(name: str, folder: Path, trainers: list, server, page: Page, until: float, late: float, start_fresh) -> None:
     """A line every EVERY steps of the first trainer, until all have ended or the time is over. From step `late` on,
-    start("fresh", ...) runs beside it, from what `run` has learned."""
+    start_fresh(flags) runs beside it, from what `run` has learned: it gives the processes of that run."""
     run, next_line, begun, asked, slowest = folder / f"{name}-0", EVERY, time.monotonic(), 0.0, {}
-    fresh = None
+    fresh = []
     with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as out:
         while any(trainer.poll() is None for trainer in trainers) and time.monotonic() < until:
             time.sleep(0.2)
@@ -195,17 +207,18 @@ def watch(name: str, folder: Path, trainers: list, server, page: Page, until: fl
             for role, pid in pids.items():
                 with contextlib.suppress(psutil.Error):
                     line[role] = held(pid)
-            if fresh and fresh.poll() is None:
-                cpu = psutil.Process(fresh.pid).cpu_times()
-                line["fresh"] = {"step": last_step(folder / f"{name}-fresh"), "cpu": cpu.user + cpu.system}
+            if fresh and fresh[0].poll() is None:
+                old = [trainers[0].pid] + ([server.process.pid] if server else [])
+                new = seconds_of(*(process.pid for process in fresh))
+                line["fresh"] = {"step": last_step(folder / f"{name}-fresh"), "cpu": new, "old": seconds_of(*old)}
             elif step >= late:
-                fresh = fresh or start("fresh", *as_learned(run, folder / "learned"))
+                fresh = fresh or start_fresh(*as_learned(run, folder / "learned"))
             out.write(json.dumps(line) + "\n")
             out.flush()
             slowest, next_line = {}, (step // EVERY + 1) * EVERY
-    if fresh:
-        fresh.terminate()
-        fresh.wait(120)
+    for process in fresh:
+        process.terminate()
+        process.wait(120)
 
 
 def as_learned(run: Path, copy: Path) -> list[str]:
@@ -233,24 +246,33 @@ def soak(name: str, folder: Path, steps: int, hours: float) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     server, trainers, status, model = None, [], 0, model_for(name, folder)
+
+    def new_server():
+        return start_server(model, "--dtype", "float32", "--max-model-len", "512", *SERVER.split(), *serve.split())
+
     if serve is not None:
-        server = start_server(model, "--dtype", "float32", "--max-model-len", "512", *serve.split())
-        env["VLLM_SERVER_TOKEN"] = server.token
+        server = new_server()
     page = Page(folder)
     try:
-        where = ["--server_urls", server.wait(600).url] if server else []
 
-        def start(which: str, *more: str) -> subprocess.Popen:
-            command = [sys.executable, script, *(TASK + flags).split(), *where, "--max_steps", str(steps)]
+        def start(which: str, at, *more: str) -> subprocess.Popen:
+            command = [sys.executable, script, *(TASK + flags).split(), "--max_steps", str(steps)]
             command += ["--output_dir", str(folder), "--run_name", f"{name}-{which}"]
             command += more or ["--model_id", str(model)]
+            if at:
+                command += ["--server_urls", at.wait(600).url]
+            mine = env | ({"VLLM_SERVER_TOKEN": at.token} if at else {})
             with (folder / f"{name}-{which}.log").open("w", encoding="utf-8") as log:
-                how = dict(cwd=ROOT, env=env, stdout=log, stderr=log, preexec_fn=ends_with_us())
+                how = dict(cwd=ROOT, env=mine, stdout=log, stderr=log, preexec_fn=ends_with_us())
                 return subprocess.Popen(command, **how)
 
-        trainers += [start(str(number)) for number in range(count)]
-        late = steps - steps // 5 if serve is None else math.inf  # two would push to one server
-        watch(name, folder, trainers, server, page, time.monotonic() + 3600 * hours, late, start)
+        def start_fresh(*more: str) -> list[subprocess.Popen]:
+            own = new_server() if server else None
+            return [start("fresh", own, *more)] + ([own.process] if own else [])
+
+        trainers += [start(str(number), server) for number in range(count)]
+        late = steps - steps // 5 if name in ("process", "server") else math.inf
+        watch(name, folder, trainers, server, page, time.monotonic() + 3600 * hours, late, start_fresh)
     finally:
         for process in trainers:
             if process.poll() is None:  # the time is over
@@ -276,7 +298,7 @@ def beside_a_fresh_one(lines: list[dict]) -> str:
     if len(both) < 2:
         return ""
     first, last = both[0], both[-1]
-    old = (last["trainer"]["cpu"] - first["trainer"]["cpu"]) / (last["step"] - first["step"])
+    old = (last["fresh"]["old"] - first["fresh"]["old"]) / (last["step"] - first["step"])
     new = (last["fresh"]["cpu"] - first["fresh"]["cpu"]) / (last["fresh"]["step"] - first["fresh"]["step"])
     steps = f"steps {first['step']:,} to {last['step']:,}, {first['fresh']['step']:,} to {last['fresh']['step']:,}"
     more = f"{old / new - 1:+.1%}"

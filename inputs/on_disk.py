@@ -213,7 +213,8 @@ class Lines(Sequence):
         return np.array([found(block, a, b) is not None for a, b in zip(starts - begin, ends - begin, strict=True)])
 
 
-LOOK = np.dtype([("start", "<i8"), ("kind", "<i4"), ("size", "<i4")])  # byte of the file; form; bytes of the texts
+# Byte of the file; form; bytes of the texts; row_hash: to read and parse the lines once more for it would take as long.
+LOOK = np.dtype([("start", "<i8"), ("kind", "<i4"), ("size", "<i4"), ("hash", "<u8")])
 
 
 def stamp(status: os.stat_result) -> tuple[int, int]:
@@ -241,6 +242,22 @@ def size_of(prompt) -> int:
     return min(sum(len(text.encode()) for text in texts), 2**31 - 1) if all(isinstance(t, str) for t in texts) else 0
 
 
+def _other(value) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
+
+
+ENCODER = json.JSONEncoder(default=_other, skipkeys=True)
+
+
+def row_hash(row: dict) -> int:
+    """64 bits of a row's texts, numbers and bytes; of anything else, such as a decoded image, the type alone."""
+    try:
+        text = ENCODER.encode(row)
+    except (ValueError, RecursionError):  # it holds itself, or a number of more than 4,300 digits
+        text = repr(row.get("prompt"))
+    return _hash(text)
+
+
 class Unsound(Exception):
     """A line with a fault: (its number from 1, that of its row, the line)."""
 
@@ -253,9 +270,9 @@ def looked_at(path: Path, parse: Callable[[bytes], dict], progress: Callable) ->
     size = path.stat().st_size
 
     def part(start: int) -> tuple:
-        """Of the lines that begin in a part of the file: how many they are, starts, sizes, kinds, the forms that these
+        """Of the lines that begin in a part of the file: how many they are, LOOK of each row, the forms that its kinds
         number, and where a line begins that is unsound, if there is one."""
-        count, starts, sizes, kinds, forms = 0, [], [], [], {}
+        count, looks, forms = 0, [], {}
         with path.open("rb") as file:
             if start:
                 file.seek(start - 1)
@@ -273,22 +290,20 @@ def looked_at(path: Path, parse: Callable[[bytes], dict], progress: Callable) ->
                     except ConfigError:
                         unsound = place
                         break
-                    starts.append(place)
-                    sizes.append(size_of(row["prompt"]))
-                    kinds.append(forms.setdefault(form_of(row), len(forms)))
+                    kind = forms.setdefault(form_of(row), len(forms))
+                    looks.append((place, kind, size_of(row["prompt"]), row_hash(row)))
                 count, place = count + 1, place + len(line)
-        return count, np.array(starts, np.int64), np.array(sizes, np.int32), np.array(kinds, int), [*forms], unsound
+        return count, np.array(looks, LOOK), [*forms], unsound
 
     looks, lines, rows, known = [np.zeros(0, LOOK)], 0, 0, {}
     jobs = range(0, size, PART)
     for found in progress(by_processes(part, jobs), len(jobs)):
         if found is None:
             return looks[0]
-        count, starts, sizes, kinds, forms, unsound = found
-        looks.append(np.zeros(len(starts), LOOK))
-        looks[-1]["start"], looks[-1]["size"] = starts, sizes
-        looks[-1]["kind"] = np.array([known.setdefault(form, len(known)) for form in forms], int)[kinds]
-        lines, rows = lines + count, rows + len(starts)
+        count, these, forms, unsound = found
+        these["kind"] = np.array([known.setdefault(form, len(known)) for form in forms], int)[these["kind"]]
+        looks.append(these)
+        lines, rows = lines + count, rows + len(these)
         if unsound is not None:
             with path.open("rb") as file:
                 file.seek(unsound)

@@ -6,7 +6,6 @@ is said and training goes on; --strict_resume refuses it.
 
 import base64
 import hashlib
-import json
 import os
 import socket
 import time
@@ -21,6 +20,7 @@ import domains
 import utils
 from config import ConfigError, TrainConfig
 from inputs import on_disk
+from inputs.on_disk import row_hash
 from runlog import checkpoints
 from runlog.log import claim_run, code_files, package_versions, public_config
 
@@ -173,26 +173,12 @@ def fingerprint(cfg: TrainConfig, rows, held_out, world: int) -> dict:
     }
 
 
-def _other(value) -> str:
-    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
-
-
-ENCODER = json.JSONEncoder(default=_other, skipkeys=True)
-
-
-def row_hash(row: dict) -> int:
-    """64 bits of a row's texts, numbers and bytes; of anything else, such as a decoded image, the type alone."""
-    try:
-        text = ENCODER.encode(row)
-    except (ValueError, RecursionError):  # it holds itself, or a number of more than 4,300 digits
-        text = repr(row.get("prompt"))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def row_hashes(rows) -> np.ndarray:
     """[rows] of uint64. Of equal rows the second is another one, and so on. Image columns of a `datasets.Dataset` are
     left out: to read them all takes long."""
-    if not isinstance(rows, (list, on_disk.Lines)):
+    if isinstance(rows, on_disk.Lines):
+        return told_apart(rows.mine("hash"))
+    if not isinstance(rows, list):
         rows = rows.remove_columns([name for name in ("image", "images") if name in rows.column_names])
 
     def alone(first: int, last: int) -> np.ndarray:
@@ -201,10 +187,15 @@ def row_hashes(rows) -> np.ndarray:
         return np.array([row_hash(row) for part in parts for row in part], np.uint64)
 
     def make() -> np.ndarray:
-        hashes = data.each_of(rows, alone, "hashing rows, to tell after a --resume whether they are the same")
-        return hashes + np.uint64(0x9E3779B97F4A7C15) * seen_before(hashes)
+        told = "hashing rows, to tell after a --resume whether they are the same"
+        return told_apart(data.each_of(rows, alone, told))
 
     return data.remembered(rows, f"hashes, by {data.code_of(row_hash)}", make)
+
+
+def told_apart(hashes: np.ndarray) -> np.ndarray:
+    """Of equal values the second becomes another one, and so on."""
+    return hashes + np.uint64(0x9E3779B97F4A7C15) * seen_before(hashes)
 
 
 def seen_before(values: np.ndarray) -> np.ndarray:
