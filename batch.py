@@ -71,12 +71,12 @@ class Batch:
     @property
     def scores(self) -> Tensor:  # [B] as the reward functions gave them, weighted and added up
         self.reads.add("scores")
-        return self.rewards.sum(1) if self.given_scores is None else self.given_scores.clone()
+        return row_sum(self.rewards) if self.given_scores is None else self.given_scores.clone()
 
     @property
     def shaped_scores(self) -> Tensor:  # [B] with what --reward_mean, --reward_std and --kl_in_reward make of them
         self.reads.add("shaped_scores")
-        return self.rewards.sum(1)
+        return row_sum(self.rewards)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -287,14 +287,19 @@ def group_std(scores: Tensor, groups: Tensor) -> Tensor:
     return (group_mean(squares, groups) * size / (size - 1).clamp(min=1)).sqrt().to(scores.dtype)
 
 
+def differ(std: Tensor, mean: Tensor) -> Tensor:
+    """Whether values of this std and mean differ by more than rounding leaves: float32 has seven digits."""
+    return std > 1e-6 * mean.abs().clamp(min=1)
+
+
 def center_and_scale(scores: Tensor, groups: Tensor, mean: str, std: str, running=(0.0, 1.0)) -> tuple[Tensor, Tensor]:
     """What to subtract and to divide by. Each is "group" (the prompt's), "batch" (the step's, over all ranks),
-    "running" (all steps so far, given) or "none". A std below 1e-6 is no scale: nothing is divided.  [B], [B]"""
+    "running" (all steps so far, given) or "none". By a std of rounding (`differ`) nothing is divided.  [B], [B]"""
     _, batch_mean, batch_std = utils.global_moments(scores)  # a rank's own would change the algorithm with their number
     centers = {"none": 0.0, "group": group_mean(scores, groups), "batch": batch_mean, "running": running[0]}
     scales = {"none": 0.0, "group": group_std(scores, groups), "batch": batch_std, "running": running[1]}
-    scale = torch.zeros_like(scores) + scales[std]
-    return torch.zeros_like(scores, dtype=torch.float64) + centers[mean], torch.where(scale > 1e-6, scale + 1e-6, 1.0)
+    scale, zero = torch.zeros_like(scores) + scales[std], torch.zeros_like(scores, dtype=torch.float64)
+    return zero + centers[mean], torch.where(differ(scale, zero + centers[std]), scale + 1e-6, 1.0)
 
 
 def normalize(scores: Tensor, groups: Tensor, mean: str, std: str, running=(0.0, 1.0)) -> Tensor:
@@ -315,6 +320,11 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 def spread(values: Tensor, loss_mask: Tensor) -> Tensor:
     """One value per row onto the row's sampled tokens.  [B], [B, T] -> [B, T]"""
     return values[:, None] * loss_mask
+
+
+def row_sum(values: Tensor) -> Tensor:
+    """Sum of each row, in float64 until the end: equal rewards at other places make equal scores.  [B, T] -> [B]"""
+    return values.sum(1, dtype=torch.float64).to(values.dtype)
 
 
 def row_mean(values: Tensor, loss_mask: Tensor) -> Tensor:

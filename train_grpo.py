@@ -60,6 +60,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -763,12 +764,13 @@ async def rollout(
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     """Whether there is anything to learn from a group: its scores differ, and their mean lies in the window."""
-    scores = torch.tensor([sum(t.token_rewards) for t in group if "failure" not in t.info])
-    if not len(scores):
+    scores = [sum(t.token_rewards) for t in group if "failure" not in t.info]
+    if not scores:
         return False
-    window = cfg.group_mean_min <= float(scores.mean()) <= cfg.group_mean_max
+    mean = fmean(scores)
     # A single completion that was asked for has signal, a single survivor of several has none.
-    return window and (len(group) == 1 or (len(scores) > 1 and float(scores.std()) > cfg.group_std_min + 1e-6))
+    differs = len(group) == 1 or (len(scores) > 1 and stdev(scores) > cfg.group_std_min + 1e-6 * max(abs(mean), 1))
+    return differs and cfg.group_mean_min <= mean <= cfg.group_mean_max
 
 
 def sample_step(

@@ -11,7 +11,9 @@ from algorithms.distillation import distill
 from batch import (
     Batch,
     by_turn,
+    center_and_scale,
     center_by_group,
+    differ,
     group_index,
     group_mean,
     group_std,
@@ -39,16 +41,18 @@ def opo(batch: Batch, cfg: TrainConfig) -> Tensor:
     length, scores = batch.loss_mask.sum(1).double(), batch.shaped_scores  # [B]
     total = group_mean(length, batch.groups)
     baseline = group_mean(length * scores, batch.groups) / total.clamp(min=1e-8)
-    compared = group_std(scores, batch.groups) > 1e-6  # equal scores: 0, without what rounding leaves of it
+    # Equal scores: 0, without what rounding leaves of it.
+    compared = differ(group_std(scores, batch.groups), group_mean(scores, batch.groups))
     return spread(torch.where(compared, (scores - baseline).to(scores.dtype), 0.0), batch.loss_mask)
 
 
 def gpg(batch: Batch, cfg: TrainConfig) -> Tensor:
     """alpha (s - group mean), alpha = rows / rows of groups with differing scores, over all ranks: silent groups do not
     shrink the step.  2504.02546 (some implementations count non-zero *scores* instead).  [B, T]"""
-    informative = group_std(batch.shaped_scores, batch.groups) > 1e-6
+    scores = batch.shaped_scores
+    informative = differ(group_std(scores, batch.groups), group_mean(scores, batch.groups))
     rows, speaking = utils.all_sum(torch.stack([torch.ones_like(informative).sum(), informative.sum()])).tolist()
-    return spread(center_by_group(batch.shaped_scores, batch.groups) * rows / max(speaking, 1), batch.loss_mask)
+    return spread(center_by_group(scores, batch.groups) * rows / max(speaking, 1), batch.loss_mask)
 
 
 def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -60,7 +64,7 @@ def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
             (best, second), (place, _) = batch.shaped_scores[rows].topk(2)
             advantages[rows[place]] = best - second
     if cfg.scale_rewards != "none":
-        advantages = advantages / (group_std(batch.shaped_scores, batch.groups) + 1e-6)
+        advantages = advantages / center_and_scale(batch.shaped_scores, batch.groups, "none", "group")[1]
     return spread(advantages, batch.loss_mask)
 
 

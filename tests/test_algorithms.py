@@ -1,5 +1,6 @@
 """Advantages, policy losses, KL and aggregation against published numbers and against independent loops."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -390,6 +391,29 @@ def test_equal_scores_teach_nothing_whatever_they_are(name, score):
     batch.baselines = batch.scores
     if name not in ("reinforce_plus_plus", "remax"):  # no groups
         assert ADVANTAGES[name](batch, TrainConfig()).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("parts", [(10.1, 20.2, 30.3), (-0.1, 100.0, 0.2), (0.1, 0.2, 0.3)])
+@pytest.mark.parametrize("name", ["grpo", "lite_ppo", "rloo", "gpg", "opo", "grpo_passk", "distill", "gigpo"])
+def test_equal_scores_that_were_earned_in_another_order_teach_nothing(name, parts):
+    """Added up in float32 they differ in the last bit, by more than 1e-6 from scores of about 10 on: groups of equal
+    scores had advantages of up to 2."""
+    orders = list(itertools.permutations(parts))  # 6 rows of one group, each with its rewards at places of its own
+    mask, rewards = torch.ones(6, 9), torch.zeros(6, 9)
+    for row, order in enumerate(orders):
+        rewards[row, [row % 3, 3 + row % 2, 8 - row % 4]] = torch.tensor(order)
+    batch = Batch(mask.long(), mask, mask, rewards, torch.zeros(6, dtype=torch.long), old_logprobs=-mask)
+    cfg = TrainConfig(gigpo_step_weight=0.0)
+    assert not ADVANTAGES[name](batch, cfg).any(), batch.scores
+
+
+def test_scores_that_rounding_alone_makes_differ_are_not_scaled():
+    """Such as 60.6 at once, and in three parts of which each is rounded to float32."""
+    mask, rewards = torch.ones(4, 1), torch.full((4, 1), 60.6)
+    rewards[2:] = rewards[:2].nextafter(torch.tensor(100.0))
+    batch = Batch(mask.long(), mask, mask, rewards, torch.zeros(4, dtype=torch.long))
+    for name in ("grpo", "lite_ppo", "grpo_passk", "opo", "gpg"):
+        assert ADVANTAGES[name](batch, TrainConfig()).abs().max() < 1e-5, name
 
 
 def test_gigpo_reads_states_past_padding_and_keeps_unknown_ones_apart():

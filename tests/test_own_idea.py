@@ -186,6 +186,22 @@ def test_a_group_of_one_is_learned_from_however_far_scores_must_differ():
     assert torch.equal(batch.loss_mask, before)
 
 
+@pytest.mark.parametrize("score", [0.1, 8.1, 10.1, 1999.9])
+def test_equal_scores_have_no_signal_whatever_they_are(score):
+    """A std in float32 is above 1e-6 from 8.1 on, though all are equal."""
+    group = [Trajectory({}, 0, [0], [0], [1], [0.0], [score]) for _ in range(8)]
+    assert not script.has_signal(group, TrainConfig())
+    group[0].token_rewards = [score + 0.01]
+    assert script.has_signal(group, TrainConfig())
+
+
+@pytest.mark.parametrize(("right", "of", "bounds"), [(4, 5, (0.0, 0.8)), (7, 10, (0.7, 1.0)), (1, 10, (0.0, 0.1))])
+def test_a_bound_of_the_mean_is_still_within_it(right, of, bounds):
+    """In float32 .8 is more than .8: dynamic sampling replaced groups that leave_out would have kept."""
+    cfg = TrainConfig(num_generations=of, group_mean_min=bounds[0], group_mean_max=bounds[1])
+    assert script.has_signal([Trajectory({}, 0, [0], [0], [1], [0.0], [float(n < right)]) for n in range(of)], cfg)
+
+
 def test_one_completion_a_prompt(monkeypatch):
     def mine(batch, cfg):
         return script.spread(batch.scores, batch.loss_mask)
