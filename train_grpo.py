@@ -1666,7 +1666,9 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the training steps that made them
     collector.pushed(pushed, cfg)
-    agreed = False  # whether trainer and generator were seen to give the sampled tokens the same log-probs
+    # Whether trainer and generator were seen to give the sampled tokens equal log-probs. Where a step's updates count
+    # in the difference it tells nothing: then `first_push` alone has compared them.
+    agreed = cfg.old_logprobs != "recompute" and cfg.num_iterations * cfg.num_minibatches > 1
 
     def seed_generator(step: int, stream: int) -> None:
         if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did

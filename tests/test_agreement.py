@@ -165,12 +165,11 @@ def test_noise_that_stays_is_named():
 
 
 def run(model, folder, rows: str, **more) -> None:
-    script.train(
-        config(
-            model, generator="hf", dataset_id=rows, reward_funcs=[f"{TOY}:tens"], max_steps=1, prompts_per_step=2,
-            num_generations=2, max_completion_length=4, output_dir=str(folder), run_name="run", **more,
-        )
+    usual = dict(
+        generator="hf", dataset_id=rows, reward_funcs=[f"{TOY}:tens"], max_steps=1, prompts_per_step=2,
+        num_generations=2, max_completion_length=4, output_dir=str(folder), run_name="run",
     )  # fmt: skip
+    script.train(config(model, **usual | more))
 
 
 def test_weights_that_did_not_arrive_end_the_run_before_its_first_step(tmp_path, monkeypatch):
@@ -179,6 +178,15 @@ def test_weights_that_did_not_arrive_end_the_run_before_its_first_step(tmp_path,
     with pytest.raises(RuntimeError, match=r"Trainer and generator disagree on the sampled tokens: .*limit 0\.01"):
         run(make_tiny(), tmp_path, f"{TOY}:rows")
     assert not list(tmp_path.rglob("completions*"))
+
+
+@pytest.mark.parametrize("old", ["sampler", "current"])
+def test_what_a_steps_own_updates_moved_is_no_disagreement(old, tmp_path):
+    """With these the difference that is logged is that of the newest weights; it ended runs that were well."""
+    how = dict(old_logprobs=old, num_iterations=4, learning_rate=3e-3, logprob_diff_limit=0.01)
+    run(make_tiny(), tmp_path, f"{TOY}:rows", num_generations=8, **how)
+    (step,) = (line for line in read_metrics(tmp_path / "run") if "loss" in line)
+    assert step["sampling/logprob_diff_mean"] > 0.01
 
 
 def pictures(split: str, seed: int) -> list[dict]:
