@@ -169,7 +169,7 @@ from rollouts import (
 )
 from runlog import checkpoints, resume
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
-from runlog.rollout_metrics import check_failed, counts_by_origin, domain_metrics, eval_metrics, rollout_metrics
+from runlog.rollout_metrics import check_failed, counts_by_origin, domain_metrics, eval_metrics, rollout_metrics, solved
 from runlog.tokens import keeps_tokens, write_vocabulary
 from safety import sandbox
 
@@ -823,7 +823,7 @@ async def sample_rows(
         own = cfg.of(rows[number])
         if scores := [sum(t.token_rewards) for t in group if "failure" not in t.info]:
             ended[f"{own.prefix}prompts"] += 1  # silent or not: `weight: success` has to know what is always solved
-            ended[f"{own.prefix}solved"] += sum(score >= own.eval_solved for score in scores) / len(scores)
+            ended[f"{own.prefix}solved"] += sum(solved(score, own) for score in scores) / len(scores)
         return group, cfg.dynamic_sampling and not has_signal(group, own), seconds
 
     groups, counts = await enough_of_each(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)

@@ -59,13 +59,18 @@ def means_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
     return {name: float(mean) for name, (count, mean, _) in moments.items() if count}
 
 
+def solved(score: float, cfg: TrainConfig) -> bool:
+    """Whether a score reaches --eval_solved, but for rounding: weights such as .7, .2 and .1 add up to less than 1."""
+    return score >= cfg.eval_solved - 1e-6 * max(abs(cfg.eval_solved), 1)
+
+
 def domain_metrics(trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     """NAME/reward and so on of each domain, over all ranks, which all call it; nothing of one that had no prompt."""
     out = {}
     for own in cfg.by_domain() if cfg.domains else ():
         mine = [t for t in trajectories if t.info.get("domain") == own.domain]
-        solved = [float(sum(t.token_rewards) >= own.eval_solved) for t in mine]
-        metrics = means_over_ranks(by_completion(mine) | {"solved": solved}) | reward_means(mine) | turn_metrics(mine)
+        share = [float(solved(sum(t.token_rewards), own)) for t in mine]
+        metrics = means_over_ranks(by_completion(mine) | {"solved": share}) | reward_means(mine) | turn_metrics(mine)
         metrics |= logged_by_rewards(mine)
         prompts = int(utils.all_sum(torch.tensor(len({t.group for t in mine}))))
         out |= {own.prefix + name: value for name, value in (metrics | {"prompts": prompts}).items() if prompts}
@@ -83,10 +88,10 @@ def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
     own, counted = any(free for _, free in sizes), {size for size, _ in sizes}
     k = (counted.pop() if len(counted) == 1 else "all") if own else cfg.eval_generations
     mine = sum(groups, [])
-    scores = [torch.tensor([sum(t.token_rewards) for t in group]) for group in groups]
-    solved = [(row >= cfg.of(group[0].row).eval_solved).double() for row, group in zip(scores, groups, strict=True)]
+    scores = [[sum(t.token_rewards) for t in group] for group in groups]
+    good = [[solved(score, cfg.of(group[0].row)) for score in row] for row, group in zip(scores, groups, strict=True)]
     length = sum(float(sum(t.loss_mask)) for t in mine)
-    sums = [sum(row.sum() for row in scores), sum(row.sum() for row in solved), sum(row.max() for row in solved)]
+    sums = [sum(map(sum, scores)), sum(map(sum, good)), sum(map(any, good))]
     sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
     reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
     count, rows = max(count, 1), int(number)

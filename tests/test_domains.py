@@ -22,7 +22,8 @@ import train_grpo as script
 from config import ConfigError, TrainConfig, load_config
 from data import Draw, load_data
 from domains import Mixture
-from runlog import resume, samples
+from inputs.trajectory import Trajectory
+from runlog import resume, rollout_metrics, samples
 from runlog.reading import read_metrics
 from runlog.report import write_report
 from safety import sandbox
@@ -634,6 +635,25 @@ def test_sampling_ahead_of_the_trainer(runs, server):
             assert own[{"plain": "rewards/even", "tooled": "rewards/odd"}[name]].notna().all()
     assert {domain for domain, _ in asked} == {"plain", "tooled"}
     assert len(asked) == len(set(asked)) == 28
+
+
+def test_solved_is_the_same_in_training_and_in_an_evaluation(monkeypatch):
+    """Three functions that all give 1, with weights of .7, .2 and .1: the sum is .9999999999999999."""
+    parts, row = [0.7, 0.2, 0.1], {"prompt": "?", "domain": "a"}
+    assert sum(parts) < 1
+    info = {"rewards": {}, "domain": "a"}
+    group = [Trajectory(row, 0, [1], [2, 3, 4], [1] * 3, [-1.0] * 3, list(parts), info=dict(info)) for _ in range(2)]
+
+    async def rollout(rows, generator, reward_functions, cfg, versions):
+        return [group], {"time/generate": 0.0, "time/score": 0.0}
+
+    monkeypatch.setattr(script, "rollout", rollout)
+    for needed, share in ((1.0, 1.0), (1.001, 0.0)):
+        cfg = TrainConfig(domains=[{"name": "a"}], eval_solved=needed)
+        _, counts = asyncio.run(script.sample_rows([row], [0], [], None, {}, cfg, range(1)))
+        assert counts["a/solved"] == share
+        assert rollout_metrics.domain_metrics(group, cfg)["a/solved"] == share
+        assert rollout_metrics.eval_metrics([group], cfg)["mean@4"] == share
 
 
 def test_a_substitute_is_of_the_same_domain():
