@@ -29,11 +29,13 @@ def luspo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dic
 
 def gmpo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """Geometric mean of the ratios, each clipped in log space against its advantage's sign: -epsilon, epsilon_high (.4
-    each in the paper).  2507.20673.  [B, T]"""
+    each in the paper). In a token form, as gspo's: the value is the row's, the gradient each token's own, with its own
+    advantage, and 0 where the clip binds.  2507.20673.  [B, T]"""
     d, sign = log_ratio(logprobs, batch), batch.advantages.sign()
     clipped = sign * torch.min(sign * d, sign * d.clamp(-cfg.epsilon, cfg.epsilon_high))
     low, high = (d < -cfg.epsilon) & (sign < 0), (d > cfg.epsilon_high) & (sign > 0)
-    return -batch.advantages * row_mean(clipped, batch.loss_mask).exp(), clip_stats(low, high)
+    mean = row_mean(clipped, batch.loss_mask).detach()  # [B, 1]
+    return -batch.advantages * (clipped - clipped.detach() + mean).exp(), clip_stats(low, high)
 
 
 def sapo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:

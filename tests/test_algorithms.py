@@ -240,6 +240,20 @@ def test_sequence_losses_against_plain_loops():
                 assert float(matrices[name][row, t]) == pytest.approx(expected, abs=1e-9), name
 
 
+def test_gmpo_clips_each_token_and_leaves_the_others_their_gradient():
+    """The value is the geometric mean of the clipped ratios; one token has moved too far, one is left out."""
+    d, a = [0.5, 0.1, -0.2, 0.3], [2.0, 2.0, 2.0, 0.0]
+    mask, old = torch.ones(1, 4, dtype=torch.float64), torch.full((1, 4), -1.0, dtype=torch.float64)
+    batch = Batch(mask.long(), mask, mask, mask, torch.zeros(1).long(), old_logprobs=old, advantages=torch.tensor([a]))
+    logprobs = (old + torch.tensor([d])).requires_grad_()
+    matrix, stats = POLICY_LOSSES["gmpo"](logprobs, batch, TrainConfig(epsilon=0.4, epsilon_high=0.4))
+    (gradient,) = torch.autograd.grad(matrix.sum(), logprobs)
+    ratio = math.exp((0.4 + 0.1 - 0.2) / 4)
+    assert matrix[0].tolist() == pytest.approx([-x * ratio for x in a], abs=1e-6)
+    assert gradient[0].tolist() == pytest.approx([0.0, -2 * ratio, -2 * ratio, 0.0], abs=1e-6)
+    assert stats["clip_ratio/high_mean"][0].tolist() == [1, 0, 0, 0]
+
+
 def test_clip_statistics_match_the_published_fraction():
     new, batch = golden_batch()
     batch.advantages = torch.tensor(GOLDEN["adv"]["grpo"]["adv"], dtype=torch.float64)
@@ -346,9 +360,13 @@ def test_losses_are_finite_and_masked_on_any_batch(batch, loss, mode):
 @pytest.mark.parametrize(
     "name", ["ppo", "gspo", "sapo", "gpg", "kl_cov", "gmpo", "cispo", "dro", "tis", "kimi", "vespo"]
 )
-def test_all_losses_share_the_policy_gradient_at_ratio_one(name):
+@pytest.mark.parametrize("by_token", [False, True])
+def test_all_losses_share_the_policy_gradient_at_ratio_one(name, by_token):
+    """by_token: of either sign, and 0 where a token is left out, within one completion."""
     _, batch = golden_batch()
     batch.advantages = ADVANTAGES["grpo"](batch, TrainConfig())
+    if by_token:
+        batch.advantages = (torch.arange(batch.loss_mask.numel()).view_as(batch.loss_mask) % 4 - 2.0) * batch.loss_mask
     logprobs = batch.old_logprobs.clone().requires_grad_()
     matrix, _ = POLICY_LOSSES[name](logprobs, batch, TrainConfig(policy_loss=name))
     (gradient,) = torch.autograd.grad(weighted(matrix, batch, "seq_mean"), logprobs)
