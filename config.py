@@ -162,7 +162,7 @@ class TrainConfig:
     teacher_timeout: float = 120.0  # seconds its servers may take to score a completion
     distill_coef: float = 1.0  # weight of what the teacher says, beside the rewards; 0: it is only watched
     distill_gamma: float = 0.0  # distill: discount of the tokens after; 0: each token counts for itself
-    distill_baseline: Literal["none", "place"] = "none"  # place: minus the step's mean at that place: much less noise
+    distill_baseline: Literal["none", "place"] = "none"  # place: minus the mean of the step's others there: less noise
     distill_clip: float = 20.0  # distill: a token's log p_teacher - log p_policy is kept within this
     distill_topk: int = 0  # a term beside the loss over the teacher's k likeliest tokens; 0: none
     distill_jsd: float = 0.0  # of that term: 0 forward KL, 1 reverse KL, between them GKD's generalised JSD

@@ -33,8 +33,8 @@ def rewards_count(cfg: TrainConfig) -> bool:
 
 
 def about_place(values: Tensor, mask: Tensor) -> Tensor:
-    """Minus their mean over the tokens at the same place of their completions, in the step, over all ranks, which all
-    call it.  [B, T]"""
+    """Minus the mean of the step's other tokens at the same place of their completions, over all ranks, which all call
+    it; of none 0. A token's own value in the mean would take a part of its gradient away.  [B, T]"""
     place = (mask.cumsum(1) * mask).long()  # [B, T] 1, 2, ... of the sampled tokens; 0: none
     most = utils.all_max(int(place.max()))
     place = place.clamp(max=most)  # a rank without rows of the domain has a completion of another one here
@@ -42,7 +42,8 @@ def about_place(values: Tensor, mask: Tensor) -> Tensor:
     sums[0].scatter_add_(0, place.flatten(), (values * mask).flatten().double())
     sums[1].scatter_add_(0, place.flatten(), mask.flatten().double())
     total, count = utils.all_sum(sums)
-    return (values - (total / count.clamp(min=1)).to(values)[place]) * mask
+    others = (total[place] - values.double()) / (count[place] - 1).clamp(min=1)
+    return (values - others.to(values)) * mask
 
 
 def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -50,8 +51,8 @@ def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
     gamma of --distill_gamma: the sampled reverse KL. With all rewards 0 it is pure distillation.
 
     K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025 (gamma 0); 2306.08543 eq. 3 (gamma 1). Not in these is
-    --distill_baseline place: R_t minus its mean at that place t. The gradient expected is the same, and far from the
-    teacher, where every token's gap is negative, most of the noise is gone.  [B, T]
+    --distill_baseline place: R_t minus the mean of the step's other tokens at that place t. The gradient expected is
+    the same, and far from the teacher, where every token's gap is negative, most of the noise is gone.  [B, T]
     """
     said = gap(batch).clamp(-cfg.distill_clip, cfg.distill_clip)
     rewarded = spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)

@@ -77,8 +77,9 @@ def test_the_advantage_is_that_of_a_loop(gamma, clip, coef, baseline):
         score = sum(t.token_rewards) - 0.5  # each group has one 0 and one 1
         for place, mask in enumerate(t.loss_mask):
             number = sum(t.loss_mask[:place])
-            same = [value for (_, n), value in later.items() if n == number and baseline == "place"] or [0.0]
-            teach = later[row, number] - sum(same) / len(same) if row < 3 and mask else 0.0
+            others = [value for (other, n), value in later.items() if n == number and other != row]
+            others = others if others and baseline == "place" else [0.0]
+            teach = later[row, number] - sum(others) / len(others) if row < 3 and mask else 0.0
             expected = (score + coef * teach) * mask
             assert float(ours[row, 3 + place]) == pytest.approx(expected, abs=1e-6)
     assert not ours[:, :3].any()
@@ -129,7 +130,24 @@ def test_a_baseline_takes_noise_away_and_changes_no_expected_gradient():
     plain, centered = gradients("none"), gradients("place")
     noise = [float((g - exact).square().sum(1).mean()) for g in (plain, centered)]
     assert noise[1] < 0.3 * noise[0], noise
-    assert float((centered.mean(0) * 16 / 15 - exact).norm()) < 0.1 * float(exact.norm())
+    assert float((centered.mean(0) - exact).norm()) < 0.1 * float(exact.norm())
+
+
+@pytest.mark.parametrize("completions", [1, 2, 3])
+def test_the_expected_gradient_under_a_baseline_is_exact(completions):
+    """Over all steps there can be: of few completions the baseline takes no part, of one alone it is 0."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    log_p, log_t = logits.log_softmax(-1), torch.randn(4, dtype=torch.float64).log_softmax(-1)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), logits, retain_graph=True)
+    cfg = TrainConfig(reward_funcs=["zero"], distill_baseline="place")
+    mask, expected = torch.ones(completions, 1, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for ids in torch.cartesian_prod(*[torch.arange(4)] * completions).view(-1, completions, 1):
+        batch = script.Batch(ids, mask, mask, torch.zeros_like(mask), torch.arange(completions))
+        batch.sampling_logprobs, batch.teacher_logprobs = log_p.detach()[ids], log_t[ids]
+        loss = -(script.ADVANTAGES["distill"](batch, cfg) * log_p[ids]).mean()
+        expected += log_p.detach()[ids].sum().exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    assert torch.allclose(expected, exact, atol=1e-12)
 
 
 # ---- the term -------------------------------------------------------------------------------------------------------
