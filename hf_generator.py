@@ -170,7 +170,7 @@ class HFGenerator:
         self.known = set(inspect.signature(self.backbone.forward).parameters)  # names of its inputs
         whole = inspect.signature(model.forward).parameters
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in whole else {}
-        self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.window = utils.window_of(model.config)
         self.routing = routing.Routing(model) if routing.experts_of(model.config)[0] else None
         self._queue: list[_Request] = []
         self._due: asyncio.AbstractEventLoop | None = None  # in which `_flush` is about to be called
@@ -232,8 +232,8 @@ class HFGenerator:
         prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
         if self.window and len(prompt_ids) + 1 > self.window:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens does not fit the model's window of {self.window}; "
-                "lower --max_prompt_length"
+                f"a prompt of {len(prompt_ids)} tokens, with its turns so far, does not fit the model's window of "
+                f"{self.window}; lower --max_prompt_length or --max_completion_length"
             )
         if self.window:
             max_tokens = min(max_tokens, self.window - len(prompt_ids))

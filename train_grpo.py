@@ -1315,7 +1315,7 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
 
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
     """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process. Of a base in
-    4 bits no copy is made: the policy itself samples.
+    4 bits no copy is made: the policy itself samples. Either must have room for prompts with their completions.
 
     One of your own has: `generate` (as VLLMClient's), `seed` (for --generator hf), receives_weights, weight_dtype,
     changes (None), image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close; for a mixture of
@@ -1326,6 +1326,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
     else:
         from hf_generator import HFGenerator, PolicyGenerator
 
+        utils.check_window(hf_model.config, cfg)
         if cfg.load_in:
             generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
         else:
@@ -1509,9 +1510,8 @@ def evaluate(
     for place, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = trajectory.info["row_number"] = rank + place * world
-    failed = check_failed(groups, cfg)
+    failed, metrics = check_failed(groups, cfg), {}
     groups = [group for group in without_failed(groups) if group]
-    metrics = {}
     for prefix in dict.fromkeys(("", *(cfg.of(row).prefix for row in rows))):  # all rows, and those of each domain
         mine = [group for group in groups if prefix in ("", cfg.of(group[0].row).prefix)]
         metrics |= {f"eval/{prefix}{name}": value for name, value in eval_metrics(mine, cfg).items()}

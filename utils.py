@@ -454,6 +454,22 @@ def check_servers(client, config, window: int) -> None:
             )
 
 
+def window_of(config) -> int | None:
+    """How many tokens a model's positions are made for; None where it has no bound."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_window(config, cfg: TrainConfig) -> None:
+    """ConfigError if the model itself, which is to sample in this process, has no room for prompt and completion."""
+    window, needed = window_of(config), cfg.max_prompt_length + cfg.max_completion_length
+    if window and needed > window:
+        raise ConfigError(
+            f"--model_id={cfg.model_id} has a window of {window} tokens (max_position_embeddings); prompts and "
+            f"completions need up to {needed}: lower --max_prompt_length={cfg.max_prompt_length} or "
+            f"--max_completion_length={cfg.max_completion_length}."
+        )
+
+
 def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Weights under the names, and in the pieces, that `save_pretrained` writes: transformers renames and fuses some
     when it loads a model (vision towers, experts), and a server's loader knows them as published."""

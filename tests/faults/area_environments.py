@@ -157,7 +157,7 @@ def step_nan(at):
 def step_long(at):
     """step() answers with 1 MB of text -> survived: cut as a tool's result is"""
     end = _env(
-        at, "async def step(self, text):\n    return 'word ' * 200_000, 0.5, False, {}", "--max_completion_length 3000 "
+        at, "async def step(self, text):\n    return 'word ' * 200_000, 0.5, False, {}", "--max_completion_length 1900 "
     )
     return goes_on(end, steps=2)
 

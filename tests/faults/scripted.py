@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
+import utils  # noqa: E402
 from hf_generator import HFGenerator  # noqa: E402
 
 turns = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -23,7 +24,7 @@ async def say(self, prompt_ids, *, max_tokens, n=1, **options):
     seen = images.token_ids if images else prompt_ids
     if marks := sum(token in self.never for token in seen):
         print(f"scripted: {marks} image placeholders among {len(seen)} tokens of the prompt", flush=True)
-    # The model is asked for the form of an answer only, so the prompt's end will do: its window is short.
+    # The model is asked for the form of an answer only, so the prompt's end will do.
     samples = await generate(self, prompt_ids[-64:], max_tokens=1, n=n, **options)
     text = turns[min(sum(tuple(prompt_ids[: len(one)]) == one for one in said), len(turns) - 1)]
     tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
@@ -35,5 +36,6 @@ async def say(self, prompt_ids, *, max_tokens, n=1, **options):
 
 
 HFGenerator.generate = say
+utils.window_of = lambda config: None  # what is said may be longer
 sys.argv = [str(ROOT / "train_grpo.py"), *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
