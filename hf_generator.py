@@ -494,7 +494,7 @@ class HFGenerator:
             return best.scatter(1, logits.argmax(1, keepdim=True), 0.0)
         scores = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
         if top_k:
-            scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+            scores = scores.masked_fill(scores < scores.topk(min(top_k, scores.shape[1])).values[:, -1:], -torch.inf)
         if min_p:
             scores = scores.masked_fill(
                 scores < scores.max(1, keepdim=True).values + torch.tensor(min_p).log(), -torch.inf

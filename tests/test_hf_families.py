@@ -262,6 +262,13 @@ def test_top_p_counts_what_the_other_filters_have_left(others):
     assert scores.exp().tolist() == [[1, 0, 0, 0]]
 
 
+def test_top_k_above_the_vocabulary_leaves_all_of_it():
+    generator = SimpleNamespace(eos_ids=set(), never=None)
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    scores = HFGenerator._scores(generator, logits.clone(), 1.0, 1.0, top_k=5000, min_p=0.0, blocked=False)
+    assert torch.allclose(scores, logits)
+
+
 def test_an_error_beside_a_request_does_not_stop_the_next():
     """It ends the event loop before a batch is made; the next loop makes its own."""
     model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
