@@ -103,16 +103,21 @@ def check_adapted(model: nn.Module, wanted: list[str]) -> None:
     others = {
         name.removeprefix("base_model.model.").replace(".base_layer", "")
         for name, module in model.named_modules()
-        if getattr(module, "lora_A", None) and not folds(getattr(module, "base_layer", None))
+        if has_adapter(module) and not folds(getattr(module, "base_layer", None))
     }
     if others:
         raise ConfigError(
             f"--lora_targets {' '.join(wanted)}: {len(others)} of these are no linear layers with a weight of their "
-            f"own, such as {min(others)}. Experts, routers and shared weights take no adapters here: give all-linear, "
-            "which leaves them as they are, or names of linear layers alone."
+            f"own, such as {min(others)}. Embeddings, experts, routers and shared weights take no adapters here: give "
+            "all-linear, which leaves them as they are, or names of linear layers alone."
         )
     if dora := [name for name, module in model.named_modules() if len(getattr(module, "lora_magnitude_vector", ()))]:
         raise ConfigError(f"{dora[0]} has DoRA's magnitudes, which are neither folded nor served: leave use_dora out.")
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Of any kind: those of embeddings have a name of their own in PEFT, and an empty lora_A."""
+    return any(getattr(module, name, None) for name in ("lora_A", "lora_embedding_A"))
 
 
 def is_lora(module: nn.Module) -> bool:

@@ -318,6 +318,13 @@ def test_other_trained_weights_are_seen(live):
     assert "1 trained weights are no adapters, such as model.norm.weight" in lora.why_not_alone(inner.hf_model)
 
 
+def test_embeddings_take_no_adapters():
+    """PEFT keeps theirs under other names. They could be neither folded nor served."""
+    cfg = replace(CFG, model_id=str(make_tiny()), lora_targets=["embed_tokens", "q_proj"])
+    with pytest.raises(ConfigError, match="--lora_targets embed_tokens q_proj: 1 of these are no .*embed_tokens"):
+        script.load_policy(cfg, torch.device("cpu"))
+
+
 def test_dora_is_neither_folded_nor_served():
     from peft import LoraConfig, get_peft_model
 
