@@ -83,6 +83,10 @@ UNREAD = (
     ("eval_generations eval_temperature", lambda c: c.eval_steps or c.eval_only, "with --eval_steps or --eval_only"),
     ("max_turns max_turn_length", lambda c: c.rollout != "single_turn", "with --tools, --mcp_config or --env"),
     ("hub_repo_id", lambda c: c.push_to_hub, "with --push_to_hub"),
+    ("resample_rounds", lambda c: c.dynamic_sampling, "with --dynamic_sampling"),
+    ("kl_horizon", lambda c: c.kl_target is not None, "with --kl_target"),
+    ("ref_sync_alpha", lambda c: c.ref_sync_steps, "with --ref_sync_steps"),
+    ("entropy_coef_step", lambda c: c.entropy_target is not None, "with --entropy_target"),
     ("max_turn_length", lambda c: c.max_turn_length <= c.max_completion_length, "below --max_completion_length"),
 )
 
@@ -121,7 +125,8 @@ def say_without_effect(tables: dict[str, dict], used: dict[str, Callable], scrip
     read = set().union(*(names_in(one) for one in own if one not in named.values()), *in_use)
     groups, usual = cli.field_help(TrainConfig), type(cfg)()
     for field in fields(cfg):
-        if groups.get(field.name, ("algorithm",))[0] != "algorithm":  # a knob of one's own is in no group
+        group, _ = groups.get(field.name, ("algorithm", ""))  # a knob of one's own is in no group
+        if not group.startswith(("algorithm", "teacher")):
             continue
         those = [name for name, names in readers.items() if field.name in names]
         value = getattr(cfg, field.name)

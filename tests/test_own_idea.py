@@ -77,6 +77,13 @@ def test_a_knob_that_nothing_in_use_reads_is_told(monkeypatch, capsys):
     used = dict(advantage="gigpo", gamma=0.9, gigpo_step_weight=0.5, policy_loss="clip_cov", clip_cov_ratio=0.1)
     assert said(capsys, TrainConfig(**used)) == ""  # read by the function, what it calls, what stands below it
 
+    taught = dict(distill_gamma=0.5, distill_clip=3.0, distill_baseline="place", distill_topk=20, teacher_id="a")
+    told = said(capsys, TrainConfig(**taught))  # the term beside the loss is none of the advantage's
+    assert re.findall(r"--(\w+) \S+, which is read by --advantage distill\n", told) == [
+        "distill_gamma", "distill_baseline", "distill_clip",
+    ]  # fmt: skip
+    assert told.count("without effect") == 3 and said(capsys, TrainConfig(**taught, advantage="distill")) == ""
+
     @dataclass
     class Own(TrainConfig):
         mine: float = 1.0
@@ -101,6 +108,10 @@ def test_a_knob_that_nothing_in_use_reads_is_told(monkeypatch, capsys):
         (dict(eval_generations=9), "--eval_generations 9, read only with --eval_steps", dict(eval_steps=5)),
         (dict(max_turns=3), "--max_turns 3, read only with --tools", dict(tools=["python"])),
         (dict(hub_repo_id="a/b"), "--hub_repo_id a/b, read only with", dict(push_to_hub=True)),
+        (dict(resample_rounds=9), "--resample_rounds 9, read only with --dynamic_", dict(dynamic_sampling=True)),
+        (dict(kl_horizon=5e3), "--kl_horizon 5000.0, read only with --kl_target", dict(kl_target=0.1)),
+        (dict(ref_sync_alpha=0.1), "--ref_sync_alpha 0.1, read only with --ref_sync_steps", dict(ref_sync_steps=5)),
+        (dict(entropy_coef_step=0.1), "--entropy_coef_step 0.1, read only with --ent", dict(entropy_target=0.5)),
         (
             dict(max_turn_length=600, tools=["python"]),
             "--max_turn_length 600, read only below --max_completion_length",
