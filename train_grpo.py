@@ -152,6 +152,7 @@ from inputs.processor import (
     model_class,
     takes_images,
     with_template_kwargs,
+    without_dropout,
 )
 from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, without_failed
 from memory import push_bucket_mb, settled
@@ -482,8 +483,8 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = config or load_config(cfg.model_id)
-    vision = takes_images(config)
+    own = config or load_config(cfg.model_id)
+    vision, config = takes_images(own), without_dropout(own)
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     with attention_of(cfg.attn_implementation, model_class(config)) as attention:
         how = dict(dtype=dtype, attn_implementation=attention)
@@ -497,12 +498,11 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
             utils.check_finite(model, cfg.model_id)
             four_bits.check_packed(model, cfg)
     fall_back_to_eager(model, cfg.attn_implementation)
-    model.config.use_cache = False
+    model.own_config = own  # which checkpoints say
     if vision and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):  # not every one is in the config
-            module.p = 0.0
+    for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):  # not every one is in the config
+        module.p = 0.0
     return model
 
 

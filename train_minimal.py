@@ -86,6 +86,7 @@ from inputs.processor import load_processor
 from inputs.prompts import prompt_ids
 from inputs.trajectory import Trajectory
 from rewards import get_reward_functions, score
+from runlog.checkpoints import save_model
 from runlog.log import RunLog, clock, close_all, completion_rows, name_run
 from runlog.rollout_metrics import eval_metrics, rollout_metrics
 
@@ -373,8 +374,7 @@ def train(cfg: Settings) -> dict[str, float]:
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or step + 1 == cfg.max_steps):
             last_eval = evaluate(step + 1)
     if log:
-        bare.save_pretrained(log.dir / "model")
-        tokenizer.save_pretrained(log.dir / "model")
+        save_model(log.dir / "model", bare, tokenizer)
         log.close()
     generator.close()
     return last_eval

@@ -1,6 +1,7 @@
 """A model's tokenizer, or its processor of text and images."""
 
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -105,10 +106,7 @@ def unreadable(folder: Path) -> Iterator[str]:
 
 
 def load_config(model_id: str, flag: str = "--model_id"):
-    """transformers' config of a model, dropout off: ratios between two passes must be those of the weights.
-
-    ConfigError if there is no such model.
-    """
+    """transformers' config of a model. ConfigError if there is no such model."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -118,9 +116,7 @@ def load_config(model_id: str, flag: str = "--model_id"):
     for handler in logging.get_logger().handlers:  # of all of transformers
         handler.addFilter(worth_saying)
     with loading(model_id, flag):
-        config = AutoConfig.from_pretrained(model_id)
-    without_dropout(config)
-    return config
+        return AutoConfig.from_pretrained(model_id)
 
 
 # What transformers says in healthy runs. Of token ids tokenizers are asked, not configs. Attention is chosen here, and
@@ -144,14 +140,20 @@ def worth_saying(record, named=set()) -> bool:  # noqa: B006 for this process
     return not NEEDLESS.search(text)
 
 
-def without_dropout(config) -> None:
-    """Set every rate of dropout in a config to 0, in those of its parts, too. Modules read them when they are built;
-    many then call a function, not a module that could be found."""
-    for name, value in vars(config).items():
-        if "drop" in name and type(value) in (int, float):
-            setattr(config, name, type(value)(0))  # some configs check types
-        elif name in config.sub_configs and value is not None:
-            without_dropout(value)
+def without_dropout(config):
+    """A copy of a config with every rate of dropout 0, in its parts, too: ratios between two passes must be those of
+    the weights. Modules read the rates when they are built; many then call a function, not a module that could be
+    found."""
+
+    def clear(part) -> None:
+        for name, value in vars(part).items():
+            if "drop" in name and type(value) in (int, float):
+                setattr(part, name, type(value)(0))  # some configs check types
+            elif name in part.sub_configs and value is not None:
+                clear(value)
+
+    clear(config := copy.deepcopy(config))
+    return config
 
 
 # What a chat template is given in any case, and a tag of transformers' own.

@@ -329,7 +329,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _explained(self):
-        several = (dcp.api.CheckpointException, RuntimeError, OSError, MemoryError, SafetensorError)
+        several = (dcp.api.CheckpointException, RuntimeError, ValueError, OSError, MemoryError, SafetensorError)
         try:
             yield
         except several as error:  # the first is no Exception
@@ -453,12 +453,25 @@ def room(folder: Path) -> str:
 
 
 def save_config(path: Path, hf_model, dtype: torch.dtype) -> None:
-    """What an ordinary `from_pretrained` folder says of the model, besides its weights, which are of `dtype`."""
-    config = copy.deepcopy(hf_model.config)
+    """What an ordinary `from_pretrained` folder says of the model, besides its weights, which are of `dtype`: what the
+    model's own files say, not what this run has changed for itself, as dropout. Many published models have settings of
+    generation that transformers reads with a warning and `save_pretrained` refuses; they are nobody's mistake here."""
+    config = copy.deepcopy(getattr(hf_model, "own_config", hf_model.config))
     config.dtype = dtype
-    config.save_pretrained(path)
+    config.to_json_file(path / "config.json")
     if hf_model.can_generate():
-        hf_model.generation_config.save_pretrained(path)
+        hf_model.generation_config.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def save_model(path: Path, hf_model, processor) -> None:
+    """An ordinary `from_pretrained` folder of a model that is whole in this process."""
+    from transformers import GenerationConfig
+
+    own, hf_model.generation_config = hf_model.generation_config, GenerationConfig()  # see `save_config`
+    hf_model.save_pretrained(path)
+    hf_model.generation_config = own
+    save_config(path, hf_model, hf_model.dtype)
+    processor.save_pretrained(path)
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from config import TrainConfig  # noqa: E402
 from inputs.processor import load_processor  # noqa: E402
+from runlog.checkpoints import save_model  # noqa: E402
 from train_grpo import load_hf_model  # noqa: E402
 
 
@@ -26,9 +27,7 @@ def main(model_id: str, folder: str) -> None:
     weights = packed.dequantize().state_dict()
     model = load_hf_model(replace(cfg, load_in=None), torch.bfloat16)
     model.load_state_dict(weights)
-    model.config.use_cache = True
-    model.save_pretrained(folder)
-    load_processor(model_id).save_pretrained(folder)
+    save_model(Path(folder), model, load_processor(model_id))
 
 
 if __name__ == "__main__":

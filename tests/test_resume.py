@@ -23,10 +23,13 @@ import torch
 import torch.distributed.checkpoint
 from live import EVEN, SMALL, running, trainer
 from safetensors.torch import load_file, save_file
+from server_fixture import make_tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from config import ConfigError
+from config import ConfigError, TrainConfig
+from inputs.processor import load_processor
 from runlog import checkpoints, resume
-from train_grpo import PromptSampler, Trajectory
+from train_grpo import PromptSampler, Trajectory, load_hf_model
 
 SEED = 20  # of the steps at which runs are killed
 STEPS = 6
@@ -462,6 +465,36 @@ def test_a_resume_that_does_not_fit_says_so(outcomes, flags):
     with running(trainer(whole.parent / "misfit.log", *args)) as run:
         assert run.end() == 2
     assert "step_6 does not fit this run, or is damaged" in run.text and "use_peft False -> True" in run.text
+
+
+@pytest.mark.parametrize(
+    "file, said",
+    [
+        ("generation_config.json", {"temperature": 0.9, "top_p": 0.6}),  # without do_sample
+        ("generation_config.json", {"pad_token_id": -1}),
+        ("config.json", {"temperature": 0.7, "repetition_penalty": 1.1}),
+        ("config.json", {"attention_dropout": 0.1, "use_cache": True}),
+    ],
+)
+def test_a_checkpoint_says_what_the_models_own_files_say(file, said, tmp_path):
+    """Also where transformers would refuse to save it, as with settings of generation that published models have."""
+    given, end = tmp_path / "given", tmp_path / "end"
+    shutil.copytree(make_tiny(), given)
+    if file == "config.json":
+        (given / "generation_config.json").unlink()
+    (given / file).write_text(json.dumps(json.loads((given / file).read_text()) | said))
+    model, processor = load_hf_model(TrainConfig(model_id=str(given)), torch.float32), load_processor(str(given))
+    end.mkdir()
+    checkpoints.save_config(end, model, torch.float32)
+    checkpoints.save_model(tmp_path / "whole", model, processor)
+    for folder in (end, tmp_path / "whole"):
+        again = AutoConfig.from_pretrained(folder)
+        assert again.attention_dropout == said.get("attention_dropout", 0) and again.use_cache
+        found = json.loads((folder / "generation_config.json").read_text())
+        assert "use_cache" in said or said.items() <= found.items()
+    assert model.config.attention_dropout == 0
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits, model(ids).logits)
 
 
 def test_memory_is_tried_when_it_is_saved():
