@@ -877,10 +877,10 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, at
     least one; or (trajectories, {name: number}), of which rank 0's numbers are logged.
 
-    `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers, texts, trajectories, and lists
-    and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number among the rows in
-    use, t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed, there is
-    a placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each of
+    `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers and arrays, texts, trajectories,
+    lists and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number among the
+    rows in use, t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed,
+    there is a placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each of
     token_ids}, come as batch.extras[name]. load_processor(cfg.model_id) returns the tokenizer, for image models their
     processor.
 
@@ -1741,7 +1741,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
-        saver.poll()  # a checkpoint that could not be written ends the run
+        saver.poll(memory)  # a checkpoint that could not be written ends the run, and a memory that none can keep
         state |= {"num_tokens": state["num_tokens"] + metrics["num_tokens"]}
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         metrics["num_tokens"] = state["num_tokens"]

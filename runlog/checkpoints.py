@@ -33,6 +33,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -60,7 +61,11 @@ SUMS = "SHA256SUMS"
 CHUNK = 2**26  # bytes written at a time
 FILE = 2**30  # bytes of weights in a file, and the rest of a layer
 Buffer = bytes | memoryview
-KEPT = (Trajectory,)  # classes of which `memory` may hold instances
+# What `memory` may hold beside what torch reads back by itself: arrays and numbers of numpy, and the states of an
+# environment. None of these runs a command.
+KEPT = (Trajectory, frozenset, bytes, type(Path()), np.ndarray, np.dtype)
+KEPT += (np.zeros(0).__reduce__()[0], np.float64().__reduce__()[0])
+KEPT += tuple(getattr(np.dtypes, name) for name in {*np.dtypes.__all__} - {"ObjectDType", "VoidDType", "StringDType"})
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -205,6 +210,7 @@ class Saver:
     def __init__(self, run_dir: Path, keep: int, stalled: float = 600.0):
         self.run_dir, self.keep, self.stalled = Path(run_dir), keep, stalled
         self.thread: threading.Thread | None = None
+        self.tried = False  # whether `memory`, once there was something in it, could be kept
         if utils.is_main():
             self._clear()
 
@@ -304,8 +310,14 @@ class Saver:
         os.replace(folder, away)
         shutil.rmtree(away)
 
-    def poll(self) -> bool:
-        """Whether nothing is under way. RuntimeError if a rank failed."""
+    def poll(self, memory: dict | None = None) -> bool:
+        """Whether nothing is under way. RuntimeError if a rank failed.
+
+        memory: what checkpoints will have to keep; ValueError if they cannot, in the first step that fills it.
+        """
+        if memory and not self.tried:
+            _kept(memory)
+            self.tried = True
         if self.thread is None:
             return True
         writing, silence = self.thread.is_alive(), time.monotonic() - self.progress
@@ -338,9 +350,11 @@ class Saver:
             wrapped = getattr(error, "failures", {}).values()
             if any(isinstance(caught, KeyboardInterrupt) for caught, _ in wrapped):  # Ctrl-C in the middle of it
                 raise KeyboardInterrupt from None
+            said = str(error)[-600:]
+            if not isinstance(error, ValueError) and "ValueError: " not in said:  # of this rank, of another
+                said = f"{room(self.final.parent)} {said}"
             raise RuntimeError(
-                f"The checkpoint {self.final} could not be written; those before it are as they were. "
-                f"{room(self.final.parent)} {str(error)[-600:]}"
+                f"The checkpoint {self.final} could not be written; those before it are as they were. {said}"
             ) from None
 
 
@@ -350,17 +364,17 @@ def _saved(value) -> Buffer:
 
 
 def _kept(memory: dict) -> Buffer:
-    """What comes back of `after_rollout`'s dict. RuntimeError now, and not when a run is to go on, if nothing would."""
+    """What comes back of `after_rollout`'s dict. ValueError now, and not when a run is to go on, if nothing would."""
     try:
         data = _saved(memory)
         with torch.serialization.safe_globals(list(KEPT)):
             torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:  # pickling runs code of whatever class it meets
-        said = text_of(error)
-        said = next((line for line in said.splitlines() if "Unsupported" in line), said).strip()  # torch says more
-        raise RuntimeError(
-            f"`memory` of after_rollout holds what a checkpoint cannot bring back ({said:.200}). It may hold "
-            "tensors, numbers, texts, trajectories without images, and lists and dicts of them."
+        said = " ".join(text_of(error).split())
+        said = said.partition("WeightsUnpickler error: ")[2] or said  # torch says more
+        raise ValueError(
+            f"`memory` of after_rollout holds what a checkpoint cannot bring back ({said:.200}). It may hold tensors, "
+            "numbers and their numpy arrays, texts, trajectories without images, and lists, sets and dicts of them."
         ) from error
     return data
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import traceback
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -429,6 +430,20 @@ def test_what_differs_is_said_with_what_follows(broken):
     assert [int(n) for n in found.groups()] == expected_order(rows, other.read_text(encoding="utf-8").splitlines())
 
 
+@pytest.mark.parametrize(
+    "ranks, said", [(2, "memory_2.pt, memory_3.pt, which no rank reads"), (8, "ranks from 4 on begin")]
+)
+def test_memory_that_no_rank_or_not_every_rank_gets_is_said(ranks, said, tmp_path):
+    """`memory` is each rank's own."""
+    (tmp_path / "trainer").mkdir()
+    assert resume.memory_differences(tmp_path, 4, ranks) == []  # nothing was kept
+    for rank in (0, 2, 3):
+        (tmp_path / f"trainer/memory_{rank}.pt").touch()
+    assert resume.memory_differences(tmp_path, 4, 4) == []
+    [line] = resume.memory_differences(tmp_path, 4, ranks)
+    assert said in line
+
+
 def expected_order(old: list[str], new: list[str]) -> list[int]:
     """Rows that no step of the pass takes, and rows that two steps take, counted one by one."""
     before, after = (PromptSampler(len(rows), 4, seed) for rows, seed in ((old, 42), (new, 7)))
@@ -506,6 +521,42 @@ def test_memory_is_tried_when_it_is_saved():
     with torch.serialization.safe_globals([Trajectory]):
         back = torch.load(io.BytesIO(data), weights_only=True)
     assert back["best"][0] == replace(trajectory, info={"completion": "b"}) and trajectory.info["object"] is lock
-    for fault, said in ((lock, "lock"), (Path("a"), "pathlib"), (np.ones(2), "numpy")):
-        with pytest.raises(RuntimeError, match=f"`memory` of after_rollout .*{said}.* It may hold tensors"):
+    for fault, said in ((lock, "lock"), (deque([1]), "deque"), (np.array([None]), "numpy.dtype")):
+        with pytest.raises(ValueError, match=f"`memory` of after_rollout .*{said}.* It may hold tensors"):
             checkpoints._kept({"mine": fault})
+
+
+def test_memory_keeps_what_trajectories_and_numpy_bring_along(tmp_path):
+    """Experts that tokens went through, an environment's states, a mean; as they were."""
+    states = [frozenset({(1, 2), "a"}), Path("b"), b""]
+    info = {"states": states, "routed_experts": np.full((3, 2, 1), -1, np.int16)}
+    memory = {"t": Trajectory({"prompt": "a"}, 3, [1], [2, 3, 4], [1] * 3, [-0.5] * 3, [1.0] * 3, info=info)}
+    memory |= {"mean": np.mean([1, 2]), "row": np.argmax([1, 2]), "solved": np.bool_(True), "none": np.zeros(0)}
+    module = torch.nn.Linear(1, 1)
+    modules = {"policy": (module, None)}
+    (tmp_path / "checkpoints/step_1/trainer").mkdir(parents=True)
+    torch.distributed.checkpoint.save(checkpoints._train_state(modules), checkpoint_id=trainer_of(tmp_path) / "state")
+    (trainer_of(tmp_path) / "memory_0.pt").write_bytes(checkpoints._kept(memory))
+    (trainer_of(tmp_path) / "state.json").write_text('{"step": 1}')
+    checkpoints.load_checkpoint(tmp_path, 1, modules, back := {})
+    assert repr(back) == repr(memory) and type(back["mean"]) is np.float64
+
+
+def trainer_of(run_dir: Path) -> Path:
+    return checkpoints.folder_of(run_dir, 1) / "trainer"
+
+
+def test_memory_is_looked_at_in_the_first_step_that_fills_it(tmp_path):
+    """What cannot be kept ends the run then, and not with the first checkpoint, perhaps the one after the last step; of
+    free room on the disk nothing is said, as that is no cause."""
+    saver = checkpoints.Saver(tmp_path, 2)
+    memory: dict = {}
+    saver.poll(memory)
+    memory["mine"] = deque([1])
+    with pytest.raises(ValueError, match="`memory` of after_rollout .*deque"):
+        saver.poll(memory)
+    module = torch.nn.Linear(1, 1)
+    modules = {"policy": (module, torch.optim.SGD(module.parameters()))}
+    with pytest.raises(RuntimeError, match="could not be written.*deque") as error:
+        checkpoints.save_checkpoint(tmp_path, 2, modules, module, [], None, {}, memory, 2)
+    assert "free" not in str(error.value)
