@@ -114,10 +114,12 @@ class Ahead(Collector):
         under_way = sum(not future.done() for future in self.steps.values())
         ready = len(self.steps) - under_way
         start = time.perf_counter()
-        while not self.steps[step].done():
+        while True:
             for future in list(self.steps.values()):
                 if future.done():
                     future.result()  # raises what a later step's reward or tool raised
+            if self.steps[step].done():
+                break
             time.sleep(0.002)
         waited = time.perf_counter() - start
         trajectories, metrics = collect(self.run.rows, *self.steps.pop(step).result(), cfg)

@@ -1,6 +1,7 @@
 """train_async.py: what is sampled ahead, within its bound; without overlap the same as train_grpo.py."""
 
 import asyncio
+import concurrent.futures
 import json
 import re
 import threading
@@ -158,6 +159,18 @@ def test_an_error_in_the_background_is_raised_at_once(monkeypatch):
     while fake.begun != [0, 1, 2] and time.perf_counter() - start < 5:  # the last may begin after the error
         time.sleep(0.01)
     assert fake.begun == [0, 1, 2]
+    collector.close()
+
+
+def test_an_error_in_the_background_is_raised_where_nothing_is_waited_for(monkeypatch):
+    """The trainer is the slower side as a rule: the step that it takes has ended long before."""
+    fake = Fake([0.0], fails=2)
+    monkeypatch.setattr(train_async, "sample_step", fake.sample_step)
+    cfg = TrainConfig(max_staleness=2, max_steps=5)
+    collector = ahead(fake, cfg)
+    concurrent.futures.wait(collector.steps.values(), 5)
+    with pytest.raises(RuntimeError, match="a reward raised"):
+        collector.take(0, 0, cfg)
     collector.close()
 
 
