@@ -30,6 +30,7 @@ TOKEN_BYTES = 128  # of JSON, for a token and its log-prob
 # step of a push whose answer was lost has been taken cannot be known: pushes begin anew instead.
 REPEATABLE = {"/generate", "/sleep", "/adapters/check"}
 BUSY = {429, 502, 503, 504}  # too many requests; a proxy or the server is busy, or starts
+CONNECT_SECONDS = 10.0  # within which a connection is made
 BROKEN_SECONDS = 10.0  # for which a server that refuses or cuts connections is asked again; a busy one: `timeout`
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds before asking again, twice as long each time; Retry-After may say more
 
@@ -195,8 +196,10 @@ class Servers:
                 limit = min(error.patience, self.timeout) * again
                 if given_up.is_set() or now + wait > began + limit:
                     asked = f" It was asked again for {now - began:.0f} s." if now > began else ""
-                    if isinstance(error.__cause__, requests.RequestException) and error.patience:
-                        error.args = (credentials.mask(self._diagnose(url, f"{method} {path}", error.__cause__)),)
+                    cause = error.__cause__
+                    broke = isinstance(cause, requests.RequestException) and not isinstance(cause, requests.Timeout)
+                    if broke and error.patience:
+                        error.args = (credentials.mask(self._diagnose(url, f"{method} {path}", cause)),)
                     if error.after > limit > 0:
                         asked += (
                             f" It asks for {error.after:.0f} s of patience; --server_timeout is {self.timeout:g} s."
@@ -213,7 +216,9 @@ class Servers:
         asked = body or {}
         sample = TOKEN_BYTES * asked.get("max_tokens", 0) + self.most_experts * asked.get("routed_experts", False)
         limits = (MOST_BYTES + sample * asked.get("n", 0), time.monotonic() + timeout)
-        options = dict(json=body, headers=headers, timeout=(10, timeout), stream=True, allow_redirects=False)
+        options = dict(
+            json=body, headers=headers, timeout=(CONNECT_SECONDS, timeout), stream=True, allow_redirects=False
+        )
         try:
             with requests.Session() as session:
                 session.trust_env = False  # no proxies for loopback, no .netrc in place of the token
@@ -223,6 +228,12 @@ class Servers:
                     text = asking.read_body(answer, *limits, too_much)
         except requests.exceptions.SSLError as error:
             raise tls_trouble(url, self.ca, error) from error
+        except requests.ConnectTimeout as error:
+            raise ServerError(
+                f"{url}: no connection within {CONNECT_SECONDS:g} s for {method} {path}. Is it started, is this its "
+                "address, and does a firewall let connections through?",
+                BROKEN_SECONDS,
+            ) from error
         except requests.Timeout as error:
             raise ServerError(
                 f"{url} gave no answer to {method} {path} within {timeout:g} s; it hangs, is stopped (kill -CONT lets "

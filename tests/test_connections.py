@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -171,6 +172,22 @@ def test_waiting_has_an_end_that_names_the_server(trouble, message, most):
             ask(url, timeout=2)
         assert len(asked) > 1 if "again" in message else len(asked) == 1
     assert time.monotonic() - start < most
+
+
+def test_a_connection_that_is_not_made_is_tried_again_and_told_with_the_time_that_it_took(monkeypatch):
+    """As where a machine is off, or a firewall drops what comes: here a queue of connections that is full."""
+    monkeypatch.setattr(servers, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(servers, "BROKEN_SECONDS", 1.0)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        with pytest.raises(ServerError, match="no connection within 0.3 s.*It was asked again for [01] s") as error:
+            ask(f"http://127.0.0.1:{address[1]}", timeout=60)
+    assert "hangs" not in str(error.value)
 
 
 def test_no_step_of_a_push_is_repeated():
