@@ -215,9 +215,8 @@ def build_parser(cls: type, description: str | None = None, page: str = "all") -
     text = "the flags one needs first; `all`: every flag; else those with WORD in name or text"
     options = dict(nargs="?", const="", default=argparse.SUPPRESS, metavar="WORD", help=text)
     parser.add_argument("--help", "-h", action=Help, **options)
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of `flag: value` lines; the command line wins over it"
-    )
+    text = "YAML file of `flag: value` lines; of several --config the later win, the command line over all"
+    parser.add_argument("--config", metavar="FILE", action="append", help=text)
     groups = {heading: parser.add_argument_group(heading) for heading in dict.fromkeys(shown.values())}
     for f in [fields[name] for name in dict.fromkeys([*shown, *fields])]:  # those on the page in its order
         kind, _ = without_none(hints[f.name])

@@ -364,6 +364,9 @@ def check_ranges(cfg: TrainConfig) -> None:
     ).split():
         if not getattr(cfg, name) >= 0:
             raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
+    for name in "server_timeout request_timeout teacher_timeout dist_timeout".split():
+        if not getattr(cfg, name) <= 2e6:  # a socket's limit is that of a C int of milliseconds
+            raise ConfigError(f"--{name}={getattr(cfg, name)}: at most 2,000,000 seconds, which are 23 days.")
     optional = "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length tokens_per_microbatch "
     for name in (optional + "push_bucket_mb logprob_chunk").split():
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
@@ -546,8 +549,10 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     given = vars(given)
     if unknown:
         raise unknown_argument(unknown[0], {name: hints[name] for name in known})
-    path = given.pop("config", None)
-    values = (read_yaml(path, known) if path else {}) | given
+    values, paths = {}, given.pop("config", None) or []
+    for path in paths:
+        values |= read_yaml(path, known)
+    values |= given
     if not is_none(preset := values.get("preset")):
         known_name("--preset", preset, PRESETS)
         values = PRESETS[preset] | values
@@ -565,7 +570,7 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
         raise ConfigError("evaluation and eval_split none in every domain contradict each other; give one a split.")
     for name in given if cfg.domains else ():
         if all(name in entry for entry in converted["domains"]):
-            where = f"of {path}" if path else "of --domains"
+            where = f"of {' and '.join(paths)}" if paths else "of --domains"
             raise ConfigError(f"--{name} changes nothing: every domain {where} has its own. Change it there.")
     return cfg
 

@@ -139,6 +139,10 @@ def test_defaults_then_preset_then_file_then_command_line(tmp_path):
     assert cfg.temperature == TrainConfig().temperature
     assert parse(f"--config {file} --preset none").beta == TrainConfig().beta
     assert parse(f"--config {file} --preset dr_grpo").advantage == "dr_grpo"
+    own = tmp_path / "own.yaml"
+    own.write_text("epsilon: 0.1\nseed: 3\n", encoding="utf-8")
+    cfg = parse(f"--config {file} --config {own} --seed 4")
+    assert cfg.epsilon == 0.1 and cfg.use_peft and cfg.seed == 4  # the later file, over the earlier
 
 
 def test_a_flag_given_its_default_wins_over_the_preset():
@@ -256,6 +260,10 @@ def test_numbers_and_switches_in_a_config_file_are_those_of_yaml_1_2(tmp_path):
     ("line", "given", "allowed_or_remedy"),
     [
         ("--prompts_per_step 0", "--prompts_per_step=0", "above 0"),
+        ("--dist_timeout inf", "--dist_timeout=inf", "at most 2,000,000 seconds"),
+        ("--server_timeout 1e300", "--server_timeout=1e+300", "at most 2,000,000 seconds"),
+        ("--request_timeout inf", "--request_timeout=inf", "at most 2,000,000 seconds"),
+        ("--teacher_timeout inf", "--teacher_timeout=inf", "at most 2,000,000 seconds"),
         ("--temperature 0", "--temperature=0.0", "above 0"),
         ("--num_generations 0 --advantage mine", "--num_generations=0", "at least"),
         ("--num_minibatches 3", "--prompts_per_step=32 is not divisible by 1 rank(s) x 3", "use 30 or 33"),
