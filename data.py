@@ -95,7 +95,8 @@ def load_rows(
     else:
         rows = load_hub(dataset_id, config, split)
     if not own_prompts:
-        rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in opened(rows)]
+        whole = each_a_dict(opened(rows), dataset_id)
+        rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in whole]
     if isinstance(rows, on_disk.Lines) and not stays_on_disk(rows):
         rows = [*rows]
     if format_row is not None and not (changes_nothing(format_row) and stays_on_disk(rows)):
@@ -147,9 +148,15 @@ def columns_of(rows) -> set[str] | None:
     return functools.reduce(lambda known, row: known & row.keys(), rows[1:], {*rows[0]}) if rows else None
 
 
+def each_a_dict(rows: Iterable, name: str) -> Iterator[dict]:
+    for number, row in enumerate(rows):
+        check_dict(row, f"{name}, row {number}")
+        yield row
+
+
 def formatted(format_row: Callable[[dict], dict], rows: Iterable[dict], name: str) -> Iterator[dict]:
     """Each row as `format_row` makes it; what that raises says where."""
-    for number, row in enumerate(rows):
+    for number, row in enumerate(each_a_dict(rows, name)):
         try:
             yield format_row(row)
         except Exception as error:
@@ -176,9 +183,10 @@ def load_hub(dataset_id: str, config: str | None, split: str):
     ):
         raise ConfigError(f"{dataset_id}: no such file or folder (looked in {Path.cwd()}).")
     try:
-        if not (Path(dataset_id) / "dataset_dict.json").exists():
+        if not any((Path(dataset_id) / name).exists() for name in ("dataset_dict.json", "state.json")):
             return datasets.load_dataset(dataset_id, config, split=split)
-        splits = datasets.load_from_disk(dataset_id)
+        saved = datasets.load_from_disk(dataset_id)
+        splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
     except (OSError, ValueError) as error:  # unknown name, hub out of reach, unknown configuration or split
         raise ConfigError(
             f"--dataset_id={dataset_id} (configuration {config}, split {split}) cannot be loaded: {error}\n"
@@ -238,10 +246,16 @@ def told(what: str, rows: list):
 
 
 def check_memory(number: int, what: str) -> None:
+    """`look_at_memory`, of rows that are read one at a time."""
+    if number % 64 == 63:
+        look_at_memory(number, what)
+
+
+def look_at_memory(number: int, what: str) -> None:
     """ConfigError if the memory is nearly full, which the system would end the process for without a word. Looked at
     every MEMORY_SECONDS."""
     global _looked
-    if number % 64 == 63 and time.monotonic() - _looked >= MEMORY_SECONDS:
+    if time.monotonic() - _looked >= MEMORY_SECONDS:
         left, total = memory_left()
         _looked = time.monotonic()
         if left < LEAST_MEMORY * total:
@@ -290,9 +304,14 @@ def read_parquet(file: Path):
     import pyarrow.parquet
 
     # Not load_dataset: it would copy the file into a cache. Image columns that `datasets` wrote still decode.
-    names = pyarrow.parquet.read_schema(file).names
-    check_once(names, "")
-    table = pyarrow.parquet.read_table(file)
+    parts, count = [], 0
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        check_once(opened.schema_arrow.names, "")
+        for part in opened.iter_batches(20_000):  # how large it is unpacked nothing says beforehand
+            parts.append(part)
+            count += len(part)
+            look_at_memory(count, "")
+        table = pyarrow.Table.from_batches(parts, opened.schema_arrow)
     table.validate(full=True)  # that text is UTF-8; reading a row would fail in the middle of the run
     return datasets.Dataset(table, fingerprint=on_disk.fingerprint(file, on_disk.stamp(file.stat())))
 
@@ -621,9 +640,13 @@ def check_each(rows, name: str) -> None:
         check_row(row, f"{name}, row {index}")
 
 
-def check_row(row, where: str) -> None:
+def check_dict(row, where: str) -> None:
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: is a {type(row).__name__}, {shorten(row)}; a row must be a dict. {REMEDY}")
+
+
+def check_row(row, where: str) -> None:
+    check_dict(row, where)
     check_columns(row, where)
     if fault := prompt_fault(row["prompt"]):
         raise ConfigError(f"{where}: {fault}. {PROMPT_RULE}.")

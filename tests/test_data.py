@@ -115,6 +115,10 @@ def test_folders_that_datasets_can_read(tmp_path):
     assert load_rows(str(tmp_path / "saved"), split="test")[0] == ROWS[1]
     with pytest.raises(ConfigError, match="test.*train"):
         load_rows(str(tmp_path / "saved"), split="tset")
+    made.save_to_disk(str(tmp_path / "one"))  # one split, without a name
+    assert list(load_rows(str(tmp_path / "one"))) == ROWS
+    with pytest.raises(ConfigError, match="test.*train"):
+        load_rows(str(tmp_path / "one"), split="test")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     assert list(load_rows(str(tmp_path / "plain"))) == ROWS
@@ -442,14 +446,24 @@ def test_rows_that_fill_the_memory_are_refused_before_the_system_ends_the_proces
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 1000, encoding="utf-8")
     monkeypatch.setattr(data, "MEMORY_SECONDS", 0)
     monkeypatch.setattr(data, "memory_left", lambda: (10**9, 10**11))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1000}), tmp_path / "rows.parquet")
     for name in (
         f"{tmp_path}/mine.py:rows",
         f"{tmp_path}/rows.jsonl",
+        f"{tmp_path}/rows.parquet",
         "seeds:1000000",
         "reasoning_gym:chain_sum?size=999",
     ):
         with pytest.raises(ConfigError, match=r"after \d+ rows .* 1\.0 of 100\.0 GB .*memory.* left"):
             load_rows(name)
+
+
+@pytest.mark.parametrize("how", [dict(own_prompts=False), dict(format_row=lambda row: {"prompt": row["q"]}), {}])
+@pytest.mark.parametrize("name, text", [("rows.jsonl", '{"q": "a"}\n"a text"\n'), ("rows.json", '[{"q": "a"}, ["a"]]')])
+def test_a_row_that_is_no_dict_is_named_before_anything_is_done_with_it(name, text, how, tmp_path):
+    (tmp_path / name).write_text(text if how else text.replace("q", "prompt"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{name}, (row 1|line 2): is a (str|list), .*; a row must be a dict"):
+        load_rows(str(tmp_path / name), **how)
 
 
 def test_the_memory_left_is_that_of_the_machine_or_the_container():
