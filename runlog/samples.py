@@ -168,7 +168,8 @@ def _parents_of(values: pa.Array, parents: np.ndarray, text: str):
         for field in values.flatten():
             yield from _parents_of(field, parents, text)
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        hits = pc.match_substring(values.cast(pa.large_binary()), text.encode("utf-8", "replace"), ignore_case=True)
+        wanted = text.encode("utf-8", "replace").decode()  # half a surrogate pair stands in no file
+        hits = pc.match_substring(values, wanted, ignore_case=True)
         yield from parents[pc.fill_null(hits, False).to_numpy(zero_copy_only=False)].tolist()
 
 

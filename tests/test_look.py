@@ -540,6 +540,17 @@ def test_a_search_finds_quotes_line_breaks_and_backslashes_in_messages_and_calls
     assert samples.search(path, "\n") == [0] and samples.search(path, "none") == []
 
 
+def test_a_search_takes_no_note_of_case_in_any_alphabet(tmp_path):
+    """Bytes that are no UTF-8, which others' files may have, hide nothing beside them."""
+    path = tmp_path / "step_000001.parquet"
+    texts = [text.encode() for text in ("Привет, мир", "Äpfel und Öl", "ΑΘΗΝΑ", "Hello World", "a \\E b")]
+    column = pa.array([*texts, b"Hello \xff\xc4pfel"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": ["x"] * 6, "completion": column}), path)
+    expected = {"привет": [0], "äPFEL": [1], "αθηνα": [2], "hello": [3, 5], "\\e": [4], "\ud83d": []}
+    for text, rows in expected.items():
+        assert samples.search(path, text) == rows, text
+
+
 def test_the_gap_to_the_teacher_is_scaled_as_the_page_draws_it(tmp_path):
     logprobs = {"logprob": -1.0, "sampler_logprob": -3.0, "teacher_logprob": -0.5}
     row = {"prompt": "p", "completion": "c", "token_ids": np.arange(100)}
