@@ -19,6 +19,8 @@ WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z ,.'-]*")
 
 def math_scorer() -> Callable:
     import math_verify
+    from sympy import And, FiniteSet, Mul, Number, Pow, Symbol, UnevaluatedExpr
+    from sympy.core.relational import Relational
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off; ours is the process
 
@@ -42,13 +44,48 @@ def math_scorer() -> Callable:
             return parse(text)
         return parse(f"${spelled(text)}$") or parse(text)
 
-    def scorer(given: str, is_expression: bool, answer: str) -> float | None:
+    def kind(part) -> str | None:
+        if isinstance(part, Number):
+            return "number"
+        power = isinstance(part, Pow)
+        if isinstance(part, UnevaluatedExpr) or power and part.base == 10:  # of 50 %, of 3*10**5
+            return "scale"
+        return "divisor" if power and part.exp == -1 and isinstance(part.base, Number) else None
+
+    def written_out(value, wholes: set[int] | None = None) -> bool:
+        """Whether it is a number as one writes it, and no sum that sympy would do. wholes: the digits that stand there,
+        since 12/4 is no way to write 3."""
+        kinds = [kind(part) for part in Mul.make_args(value) if part != -1]
+        if None in kinds or len({*kinds}) < len(kinds):
+            return False
+        if wholes is None or "scale" in kinds:
+            return True
+        number = value.doit()
+        return not number.is_Integer or abs(int(number)) in wholes
+
+    def sides(value) -> list:
+        """What an equation or a set consists of: of x = 12*34 = 408 three."""
+        within = isinstance(value, Relational | And | FiniteSet)
+        return [side for part in value.args for side in sides(part)] if within else [value]
+
+    def scorer(given: str, is_expression: bool, answer: str) -> float | dict | None:
         given, answer = (text.replace("\u2212", "-") for text in (given, answer))  # the minus sign of typography
         gold = expression(answer)
         if not gold:
             return None
         found = expression(given) if is_expression else parse(given)
-        return float(math_verify.verify(gold, found, timeout_seconds=None))
+        if not math_verify.verify(gold, found, timeout_seconds=None):
+            return 0.0
+        value = found[0]  # a symbol or a text is no sum: \mathbf{5}
+        if isinstance(value, str | Symbol) or isinstance(gold[0], str) or not written_out(gold[0]):
+            return 1.0
+        # Equal to a number, but perhaps the question over again, such as 12*34 for 408.
+        said = " ".join(part for part in found if isinstance(part, str)).replace(",", "")
+        wholes = {int(digits) for digits in re.findall(r"\d+", said[:LONGEST])}
+        numbers = [side for side in sides(value) if written_out(side, wholes)]
+        if any(n is value or math_verify.verify(gold, [n], timeout_seconds=None) for n in numbers):
+            return 1.0
+        return {"reward": 0.0, "unevaluated": 1.0}
 
     return scorer
 

@@ -180,6 +180,35 @@ def test_math():
     assert REWARDS["math"](completions=list(texts), answer=list(answers)) == list(expected)
 
 
+def test_math_pays_for_no_sum_that_the_grader_does_itself():
+    """The question over again is equal to its answer: where that is a number, a number has to be given."""
+    unevaluated = {"reward": 0.0, "unevaluated": 1.0}
+    cases = [
+        ("408", "<answer>12 * 34</answer>", r"So 12 * 34", r"\boxed{5 = 12*34}", r"\boxed{x = 12 \cdot 34}"),
+        ("26", r"\boxed{\frac{44}{4} + 15}"),
+        ("3", r"\boxed{\frac{12}{4}}", "12/4", r"\boxed{\log_2 8}", r"\boxed{\sqrt{9}}"),
+        ("56", r"\boxed{\binom{8}{3}}"),
+        ("120", r"\boxed{5!}"),
+        ("1/3", r"\boxed{\int_0^1 x^2 dx}", r"\boxed{1 - \frac{2}{3}}"),
+    ]
+    answers, texts = zip(*((case[0], text) for case in cases for text in case[1:]), strict=True)
+    assert REWARDS["math"](completions=list(texts), answer=list(answers)) == [unevaluated] * len(texts)
+    cases = [
+        ("408", r"\boxed{12 * 34 = 408}", r"\boxed{408 = 12*34}", r"\boxed{x = 408}", r"\boxed{408 \text{ cm}^2}"),
+        ("1234", r"\boxed{1,234}", r"\boxed{1{,}234}", r"\boxed{1234.0}", r"\boxed{\mathbf{1234}}"),
+        ("-5", r"\boxed{-\$5}", r"\boxed{(-5)}", r"\boxed{p(2) = -5}", r"\boxed{\{-5\}}", r"\boxed{-5^\circ}"),
+        ("300000", r"\boxed{3 \times 10^5}", r"\boxed{300,000}"),
+        ("1000000", r"\boxed{10^6}"),
+        ("0.5", r"\boxed{\frac{1}{2}}", "1/2", r"\boxed{50\%}", r"\boxed{\frac{2}{4}}", ".5"),
+        ("1.5", r"\boxed{1\frac{1}{2}}", r"\boxed{\frac32}"),
+        (r"\sqrt{12}", r"\boxed{2\sqrt{3}}"),
+        ("2^{10}", r"\boxed{2^5 \cdot 2^5}"),
+    ]
+    answers, texts = zip(*((case[0], text) for case in cases for text in case[1:]), strict=True)
+    scores = REWARDS["math"](completions=list(texts), answer=list(answers))
+    assert {text: score for text, score in zip(texts, scores, strict=True) if score != 1} == {}
+
+
 def test_math_that_never_ends_costs_its_own_limit_only():
     """sympy evaluates 9^9^9^9 for longer than anyone waits: the process is replaced, the others' scores stand."""
     pool = WorkerPool("math", size=2, item_timeout=3.0)
