@@ -5,6 +5,7 @@
 --dataset_id 'recipes/gsm8k.py:rows?source=school.jsonl'          # its last tenth is held out
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cli import ConfigError
@@ -23,12 +24,14 @@ def published(
     config: str | None = None,
     train: str = "train",
     test: str | None = "test",
+    key: Callable | None = None,
 ):
     """Rows of `split`, "train" or "test": a list, or a `datasets.Dataset`.
 
     train, test: the hub's names of the two; no test: the last tenth of the rows is held out, at most MOST_HELD_OUT.
     source: a file, or a folder that `datasets` loads, to read instead. Of a file, too, the last tenth is held out,
     unless its name has {split} in it.
+    key: of rows with the same key(row) the first one stays, before any are held out.
     """
     if split not in ("train", "test"):
         raise ConfigError(f"split {split!r}: recipes have 'train' and 'test'.")
@@ -37,12 +40,17 @@ def published(
             row | {column: opened_value(row[column]) for column in ("image", "images") if column in row}
             for row in load_file(file)
         ]
-        return rows if file != source else part(rows, split)
-    if source:
-        hub_id, config = source, None
-    if test is None:
-        return part(load_hub(hub_id, config, train), split)
-    return load_hub(hub_id, config, test if split == "test" else train)
+        parted = file == source
+    else:
+        hub_id, config = (source, None) if source else (hub_id, config)
+        rows = load_hub(hub_id, config, test if test and split == "test" else train)
+        parted = test is None
+    if key:
+        first: dict = {}
+        for place, row in enumerate(rows):
+            first.setdefault(key(row), place)
+        rows = at(rows, first.values())
+    return part(rows, split) if parted else rows
 
 
 def part(rows, split: str):
@@ -50,7 +58,10 @@ def part(rows, split: str):
     if len(rows) < 2:
         raise ConfigError(f"{len(rows)} rows cannot be parted into some to train on and some held out; give more.")
     first = len(rows) - min(max(len(rows) // 10, 1), MOST_HELD_OUT)
-    places = range(first, len(rows)) if split == "test" else range(first)
+    return at(rows, range(first, len(rows)) if split == "test" else range(first))
+
+
+def at(rows, places):
     return [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
 
 

@@ -115,7 +115,7 @@ def rows_of(spec: str, split: str = "train") -> list[dict]:
 
 
 # Rows that stand there again, cannot be read, have no test, or ask for what is not checked.
-LEFT_OUT = {"dapo_math": 4, "toolace": 1, "code_with_tests": 1, "ifeval": 1}
+LEFT_OUT = {"dapo_math": 5, "toolace": 1, "code_with_tests": 1, "ifeval": 1}
 FROM_FILES = [name for name in RECIPES if (ROOT / f"tests/recipes/{name}.jsonl").exists()]
 
 
@@ -128,6 +128,8 @@ def test_rows(name, databases, monkeypatch):
     train, test = rows_of(spec), rows_of(spec, "test")
     given = (ROOT / f"tests/recipes/{name}.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(train) + len(test) == len(given) - LEFT_OUT.get(name, 0) and test
+    asked, held_out = ({str(row["prompt"]) for row in r if not {"image", "images"} & {*row}} for r in (train, test))
+    assert not asked & held_out, "of pictures the questions may be the same"
     tokenizer = types.SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(make_tiny()))
     for row in train + test:
         assert {"image", "images"} & set(row) or build_prompt(row, tokenizer, TrainConfig()).token_ids
@@ -154,7 +156,9 @@ def test_held_out_rows_of_a_file_are_its_last_tenth_or_a_file_of_their_own(tmp_p
 def test_dapo_asks_everything_once(monkeypatch):
     monkeypatch.chdir(ROOT)
     rows = rows_of("recipes/dapo_math.py:rows?source=tests/recipes/dapo_math.jsonl")
-    assert len(rows) == 10 and rows[0]["answer"] == "4" and rows[0]["prompt"][0]["role"] == "user"
+    assert len(rows) == 9 and rows[0]["answer"] == "4" and rows[0]["prompt"][0]["role"] == "user"
+    held_out = rows_of("recipes/dapo_math.py:rows?source=tests/recipes/dapo_math.jsonl", "test")
+    assert [row["answer"] for row in held_out] == ["6"], "the last question that is not there before"
 
 
 # ---- graders --------------------------------------------------------------------------------------------------------
