@@ -115,7 +115,7 @@ def rows_of(spec: str, split: str = "train") -> list[dict]:
 
 
 # Rows that stand there again, cannot be read, have no test, or ask for what is not checked.
-LEFT_OUT = {"dapo_math": 5, "toolace": 1, "code_with_tests": 1, "ifeval": 1}
+LEFT_OUT = {"dapo_math": 5, "toolace": 1, "code_with_tests": 2, "ifeval": 1}
 FROM_FILES = [name for name in RECIPES if (ROOT / f"tests/recipes/{name}.jsonl").exists()]
 
 
@@ -404,19 +404,27 @@ SOLUTIONS += ["import sys\nfor line in sys.stdin:\n    print(line.strip()[::-1])
 SOLUTIONS += ["def twice(n):\n    return 2 * n"]
 SOLUTIONS += ["class Solution:\n    def addTo(self, nums, k):\n        return [n + k for n in nums]"]
 SOLUTIONS += ["print('hello ')"]
+SOLUTIONS += ["def turned(text):\n    return text[::-1]", "def negated(value):\n    return not value"]
+SOLUTIONS += ["def times(words, word):\n    return words.count(word)", SOLUTIONS[3]]
 
 
-def test_programs_of_all_three_forms_of_tests(monkeypatch):
+def test_programs_of_all_three_forms_of_tests(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sandbox, "allow_uncontained", True)
-    rows = rows_of("recipes/code_with_tests.py:rows?source=tests/recipes/code_with_tests.jsonl")[:5]
+    rows = rows_of("recipes/code_with_tests.py:rows?source=tests/recipes/code_with_tests.jsonl")[:9]
+    assert "2 of 14 rows have no tests that can be read" in capsys.readouterr().out
     graded = load_function(f"{ROOT}/scoring/programs.py:all_pass")
     right = [f"Think.\n```python\n{program}\n```" for program in SOLUTIONS]
     scores = graded(completions=right, cases=[row["cases"] for row in rows])
-    assert [score["reward"] for score in scores] == [1] * 5
+    assert [score["reward"] for score in scores] == [1] * 9
     wrong = ["```python\nprint(3)\n```", "no program", "```python\ndef twice(n):\n    return 4\n```", *right[1:3]]
+    wrong += ["```python\ndef turned(text):\n    return ''\n```", *right[5:8]]
     scores = graded(completions=wrong, cases=[row["cases"] for row in rows])
-    assert [score["reward"] for score in scores] == [0] * 5 and [s["passed"] for s in scores] == [0.5, 0, 0.5, 0, 0]
+    passed = [score["passed"] for score in scores]
+    assert [score["reward"] for score in scores] == [0] * 9 and passed == [0.5, 0, 0.5, 0, 0, 0.5, 0, 0, 0]
+    told = [row["prompt"][0]["content"] for row in rows]
+    assert ["reads from standard input" in text for text in told] == [True] * 2 + [False] * 2 + [True] + [False] * 4
+    assert all(f"`{name}`" in text for name, text in zip(("turned", "negated", "times"), told[5:8], strict=True))
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
