@@ -17,6 +17,7 @@ takes a number over the rows that it happens to see.
 Rows of your own (--dataset_id) need --reward_funcs, too. Exit status 0: both hold.
 """
 
+import argparse
 import math
 import os
 import subprocess
@@ -45,7 +46,8 @@ CRITIC = "--critic_learning_rate 1e-3 --critic_iterations 4 --num_minibatches 2"
 # first: an optimizer may magnify rounding, hence the wider tolerance (with AdamW 2e-5 was the largest seen).
 # Several updates a step, at a high rate: with one the ratio is 1, and nothing of a clip would be seen.
 SAMPLED = f"{TASK} --max_completion_length 12 --num_generations 6 --learning_rate 1e-2 --logprob_diff_limit 1e9".split()
-SAMPLED += "--prompts_per_step 4 --max_steps 2 --log_steps 1 --dist_timeout 120 --num_iterations 3".split()
+SAMPLED += "--prompts_per_step 4 --dist_timeout 120 --num_iterations 3".split()
+STEPS = "--max_steps 2 --log_steps 1 --eval_steps none".split()  # of the second part, whatever the flags say
 WAYS = {
     "in one pass": (1, "--tokens_per_microbatch 100000 --strategy ddp"),
     "in small micro-batches": (1, "--tokens_per_microbatch 50 --strategy ddp"),
@@ -63,9 +65,12 @@ PARTS = """    A policy loss and own_term see one micro-batch, which may hold pa
 def learns(script: str, task: list[str], flags: tuple[str, ...]) -> tuple[int, bool]:
     """Exit status of the first part, and whether the script ran to its end."""
     critic = CRITIC if "critic_learning_rate" in Path(script).read_text(encoding="utf-8") else []
-    given = dict(zip(flags, flags[1:], strict=False))
+    kept = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     with tempfile.TemporaryDirectory() as temporary:
-        folder, name = given.get("--output_dir", temporary), given.get("--run_name", "check")
+        kept.add_argument("--output_dir", default=temporary)
+        kept.add_argument("--run_name", default="check")
+        given, _ = kept.parse_known_args(flags)
+        folder, name = given.output_dir, given.run_name
         run = ["--output_dir", folder, "--run_name", name]
         # One thread: the model is small, and more threads wait for each other longer than they compute.
         command = [sys.executable, script, *task, *FLAGS, *critic, *run, *flags]
@@ -90,7 +95,7 @@ def same(script: str, task: list[str], flags: tuple[str, ...]) -> int:
         for number, (way, (ranks, cut)) in enumerate(WAYS.items()):
             cut = f"{cut} --num_minibatches 1"  # which groups share an update depends on the ranks, and may
             own = f"{cut} --output_dir {folder} --run_name {number}".split()
-            command = [str(ROOT / "scripts" / "same_samples.py"), script, *task, *SAMPLED, *flags, *own]
+            command = [str(ROOT / "scripts" / "same_samples.py"), script, *task, *SAMPLED, *flags, *STEPS, *own]
             for place in places(ranks):
                 log = Path(folder) / f"{number}_{place.get('RANK', 0)}.log"
                 fork = Fork(command, log, environment | place, Path.cwd())
