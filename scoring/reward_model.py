@@ -1,9 +1,10 @@
 """A learned reward model as a reward function: `--reward_funcs reward_model --reward_model PATH_OR_ID_OR_URL`.
 
 A sequence classifier with one output (AutoModelForSequenceClassification) scores prompt and completion under its own
-chat template. Given a folder or hub id it runs in this process, on the trainer's device; given an http address it is
-asked there, which `vllm serve MODEL --runner pooling` answers (its route /classify, raw scores). Reward models score on
-a scale of their own: --reward_mean running --reward_std running brings it near 1.
+chat template, without --system_prompt; a string prompt is a user's message, unless --no_apply_chat_template has the
+policy see it as it is. Given a folder or hub id it runs in this process, on the trainer's device; given an http address
+it is asked there, which `vllm serve MODEL --runner pooling` answers (its route /classify, raw scores). Reward models
+score on a scale of their own: --reward_mean running --reward_std running brings it near 1.
 """
 
 import os
@@ -12,19 +13,33 @@ import time
 from functools import cache
 
 from cli import shorten
-from inputs.prompts import as_template_takes
+from inputs.prompts import as_template_takes, prompt_messages
 from safety import asking, credentials
+from safety.limits import say_once
 
 # torch and transformers are imported where a model is loaded: one that is served needs no torch.
 
 LOCK = threading.Lock()  # groups are scored in threads of their own; the model takes one batch at a time
 
 
-def texts(completions, prompts, tokenizer) -> list[str]:
+def as_text(completions, tokenizer, cfg) -> bool:
+    """Whether prompt + completion is scored, and no chat: where the policy was given plain text, or the classifier has
+    no template."""
+    if not isinstance(completions[0], str):
+        return False
+    plain = cfg.no_apply_chat_template or not getattr(tokenizer, "chat_template", None)
+    form = "plain text, prompt + completion" if plain else "a chat, in the classifier's own template"
+    say_once(f"reward_model: string prompts are scored as {form}")
+    return plain
+
+
+def texts(completions, prompts, tokenizer, plain: bool) -> list[str]:
     """What the classifier reads: the chat under its template, or prompt + completion."""
-    if isinstance(completions[0], str):
+    if plain:
         return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    chats = (as_template_takes([*p, *c], tokenizer) for p, c in zip(prompts, completions, strict=True))
+    answers = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
+    asked = [prompt_messages({"prompt": prompt}) for prompt in prompts]
+    chats = (as_template_takes([*p, *a], tokenizer) for p, a in zip(asked, answers, strict=True))
     return [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
 
 
@@ -69,11 +84,12 @@ def token() -> str:
 
 def reward_model(completions, prompts, cfg) -> list[float]:
     """One score a completion, on the model's own scale."""
-    plain = {"add_special_tokens": isinstance(completions[0], str)}  # a chat template brings its own
     if is_served(cfg.reward_model):
         deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own limit: what is wrong gets said
         name, tokenizer = served(cfg.reward_model)
-        body = {"model": name, "input": texts(completions, prompts, tokenizer), "use_activation": False} | plain
+        plain = as_text(completions, tokenizer, cfg)
+        body = {"model": name, "input": texts(completions, prompts, tokenizer, plain), "use_activation": False}
+        body["add_special_tokens"] = plain  # a chat template brings its own
         url = asking.route(cfg.reward_model, "/classify")
         found = asking.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
         try:
@@ -84,6 +100,8 @@ def reward_model(completions, prompts, cfg) -> list[float]:
     import torch
 
     tokenizer, model = load(cfg.reward_model)
+    plain = as_text(completions, tokenizer, cfg)
+    read = texts(completions, prompts, tokenizer, plain)
     with LOCK, torch.inference_mode():  # row by row: with padding the last token may be taken for the padding before it
-        rows = [tokenizer(text, return_tensors="pt", **plain) for text in texts(completions, prompts, tokenizer)]
+        rows = [tokenizer(text, return_tensors="pt", add_special_tokens=plain) for text in read]
         return [float(model(**row.to(model.device)).logits[0, 0]) for row in rows]

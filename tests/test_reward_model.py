@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import requests
@@ -47,6 +48,19 @@ def test_scores_are_the_classifiers(classifier):
     scores = reward_model(ANSWERS, CHAT, TrainConfig(reward_model=str(classifier[0])))
     assert scores == pytest.approx(expected(classifier), abs=1e-5)
     assert len(set(scores)) == 3
+
+
+def test_a_string_prompt_is_scored_as_the_chat_that_the_policy_sees(classifier, capsys):
+    cfg = TrainConfig(reward_model=str(classifier[0]))
+    said = [answer[0]["content"] for answer in ANSWERS]
+    assert reward_model(said, ["2 + 2?"] * 3, cfg) == pytest.approx(expected(classifier), abs=1e-5)
+    assert "as a chat" in capsys.readouterr().out
+    _, tokenizer, model = classifier
+    with torch.no_grad():
+        glued = float(model(**tokenizer("2 + 2?4", return_tensors="pt")).logits[0, 0])
+    cfg = replace(cfg, no_apply_chat_template=True)
+    assert reward_model(said[:1], ["2 + 2?"], cfg) == pytest.approx([glued], abs=1e-5)
+    assert "prompt + completion" in capsys.readouterr().out
 
 
 @pytest.fixture
