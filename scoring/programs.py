@@ -8,6 +8,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+from safety.limits import warn_once
 from safety.sandbox import OUTPUT_LIMIT, SandboxError, run_python, run_tests
 from scoring.text import completion_text, python_of
 
@@ -19,7 +20,10 @@ LISTED = (
 
 
 def all_pass(completions, cases, **columns) -> list[dict | None]:
-    """1 if the program passes every test, as DeepCoder has it: a share would pay for guesses. Logged: the share."""
+    """1 if the program passes every test, as DeepCoder has it: a share would pay for guesses. Logged: the share.
+
+    Tests for which the sandbox does not start are logged as `error`; without them the score may be unknown: None.
+    """
     scores = []
     for completion, tests in zip(completions, cases, strict=True):
         program, tests = python_of(completion_text(completion)) or "", json.loads(tests or "[]")
@@ -27,24 +31,33 @@ def all_pass(completions, cases, **columns) -> list[dict | None]:
             scores.append(None)
             continue
         with ThreadPoolExecutor(4) as pool:
-            passed = list(pool.map(lambda test, program=program: passes(program, *test), tests))
-        scores.append({"reward": float(all(passed)), "passed": sum(passed) / len(passed)})
+            outcomes = list(pool.map(lambda test, program=program: outcome(program, *test), tests))
+        ran = [passed for passed in outcomes if passed is not None]
+        error = 1 - len(ran) / len(outcomes)
+        reward = None if error and all(ran) else float(all(ran))
+        scores.append({"reward": reward, "passed": sum(ran) / len(ran) if ran else None, "error": error})
     return scores
 
 
 all_pass.per_trajectory = all_pass.executes_code = True
 
 
+def outcome(program: str, *test) -> bool | None:
+    """Whether it passes; None if it could not be run."""
+    try:
+        return passes(program, *test)
+    except SandboxError as error:
+        warn_once(f"all_pass could not run a program, which counts as an error: {error}", "all_pass")
+        return None
+
+
 def passes(program: str, given, wanted, name: str | None, wrapped: bool = False) -> bool:
     """What is printed is compared word by word, line by line. wrapped: the result may stand in a list of one."""
-    try:
-        if program and name:
-            function = f"(Solution().{name} if 'Solution' in globals() else {name})"
-            results = [wanted, *wanted] if wrapped and isinstance(wanted, list) and len(wanted) == 1 else [wanted]
-            tests = [f"assert _listed({function}(*{given!r})) == {result!r}" for result in results]
-            return any(run_tests(program + LISTED, tests, SECONDS)[0])
-        result = run_python(program, given, SECONDS, kept=OUTPUT_LIMIT) if program else None
-    except SandboxError:
-        return False
+    if program and name:
+        function = f"(Solution().{name} if 'Solution' in globals() else {name})"
+        results = [wanted, *wanted] if wrapped and isinstance(wanted, list) and len(wanted) == 1 else [wanted]
+        tests = [f"assert _listed({function}(*{given!r})) == {result!r}" for result in results]
+        return any(run_tests(program + LISTED, tests, SECONDS)[0])
+    result = run_python(program, given, SECONDS, kept=OUTPUT_LIMIT) if program else None
     words = [line.split() for line in wanted.rstrip().split("\n")] if result else None
     return bool(result) and not result.status and [line.split() for line in result.stdout.rstrip().split("\n")] == words

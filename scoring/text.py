@@ -5,6 +5,7 @@ Called as rewards.py says; the names on the command line are in its REWARDS. Ins
 
 import concurrent.futures
 import logging
+import os
 import re
 import string
 import unicodedata
@@ -49,9 +50,15 @@ FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 
 def fenced(text: str, *languages: str) -> list[str]:
     """The blocks ```language that are in one of these, whatever stands in others; if none is, those without a name."""
-    found = [((info.split() or [""])[0].lower(), body) for info, body in FENCE.findall(text)]
+    found = [((info.split() or [""])[0].lower(), flush(body)) for info, body in FENCE.findall(text)]
     named = [body for language, body in found if language in languages]
     return named or [body for language, body in found if not language]
+
+
+def flush(body: str) -> str:
+    """A block without the indentation that all of its lines have, as within a list."""
+    margin = re.match(r"[ \t]*", os.path.commonprefix([line for line in body.split("\n") if line.strip()]))[0]
+    return re.sub(f"^{margin}", "", body, flags=re.MULTILINE) if margin else body
 
 
 def python_of(text: str) -> str | None:

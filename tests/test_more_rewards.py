@@ -383,12 +383,36 @@ def test_code_in_the_sandbox(monkeypatch, caplog):
     assert "code_tests could not run a program" in caplog.text
 
 
+def test_a_program_that_could_not_be_run_is_not_wrong(monkeypatch, caplog):
+    """all_pass where the sandbox starts for some tests only: what ran may show a fault; else the score is not known."""
+    monkeypatch.setattr(sandbox, "allow_uncontained", True)
+    monkeypatch.setattr("safety.limits._WARNED", set())
+
+    def run(code, given, *rest, **options):
+        if given == "busy":
+            raise sandbox.SandboxError("Resource temporarily unavailable")
+        return sandbox.Result(given, "", 0, False)
+
+    monkeypatch.setattr("scoring.programs.run_python", run)
+    ran, fails, busy = ["1", "1", None], ["1", "2", None], ["busy", "1", None]
+    cases = [json.dumps(tests) for tests in ([ran], [ran, busy], [fails, busy], [busy, busy])]
+    assert all_pass(["```python\nprint(input())\n```"] * 4, cases) == [
+        {"reward": 1.0, "passed": 1.0, "error": 0.0},
+        {"reward": None, "passed": 1.0, "error": 0.5},
+        {"reward": 0.0, "passed": 0.0, "error": 0.5},
+        {"reward": None, "passed": None, "error": 1.0},
+    ]
+    assert caplog.text.count("all_pass could not run a program") == 1
+
+
 @pytest.mark.parametrize("fence", ["```py\n", "```Python\n", "```python3\n", "```python \n", "```\n"])
 def test_a_block_in_another_language_is_not_the_program(fence, monkeypatch):
     """The end of one block is not the beginning of the next."""
     monkeypatch.setattr(sandbox, "allow_uncontained", True)
     text = f"First:\n```bash\npip install numpy\n```\nThen:\n{fence}def add(a, b):\n    return a + b\n```\nDone."
     assert code_tests([text], [["assert add(1, 2) == 3"]])[0]["reward"] == 1
+    within_list = f"1. The function:\n\n   {fence}   def add(a, b):\n       return a + b\n\n   ```\n2. Done."
+    assert code_tests([within_list], [["assert add(1, 2) == 3"]])[0]["reward"] == 1
     assert written("```python\nimport sqlite3\n```\nSo:\n```SQL\nSELECT 1\n```") == "SELECT 1"
 
 
