@@ -5,8 +5,8 @@
 
 The reward is the share of a row's instructions that are followed (scoring/instructions.py); each is logged by its name.
 Held out it goes from .31 to .575, and rows of which both are followed from .10 to .29 (seed 0).
-Topics of the split "test" are never met in training. IFEval has a column `prompt` and the two columns made here; its
-rows with language:response_language fail, and are left out and counted.
+Topics of the split "test" are never met in training. IFEval has a column `prompt` and the two columns made here; of its
+instructions language:response_language is not checked, and rows that ask for nothing else have no reward.
 """
 
 import random

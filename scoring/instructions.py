@@ -5,8 +5,8 @@
     "kwargs": [{"num_words": 50, "relation": "at least"}, {}]
 
 The reward is the share of the row's instructions that the text follows; each is logged by name. One of your own: a
-function (text, **arguments) -> bool, and an entry in INSTRUCTIONS. Of IFEval's, language:response_language is missing:
-leave its rows out.
+function (text, **arguments) -> bool, and an entry in INSTRUCTIONS. Of IFEval's, language:response_language is not
+checked, and does not count: the reward does not apply to a row that asks for nothing else.
 """
 
 import json
@@ -120,9 +120,12 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "combination:two_responses": two_responses,
 }
 
+UNCHECKED = {"language:response_language"}
+
 
 def instructions(completions, instruction_id_list, kwargs, **columns) -> list[dict | None]:
-    """Share of the row's instructions that the completion (after the last </think>) follows, and each one's 0 or 1."""
+    """Share of the row's instructions that the completion (after the last </think>) follows, and each one's 0 or 1.
+    None where there is none that can be checked."""
     scores = []
     for completion, names, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
         text, followed = answer_part(completion_text(completion)), []
@@ -130,6 +133,8 @@ def instructions(completions, instruction_id_list, kwargs, **columns) -> list[di
         if len(names) != len(arguments):
             raise ValueError(f"instruction_id_list has {len(names)} names, kwargs {len(arguments)}: one dict each")
         for name, given in zip(names, arguments, strict=True):
+            if name in UNCHECKED:
+                continue
             if name not in INSTRUCTIONS:
                 raise ValueError(f"no instruction {name!r}; there are {', '.join(INSTRUCTIONS)}")
             known = {key: value for key, value in (given or {}).items() if value is not None}  # as parquet pads them

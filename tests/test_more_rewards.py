@@ -522,6 +522,11 @@ def test_instructions_of_a_row():
     assert result == {names[0]: 1, names[1]: 0, "reward": 0.5} and nothing is None
     twice = [{"keywords": ["zebra"]}, {"keywords": ["hello"]}]
     assert instructions(["Hello"], [["keywords:existence"] * 2], [twice]) == [{"keywords:existence": 0, "reward": 0.5}]
+    unchecked, given = "language:response_language", {"language": "de"}  # IFEval's, which nothing here checks
+    assert instructions(["x", "x"], [[unchecked], [unchecked, names[0]]], [[given], [given, {}]]) == [
+        None,
+        {names[0]: 1, "reward": 1},
+    ]
     with pytest.raises(ValueError, match="no instruction 'language:klingon'; there are keywords:existence"):
         instructions(["x"], [["language:klingon"]], [[{}]])
 
