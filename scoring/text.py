@@ -118,19 +118,25 @@ def exact_match(completions, answer, **columns) -> list[float | None]:
     return scores
 
 
-CHOICE = re.compile(r"(?<![A-Za-z'])\(?([A-H])\)?(?![A-Za-z'])")
+# Not of F1, H2O (with a subscript, too) or C-shaped.
+CHOICE = re.compile(r"(?<![A-Za-z0-9'\u2019])\(?([A-H])\)?(?![A-Za-z0-9'\u2019\u2080-\u2089]|-[A-Za-z])")
+# What stands behind "The answer is C) " or a first "C) " is the choice's text, up to another one: "C) Vitamin D".
+CHOICE_TEXT = re.compile(
+    r"((?:[Aa]nswer(?: is)?[\s:*]*\(?[A-H]\)\**[ \t]+(?=\w)|\A\W*[A-H]\)\**[ \t]+(?=[A-Z0-9])))(?:(?!\(?[A-H]\))[^\n])*"
+)
 
 
 def multiple_choice(completions, answer, **columns) -> list[float | None]:
     """1 if the last choice named in the completion's `answer_part` is the answer: "B", "(B)", "B) Paris", "The answer
-    is B." A choice is a capital letter from A to H by itself; the answer
-    is such a letter, or its number from 0."""
+    is B." A choice is a capital letter from A to H by itself, which is not part of a choice's text; the answer is such
+    a letter, or its number from 0."""
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
-        right = chr(ord("A") + wanted) if isinstance(wanted, int) else str(wanted).strip(" ().").upper()
+        right = str(wanted).strip(" ().").upper()
+        right = chr(ord("A") + int(right)) if re.fullmatch("[0-7]", right) else right
         if wanted is not None and not CHOICE.fullmatch(right):
             raise ValueError(f"answer {wanted!r} is no letter from A to H, nor its number from 0")
-        found = CHOICE.findall(answer_part(completion_text(completion)))
+        found = CHOICE.findall(CHOICE_TEXT.sub(r"\1", answer_part(completion_text(completion))))
         scores.append(None if wanted is None else float(bool(found) and found[-1] == right))
     return scores
 

@@ -468,6 +468,27 @@ def test_choices():
     assert multiple_choice([s or "" for s in said], right) == [1, 1, 1, 1, 0, 0, None]
 
 
+@pytest.mark.parametrize(
+    "right, text",
+    [
+        *(("C", text) for text in ("The answer is C) H2O", "C) B12", "C) Vitamin D", "**C** (CO2 has 2 O, H2 is 1)")),
+        *(("A", text) for text in ("The answer is (A) E. coli", "Answer: A) the hepatitis B virus", "A: H\u2082O")),
+        *(
+            ("D", text)
+            for text in ("Answer: D. The F1 score", "D. A-cell", "(A) is wrong, D is right", "A) is it not, D")
+        ),
+        *(("B", text) for text in ("The answer is A. No wait, it is B.", "The answer is (A). No, B.", "\\boxed{B}")),
+        *(("B", text) for text in ("The answer is (A) or rather (B)", "_B_", "\u7b54\u6848\u662fB\u3002", "1. A 2. B")),
+    ],
+)
+def test_a_letter_of_a_formula_is_no_choice(right, text):
+    assert multiple_choice([text], [right]) == [1]
+
+
+def test_a_choice_may_be_a_number_in_any_form():
+    assert multiple_choice(["B"] * 3, [1, "1", np.int64(1)]) == [1] * 3
+
+
 FOLLOWED = {  # instruction -> (arguments, texts that follow it, texts that do not)
     "keywords:existence": ({"keywords": ["red", "fox"]}, ["A fox, Red."], ["A foxy red.", ""]),
     "keywords:forbidden_words": ({"forbidden_words": ["red"]}, ["reddish"], ["Red!"]),
@@ -557,7 +578,7 @@ def test_the_coding_example(tmp_path):
 
 
 def test_first_mistakes_with_choices_and_instructions():
-    for wanted in ("red", "1"):
+    for wanted in ("red", "8"):
         with pytest.raises(ValueError, match="is no letter from A to H"):
             multiple_choice(["B"], [wanted])
     with pytest.raises(ValueError, match="instruction keywords:existence with {}: .*'keywords'"):
