@@ -77,6 +77,16 @@ def test_the_seed_gives_the_demonstrations():
     assert first not in (shown(1, 0), shown(0, 1))
 
 
+def test_demonstrations_that_are_cut_are_counted():
+    """Without their last token they teach never to stop."""
+    processor = AutoTokenizer.from_pretrained(make_tiny())
+    for most, cut in ((8, 4), (400, 0)):
+        cfg = TrainConfig(env="frozenlake", num_generations=2, max_turn_length=most, max_completion_length=500)
+        lengths = []
+        asyncio.run(demonstrate([{"prompt": ""}] * 2, lambda *_: "word " * 40, processor, None, cfg, too_long=lengths))
+        assert len(lengths) == cut and all(40 < length < 200 for length in lengths)
+
+
 def test_the_script(tmp_path):
     command = [sys.executable, f"{ROOT}/scripts/warm_start.py", "--model_id", str(make_tiny()), "--tools", "calculator"]
     command += [
