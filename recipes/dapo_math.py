@@ -12,7 +12,11 @@ from rewards import completion_text
 
 HUB = {"train": "BytedTsinghua-SIA/DAPO-Math-17k", "test": "BytedTsinghua-SIA/AIME-2024"}
 ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
-UNITS = r"\\[!;,]|\^\{?\\circ\}?|degrees|dollars|points|ways|integers|square|units|cents|hours|minutes|cm|km|[$\s\\]"
+WORDS = (
+    "square ways integers dollars mph inches hours km units sue points feet minutes digits cents degrees cm gm pounds "
+)
+WORDS += "meters meals edges students childrentickets multiples"
+NOTHING = r"\\text\{[s.]?\}|\\mathrm\{th\}|\^(?:\\circ|\{\\circ\})|\\;|,\\!|\{,\}|\"|\\l?dots"  # removed as words are
 
 
 def rows(split: str = "train", seed: int = 42, source: str | None = None) -> list[dict]:
@@ -22,10 +26,18 @@ def rows(split: str = "train", seed: int = 42, source: str | None = None) -> lis
 
 
 def plain(text: str) -> str:
-    """As DAPO's grader compares: what follows the last =, without \\boxed{}, \\text{}, $, commas, blanks and units."""
-    text = re.sub(r"\\(?:boxed|text|textbf|mathrm)\{(.*?)\}", r"\1", text.rpartition("=")[2])
-    text = re.sub(UNITS, "", text)
-    return text.replace(",", "") if text.replace(",", "").isdecimal() else text
+    """As verl's math_dapo.py compares whole numbers: what follows the last =, of that what stands between the first two
+    dollars, without units, blanks, \\text{} and \\boxed{}."""
+    text = re.sub("an? ", "", text.rpartition("=")[2]).replace(".$", "$")
+    text = re.sub(r"\\?[ ]|\\\$", "", text).replace("mbox", "text").replace("\\text{m}", "\\text{}")
+    text = re.sub(r",?\\text\{and\}", ",", text)
+    text = re.sub(r"\\text\{\}\^[23]", "", re.sub(WORDS.replace(" ", "|"), "", text))
+    parts = re.sub(NOTHING, "", text).split("$")
+    text = parts[1] if len(parts) > 2 else "".join(parts)
+    for name in ("text", "textbf", "overline"):
+        text = re.sub(rf"\\{name}\{{(.*?)\}}", r"\1", text)
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
+    return text.replace(",", "") if text.replace(",", "").isdigit() else text.strip()
 
 
 def dapo(completions, answer, **columns) -> list[float]:

@@ -214,7 +214,22 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
         + [("34", -1), ("Answer: 35", -1), ("Answer: 34.", -1), ("Answer:", -1), ("", -1), ("Answer: 340", -1)]
         + [("Answer: 34\n" + 300 * "x", -1), ("Answer: 34\nAnswer: 12", -1)],
     ),
-    (DAPO, dict(answer="1000"), [("Answer: 1,000", 1), ("Answer: 1,00", -1)]),
+    (
+        DAPO,
+        dict(answer="34"),
+        [("Answer: $34$.", 1), ("Answer: The sum is $34$", 1), ("Answer: $\\boxed{34}$.", 1), ("Answer: a 34", 1)]
+        + [("Answer: \\boxed{\\text{34}}", 1), ("Answer: $34\\text{ feet}$", 1), ("Answer: $34$ square units.", 1)]
+        + [("Answer: 34 digits", 1), ('Answer: "34"', 1), ("Answer: $\\$34$", 1), ("Answer: 3 4", 1)]
+        + [("Answer: \\textbf{34}", 1), ("Answer: $34\\;\\text{cm}^2$", 1), ("Answer: $34^{\\circ}$", 1)]
+        + [("Answer: $m+n = 34$.", -1), ("Answer: \\(34\\)", -1), ("Answer: **34**", -1), ("Answer: 34 %", -1)]
+        + [("Answer: 034", -1), ("Answer: 3\\4", -1), ("Answer: 3\\,4", -1), ("Answer: \\mathrm{34}", -1)],
+    ),
+    (
+        DAPO,
+        dict(answer="1000"),
+        [("Answer: 1,000", 1), ("Answer: 1{,}000", 1), ("Answer: $1{,}000$", 1), ("Answer: 1,\\!000", 1)]
+        + [("Answer: 1,00", -1), ("Answer: 1\\!000", -1), ("Answer: 1\\,000", -1)],
+    ),
     # MATH's: the value in \boxed{}.
     (
         "math",
