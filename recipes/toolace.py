@@ -32,13 +32,19 @@ def read(system: str, question: str, answer: str) -> dict | None:
 
 
 def calls(answer: str, names: list[str]) -> list[dict]:
-    """Of "[Get Weather(city='Oslo')]" the name and the arguments; [] of an answer in words."""
-    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    if not re.match(rf"\[\s*({known})\(", answer.strip()):
+    """Of "[Get Weather(city='Oslo')]" the name and the arguments; [] of an answer in words. ValueError or SyntaxError
+    of calls that cannot be read: that none is right would pay for a refusal."""
+    answer = answer.strip()
+    if not re.match(r"\[[^\[\]()\n]*\(", answer):
         return []
-    named = re.compile(rf"{QUOTED}|(?<=[\[\s,])({known})\(")  # what is quoted comes first, and stays
-    text = named.sub(lambda found: f"f{names.index(found[1])}(" if found[1] else found[0], answer.strip())
-    return [
-        {"name": names[int(call.func.id[1:])], "arguments": {a.arg: ast.literal_eval(a.value) for a in call.keywords}}
-        for call in ast.parse(text, mode="eval").body.elts
-    ]
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    named = re.compile(rf"{QUOTED}|(?<=[\[\s,])({known})\s*\(")  # what is quoted comes first, and stays
+    text = named.sub(lambda found: f"_tool{names.index(found[1])}(" if found[1] else found[0], answer)
+    made = []
+    for call in ast.parse(text, mode="eval").body.elts:
+        name = re.fullmatch(r"_tool(\d+)", call.func.id)
+        if not name or call.args or int(name[1]) >= len(names):
+            raise ValueError(f"no call of one of its tools by names of arguments: {answer:.200}")
+        arguments = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}
+        made.append({"name": names[int(name[1])], "arguments": arguments})
+    return made

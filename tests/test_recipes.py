@@ -355,6 +355,17 @@ def test_schemas_and_calls_are_read(monkeypatch):
     assert calls[3] == [] and calls[4][0]["arguments"] == {"city": "Rome, [Get Weather(]"}
 
 
+def test_a_call_of_toolace_that_cannot_be_read_is_no_refusal():
+    read = load_function(f"{ROOT}/recipes/toolace.py:calls")
+    assert read("[Get Weather (city='Oslo')]", ["Get Weather"]) == [
+        {"name": "Get Weather", "arguments": {"city": "Oslo"}}
+    ]
+    assert read("[1] is no number of an order.", ["f"]) == read("Which city?", ["f"]) == read("[Note] No.", ["f"]) == []
+    for answer in ("[getWeather(city='Oslo')]", "[get_weather('Oslo', 3)]", "[get_weather(city=)]", "[g(), f(a=1)]"):
+        with pytest.raises((ValueError, SyntaxError)):
+            read(answer, ["get_weather", "f"])
+
+
 def test_a_database_cannot_begin_a_turn(databases, tmp_path):
     lines = ["question,query,db_id", *4 * ["How many?,SELECT count(*) FROM t,hostile"]]
     (tmp_path / "mine.csv").write_text("\n".join(lines), encoding="utf-8")
