@@ -12,7 +12,7 @@ from published import published
 from rewards import completion_text
 from safety import asking
 from safety.limits import time_limit
-from scoring.text import squad_em
+from scoring.text import squad_em, tagged
 
 ASK = "Answer the question. What you do not know, look up: write <search>words</search>, and you are shown what is "
 ASK += "found. Think before each step. At the end write <answer>the answer alone</answer>.\n\n{}"
@@ -43,7 +43,7 @@ def search(query: str) -> str:
 def em(completions, answer, **columns) -> list[float]:
     """1 if the last <answer> is one of the answers, without case, articles and punctuation; 0 without an <answer>."""
     scores = squad_em(completions, answer)
-    return [score * ("</answer>" in completion_text(c)) for score, c in zip(scores, completions, strict=True)]
+    return [score * (tagged(completion_text(c)) is not None) for score, c in zip(scores, completions, strict=True)]
 
 
 em.per_trajectory = True

@@ -23,9 +23,11 @@ tables = cache(schema)
 def rows(split: str = "train", seed: int = 42, databases: str = "database", source: str | None = None) -> list[dict]:
     found = []
     for number, row in enumerate(published("xlangai/spider", split, source, test="validation")):
-        query, path = row.get("query") or row.get("SQL"), database(databases, row.get("db_id"))
-        if not (query and row.get("question")):
-            raise ConfigError(f"text_to_sql, row {number}: columns `question` and `query` (or `SQL`) are needed: {row}")
+        query = row.get("query") or row.get("SQL")
+        if not (query and row.get("question") and row.get("db_id")):
+            needed = "columns `question`, `query` (or `SQL`) and `db_id` are needed"
+            raise ConfigError(f"text_to_sql, row {number}: {needed}: {row}")
+        path = database(databases, row["db_id"])
         hint = f"Hint: {row['evidence']}\n" if row.get("evidence") else ""
         text = ASK.format(tables=tables(path), question=row["question"], hint=hint)
         kept = {"difficulty": row.get("difficulty"), "db_id": row["db_id"], "query": query, "database": path}

@@ -264,7 +264,7 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
         tagged(
             ("calder.", 1), ("The City of  Calder", 1), ("Calder, a city", 0), ("", 0), ("no</answer><answer>Calder", 1)
         )
-        + [("Calder", 0), ("<answer>Calder", 0)],
+        + [("Calder", 0), ("<answer>Calder", 0), ("<think>the tag </answer> ends it</think>Calder", 0)],
     ),
     # open-instruct's (if_functions.py).
     *(
@@ -384,7 +384,10 @@ def test_a_database_that_is_not_there_is_named(databases, tmp_path):
     with pytest.raises(ConfigError, match="there is no .*shop/shop.sqlite, and no shop.sqlite"):
         rows_of(f"recipes/text_to_sql.py:rows?databases={databases}&source={tmp_path}/mine.csv")
     (tmp_path / "mine.csv").write_text("text,db_id\nHow many?,hostile\na,b", encoding="utf-8")
-    with pytest.raises(ConfigError, match="row 0: columns `question` and `query`"):
+    with pytest.raises(ConfigError, match="row 0: columns `question`, `query`"):
+        rows_of(f"recipes/text_to_sql.py:rows?databases={databases}&source={tmp_path}/mine.csv")
+    (tmp_path / "mine.csv").write_text("question,query\nHow many?,SELECT 1\na,b", encoding="utf-8")
+    with pytest.raises(ConfigError, match="row 0: columns .* and `db_id` are needed"):
         rows_of(f"recipes/text_to_sql.py:rows?databases={databases}&source={tmp_path}/mine.csv")
 
 
