@@ -8,6 +8,9 @@ import re
 
 from scoring.text import completion_text
 
+SIDE = r"\s*-?\d[\d.]*\s*"
+BOX = re.compile(rf"\[{SIDE},{SIDE},{SIDE},{SIDE}\]")
+
 
 def boxes(completions, box, **columns) -> list[dict | None]:
     """0.5 * IoU^2 + 0.5 * format of the last [x1, y1, x2, y2] in the answer."""
@@ -16,7 +19,7 @@ def boxes(completions, box, **columns) -> list[dict | None]:
         if true_box is None:
             scores.append(None)
             continue
-        found = re.findall(r"\[[\d\s.,]+\]", completion_text(completion))
+        found = BOX.findall(completion_text(completion))
         try:
             x1, y1, x2, y2 = map(float, json.loads(found[-1])) if found else [0, 0, 0, 0]
         except (ValueError, OverflowError):  # one may have hundreds of digits

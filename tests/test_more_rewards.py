@@ -446,6 +446,10 @@ def test_calls_are_paired_in_any_order():
 
 
 def test_a_number_without_end_is_no_box():
+    for text in ("[0, 0.5, 10, 10] as in [1]", "[1, 2, 3, 4] no, [0,0.5,10,10], of [2, 5]", "[[0, 0.5, 10, 10]]"):
+        assert boxes([text], [[0, 0.5, 10, 10]])[0]["reward"] == 1
+    outside = boxes(["[-1, 0.5, 10, 10]"], [[0, 0.5, 10, 10]])[0]
+    assert outside["format"] == 1 and outside["iou"] == pytest.approx(10 / 11)
     assert boxes([f"[1, 1, {'9' * 400}, 2]"], [[0, 0.5, 10, 10]])[0] == {"reward": 0.0, "iou": 0.0, "format": 0.0}
 
 
