@@ -14,7 +14,23 @@ ESCAPED = re.compile(r"\\[$!]")  # a dollar as a currency, and TeX's narrow spac
 FUNCTION = re.compile(r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|log|ln|exp|pi)(?![A-Za-z])")
 UNIT = re.compile(r"([^=]*\d[^A-Za-z=]*)\s(?=[A-Za-z /.-]*[A-Za-z]{3})[A-Za-z][A-Za-z /.-]*")  # 5 eggs, 1/2 of a cup
 BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+SIGNS = {"\u221e": r"\infty ", **dict.fromkeys("\u00b7\u22c5\u2219", r"\cdot ")}
+SIGNS |= {
+    "\u00bd": r"\frac{1}{2}",
+    "\u00bc": r"\frac{1}{4}",
+    "\u00be": r"\frac{3}{4}",
+    "\u2153": r"\frac{1}{3}",
+    "\u2154": r"\frac{2}{3}",
+}
+POWERS = dict(zip("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-", strict=True))
 WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z ,.'-]*")
+
+
+def in_latex(text: str) -> str:
+    """Roots, powers, fractions and thousands in signs as models write them."""
+    text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text).translate(str.maketrans(SIGNS))
+    text = re.sub(f"[{''.join(POWERS)}]+", lambda found: "^{" + found[0].translate(str.maketrans(POWERS)) + "}", text)
+    return re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
 
 
 def math_scorer() -> Callable:
@@ -70,6 +86,13 @@ def math_scorer() -> Callable:
 
     def scorer(given: str, is_expression: bool, answer: str) -> float | dict | None:
         given, answer = (text.replace("\u2212", "-") for text in (given, answer))  # the minus sign of typography
+        first, signs = compared(given, is_expression, answer), (in_latex(given), in_latex(answer))
+        if first == 1 or signs == (given, answer):
+            return first
+        second = compared(signs[0], is_expression, signs[1])  # not in place of the first: of "5 m\u00b2" it is a unit
+        return second if second or first is None else first
+
+    def compared(given: str, is_expression: bool, answer: str) -> float | dict | None:
         gold = expression(answer)
         if not gold:
             return None

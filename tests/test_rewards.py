@@ -209,6 +209,26 @@ def test_math_pays_for_no_sum_that_the_grader_does_itself():
     assert {text: score for text, score in zip(texts, scores, strict=True) if score != 1} == {}
 
 
+def test_math_in_signs_of_unicode():
+    cases = [
+        (r"2\sqrt{3}", "\\boxed{2\u221a3}", "<answer>2\u221a3</answer>", "<answer>2\u221a(3)</answer>"),
+        (r"\frac{\sqrt{12}}{2}", "<answer>\u221a12/2</answer>"),
+        ("x^2+1", "<answer>x\u00b2 + 1</answer>", "\\boxed{x\u00b2+1}"),
+        ("2x^{-10}", "<answer>2\u00b7x\u207b\u00b9\u2070</answer>"),
+        (r"\frac{1}{2}", "<answer>\u00bd</answer>", "\\boxed{\u00bd}"),
+        ("1.5", "<answer>1\u00bd</answer>"),
+        (r"[0,\infty)", "<answer>[0,\u221e)</answer>"),
+        ("1000000", r"\boxed{1\,000\,000}"),
+        ("2\u221a3", r"\boxed{2\sqrt{3}}"),
+        ("5", "<answer>5 m\u00b2</answer>", "It is 5 cm\u00b2."),  # a unit, as before
+    ]
+    answers, texts = zip(*((case[0], text) for case in cases for text in case[1:]), strict=True)
+    scores = REWARDS["math"](completions=list(texts), answer=list(answers))
+    assert {text: score for text, score in zip(texts, scores, strict=True) if score != 1} == {}
+    scores = REWARDS["math"](completions=["<answer>\u221a9</answer>", "<answer>5\u00b2</answer>"], answer=["3", "25"])
+    assert scores == [{"reward": 0.0, "unevaluated": 1.0}] * 2
+
+
 def test_math_that_never_ends_costs_its_own_limit_only():
     """sympy evaluates 9^9^9^9 for longer than anyone waits: the process is replaced, the others' scores stand."""
     pool = WorkerPool("math", size=2, item_timeout=3.0)
