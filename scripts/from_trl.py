@@ -667,7 +667,7 @@ def trained_on(script: Script, trainer: ast.Call | None, given: dict[str, ast.AS
         ("reward_processing_classes", "the reward model's own tokenizer is used"),
         ("processing_class", "the tokenizer of --model_id is used"),
         ("optimizers", "make_optimizer and lr_at in the script"),
-        ("quantization_config", "not here"),
+        ("quantization_config", "--use_peft --load_in 4bit for QLoRA, nothing else"),
         ("**", "what is in it does not stand in the script"),
     ):
         if name in given:
