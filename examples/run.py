@@ -78,6 +78,8 @@ def read(name: str, flags: list[str]) -> tuple[dict, Example]:
     known_name("example", name, [path.stem for path in Path("examples").glob("*.yaml")])
     path = f"examples/{name}.yaml"
     load_config(argv=["--config", path, *flags, "--generator", "hf"])  # hf: no token is read
+    for flag in sorted({"output_dir", "run_name"} & {*vars(build_parser(TrainConfig).parse_args(flags))}):
+        raise ConfigError(f"--{flag}: its runs lie in runs/, under names of their own; leave it out.")
     settings = load_yaml(path)
     fields = [field.name for field in dataclasses.fields(TrainConfig)]
 

@@ -5,7 +5,9 @@ card, one thing after the other, whatever the desk says. Supervised, before any 
         --dataset_id recipes/support_customer.py:rows --env recipes/support_customer.py:Questions \\
         --demonstrations recipes/support_customer.py:demonstrate --max_turns 3 --max_prompt_length 256 \\
         --max_completion_length 192 --num_generations 1 --prompts_per_step 8 --max_steps 40
-    python vllm_server.py --model runs/customer/checkpoints/step_40 --max-model-len 1024 --port 9000
+    export USER_TOKEN=choose-a-long-secret          # in both terminals, and where the desk is trained
+    VLLM_SERVER_TOKEN=$USER_TOKEN python vllm_server.py --model runs/customer/checkpoints/step_40 \\
+        --max-model-len 1024 --port 9000
     PYTHONPATH=. python recipes/support_agent.py http://127.0.0.1:9000/v1 runs/customer/checkpoints/step_40
 """
 

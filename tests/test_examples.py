@@ -195,6 +195,13 @@ def test_without_a_server(runner, monkeypatch, example, flags):
     assert (cfg.generator, cfg.max_steps, cfg.seed) == ("hf", 12, 0) and cfg.run_name.endswith("-seed0")
 
 
+@pytest.mark.parametrize("flag", ["--output_dir", "--run_name"])
+def test_the_place_of_its_runs_is_its_own(runner, flag):
+    """It reads them there at the end."""
+    done, calls = runner("counting", flag, "elsewhere")
+    assert done.returncode == 2 and not calls and f"{flag}: its runs lie in runs/" in done.stderr
+
+
 def test_evaluations_and_table(runner):
     done, calls = runner("grounding")
     (trained,) = (path.name for path in (runner.folder / "runs").glob("grounding-*-seed0"))

