@@ -460,14 +460,20 @@ def window_of(config) -> int | None:
 
 
 def check_window(config, cfg: TrainConfig) -> None:
-    """ConfigError if the model itself, which is to sample in this process, has no room for prompt and completion."""
+    """Says if the model itself, which is to sample in this process, has no room for the longest prompt and completion:
+    a completion of one turn ends there. ConfigError with several turns, as the next one would have no room at all."""
     window, needed = window_of(config), cfg.max_prompt_length + cfg.max_completion_length
-    if window and needed > window:
-        raise ConfigError(
-            f"--model_id={cfg.model_id} has a window of {window} tokens (max_position_embeddings); prompts and "
-            f"completions need up to {needed}: lower --max_prompt_length={cfg.max_prompt_length} or "
-            f"--max_completion_length={cfg.max_completion_length}."
-        )
+    if not window or needed <= window:
+        return
+    said = (
+        f"--model_id={cfg.model_id} has a window of {window} tokens (max_position_embeddings); prompts and completions "
+        f"need up to {needed}: lower --max_prompt_length={cfg.max_prompt_length} or "
+        f"--max_completion_length={cfg.max_completion_length}"
+    )
+    if any(own.rollout != "single_turn" for own in cfg.by_domain()):
+        raise ConfigError(f"{said}.")
+    if is_main():
+        print(f"{said}, or some completions end at the window.")
 
 
 def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -197,7 +197,7 @@ def test_two_steps(family, tmp_path):
     cfg = TrainConfig(
         model_id=str(saved(family, tmp_path / "model")), generator="hf", compute_dtype="float32", max_steps=2,
         dataset_id=f"{toy}:rows", reward_funcs=[f"{toy}:tens"], prompts_per_step=2, num_generations=8,
-        max_prompt_length=400, max_completion_length=6, learning_rate=1e-3, output_dir=str(tmp_path), run_name="run",
+        max_completion_length=6, learning_rate=1e-3, output_dir=str(tmp_path), run_name="run",
     )  # fmt: skip
     script.train(cfg)
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
@@ -218,7 +218,7 @@ def test_layers_that_share_a_weight_take_no_adapters(tmp_path):
     how = dict(
         model_id=str(saved("zamba", tmp_path / "model")), generator="hf", compute_dtype="float32", max_steps=2,
         dataset_id=f"{toy}:rows", reward_funcs=[f"{toy}:tens"], prompts_per_step=2, num_generations=8, use_peft=True,
-        max_prompt_length=400, max_completion_length=6, learning_rate=1e-2, output_dir=str(tmp_path), run_name="run",
+        max_completion_length=6, learning_rate=1e-2, output_dir=str(tmp_path), run_name="run",
     )  # fmt: skip
     script.train(TrainConfig(**how))
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
@@ -240,8 +240,8 @@ def test_a_long_prompt_does_not_cut_its_neighbours():
     assert [len(one.token_ids) for (one,) in asyncio.run(run())] == [12, 5, 12, 1]
 
 
-def test_a_window_that_holds_no_prompt_with_its_completion_is_refused_at_the_start(monkeypatch):
-    """As a server's is: a turn would be cut there unseen, and a later turn would end the run."""
+def test_a_window_without_room_for_the_next_turn_is_refused_at_the_start(monkeypatch, capsys):
+    """A later turn would end the run. A single one is cut there, which is said."""
     cfg = TrainConfig(model_id=str(make_tiny()), generator="hf", max_prompt_length=64, max_completion_length=192)
     with torch.device("meta"):
         model = script.load_hf_model(cfg, torch.float32)
@@ -249,6 +249,10 @@ def test_a_window_that_holds_no_prompt_with_its_completion_is_refused_at_the_sta
     monkeypatch.setattr(hf_generator, "HFGenerator", lambda *_: SimpleNamespace())
     script.make_generator(cfg, model, None, CPU)
     cfg.max_completion_length = 193
+    assert "window" not in capsys.readouterr().out
+    script.make_generator(cfg, model, None, CPU)
+    assert "a window of 256 tokens" in capsys.readouterr().out
+    cfg.rollout = "multi_turn"
     with pytest.raises(ConfigError, match="window of 256 .* up to 257: lower .*--max_completion_length=193"):
         script.make_generator(cfg, model, None, CPU)
 
