@@ -472,8 +472,7 @@ def check_window(config, cfg: TrainConfig) -> None:
     )
     if any(own.rollout != "single_turn" for own in cfg.by_domain()):
         raise ConfigError(f"{said}.")
-    if is_main():
-        print(f"{said}, or some completions end at the window.")
+    limits.say_once(f"{said}, or some completions end at the window.")
 
 
 def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

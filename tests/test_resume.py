@@ -497,7 +497,8 @@ def test_a_checkpoint_says_what_the_models_own_files_say(file, said, tmp_path):
     shutil.copytree(make_tiny(), given)
     if file == "config.json":
         (given / "generation_config.json").unlink()
-    (given / file).write_text(json.dumps(json.loads((given / file).read_text()) | said))
+    own = json.loads((given / file).read_text(encoding="utf-8"))
+    (given / file).write_text(json.dumps(own | said), encoding="utf-8")
     model, processor = load_hf_model(TrainConfig(model_id=str(given)), torch.float32), load_processor(str(given))
     end.mkdir()
     checkpoints.save_config(end, model, torch.float32)
@@ -505,7 +506,7 @@ def test_a_checkpoint_says_what_the_models_own_files_say(file, said, tmp_path):
     for folder in (end, tmp_path / "whole"):
         again = AutoConfig.from_pretrained(folder)
         assert again.attention_dropout == said.get("attention_dropout", 0) and again.use_cache
-        found = json.loads((folder / "generation_config.json").read_text())
+        found = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
         assert "use_cache" in said or said.items() <= found.items()
     assert model.config.attention_dropout == 0
     ids = torch.arange(1, 9)[None]
@@ -528,7 +529,7 @@ def test_memory_is_tried_when_it_is_saved():
 
 def test_memory_keeps_what_trajectories_and_numpy_bring_along(tmp_path):
     """Experts that tokens went through, an environment's states, a mean; as they were."""
-    states = [frozenset({(1, 2), "a"}), Path("b"), b""]
+    states = [frozenset({(1, 2)}), Path("b"), b""]
     info = {"states": states, "routed_experts": np.full((3, 2, 1), -1, np.int16)}
     memory = {"t": Trajectory({"prompt": "a"}, 3, [1], [2, 3, 4], [1] * 3, [-0.5] * 3, [1.0] * 3, info=info)}
     memory |= {"mean": np.mean([1, 2]), "row": np.argmax([1, 2]), "solved": np.bool_(True), "none": np.zeros(0)}
@@ -537,7 +538,7 @@ def test_memory_keeps_what_trajectories_and_numpy_bring_along(tmp_path):
     (tmp_path / "checkpoints/step_1/trainer").mkdir(parents=True)
     torch.distributed.checkpoint.save(checkpoints._train_state(modules), checkpoint_id=trainer_of(tmp_path) / "state")
     (trainer_of(tmp_path) / "memory_0.pt").write_bytes(checkpoints._kept(memory))
-    (trainer_of(tmp_path) / "state.json").write_text('{"step": 1}')
+    (trainer_of(tmp_path) / "state.json").write_text('{"step": 1}', encoding="utf-8")
     checkpoints.load_checkpoint(tmp_path, 1, modules, back := {})
     assert repr(back) == repr(memory) and type(back["mean"]) is np.float64
 
