@@ -1315,7 +1315,7 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
 
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
     """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process. Of a base in
-    4 bits no copy is made: the policy itself samples. Either must have room for prompts with their completions.
+    4 bits no copy is made: the policy itself samples.
 
     One of your own has: `generate` (as VLLMClient's), `seed` (for --generator hf), receives_weights, weight_dtype,
     changes (None), image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close; for a mixture of

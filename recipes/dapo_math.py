@@ -12,10 +12,9 @@ from rewards import completion_text
 
 HUB = {"train": "BytedTsinghua-SIA/DAPO-Math-17k", "test": "BytedTsinghua-SIA/AIME-2024"}
 ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
-WORDS = (
-    "square ways integers dollars mph inches hours km units sue points feet minutes digits cents degrees cm gm pounds "
-)
-WORDS += "meters meals edges students childrentickets multiples"
+# The words that verl's grader removes, spelled as there.
+WORDS = "square ways integers dollars mph inches hours km units sue points feet minutes digits cents degrees cm gm "
+WORDS += "pounds meters meals edges students childrentickets multiples"
 NOTHING = r"\\text\{[s.]?\}|\\mathrm\{th\}|\^(?:\\circ|\{\\circ\})|\\;|,\\!|\{,\}|\"|\\l?dots"  # removed as words are
 
 

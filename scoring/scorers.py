@@ -14,22 +14,18 @@ ESCAPED = re.compile(r"\\[$!]")  # a dollar as a currency, and TeX's narrow spac
 FUNCTION = re.compile(r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|log|ln|exp|pi)(?![A-Za-z])")
 UNIT = re.compile(r"([^=]*\d[^A-Za-z=]*)\s(?=[A-Za-z /.-]*[A-Za-z]{3})[A-Za-z][A-Za-z /.-]*")  # 5 eggs, 1/2 of a cup
 BOX = re.compile(r"\\boxed\{([^{}]*)\}")
-SIGNS = {"\u221e": r"\infty ", **dict.fromkeys("\u00b7\u22c5\u2219", r"\cdot ")}
-SIGNS |= {
-    "\u00bd": r"\frac{1}{2}",
-    "\u00bc": r"\frac{1}{4}",
-    "\u00be": r"\frac{3}{4}",
-    "\u2153": r"\frac{1}{3}",
-    "\u2154": r"\frac{2}{3}",
-}
-POWERS = dict(zip("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-", strict=True))
+FRACTIONS = {"\u00bd": "12", "\u00bc": "14", "\u00be": "34", "\u2153": "13", "\u2154": "23"}
+SIGNS = {sign: rf"\frac{{{a}}}{{{b}}}" for sign, (a, b) in FRACTIONS.items()}
+SIGNS = str.maketrans(SIGNS | {"\u221e": r"\infty "} | dict.fromkeys("\u00b7\u22c5\u2219", r"\cdot "))
+RAISED = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
+LOWERED = str.maketrans(RAISED, "0123456789-")
 WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z ,.'-]*")
 
 
 def in_latex(text: str) -> str:
     """Roots, powers, fractions and thousands in signs as models write them."""
-    text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text).translate(str.maketrans(SIGNS))
-    text = re.sub(f"[{''.join(POWERS)}]+", lambda found: "^{" + found[0].translate(str.maketrans(POWERS)) + "}", text)
+    text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text).translate(SIGNS)
+    text = re.sub(f"[{RAISED}]+", lambda found: "^{" + found[0].translate(LOWERED) + "}", text)
     return re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
 
 
