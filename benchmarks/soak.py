@@ -58,7 +58,7 @@ CASES = {  # name -> (script, flags, server's flags or None without one, how man
     "server": ("train_grpo.py", SHORT, "", 1),
     "async": (
         "train_async.py",
-        "--max_completion_length 160 --max_turn_length 40 --env benchmarks/soak.py:Asks --max_prompt_length 64",
+        "--max_completion_length 96 --max_turn_length 16 --env benchmarks/soak.py:Asks --max_prompt_length 64",
         "",
         1,
     ),
@@ -230,11 +230,12 @@ def as_learned(run: Path, copy: Path) -> list[str]:
 
 
 def model_for(name: str, folder: Path) -> Path:
-    """models/tiny; for turns a copy with one token in twelve as an end, as a turn that is cut ends the game."""
+    """models/tiny; for turns a copy with a quarter of its tokens as ends, as a turn that is cut ends the game: of each last
+    digit as many, so that turns stay as long as they are whatever earns reward."""
     if name != "async":
         return ROOT / "models" / "tiny"
     copy = shutil.copytree(ROOT / "models" / "tiny", folder / "tiny_that_ends", dirs_exist_ok=True)
-    ends = json.dumps({"eos_token_id": [2, *range(7, 4096, 12)]})
+    ends = json.dumps({"eos_token_id": [token for token in range(4096) if token == 2 or token // 10 % 4 == 1]})
     (copy / "generation_config.json").write_text(ends, encoding="utf-8")
     return copy
 

@@ -118,7 +118,7 @@ def claim_run(cfg):
     if not cfg.resume and metrics.exists() and metrics.stat().st_size:
         file.close()
         saved = any(folder.glob("checkpoints/step_*"))
-        other = "add --resume to continue it" if saved else f"it has no checkpoint, so remove {folder}"
+        other = "add --resume to continue it" if saved else "it has no checkpoint to continue from, so move it away"
         raise ConfigError(f"--run_name: {folder} holds a run already; {other}, or give another name.")
     check_trackers(cfg, folder)
     return file

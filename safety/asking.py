@@ -26,6 +26,7 @@ from safety.masking import masked
 MOST_BYTES = 1 << 24
 ATTEMPTS, WAIT, LONGEST_WAIT = 3, 1.0, 10.0  # seconds before the second attempt; twice as long before each next one
 BUSY = (429, 503)
+LONGEST_CALL = 86_400.0  # seconds; a socket takes no infinite limit
 
 MOST_WARNINGS = 50
 
@@ -75,12 +76,14 @@ def ask(
     client_cert: str | None = None,
     most: int = MOST_BYTES,
 ) -> dict:
-    """The JSON object that the server answers with, at most `most` bytes. NoAnswer if there is none within `seconds`.
+    """The JSON object that the server answers with, at most `most` bytes. NoAnswer if there is none within `seconds`,
+    of which a day's are the most.
 
     ca: PEM file by which an https server's certificate is checked; when not given, what SSL_CERT_FILE or
     REQUESTS_CA_BUNDLE names, else the usual authorities. client_cert: PEM file to show to servers that ask for one.
     """
     ca = ca or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE") or True
+    seconds = min(seconds, LONGEST_CALL)
     deadline, failures, wait = time.monotonic() + seconds, 0, WAIT
     while True:
         try:

@@ -47,7 +47,8 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
     """The judge's score of every completion, 0 to 1, as `reward`; None where there is none. The template is
     cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces ({{ and }}: braces)."""
     # Both before the reward's own limit, at which every completion would count as late.
-    deadline, end = (time.monotonic() + share * cfg.reward_timeout for share in (0.8, 0.85))
+    limit = min(cfg.reward_timeout, asking.LONGEST_CALL)
+    deadline, end = (time.monotonic() + share * limit for share in (0.8, 0.85))
     template = Path(cfg.judge_template).read_text(encoding="utf-8") if cfg.judge_template else TEMPLATE
     rows = []
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):

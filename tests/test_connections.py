@@ -323,7 +323,7 @@ def test_judges_are_asked_over_tls_too(authority, monkeypatch):
             asking.ask("GET", f"{url}/health", 5)
         assert isinstance(asking.ask("GET", f"{url}/health", 5, None, None, str(authority.file)), dict)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-        assert isinstance(asking.ask("GET", f"{url}/health", 5), dict)
+        assert isinstance(asking.ask("GET", f"{url}/health", math.inf), dict)  # as with --reward_timeout inf
         with pytest.raises(asking.NoAnswer, match="cannot be asked"):
             asking.ask("GET", f"{url}/health", 5, None, None, "none.pem")
 

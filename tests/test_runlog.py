@@ -233,7 +233,7 @@ def test_a_second_run_does_not_overwrite_the_first(make_log):
     log = make_log()
     log.step(1, {"reward": 0.0})
     log.close()
-    with pytest.raises(ConfigError, match="no checkpoint, so remove"):
+    with pytest.raises(ConfigError, match="no checkpoint to continue from, so move it away"):
         make_log()
     (log.dir / "checkpoints" / "step_1").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--resume"):
