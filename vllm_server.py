@@ -245,7 +245,7 @@ def engine_arguments(args: argparse.Namespace, rest: list[str]) -> tuple["Watche
     if current_platform.is_cpu():  # compiling costs minutes and gains little there
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # the trainer waits while the server samples
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins keeps the one it waits for from a core
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one that spins keeps the one it waits for from a core
         rest = ["--enforce-eager", *rest]
         if " " in str(importlib.util.find_spec("torch").origin):  # torch's compiler cuts its include paths there
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
