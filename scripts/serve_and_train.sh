@@ -9,12 +9,13 @@
 # trainer's status. SERVER_FLAGS in the environment go to the server.
 #
 # Of several GPUs the first N (unset: 1) are the server's, which splits the model over them; torchrun starts a trainer
-# on each of the others. One GPU is shared, with --colocate by turns. On GPUs the trainer starts when the server is ready, for which it has
+# on each of the others, as far as they make a power of two: prompts of a step have to divide by the ranks. One GPU is
+# shared, with --colocate by turns. On GPUs the trainer starts when the server is ready, for which it has
 # SERVER_START_SECONDS (unset: 1800). Without a GPU a script with async in its name and the server get half of the cores
 # each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -ge 4 ] || { sed -n '2,14p' "$0" >&2; exit 2; }
+[ $# -ge 4 ] || { sed -n '2,16p' "$0" >&2; exit 2; }
 name=$1 model=$2 window=$3 script=$4
 shift 4
 
@@ -69,8 +70,10 @@ trap 'exit 143' TERM HUP
 for_server=() for_trainer=() server_flags=() run=(python)
 if [ ${#gpus[@]} -gt 1 ]; then
   for_server=(env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${gpus[*]:0:server_gpus}")")
-  for_trainer=(env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${gpus[*]:server_gpus}")")
-  ranks=$((${#gpus[@]} - server_gpus))
+  free=$((${#gpus[@]} - server_gpus)) ranks=1
+  while [ $((2 * ranks)) -le $free ]; do ranks=$((2 * ranks)); done
+  [ "$ranks" = "$free" ] || echo "$ranks GPUs train, $((free - ranks)) stay idle; --server_gpus N gives the server more" >&2
+  for_trainer=(env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${gpus[*]:server_gpus:ranks}")")
   [ "$ranks" = 1 ] || run=(torchrun --standalone --nproc_per_node="$ranks")
   [[ "$server_gpus" = 1 || "${SERVER_FLAGS:-}" == *parallel-size* ]] || server_flags=(--tensor-parallel-size "$server_gpus")
 elif [ ${#gpus[@]} = 1 ]; then
