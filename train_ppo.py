@@ -42,6 +42,7 @@ class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there i
 
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -114,6 +115,7 @@ class Critic(Policy):
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__(model, cfg, autocast)
+        self.chunk = sys.maxsize  # there are no logits; and under FSDP ranks need the same number of calls
         self.value = ValueHead(model.config.get_text_config().hidden_size, 1)
         used = set(backbone(self.hf_model).parameters())
         for parameter in set(self.hf_model.parameters()) - used:  # an output layer's: DDP would wait for its gradient

@@ -100,6 +100,16 @@ def test_a_critic_that_cannot_share_prompts_reads_plain_rows(family, tmp_path, m
     assert torch.allclose(batch.values, plain, atol=1e-5) and plain.abs().max() > 1e-3
 
 
+def test_a_critics_head_runs_once_a_pass():
+    """Under FSDP it may be a unit of its own: with a call for each chunk, ranks of other lengths would hang."""
+    cfg = TrainConfig(model_id=str(make_tiny()), compute_dtype="float32", max_steps=1, logprob_chunk=2)
+    cfg.tokens_per_microbatch = 64
+    critic, calls = CriticTrainer(cfg, CPU), []
+    critic.module.value.register_forward_hook(lambda *_: calls.append(1))
+    all_logprobs(critic.module, two_groups(), cfg)
+    assert len(calls) == 1
+
+
 def test_no_share_of_a_variance_that_is_none():
     """A reward of 1 for all: the returns are 1, and whatever the critic says is infinitely far from their spread."""
     cfg = TrainConfig(critic_model_id=str(make_tiny()), compute_dtype="float32", max_steps=4, tokens_per_microbatch=64)
