@@ -43,6 +43,7 @@ def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
     Returns the folder's lock (rank 0's, to be held), the steps that are done, and what the run is made with, for its
     checkpoints (of rank 0). An error on rank 0 ends all ranks.
     """
+    check_same_settings(cfg)
     check_same_rows(rows, held_out)
     run_dir = Path(cfg.output_dir) / cfg.run_name
     lock = made_with = error = None
@@ -76,6 +77,34 @@ def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
         utils.raise_together(error, "Resuming")
         break
     return lock, start, made_with
+
+
+def check_same_settings(cfg: TrainConfig) -> None:
+    """ConfigError naming a rank with other settings or code than rank 0: each reads its own command line, --config file
+    and files, so nodes can differ, and ranks would wait for each other or train other weights. Collective."""
+    first, *others = utils.gather_objects(same_on_all_nodes(cfg))
+    for rank, mine in enumerate(others, 1):
+        if names := [name for name in first if name in mine and mine[name] != first[name]]:
+            shown = ", ".join(f"{name} {mine[name]} and not {first[name]}" for name in names[:8])
+            raise ConfigError(
+                f"rank {rank} has other settings or code than rank 0: {shown}{' ...' * (len(names) > 8)}. Each node "
+                "reads its own command line, --config file and code: start all of them alike, with the same files."
+            )
+
+
+def same_on_all_nodes(cfg: TrainConfig) -> dict:
+    """Settings, but for paths and addresses, which may be a node's own, and digests of code by the file's name."""
+
+    def is_a_place(value) -> bool:
+        return any(isinstance(one, str) and ("/" in one or "." in one) for one in listed(value))
+
+    settings = {name: value for name, value in flat(public_config(cfg)).items() if not is_a_place(value)}
+    files = {f"the file {Path(path).name}": checkpoints.sha256(Path(path))[:12] for path in code_files(cfg)}
+    return settings | files
+
+
+def listed(value) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 def check_same_rows(rows, held_out) -> None:

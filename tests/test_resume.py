@@ -1,5 +1,6 @@
 """A run that is killed and resumed equals one that never stopped: metrics and weights, bit for bit."""
 
+import contextlib
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from server_fixture import make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import utils
 from config import ConfigError, TrainConfig
 from inputs.processor import load_processor
 from runlog import checkpoints, resume
@@ -399,6 +401,25 @@ def test_ranks_that_read_other_rows_do_not_begin(tmp_path):
             assert run.end(60) == 2, run.text
         said = "or in another order" if name == "order" else "39 of them and not 40"
         assert f"rank 1: other rows than on rank 0, {said}" in run.text, run.text
+
+
+def test_ranks_with_other_settings_or_code_do_not_begin(tmp_path, monkeypatch):
+    """As two nodes can have, each with its own command line and copy of the files; paths may be a node's own."""
+    for node, text in (("a", "1"), ("b", "2")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "my_rewards.py").write_text(f"def even(**_):\n    return {text}\n", encoding="utf-8")
+    mine = TrainConfig(reward_funcs=[f"{tmp_path}/a/my_rewards.py:even"], learning_rate=1e-3)
+    other = replace(mine, model_id="/other/place", server_urls=["http://other:8000"], output_dir="other.place")
+    seen = []
+    monkeypatch.setattr(utils, "gather_objects", lambda own: [own, *map(resume.same_on_all_nodes, seen)])
+    for seen[:], said in (
+        ([mine, other], None),
+        ([mine, replace(other, learning_rate=1e-2)], "rank 2 .*learning_rate 0.01 and not 0.001"),
+        ([replace(mine, save_steps=3)], "rank 1 .*save_steps 3 and not"),
+        ([replace(mine, reward_funcs=[f"{tmp_path}/b/my_rewards.py:even"])], "rank 1 .*the file my_rewards.py"),
+    ):
+        with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+            resume.check_same_settings(mine)
 
 
 def test_a_glance_at_many_rows_sees_another_order():
