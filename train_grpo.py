@@ -524,7 +524,7 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer) and autocasts(cfg):  # autocast casts: PEFT would keep a float32 copy
             layer.cast_input_dtype_enabled = False
-    check_adapted(adapted, cfg.lora_targets)
+    check_adapted(adapted, cfg)
     return adapted
 
 

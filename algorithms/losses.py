@@ -121,14 +121,14 @@ def covariance(logprobs: Tensor, batch: Batch) -> Tensor:
 
 def take_first(candidates: Tensor, values: Tensor | None, share: float, batch: Batch, seed: int) -> Tensor:
     """Of the candidates on all ranks as many as `share` of all sampled tokens, at least one: those with the largest
-    values or, without values, drawn at random. The choice does not depend on the number of ranks.  [B, T] of bool"""
+    values or, without values, drawn at random. The number of ranks does not matter, except for what is drawn, and for
+    which of equal ones count, where groups went to other ranks.  [B, T] of bool"""
     # A number per token that is the same however the batch is cut: it settles ties, of which sure tokens make many.
     member = ((batch.groups[:, None] == batch.groups).long().tril(-1)).sum(1)  # [B] number within the group
     columns = torch.arange(candidates.shape[1], device=candidates.device)
     rank, group = batch.groups // GROUPS, batch.groups % GROUPS
-    key = (((rank * 2**15 + group) * 2**12 + member) * 2**24)[
-        :, None
-    ] + columns  # [B, T], 63 bits: rank's 12, group's 15
+    row = ((rank * 2**15 + group) * 2**12 + member) * 2**24  # [B], 63 bits: rank's 12, group's 15
+    key = row[:, None] + columns  # [B, T]
     ranked = torch.zeros_like(batch.loss_mask) if values is None else values
     mine = (key[candidates].cpu(), ranked[candidates].cpu())
     keys, everyones = (torch.cat(parts) for parts in zip(*utils.gather_objects(mine), strict=True))

@@ -210,8 +210,9 @@ def try_out(make: Callable, like: nn.Parameter, cfg: TrainConfig) -> None:
     cut = as_dtensor if isinstance(like, DTensor) else flat
     refused = f"--optim={cfg.optim} with --strategy {cfg.strategy}: "
     parts, optimizer = stepped(cut)
-    for part, all_of_it in zip(parts, whole, strict=True):
-        here, wanted = (t.to_local() if isinstance(t, DTensor) else t for t in (part, cut(all_of_it.detach())))
+    expected = [cut(values.detach()) for values in whole]  # a collective each: all of them before a rank may raise
+    for part, own in zip(parts, expected, strict=True):
+        here, wanted = (t.to_local() if isinstance(t, DTensor) else t for t in (part, own))
         if not torch.allclose(here, wanted, rtol=1e-3, atol=1e-5):
             raise ConfigError(f"{refused}it does something else with shards than with whole weights; use ddp.")
         state = [value for value in optimizer.state[part].values() if isinstance(value, Tensor) and value.numel() > 1]

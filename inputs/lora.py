@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
-from config import ConfigError
+from config import ConfigError, TrainConfig
 from inputs.backbone import experts_of
 from safety.limits import say_once
 
@@ -89,13 +89,13 @@ def names_as_they_are() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = known
 
 
-def check_adapted(model: nn.Module, wanted: list[str]) -> None:
+def check_adapted(model: nn.Module, cfg: TrainConfig) -> None:
     """ConfigError if adapters lie on what is no linear layer, such as a router, on a weight that several layers share,
-    or are more than B A: they could not be folded into what is pushed and saved. Of a mixture of experts it says what
-    is left as it is."""
+    or are more than B A: they could not be folded into what is pushed and saved. Or if FSDP1 has them on the output
+    layer. Of a mixture of experts it says what is left as it is."""
     if experts_of(model.config)[0]:
         say_once("LoRA on a mixture of experts: linear layers get adapters, experts and routers stay as they are.")
-    users = users_of_weights(model)
+    users, given = users_of_weights(model), f"--lora_targets {' '.join(cfg.lora_targets)}"
 
     def folds(layer: nn.Module | None) -> bool:
         return is_linear(layer) and users[layer.weight] == 1
@@ -107,9 +107,14 @@ def check_adapted(model: nn.Module, wanted: list[str]) -> None:
     }
     if others:
         raise ConfigError(
-            f"--lora_targets {' '.join(wanted)}: {len(others)} of these are no linear layers with a weight of their "
-            f"own, such as {min(others)}. Embeddings, experts, routers and shared weights take no adapters here: give "
-            "all-linear, which leaves them as they are, or names of linear layers alone."
+            f"{given}: {len(others)} of these are no linear layers with a weight of their own, such as {min(others)}. "
+            "Embeddings, experts, routers and shared weights take no adapters here: give all-linear, which leaves them "
+            "as they are, or names of linear layers alone."
+        )
+    if cfg.strategy == "fsdp" and is_lora(model.get_output_embeddings()):
+        raise ConfigError(  # each adapter is a unit, gathered at every call: one a chunk of --logprob_chunk
+            f"{given} has the output layer, which runs as often as a rank has chunks of tokens: with --strategy fsdp "
+            "ranks would wait for each other. Use fsdp2 or ddp, or leave it out."
         )
     if dora := [name for name, module in model.named_modules() if len(getattr(module, "lora_magnitude_vector", ()))]:
         raise ConfigError(f"{dora[0]} has DoRA's magnitudes, which are neither folded nor served: leave use_dora out.")

@@ -331,7 +331,20 @@ def test_dora_is_neither_folded_nor_served():
     model = script.load_hf_model(replace(CFG, model_id=str(make_tiny())), torch.float32)
     adapted = get_peft_model(model, LoraConfig(use_dora=True, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="q_proj has DoRA's magnitudes"):
-        lora.check_adapted(adapted, ["q_proj"])
+        lora.check_adapted(adapted, CFG)
+
+
+def test_fsdp1_takes_no_adapters_on_the_output_layer():
+    """Each would be gathered once a chunk, and ranks have other numbers of chunks."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(make_tiny(), tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ConfigError, match="has the output layer.*Use fsdp2 or ddp"):
+        lora.check_adapted(adapted, replace(CFG, strategy="fsdp"))
+    lora.check_adapted(adapted, replace(CFG, strategy="fsdp2"))
 
 
 def test_a_server_without_adapters_gets_folded_weights():
