@@ -228,11 +228,13 @@ def kept_bytes(make_policy: Callable, table: list[tuple], cfg: TrainConfig, rank
     master, compute = itemsizes(cfg)
     trained_in = 4 if cfg.use_peft else master  # bytes: adapters are float32
     size = {True: 0, False: 0}  # elements on this rank, by whether they are trained
+    pinned = 0  # ... and with what torch adds to each block of pinned memory, up to a power of two
     in_4_bits, scaled = 0, 0  # of those that are not; on all ranks, each of which has all scales
     of_critic = 0  # those that a critic trains
     for shape, trained, _, unused, _, packed in table:
         own = largest_share(shape, ranks if cfg.strategy != "ddp" else 1)
         size[trained] += own
+        pinned += 1 << max(own - 1, 0).bit_length()
         in_4_bits, scaled = in_4_bits + own * packed, scaled + torch.Size(shape).numel() * packed
         of_critic += own * (trained and not unused)
     frozen = master * (size[False] - in_4_bits) + round(four_bits.BYTES * scaled + (in_4_bits - scaled) / 2)
@@ -252,8 +254,8 @@ def kept_bytes(make_policy: Callable, table: list[tuple], cfg: TrainConfig, rank
         shares = (largest_share(p.shape, ranks if cfg.strategy != "ddp" else 1) for p in teacher.parameters())
         need["reference"] += compute * sum(shares)
     if cfg.offload:
-        shards = ("weights", "optimizer", "gradients", "critic", "reference")
-        need["in CPU memory"] = sum(need.pop(kind, 0) for kind in shards)
+        rounded = sum(need.pop(kind, 0) for kind in ("weights", "gradients", "critic", "reference"))
+        need["in CPU memory"] = need.pop("optimizer") + round(rounded * pinned / sum(size.values()))
     if cfg.generator == "hf" and not cfg.load_in:
         need["generator"] = compute * sum(torch.Size(shape).numel() for shape, *_ in table)
     return need

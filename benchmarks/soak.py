@@ -58,7 +58,7 @@ CASES = {  # name -> (script, flags, server's flags or None without one, how man
     "server": ("train_grpo.py", SHORT, "", 1),
     "async": (
         "train_async.py",
-        "--max_completion_length 96 --max_turn_length 16 --env benchmarks/soak.py:Asks --max_prompt_length 64",
+        "--prompts_per_step 2 --max_completion_length 96 --max_turn_length 16 --env benchmarks/soak.py:Asks",
         "",
         1,
     ),
