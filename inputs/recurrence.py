@@ -265,12 +265,12 @@ class State(LinearAttentionLayer):
 # ---- tried on drawn numbers ------------------------------------------------------------------------------------------
 
 
-def unlike(module: nn.Module, width: int) -> str:
+def unlike(module: nn.Module, width: int, device: str | torch.device | None = None) -> str:
     """How a layer's results or gradients behind prompts differ from those in plain rows, "" where they do not.
 
     On a GPU, if there is one: packages of kernels, which layers take where they are installed, want it.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     table = torch.tensor(
         [[[[0, 5, 0, 0], [5, 7, 0, 5], [7, 11, 0, 5], [11, 14, 0, 0], [14, 15, 11, 14]]]], device=device
     )
@@ -291,8 +291,10 @@ def unlike(module: nn.Module, width: int) -> str:
             out |= dict(zip(row, own(hidden[row][None])[0], strict=True))
         return torch.stack([out[place] for place in range(15)])
 
+    layout = layout_of(table, 1)  # made on the CPU and sent, so outside of the context below
+
     def behind_prompts(hidden: Tensor) -> Tensor:
-        return in_segments(module, own, hidden, layout_of(table, 1))
+        return in_segments(module, own, hidden, layout)
 
     try:
         with torch.device(device), torch.enable_grad(), torch.autocast(device, enabled=False):

@@ -498,7 +498,10 @@ class Pushes(Session):
         self.broken = f"a weight push did not complete ({reason}); push all weights again to go on"
         self.session = None
         try:
-            await asyncio.wait_for(engine.pause_generation(mode="abort", clear_cache=False), self.timeout)
+            async with asyncio.timeout(self.timeout):
+                # First: at a pause, engines of a mixture may compute a dummy batch, for which layers have to be whole.
+                await engine.collective_rpc("abort_weight_update")
+                await engine.pause_generation(mode="abort", clear_cache=False)
         except TimeoutError:
             self.broken += f", or start this server anew: its engine has not stopped within {self.timeout:g} s"
         print(f"vllm_server: {self.broken}", file=sys.stderr, flush=True)

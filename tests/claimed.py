@@ -100,6 +100,8 @@ class ClaimedGPU(TorchDispatchMode):
         elif packet is aten.copy_:
             source, target = (isinstance(x, Claimed) for x in (args[1], args[0]))
         if packet in (aten._pin_memory, aten.is_pinned):
+            if packet is aten._pin_memory and isinstance(args[0], Claimed):
+                raise Refused("expected a CPU tensor to pin")
             return args[0].clone() if packet is aten._pin_memory else False
         waits = int(source and (packet in READS or not target))
         sent = int(packet in COPIES and target and not source and not (kwargs or {}).get("non_blocking"))

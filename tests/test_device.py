@@ -1,9 +1,11 @@
 """What computes, with tensors that claim to be on a GPU: nothing is made on, or mixed with, another device."""
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import replace
 
+import families
 import gradient_worker
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
 
 import train_grpo as script
 import train_ppo
 import utils
+from inputs import recurrence
 from inputs.processor import load_processor
 from rollouts import Trajectory
 from runlog import checkpoints
@@ -85,6 +89,7 @@ REFUSED = {
     "index_add": lambda: on_gpu(3).index_add(0, torch.tensor([0]), on_gpu(1)),
     "isin": lambda: torch.isin(on_gpu(3), torch.ones(2)),
     "embedding": lambda: torch.nn.functional.embedding(torch.tensor([0]), on_gpu(3, 2)),
+    "pinned on the GPU": lambda: on_gpu(2).pin_memory(),
     "a CPU generator": lambda: torch.rand(2, device=GPU, generator=torch.Generator()),
     "a GPU generator on the CPU": lambda: torch.rand(2, generator=torch.Generator(GPU)),
 }
@@ -292,6 +297,14 @@ def test_a_step(case, gpu, small):
     if cfg.ref_sync_steps:
         script.move_towards(reference, policy, 0.5)
         assert all(p.device == GPU for p in reference.parameters())
+
+
+def test_a_recurrent_layer_is_tried_on_the_gpu(gpu, monkeypatch, tmp_path):
+    """What cannot be tried is taken for a layer that cannot go on from a prompt's state."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # none for what is claimed
+    model = AutoModelForCausalLM.from_pretrained(families.saved("lfm2", tmp_path))
+    mixer = recurrence.mixers_of(model)[0]
+    assert recurrence.unlike(mixer, model.config.hidden_size, GPU) == ""
 
 
 @pytest.mark.parametrize("replay", [False, True])
