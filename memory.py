@@ -119,6 +119,7 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
     inputs, *where = longest_pass(cfg)
     with torch.device("meta"):
         policy = make_policy(cfg)
+    kept, more = copied_keys(inputs["attention_mask"], policy, cfg)
     packed = [getattr(p, "in_4_bits", False) for p in policy.parameters()]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"):
         claim_memory(policy, None if cfg.strategy == "ddp" else getattr(torch, cfg.compute_dtype))
@@ -158,8 +159,31 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
         with live:
             policy(inputs, *where)[0].sum().backward()
     table = [(*row, in_4_bits) for row, in_4_bits in zip(parameters(policy), packed, strict=True)]
-    COUNTED[make_policy, repr(cfg)] = live.most | {"turn": turn, "between": between}, table
+    # On GPUs the peak may be within attention, when what comes behind it in its layer is gone.
+    copied = [live.most.get("layers", Counter()) + Counter(activations=kept)]
+    copied += [(between if cfg.gradient_checkpointing else copied[0]) + Counter(activations=more + kept)]
+    peaks = live.most | {"turn": turn, "between": between, "layers on GPUs": max(copied, key=Counter.total)}
+    COUNTED[make_policy, repr(cfg)] = peaks, table
     return COUNTED[make_policy, repr(cfg)]
+
+
+def copied_keys(mask: Tensor, policy: nn.Module, cfg: TrainConfig) -> tuple[int, int]:
+    """Bytes that GPUs' attention behind shared prompts (attend_in_one_call) takes beyond that of one long row. What is
+    kept for the backward pass: keys and values of a prompt once for each of its completions, of one layer or, if none
+    is computed again, of all; and what its own backward pass takes on top: their gradients, which torch's kernel makes
+    for all query heads first, and one of them in float32."""
+    text, size = policy.hf_model.config.get_text_config(), itemsizes(cfg)[1]
+    heads = getattr(text, "num_attention_heads", 0)  # none where all layers are recurrent
+    if mask.ndim != 4 or not heads:
+        return 0, 0
+    segments, kv = mask[0, 0], getattr(text, "num_key_value_heads", None) or heads  # [S, 4], see inputs/attention.py
+    prompts = segments[:, 3] - segments[:, 2]
+    if not prompts.any():
+        return 0, 0
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    keys = int((segments[:, 1] - segments[:, 0] + prompts).sum()) * width  # numbers of a head
+    layers = 1 if cfg.gradient_checkpointing else len(decoder_layers(policy))
+    return keys * 2 * kv * size * layers, keys * (2 * kv * size + 2 * heads * size * (heads > kv) + 4 * kv)
 
 
 def claim_memory(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -200,16 +224,19 @@ def rank_bytes(
     ranks: int,
     critic: bool = False,
     sends: bool = True,
+    copies: bool = True,
 ) -> Counter:
     """Bytes on the GPU of rank 0, which has the largest shards and sends pushes, by kind. `peak` adds up what is there
     together.
 
     make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy). critic: there is a critic of
     the same size (train_ppo.py). Its update comes before the policy's, and takes no more. sends: False for a rank that
-    gathers a push with the others and sends none of it.
+    gathers a push with the others and sends none of it. copies: False on CPUs (`copied_keys`).
     Activations are those of the largest micro-batch from the second one on, when there are gradients already.
     """
     peaks, table = pass_bytes(make_policy, one_rank(cfg, ranks))
+    if copies:
+        peaks = {**peaks, "layers": peaks["layers on GPUs"]}
     ranks = cfg.shard_size or ranks
     need = kept_bytes(make_policy, table, cfg, ranks, critic)
     gathered = gathered_bytes(table, cfg, ranks)

@@ -141,7 +141,9 @@ def measured(cfg: TrainConfig, critic: bool, rank: int, world: int, device) -> d
 
 def predicted(cfg: TrainConfig, ranks: int, critic: bool) -> dict[str, int]:
     """What memory.py says of the same. Here it is one memory in which shards are, offloaded or not."""
-    need = memory.rank_bytes(script.empty_policy, replace(cfg, offload=False), ranks, critic)
+    need = memory.rank_bytes(
+        script.empty_policy, replace(cfg, offload=False), ranks, critic, copies=torch.cuda.is_available()
+    )
     kept = memory.kept(need)
     return {"kept": kept, "update": memory.update_peak(need), "push": kept + need["push"]}
 

@@ -373,6 +373,24 @@ def test_frozen_models_are_counted_where_they_are_and_as_large_as_they_are(tmp_p
     assert offloaded[0]["in CPU memory"] < offloaded[1]["in CPU memory"]
 
 
+def test_short_completions_of_a_long_prompt_take_its_keys_once_each_on_gpus():
+    words = "--model_id models/tiny --tokens_per_microbatch 4096 --max_prompt_length 2048 --num_generations 64"
+    for length, least, most in ((16, 1.2, 10), (2048, 1, 1.1)):
+        cfg = load_config(TrainConfig, [*words.split(), "--max_completion_length", str(length)])
+        own = replace(cfg, gradient_checkpointing=True)
+        copied, plain = (memory.rank_bytes(empty_policy, own, 1, copies=copies) for copies in (True, False))
+        assert least <= copied["activations"] / plain["activations"] < most
+
+
+def test_shards_in_cpu_memory_are_blocks_of_powers_of_two():
+    """So torch's allocator of pinned memory rounds each."""
+    cfg = load_config(
+        TrainConfig, "--model_id models/tiny --strategy fsdp2 --offload --tokens_per_microbatch 512".split()
+    )
+    need = memory.kept_bytes(empty_policy, [((96, 100), True, 0, False, 0, False)], cfg, 2, False)
+    assert need["in CPU memory"] == 4 * (2 * 4800 + 2 * 8192)  # AdamW's, which is not pinned; weights and gradients
+
+
 def test_copies_add_up_their_gradients_once_an_update():
     """Four ranks over a slow link; nothing else takes as long."""
     words = "--gpus 5 --strategy ddp --link_bandwidth 0.1 --prompts_per_step 16".split()
