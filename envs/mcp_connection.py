@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from safety.limits import to_thread
 
 # The MCP SDK and what comes with it take a second, and are imported by connections.
 
-RESTARTS = 3  # of one connection, after its first start
+LONGEST_PAUSE = 60.0  # seconds until a server that cannot be started, or dies in each first call, is started again
 END_SECONDS = 7.0  # the SDK gives a process .5 s to read what is left, 2 s to end, and 2 each after SIGTERM and SIGKILL
 LOG_BYTES = 10_000_000  # of the log, and as many of the one before
 LIVE: set = set()  # Connections, and others with a coroutine `end`, to end with the process
 
+now = time.monotonic
 _sdk_logger = logging.getLogger("mcp")
 _output_logger = logging.getLogger("mcp.output")  # lines that servers wrote to stderr
 _log: list[RotatingFileHandler] = []  # none, or the open log
@@ -41,7 +43,9 @@ class Refused(RuntimeError):
 
 
 class Connection:
-    """One process or session of a server: started by the first call, and again by the next one after it died.
+    """One process or session of a server: started by the first call, and again by the next one after it died. From the
+    second start on that brought no answer, calls get the last error for a pause, which doubles: a server that is away
+    would be asked by each of hundreds of calls, and one that is back must be found, however long it was away.
 
     server:   the mcp_tools.Server, whose name, transport and limits hold for all its connections.
     settings: of its entry, with variables replaced.
@@ -49,7 +53,8 @@ class Connection:
 
     def __init__(self, server, settings: dict):
         self.server, self.settings = server, settings
-        self.busy = self.starts = 0
+        self.busy = self.starts = 0  # starts: since it answered last
+        self._fault, self._pause_ends = f"MCP server {server.name!r} is gone", 0.0
         self._last: collections.deque[str] = collections.deque(maxlen=10)  # lines on stderr
         self._refused = self._session = None  # HTTP: status 401 or 403, and the session's id
         self._lost = False  # HTTP: the server does not know the session any more
@@ -60,7 +65,7 @@ class Connection:
         client, tools, cursor = await self.client(), [], None
         while True:
             page = await client.list_tools(cursor=cursor)
-            tools, cursor = tools + page.tools, page.next_cursor
+            tools, cursor, self.starts = tools + page.tools, page.next_cursor, 0
             if not cursor:
                 return tools
 
@@ -70,10 +75,12 @@ class Connection:
             client = await self.client()
             deadline = _loop.time() + self.server.seconds
             result = await client.call_tool(tool, arguments, read_timeout_seconds=self.server.seconds)
+            self.starts = 0
         except Exception as error:
             if self._task is not None and self._ready.done() and (self._task.done() or self._lost or is_closed(error)):
                 await self.end()  # the next call starts it again
-                error = RuntimeError(f"MCP server {self.server.name!r} is gone ({reason(error)})")
+                self._fault = f"MCP server {self.server.name!r} is gone ({reason(error)})"
+                error = RuntimeError(self._fault)
                 self.server.tell(self._failure(error))
             raise self._failure(error) from error
         try:  # pictures are decoded: not on the loop of all connections
@@ -116,8 +123,8 @@ class Connection:
         return self._ready.result()
 
     def _start(self) -> None:
-        if self.starts > RESTARTS:
-            raise RuntimeError(f"MCP server {self.server.name!r} died {self.starts} times and is not started again")
+        if now() < self._pause_ends:
+            raise RuntimeError(self._fault)
         self.starts += 1
         self._refused, self._lost = None, False
         self._ready, self._stop = _loop.create_future(), asyncio.Event()
@@ -146,11 +153,16 @@ class Connection:
                 await stop.wait()
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(self._failure(error))
+                failure = self._failure(error)
+                self._fault = str(failure)
+                ready.set_exception(failure)
             elif isinstance(error, asyncio.CancelledError):
                 raise
             else:
                 _output_logger.info("%s: ended with %s", self.server.name, reason(error))
+        finally:
+            pause = 2.0 ** min(self.starts - 2, 9) if self.starts > 1 else 0.0
+            self._pause_ends = now() + min(pause, LONGEST_PAUSE)
 
     async def _transport(self, stack: contextlib.AsyncExitStack):
         from mcp import StdioServerParameters, stdio_client

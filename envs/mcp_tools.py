@@ -6,7 +6,7 @@
 
 Ours beside the usual keys: `prefix` before the tools' names; `instances` of a server that answers one call at a time
 (calls go to the least busy); `isolate`, a server for every trajectory, of which at most `instances` live at a time;
-`concurrency` and `rate` as in tools.Tool. A server that died is started again by the next call, at most RESTARTS times.
+`concurrency` and `rate` as in tools.Tool. A server that died is started again by the next call.
 All connections live on one event loop of their own. What servers write to stderr goes to `log_file()`.
 """
 
@@ -29,12 +29,12 @@ from config import ConfigError
 from data import parse_json
 from envs.mcp_connection import (
     LIVE,
-    RESTARTS,
     Connection,
     Refused,
     close_all,
     log_file,
     log_to,
+    now,
     on_loop,
     reason,
     run_loop,
@@ -45,9 +45,10 @@ from safety import credentials
 from safety.limits import AT_END, start_thread
 from safety.masking import mcp_secrets
 
-__all__ = ["RESTARTS", "TrajectoryServers", "close_all", "connect", "log_file", "log_to"]
+__all__ = ["TrajectoryServers", "close_all", "connect", "log_file", "log_to"]
 
 ISOLATED = 64  # most live servers of an entry with "isolate", on each rank, if it has no "instances"
+SAID_EVERY = 600.0  # seconds between two warnings about a server that fails
 LONGEST_TIMEOUT = 3600  # a larger "timeout" is in milliseconds: programs that count seconds allow no more than an hour
 
 EXPANDED = ("command", "args", "env", "cwd", "url", "headers")  # keys in which ${VAR} is replaced
@@ -189,7 +190,7 @@ class Server:
     """
 
     def __init__(self, name: str, settings: dict, where: str, seconds: float):
-        self.name, self.settings, self.where, self.told = name, settings, where, False
+        self.name, self.settings, self.where, self.told = name, settings, where, -SAID_EVERY
         self.isolate, timeout = settings.get("isolate", False), settings.get("timeout")
         if not isinstance(self.isolate, bool):
             raise ConfigError(f"{where}: isolate must be true or false, not {self.isolate!r}.")
@@ -266,12 +267,12 @@ class Server:
         return self.settings["url"].partition("?")[0]  # what follows may hold a key
 
     def tell(self, failure: RuntimeError) -> None:
-        """Once, to people: the model reads of every failure itself."""
-        if not self.told:
-            self.told = True
+        """To people, and again when it goes on or comes back: the model reads of every failure itself."""
+        if now() - self.told >= SAID_EVERY:
+            self.told = now()
             text = ". ".join((str(failure), *getattr(failure, "__notes__", ())))
             text = text if repr(self.name) in text else f"MCP server {self.name!r}: {text}"
-            logger.warning("%s (said once; the model reads of every failure)", text)
+            logger.warning("%s (said every %g minutes; the model reads of every failure)", text, SAID_EVERY / 60)
 
 
 class TrajectoryServers:

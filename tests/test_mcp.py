@@ -12,10 +12,13 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import anyio
 import psutil
 import pytest
 import requests
+from mcp_types import CallToolResult, TextContent
 from PIL import Image
 from server_fixture import free_port
 
@@ -355,17 +358,61 @@ def test_isolated_tools_with_fixed_arguments_and_cache(tmp_path):
 
 
 def test_an_isolated_server_that_dies(tmp_path):
-    """Its trajectory reads so and goes on with a new one, at most RESTARTS times; its place is given back."""
+    """Its trajectory reads so and goes on with a new one; its place is given back."""
     box = make(write(tmp_path, test=settings_of("stdio", 0, isolate=True, instances=1)))
     environment = begin(box)
-    for _ in range(mcp_tools.RESTARTS + 1):
+    for _ in range(2):
         assert say(environment, call("remember", text="a")) == ["a"]
         assert "is gone" in say(environment, call("die"))[0]
-    assert "not started again" in say(environment, call("remember", text="a"))[0]
     asyncio.run(environment.close())
     environment = begin(box)
     assert say(environment, call("remember", text="b")) == ["b"]
     asyncio.run(environment.close())
+
+
+def test_a_server_that_is_away_is_tried_after_ever_longer_pauses(tmp_path, monkeypatch, caplog):
+    """Calls in between get the last error at once; the first that succeeds ends the pauses. The next outage is said."""
+    away, tries, clock = [False], [], [1000.0]
+
+    class Client:
+        def __init__(self, *given, **named):
+            tries.append(clock[0])
+
+        async def __aenter__(self):
+            if away[0]:
+                raise OSError("nobody there")
+            return self
+
+        async def __aexit__(self, *given):
+            pass
+
+        async def list_tools(self, cursor):
+            listed = SimpleNamespace(name="echo", description="", input_schema={"type": "object", "properties": {}})
+            return SimpleNamespace(tools=[listed], next_cursor=None)
+
+        async def call_tool(self, *given, **named):
+            if away[0]:
+                raise anyio.ClosedResourceError
+            return CallToolResult(content=[TextContent(text="fine")])
+
+    monkeypatch.setattr("mcp.Client", Client)
+    for module in (mcp_connection, mcp_tools):
+        monkeypatch.setattr(module, "now", lambda: clock[0])
+    box = make(write(tmp_path, test={"url": "http://127.0.0.1:9/mcp"}))
+    for _ in range(2):
+        away[0] = True
+        tries.clear()
+        for _ in range(200):
+            assert all(failed and ("gone" in text or "nobody" in text) for text, failed in run(box, ("echo", {})))
+            clock[0] += 1
+        pauses = [after - before for before, after in zip(tries, tries[1:], strict=False)]
+        assert pauses == [1, 1, 2, 4, 8, 16, 32, 60, 60], pauses
+        away[0] = False
+        clock[0] += mcp_connection.LONGEST_PAUSE
+        assert run(box, *[("echo", {})] * 6) == [("fine", 0)] * 6
+        clock[0] += mcp_tools.SAID_EVERY
+    said = [record.getMessage() for record in caplog.records if record.name == "envs.mcp_tools"]
+    assert len(said) == 2 and all("MCP server 'test' is gone" in line for line in said), said
 
 
 def test_a_lost_session_is_opened_again(tmp_path):
@@ -376,9 +423,11 @@ def test_a_lost_session_is_opened_again(tmp_path):
         assert say(environment, call("remember", text="a")) == ["a"]
         process.kill()
         process.wait()
+        for _ in range(6):  # however often it was called meanwhile
+            assert "Error" in say(environment, call("remember", text="b"))[0]
         process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
         wait_for(port)
-        assert "is gone" in say(environment, call("remember", text="b"))[0]
+        time.sleep(2)  # until it is tried again
         assert say(environment, call("remember", text="c")) == ["c"]
         asyncio.run(environment.close())
     finally:
