@@ -73,13 +73,37 @@ class Running:
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
-def shared_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of async functions, in a daemon thread: one that blocks it cannot hold up the sampling."""
+def on_loop(coroutine) -> tuple[asyncio.AbstractEventLoop, concurrent.futures.Future]:
+    """Run it on the event loop of async functions, which has a daemon thread: one that blocks it cannot hold up the
+    sampling. The loop, and the coroutine's future."""
     with _loop_lock:
         if not _loops:
             _loops.append(asyncio.new_event_loop())
-            threading.Thread(target=prepared, args=(_loops[0].run_forever,), name="async calls", daemon=True).start()
-        return _loops[0]
+            threading.Thread(target=prepared, args=(run_loop, _loops[0]), name="async calls", daemon=True).start()
+        return _loops[0], asyncio.run_coroutine_threadsafe(coroutine, _loops[0])
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def leave_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Take a new one from now on. This one ends once nothing runs there: it keeps a thread and three descriptors."""
+
+    async def end() -> None:
+        await asyncio.sleep(1)
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(1)
+        # A client that calls share would take what is open here for usable on the next loop.
+        for transport in list(getattr(loop, "_transports", {}).values()):
+            transport.abort()
+        loop.call_soon(loop.stop)
+
+    with _loop_lock:
+        if loop in _loops:
+            _loops.remove(loop)
+            asyncio.run_coroutine_threadsafe(end(), loop)
 
 
 async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Callable = plain) -> tuple | None:
@@ -175,8 +199,8 @@ async def on_shared_loop(awaitable, call: Running, deadline: float) -> tuple | N
     what has only waited for its turn, for a third of its time, goes to a new loop."""
     waits = True
     while waits and (left := deadline - time.monotonic()) > 0:
-        loop, outcome = shared_loop(), concurrent.futures.Future()
-        task = asyncio.run_coroutine_threadsafe(answer(awaitable, call, outcome), loop)
+        outcome: concurrent.futures.Future = concurrent.futures.Future()
+        loop, task = on_loop(answer(awaitable, call, outcome))
         waiting = asyncio.wrap_future(outcome)
         try:
             done, _ = await asyncio.wait({waiting}, timeout=min(left, call.seconds / 3))
@@ -187,10 +211,13 @@ async def on_shared_loop(awaitable, call: Running, deadline: float) -> tuple | N
         finally:
             waiting.cancel()
             task.cancel()
-        if waits or not await result_within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), loop), 1.0):
-            with _loop_lock:
-                _loops[:] = [other for other in _loops if other is not loop]
+        if loop in _loops and (waits or not await is_free(loop)):
+            leave_loop(loop)
     return None
+
+
+async def is_free(loop: asyncio.AbstractEventLoop) -> bool:
+    return await result_within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), loop), 1.0) or False
 
 
 async def answer(awaitable, call: Running, outcome: concurrent.futures.Future) -> None:

@@ -679,6 +679,41 @@ def test_what_has_not_begun_leaves_a_blocked_loop(block):
     assert asyncio.run(calls()) == [fine, None, fine, fine, None, fine]
 
 
+def test_a_loop_that_was_blocked_ends_with_what_runs_there():
+    """Each keeps a thread and three descriptors. Its open connections are closed: else a client that calls share, which
+    is used on the next loop, would take them for usable ones."""
+    loops, writers, over, tasks = [], [], threading.Event(), []
+
+    async def blocks():
+        loops.append(asyncio.get_running_loop())
+        time.sleep(0.2)
+
+    async def goes_on():
+        loops.append(asyncio.get_running_loop())
+        listener = await asyncio.start_server(lambda *given: None, "127.0.0.1", 0)
+        writers.append((await asyncio.open_connection(*listener.sockets[0].getsockname()))[1])
+        tasks.append(asyncio.create_task(asyncio.to_thread(over.wait, 30)))
+
+    async def calls():
+        functions = [goes_on, *[blocks] * 8]
+        return await asyncio.gather(*(limits.run_limited(function, {}, 0.6) for function in functions))
+
+    try:
+        asyncio.run(calls())
+        others = [loop for loop in dict.fromkeys(loops) if loop not in limits._loops and loop is not loops[0]]
+        deadline = time.monotonic() + 10
+        while not all(loop.is_closed() for loop in others) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert others and all(loop.is_closed() for loop in others) and not loops[0].is_closed()
+    finally:
+        over.set()
+    while not loops[0].is_closed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loops[0].is_closed() and tasks[0].done() and writers[0].is_closing()
+    threads = [thread.name for thread in threading.enumerate()]
+    assert threads.count("async calls") <= 1, threads
+
+
 def test_a_tool_that_blocks_its_loop_does_not_block_its_environment(block):
     async def blocks() -> str:
         """Blocks."""
