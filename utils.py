@@ -41,7 +41,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from config import ConfigError, TrainConfig
 from inputs import lora
 from inputs.precision import slow_in_bfloat16
-from safety import limits
+from safety import limits, open_files
 from safety.storable import text_of, visible
 from vllm_client import ServerError, VLLMClient
 
@@ -792,6 +792,7 @@ def watch_process() -> None:
     """Limits, Ctrl-C and SIGTERM hold for this process from now on, whatever it does. torchrun sends a SIGTERM to all
     ranks when one has ended, and the system does when torchrun was killed."""
     sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show must not end the run
+    open_files.allow_many()
     why = f"torchrun does so when another rank has ended, which its report names, or it was killed. {RANK_KILLED}"
     limits.watch_process(why if "RANK" in os.environ else "")
 

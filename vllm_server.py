@@ -43,7 +43,6 @@ import ipaddress
 import json
 import math
 import os
-import resource
 import secrets
 import shutil
 import signal
@@ -65,7 +64,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cli import ConfigError
 from inputs.pictures import MAX_PIXELS, PICTURE_FORMATS, PictureError, read_image
 from inputs.prompts import placeholder_tokens
-from safety import credentials
+from safety import credentials, open_files
 from serving.experts import encoded
 from serving.gate import HEADER_SECONDS, Gate, LimitedProtocol, failure
 
@@ -75,7 +74,6 @@ from serving.gate import HEADER_SECONDS, Gate, LimitedProtocol, failure
 
 MAX_N = 1024  # samples a request
 MAX_IMAGES = 64  # images a request
-OPEN_FILES = 65536  # every connection is one
 NO_HOST = "none, unless the server is started with --allowed-media-domains"  # where vLLM looks for names of hosts
 LORA_RANK, LORA_SLOTS = 64, 4  # of adapters, with --enable-lora: largest rank; versions that sample at a time
 PARENT_SECONDS = 15.0  # for an orderly end after the parent's
@@ -222,9 +220,7 @@ def set_environment():
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # no pickles from clients
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"  # nor adapters from files
     os.environ.pop("VLLM_API_KEY", None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    open_files.allow_many()
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow refuses at twice this, for vLLM's own routes too
     Image.DecompressionBombError = TooManyPixels
 

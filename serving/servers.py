@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import requests
 
 from cli import ConfigError
-from safety import addresses, asking, credentials
+from safety import addresses, asking, credentials, open_files
 from safety.limits import warn_once
 from serving import answers
 from serving.wire import in_thread
@@ -296,11 +296,20 @@ class Servers:
     def _diagnose(self, url: str, what: str, error: Exception) -> str:
         """The connection broke: is the server gone? A dying process may listen a moment longer than it talks."""
         (_, host, port), deadline = addresses.place_of(url), time.monotonic() + 2
+        none_left = (
+            f"{what} was not sent to {url}: this process may have no more files open than the {open_files.limit():,} "
+            "that it has; every request is one. Raise the limit (ulimit -n), or sample less at a time, and resume the "
+            "run."
+        )
+        if open_files.used_up(error):
+            return none_left
         while time.monotonic() < deadline:
             try:
                 with socket.create_connection((host, port), timeout=5):
                     time.sleep(0.2)
             except OSError as gone:
+                if open_files.used_up(gone):
+                    return none_left
                 return (
                     f"{url} is gone: no connection ({gone.strerror or gone}) after {what} failed. Its terminal says "
                     f"why; start it again (python vllm_server.py --model ... --port {port}) and resume the run."

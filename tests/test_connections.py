@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -188,6 +189,32 @@ def test_a_connection_that_is_not_made_is_tried_again_and_told_with_the_time_tha
         with pytest.raises(ServerError, match="no connection within 0.3 s.*It was asked again for [01] s") as error:
             ask(f"http://127.0.0.1:{address[1]}", timeout=60)
     assert "hangs" not in str(error.value)
+
+
+@pytest.mark.parametrize("then", ["stays so", "is over"])
+def test_no_more_open_files_are_no_fault_of_the_server(then, monkeypatch):
+    monkeypatch.setattr(servers, "BROKEN_SECONDS", 0.01)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    diagnose = VLLMClient._diagnose
+
+    def later(*given):
+        if then == "is over":
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return diagnose(*given)
+
+    monkeypatch.setattr(VLLMClient, "_diagnose", later)
+    with stub(lambda *_: None) as (url, _):
+        client = VLLMClient([url], "t", timeout=3)
+        client._call(url, "GET", "/server_info")  # opens what is opened once
+        os.close(first_free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
+        try:
+            with pytest.raises(ServerError) as caught:
+                client._call(url, "GET", "/server_info")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "no more files" in str(caught.value) and "ulimit -n" in str(caught.value), caught.value
+    assert not re.search("gone|terminal", str(caught.value))
 
 
 def test_no_step_of_a_push_is_repeated():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -280,10 +281,15 @@ def test_a_process_that_c_code_ends_is_named(tmp_path):
 
 
 def test_a_terminal_that_knows_no_emoji(tmp_path):
-    body = "utils.watch_process()\nprint('\\U0001f600')\n"
+    """And that it may open more files than most shells allow: every request under way is one."""
+    limit = "resource.getrlimit(resource.RLIMIT_NOFILE)"
+    body = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (1024, {limit}[1]))\n"
+    body += f"utils.watch_process()\nprint('\\U0001f600', {limit}[0])\n"
     command = [sys.executable, str(script(tmp_path, body))]
     with running(Process(command, tmp_path / "log", PYTHONIOENCODING="ascii", PYTHONUTF8="0")) as run:
         assert run.end() == 0, run.text
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        assert int(run.text.split()[-1]) == (min(hard, 65536) if hard > 0 else 65536), run.text
 
 
 def test_a_crash_in_c_says_where(tmp_path):
