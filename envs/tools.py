@@ -490,7 +490,7 @@ class Toolbox:
         self._results: dict[tuple, object] = {}
         self._instructions: dict[tuple, str] = {}
         # What belongs to an event loop; train_async.py evaluates on another one than it samples on.
-        self._loops: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._loops: dict[asyncio.AbstractEventLoop, SimpleNamespace] = {}
 
     def instructions(self, tools: dict[str, Tool], parser: str) -> str:
         """How to call these of its tools. Written once for all rows with the same tools and arguments."""
@@ -509,6 +509,9 @@ class Toolbox:
     def _here(self) -> SimpleNamespace:
         """Semaphores, next turns by rate, and locks of the running event loop."""
         loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            for ended in [other for other in list(self._loops) if other.is_closed()]:
+                self._loops.pop(ended, None)
         locks = weakref.WeakValueDictionary()  # each is kept by who waits for it
         return self._loops.setdefault(loop, SimpleNamespace(limits={}, next={}, locks=locks))
 

@@ -1,6 +1,7 @@
 """Several turns: what was sampled is trained on token by token, what was answered never; nothing waits for others."""
 
 import asyncio
+import gc
 import http.server
 import json
 import math
@@ -8,6 +9,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -528,6 +530,22 @@ def test_limits_and_cache():
     count, toolbox = 0, Toolbox(toolbox.tools, cfg)
     _, events = asyncio.run(toolbox.run(calls, toolbox.tools))  # equal ones at the same time
     assert count == 4 and [event["cached"] for event in events] == [0] * 4 + [1] * 4
+
+
+def test_loops_that_have_ended_are_forgotten():
+    """Each step has one, and a semaphore that made somebody wait holds on to its own."""
+    box = Toolbox({"add": from_function(add)}, config(tool_concurrency=1))
+    loops = weakref.WeakSet()
+
+    async def step():
+        loops.add(asyncio.get_running_loop())
+        _, events = await box.run([Call("add", {"a": n, "b": 0}) for n in range(3)], box.tools)
+        assert not any(event["failed"] for event in events)
+
+    for _ in range(5):
+        asyncio.run(step())
+    gc.collect()
+    assert len(loops) == 1
 
 
 def test_the_cache_keeps_what_was_asked_for_last(monkeypatch):
