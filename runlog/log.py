@@ -313,7 +313,8 @@ class RunLog:
         self.hidden = secrets_of(cfg)
         if any(own.mcp_config for own in cfg.by_domain()):
             mcp_tools.log_to(self.dir / "mcp.log")
-        self.warnings, self.unwritten = disk.Warnings(), []  # tables that did not fit: paths and rows
+        self.warnings, self.given_up = disk.Warnings(), 0  # tables for which there was never room
+        self.unwritten: list[tuple[Path, list[dict]]] = []  # and those that are tried again: paths and rows
         self.num_steps = num_steps or cfg.max_steps
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
         self.state |= {"host": socket.gethostname(), "started": time.time(), "updated": time.time(), "why": ""}
@@ -476,7 +477,9 @@ class RunLog:
             kept = f" Training goes on; it is tried again with the next ones, the last {HELD} steps' at most."
             self.warnings.say("completions", disk.trouble(path, error) + kept)
             for dropped, _ in self.unwritten[:-HELD]:
-                self.warnings.say(dropped.name, f"{dropped} is given up: there is still no room for it.")
+                self.given_up += 1
+                there = f"there is still no room for it. So far: {self.given_up}."
+                self.warnings.say("given up", f"{dropped} is given up: {there}")
             self.unwritten = self.unwritten[-HELD:]
 
     def sample(self, step: int, rows: list[dict]) -> None:

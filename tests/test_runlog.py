@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import io
 import json
 import math
@@ -13,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +178,22 @@ def test_a_disk_that_does_not_answer_is_named(make_log):
         log.written()
     with open(slow, "rb") as reader:
         reader.read()
+
+
+def test_completions_that_are_given_up_are_told_once_a_minute(make_log, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = make_log()
+    with monkeypatch.context() as patched:
+        patched.setattr("runlog.log.write_table", full)
+        for step in range(1, 13):
+            log.completions(step, [{"prompt": "p", "completion": "c"}])
+            futures.wait([future for *_, future in log.under_way])
+    log.completions(13, [{"prompt": "p", "completion": "c"}])
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "given up" in line]
+    assert "step_000001.parquet" in said
+    assert len(log.warnings.said) == 2
 
 
 def test_resuming_equals_never_stopping(make_log):
