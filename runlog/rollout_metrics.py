@@ -3,6 +3,7 @@
 import logging
 import math
 import statistics
+import time
 import traceback
 from collections import Counter
 
@@ -13,6 +14,7 @@ from config import TrainConfig
 from data import shorten
 from inputs.trajectory import RowPictureError, Trajectory, stands_in
 from rollouts import any_number
+from safety.asking import place
 from safety.limits import warn_once
 from safety.storable import calls_in
 
@@ -210,6 +212,44 @@ def check_scored(trajectories: list[Trajectory], cfg: TrainConfig) -> None:
         )
 
 
+SILENT_STEPS, SILENT_SECONDS = 10, 600.0  # both: steps may be quick, and a large model takes minutes to start
+_SILENT: dict[tuple, tuple[int, float]] = {}  # judges: steps in a row without any answer, and when the first was
+
+
+def check_judges(trajectories: list[Trajectory], cfg: TrainConfig) -> None:
+    """RuntimeError if a judge, from whose scores something is learned, has answered for no completion for SILENT_STEPS
+    steps (and evaluations) and SILENT_SECONDS: other rewards would go on teaching without it. All ranks call it."""
+    if not any(map(learns_from_judge, cfg.by_domain())):
+        return
+    mine: dict[tuple, tuple[bool, str]] = {}
+    for t in trajectories:
+        own, unanswered = cfg.of(t.row), t.info.get("rewards", {}).get("judge/unanswered")
+        if learns_from_judge(own) and unanswered is not None:
+            judge, fault = (own.judge_url, own.judge_model), t.info.get("extra", {}).get("judge", "")
+            mine[judge] = mine.get(judge, (False, ""))[0] or not unanswered, fault
+    everyone = utils.gather_objects((mine, time.time()))
+    now = everyone[0][1]
+    for judge in sorted({judge for found, _ in everyone for judge in found}):
+        answers = [found[judge] for found, _ in everyone if judge in found]
+        if any(answered for answered, _ in answers):
+            _SILENT.pop(judge, None)
+            continue
+        steps, since = _SILENT.get(judge, (0, now))
+        _SILENT[judge] = steps + 1, since
+        if steps + 1 >= SILENT_STEPS and now - since >= SILENT_SECONDS:
+            fault = answers[0][1].removeprefix("(not counted: ").removesuffix(")")
+            raise RuntimeError(
+                f"The judge {judge[1]} at {place(judge[0])} answered for no completion of the last {steps + 1} steps, "
+                f"for {(now - since) / 60:.0f} minutes: {fault}. What is learned without it is something else. See "
+                "that it answers, and resume the run (--resume)."
+            )
+
+
+def learns_from_judge(cfg: TrainConfig) -> bool:
+    weights = cfg.reward_weights or [1.0] * len(cfg.reward_funcs)
+    return any(weight for name, weight in zip(cfg.reward_funcs, weights, strict=False) if name == "judge")
+
+
 _SHOWN: set[str] = set()  # causes whose traceback was printed, at most MOST_SHOWN
 
 
@@ -220,7 +260,8 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig) -> int:
     """How many of a step's trajectories failed, over all ranks, which all call it. Prints the traceback of each new
     cause; above --max_failed raises the commonest one, on every rank. Rows with a damaged image are named, and do not
     end a run that has others."""
-    check_scored([t for group in groups for t in group], cfg)
+    for check in (check_scored, check_judges):
+        check([t for group in groups for t in group], cfg)
     failures = [t.info["failure"] for group in groups for t in group if "failure" in t.info]
     damaged = [t for group in groups for t in group if isinstance(t.info.get("failure"), RowPictureError)]
     for t in damaged:

@@ -28,9 +28,9 @@ ATTEMPTS, WAIT, LONGEST_WAIT = 3, 1.0, 10.0  # seconds before the second attempt
 BUSY = (429, 503)
 LONGEST_CALL = 86_400.0  # seconds; a socket takes no infinite limit
 
-MOST_WARNINGS = 50
+MOST_WARNINGS, WARNED_EVERY = 50, 3600.0  # so many in so many seconds, each once
 
-WARNED: set[str] = set()
+WARNED: dict[str, float] = {}  # what was said within WARNED_EVERY, and when
 logger = logging.getLogger(__name__)
 
 
@@ -96,7 +96,7 @@ def ask(
             if time.monotonic() + pause >= deadline:
                 wanted = f", and asks for {pause:g} s" if error.wait is not None else ""
                 raise NoAnswer(
-                    f"{error}{wanted}; the time limit of {seconds:g} s is over.", error.status, True
+                    f"{error}{wanted}; the time limit of {round(seconds, 1):g} s is over.", error.status, True
                 ) from None
             if error.status in BUSY:
                 warned(f"{error}: it is asked again until the call's time limit.")
@@ -105,9 +105,13 @@ def ask(
 
 
 def warned(message: str) -> None:
-    """Warn, the first time that there is this to say; of servers that say something else each time, MOST_WARNINGS."""
+    """Warn, once an hour of the same: an outage in the fifth day of a run is news, as the one in the first was. Of
+    servers that say something else each time, MOST_WARNINGS."""
+    now = time.monotonic()
+    for old in [text for text, said in list(WARNED.items()) if now - said >= WARNED_EVERY]:
+        WARNED.pop(old, None)
     if message not in WARNED and len(WARNED) < MOST_WARNINGS:
-        WARNED.add(message)
+        WARNED[message] = now
         logger.warning(message)
 
 

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import http.server
 import json
+import math
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from rewards import (
     turn_ends,
 )
 from rollouts import Trajectory
+from runlog import rollout_metrics
 from safety import asking, sandbox
 from safety.limits import run_limited
 from scoring import judge
@@ -198,6 +201,55 @@ def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(judged):
     asyncio.run(score(group, {"judge": judge.judge}, cfg))
     assert group[0].info["unrewarded"] == 1 and group[0].info["rewards"]["judge/unanswered"] == 1
     assert "cannot be reached" in group[0].info["extra"]["judge"]
+
+
+def test_a_judge_that_is_gone_for_good_ends_the_run(monkeypatch):
+    """Not one that comes back, nor one whose scores nothing is learned from: of two judges each is looked at."""
+    clock = [0.0]
+    monkeypatch.setattr(rollout_metrics, "_SILENT", {})
+    monkeypatch.setattr(rollout_metrics.time, "time", lambda: clock[0])
+    domains = [{"name": name, "judge_url": f"http://{name}:1/v1", "judge_model": "j"} for name in ("gone", "here")]
+    cfg = TrainConfig(reward_funcs=["judge", "length"], domains=domains)
+
+    def step(gone: int, settings=cfg):
+        clock[0] += 70
+        info = {"judge": math.nan, "judge/attempts": 1, "length": 1.0}
+        said = {"judge": "(not counted: http://gone:1 answered 401 Unauthorized; look at the token it was sent)"}
+        group = []
+        for domain, unanswered in (("gone", gone), ("gone", 1), ("here", 0)):
+            t = trajectory("x")
+            t.row["domain"], t.info["extra"] = domain, said
+            t.info |= {"rewards": info | {"judge/unanswered": unanswered}, "reward_timeouts": 0}
+            group.append(t)
+        rollout_metrics.check_failed([group], settings)
+
+    for gone in (*[1] * 9, 0, *[1] * 9):
+        step(gone)
+    message = r"judge j at http://gone:1 .*last 10 steps.*10 minutes: http://gone:1 answered 401.*sent\. .*--resume"
+    with pytest.raises(RuntimeError, match=message):
+        step(1)
+    step(0)
+    for _ in range(15):
+        clock[0] -= 60  # quick steps: it may be on its way back
+        step(1)
+    weightless = replace(cfg, reward_weights=[0.0, 1.0])
+    for _ in range(15):
+        step(1, settings=weightless)
+
+
+def test_warnings_of_servers_are_said_again_after_an_hour(monkeypatch, caplog):
+    clock = [1e6]
+    monkeypatch.setattr(asking, "WARNED", {})
+    monkeypatch.setattr(asking.time, "monotonic", lambda: clock[0])
+    for _ in range(2):
+        for _ in range(3):
+            asking.warned("http://x is busy")
+            clock[0] += 600
+        for number in range(100):
+            asking.warned(f"http://x said {number}")
+        clock[0] += 3600
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count("http://x is busy") == 2 and len(said) == 2 * asking.MOST_WARNINGS
 
 
 def test_a_server_without_structured_output_is_asked_once_for_it(judged):
