@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -51,6 +51,7 @@ BY_DOMAIN = [  # the same of each domain, one curve a domain, where a run has se
 ]
 SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
 POINTS = 400  # a curve of more steps is drawn as means over bins, with their extremes
+BLOCK = 200  # lines that are taken together
 EXACT = 64  # the first and last steps that stay single ones, whatever is thinned
 
 
@@ -107,6 +108,11 @@ class Curves:
 
     def add(self, lines: Iterable[dict]) -> None:
         """More lines, written after those before. Lines with the same metrics in a row are taken by column: fast."""
+        lines = iter(lines)
+        while block := list(islice(lines, BLOCK)):  # of an iterator never all at once
+            self._add(block)
+
+    def _add(self, lines: list[dict]) -> None:
         for names, group in groupby(lines, key=tuple):
             rows = list(group)
             steps = array("d", [row["step"] for row in rows])

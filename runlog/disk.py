@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cli import NotNow
@@ -87,11 +87,13 @@ class Lines:
             self.torn = None
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | Iterable[bytes]) -> None:
     """Replace a file by one step. Raises OSError; the old one is still there then, and nothing half written."""
     partial = path.with_name(f"{path.name}.partial")
+    parts = [text.encode("utf-8", "backslashreplace")] if isinstance(text, str) else text
     try:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        with open(partial, "wb") as file:
+            file.writelines(parts)
         os.replace(partial, path)
     except OSError:
         remove(partial)

@@ -45,8 +45,8 @@ from envs import mcp_tools
 from inputs.parts import without_sources
 from runlog import disk, tokens
 from runlog.panel import Panel
-from runlog.reading import call_text, phases, read_metrics, readable_prompt
-from runlog.report import notes_of, write_report
+from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
+from runlog.report import curves_of, notes_of, write_report
 from runlog.trackers import check_trackers, open_trackers
 from safety import limits
 from safety.masking import masked, public_config, secrets_of
@@ -363,15 +363,29 @@ class RunLog:
 
     def _keep_until(self, step: float) -> tuple[int, float]:
         """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
-        kept = [line for line in read_metrics(self.dir) if line["step"] <= step]
-        disk.write_whole(self.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
+
+        def kept():
+            return ((line, begin, data) for line, begin, data in metrics_bytes(self.dir) if line["step"] <= step)
+
+        path, size, last = self.metrics_path, 0, (0, 0)
+        shared = not path.exists() or path.is_symlink() or path.stat().st_nlink > 1  # by a copy of the run, for one
+        beginning = True  # of the file, is what stays; not where an older checkpoint was evaluated after later steps
+        for line, begin, data in kept():
+            beginning &= begin == size and data.endswith(b"\n")
+            size += len(data)
+            if line.get("num_tokens"):
+                last = max(last, (line["step"], line["num_tokens"]))
+        if shared or not beginning:
+            disk.write_whole(path, (data.rstrip() + b"\n" for _, _, data in kept()))
+        elif size < path.stat().st_size:
+            os.truncate(path, size)
         for path in self.dir.glob("state.*.partial"):  # of a run that was killed
             path.unlink()
         for path in self.dir.glob("*/step_*.parquet"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # other names are somebody else's
                 path.unlink()
-        return max(((line["step"], line["num_tokens"]) for line in kept if line.get("num_tokens")), default=(0, 0))
+        return last
 
     def _describe_run(self) -> None:
         for path in code_files(self.cfg):  # what ran, and may be edited afterwards
@@ -509,7 +523,8 @@ class RunLog:
 
     def close(self, state: str = "finished", why: str = "") -> None:
         """Finish what is being written, write report.html and finish the trackers. May be called twice, and after an
-        error. state: of state.json, with the reason."""
+        error. state: of state.json, with the reason. What was `interrupted` has a few seconds for all of it, so that
+        trackers come first: a report can be made later."""
         if self.lines.file.closed:
             return
         OPEN.remove(self)
@@ -525,23 +540,28 @@ class RunLog:
             self.lines.file.close()
             self._tell(state=state, why=self._reason(why))
 
+            if state == "interrupted":
+                self._finish_trackers(None)
             report, notes = None, []
             try:
-                report = write_report(self.dir)
-                notes = notes_of(self.dir) if report else []
+                report = write_report(self.dir, curves := curves_of(self.dir))
+                notes = notes_of(self.dir, curves) if report else []
             except Exception as error:  # it is about a run that has ended, and decides nothing of it
                 path, later = self.dir / "report.html", f" Then: python -m runlog {self.dir}"
                 fault = f"{path} could not be made ({type(error).__name__}: {error})."
                 self.warnings.say(
                     "report", (disk.trouble(path, error) if isinstance(error, OSError) else fault) + later
                 )
-            for tracker in self.trackers:
-                tracker.close(report)
+            self._finish_trackers(report)
             if report:
                 for note in notes[:3]:
                     self._say(f"{note['title']}: {note['text']}")
                 self._say(f"report: {report}")
             self.lock.close()
+
+    def _finish_trackers(self, report: Path | None) -> None:
+        while self.trackers:
+            self.trackers.pop(0).close(report)
 
 
 def write_table(path: Path, rows: list[dict]) -> None:

@@ -1,6 +1,7 @@
 """What log.py has written, read back."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from cli import ConfigError
@@ -18,7 +19,7 @@ def is_phase(name: str) -> bool:
 
 def held_out(run_dir: Path) -> dict[str, list[str]]:
     """{metric: its value in each evaluation of the run, in order}, "-" where one has no such number."""
-    evaluations = [line for line in read_metrics(run_dir) if "eval/reward" in line]
+    evaluations = [line for line in metrics_lines(run_dir) if "eval/reward" in line]
     metrics = dict.fromkeys(key for line in evaluations for key in line if key.startswith("eval/"))
     values = {key: [line.get(key) for line in evaluations] for key in metrics}
     return {key: ["-" if value is None else f"{value:.3f}" for value in found] for key, found in values.items()}
@@ -26,22 +27,34 @@ def held_out(run_dir: Path) -> dict[str, list[str]]:
 
 def read_metrics(run_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl; None stands for a number that was not finite. A torn last line is left out."""
-    path = Path(run_dir) / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line}
-    parsed = []
-    for number, line in lines.items():
-        try:
-            parsed.append({"step": None} | json.loads(line))
-            if not isinstance(parsed[-1]["step"], (int, float)):
-                raise ValueError("no step")
-        except (ValueError, TypeError, RecursionError):
-            if number < max(lines):
-                raise ConfigError(
-                    f"{path}, line {number} is no line of metrics: {line[:80]!r}. Was the disk full? Remove the line."
-                ) from None
-            parsed = parsed[: len(lines) - 1]
-    return parsed
+    return list(metrics_lines(run_dir))
+
+
+def metrics_lines(run_dir: Path) -> Iterator[dict]:
+    """As read_metrics, one by one: all of a long run's take gigabytes."""
+    return (line for line, _, _ in metrics_bytes(run_dir))
+
+
+def metrics_bytes(run_dir: Path) -> Iterator[tuple[dict, int, bytes]]:
+    """As metrics_lines, each with the place in the file where it begins and with its bytes."""
+    path, begin, fault = Path(run_dir) / "metrics.jsonl", 0, None
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for number, data in enumerate(file, 1):
+            if text := data.decode("utf-8", "replace").strip():
+                if fault:  # it was not the last one
+                    raise ConfigError(fault)
+                try:
+                    line = {"step": None} | json.loads(text)
+                    if not isinstance(line["step"], (int, float)):
+                        raise ValueError("no step")
+                except (ValueError, TypeError, RecursionError):
+                    what = f"{path}, line {number} is no line of metrics: {text[:80]!r}."
+                    fault = f"{what} Was the disk full? Remove the line."
+                else:
+                    yield line, begin, data
+            begin += len(data)
 
 
 def phases(metrics: dict) -> dict[str, float]:

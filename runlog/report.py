@@ -10,6 +10,7 @@ import hashlib
 import html
 import io
 import json
+import math
 import re
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from cli import ConfigError
 from runlog import advice, disk, samples
 from runlog.curves import SOLVED, Curves, domains, duration, is_number
 from runlog.curves import panels as panels_of
-from runlog.reading import call_text, read_metrics, readable_prompt
+from runlog.reading import call_text, metrics_lines, readable_prompt
 from safety.storable import visible
 
 COLORS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af"]
@@ -259,8 +260,7 @@ def table_of_completions(rows: list[dict], bounds: dict[str, tuple[float, float]
 
 def completions(run_dir: Path, count: int = 8) -> str:
     """The first rows of the first and of the last step: the completions of one prompt lie together there."""
-    files = samples.whole_files(run_dir / "completions")
-    shown = {path: samples.first_rows(path, count) for path in files[:1] + files[-1:]}
+    shown = {path: samples.first_rows(path, count) for path in samples.first_and_last(run_dir / "completions")}
     scores: dict[str, list[float]] = {}
     for row in (row for rows in shown.values() for row in rows):
         for name, value in row.items():
@@ -280,8 +280,7 @@ def side_by_side(columns: list[list[dict]]) -> list[list[dict]]:
 
 def before_and_after(run_dir: Path) -> str:
     """The first held-out rows at the first and at the last evaluation, side by side; with images, as pictures."""
-    files = samples.whole_files(run_dir / "evaluations")
-    files = files[:1] + files[1:][-1:]
+    files = samples.first_and_last(run_dir / "evaluations")
     if not files:
         return ""
     body = ""
@@ -311,33 +310,33 @@ def config_of(run_dir: Path) -> dict:
     return config if isinstance(config, dict) else {}
 
 
-def notes_of(run_dir: Path, curves: Curves | None = None, config: dict | None = None) -> list[dict]:
+def curves_of(run_dir: Path) -> Curves:
+    return Curves(metrics_lines(run_dir))
+
+
+def notes_of(run_dir: Path, curves: Curves) -> list[dict]:
     """What the page of look.py says of the run, in words."""
-    curves = curves or Curves(read_metrics(run_dir))
-    config = config_of(run_dir) if config is None else config
-    of_file = [
-        note
-        for path in samples.whole_files(run_dir / "completions")[-1:]
-        for note in advice.of_completions(path, config)
-    ]
+    config, last = config_of(run_dir), samples.first_and_last(run_dir / "completions")[-1:]
+    of_file = [note for path in last for note in advice.of_completions(path, config)]
     return advice.both(of_file, advice.of_curves(curves, config))
 
 
-def stands_out(run_dir: Path, curves: Curves, config: dict) -> str:
-    found = notes_of(run_dir, curves, config)
+def stands_out(run_dir: Path, curves: Curves) -> str:
+    found = notes_of(run_dir, curves)
     rows = "".join(f"<tr><td><b>{escape(n['title'])}</b></td><td>{escape(n['text'])}</td></tr>" for n in found)
     return f'<h2>What stands out</h2><div class="card"><table>{rows}</table></div>' if found else ""
 
 
-def token_views(run_dir: Path) -> tuple[str, str]:
+def token_views(run_dir: Path, config: dict) -> tuple[str, str]:
     """(a section with the tokens of a few trajectories, the script that draws them), or two empty texts.
 
     Of the first and the last step whose tokens were kept: the best and the worst completion of the group in which they
     differ most. The script and its style are those of the page, looking/page/.
     """
+    if not config.get("log_tokens_every") and not (run_dir / "vocabulary.parquet").exists():
+        return "", ""  # no file has any, so none has to be looked at
     known, shown = samples.vocabulary(run_dir), []
-    files = [path for path in samples.whole_files(run_dir / "completions") if "token_ids" in samples.columns(path)]
-    for path in dict.fromkeys(files[:1] + files[-1:]):
+    for path in samples.first_and_last(run_dir / "completions", "token_ids"):
         for place, row in samples.telling(path):
             view = samples.token_view(samples.cut(row, VIEWED_TOKENS), known)
             title = f"Step {samples.step_of(path)}, completion {place}, reward {number(row.get('reward'))}"
@@ -363,13 +362,13 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def write_report(run_dir: Path) -> Path | None:
-    """Write report.html into the run folder and return its path; None if nothing has been logged yet."""
+def write_report(run_dir: Path, curves: Curves | None = None) -> Path | None:
+    """Write report.html into the run folder and return its path; None if nothing has been logged yet. curves: what
+    `curves_of` gives, if it is known."""
     run_dir = Path(run_dir)
-    lines = read_metrics(run_dir)
-    if not lines:
+    curves = curves or curves_of(run_dir)
+    if curves.last == -math.inf:
         return None
-    curves = Curves(lines)
     config = config_of(run_dir)
     subtitle = [
         config.get("model_id"),
@@ -385,11 +384,11 @@ def write_report(run_dir: Path) -> Path | None:
     ]
     if curves.matching(["reward", *SOLVED]):
         body.append(f'<h2>Reward</h2><div class="card">{plot_reward(curves)}</div>')
-    body.append(stands_out(run_dir, curves, config))
+    body.append(stands_out(run_dir, curves))
     body.append(f"<h2>Is it healthy?</h2>{plots}" if plots else "")
     if curves.phases()[1]:
         body.append(f'<h2>Where the time goes</h2><div class="card">{plot_times(curves)}</div>')
-    tokens, script = token_views(run_dir)
+    tokens, script = token_views(run_dir, config)
     body += [before_and_after(run_dir), completions(run_dir), tokens]
     settings = "".join(f"<tr><td>{escape(k)}</td><td>{escape(json.dumps(v))}</td></tr>" for k, v in config.items())
     body += ["<h2>Details</h2>", folded("All metrics", table_of_metrics(curves))]
@@ -414,13 +413,13 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
         raise SystemExit("usage: python -m runlog RUN_DIR   (a folder like runs/NAME)")
     try:
-        path = write_report(Path(arguments[0]))
+        path = write_report(Path(arguments[0]), curves := curves_of(Path(arguments[0])))
     except OSError as error:
         raise SystemExit(f"report: {disk.trouble(Path(arguments[0]) / 'report.html', error)}") from None
     except ConfigError as error:  # a line of the metrics is damaged
         raise SystemExit(f"report: {error}") from None
     if path is None:
         raise SystemExit(f"report: {arguments[0]} has no line in metrics.jsonl yet")
-    for note in notes_of(Path(arguments[0])):
+    for note in notes_of(Path(arguments[0]), curves):
         print(f"{note['title']}: {note['text']}")
     print(f"report: {path}")

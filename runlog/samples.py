@@ -5,10 +5,13 @@ as JSON text.
 """
 
 import codecs
+import contextlib
 import json
 import math
+import os
 import stat
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -35,22 +38,34 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
+def numbered(folder: Path) -> list[tuple[int, str]]:
+    """(step, name) of its files, by step; others may have put files of their own beside them."""
+    names = []
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(folder) if name.startswith("step_") and name.endswith(".parquet")]
+    return sorted((int(name[5:-8]), name) for name in names if name[5:-8].isdecimal())
+
+
 def step_files(folder: Path) -> list[Path]:
-    """Its files by step; others may have put files of their own beside them."""
-    found = [path for path in folder.glob("step_*.parquet") if path.stem.removeprefix("step_").isdecimal()]
-    return sorted(found, key=step_of)
+    return [folder / name for _, name in numbered(folder)]
 
 
-def whole_files(folder: Path) -> list[Path]:
-    """Those of step_files that can be opened: a full disk leaves halves."""
+def first_and_last(folder: Path, having: str | None = None) -> list[Path]:
+    """Those of step_files that can be opened (a full disk leaves halves) and have that column: none, one or two.
 
-    def whole(path: Path) -> bool:
+    No others are opened: a long run has a hundred thousand, and each may take some milliseconds.
+    """
+
+    def fits(path: Path) -> bool:
         try:
-            return bool(opened(path))
+            names = columns(path)
         except Unreadable:
             return False
+        return having is None or having in names
 
-    return [path for path in step_files(folder) if whole(path)]
+    files = step_files(folder)
+    first = [*islice(filter(fits, files), 1)]
+    return first + [path for path in islice(filter(fits, reversed(files)), len(first)) if path not in first]
 
 
 def opened(path: Path) -> pq.ParquetFile:

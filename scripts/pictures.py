@@ -38,7 +38,7 @@ def shown(run: Path, arguments: list[str]) -> dict:
     """The trajectory to show: as given, or of the last step the best of the group that differs most."""
     if len(arguments) == 2:
         return {"kind": "completions", "step": arguments[0], "row": arguments[1]}
-    path = samples.whole_files(run / "completions")[-1]
+    path = samples.first_and_last(run / "completions")[-1]
     return {"kind": "completions", "step": samples.step_of(path), "row": samples.telling(path)[0][0]}
 
 

@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import tracemalloc
 from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ import utils
 from batch import collate
 from config import ConfigError, TrainConfig
 from inputs.trajectory import Trajectory, empty_trajectory
-from runlog import advice, report, rollout_metrics
+from runlog import advice, report, rollout_metrics, samples
 from runlog.curves import Curves
 from runlog.log import (
     RunLog,
@@ -46,6 +47,7 @@ from runlog.log import (
 )
 from runlog.reading import phases, read_metrics
 from runlog.report import plot_panel, write_report
+from runlog.trackers import Tracker
 
 
 @pytest.fixture
@@ -230,6 +232,56 @@ def test_an_evaluation_of_a_resumed_run_drops_nothing(make_log):
     assert read_metrics(log.dir) == lines and sorted(log.dir.glob("completions/*")) == files
 
 
+def test_a_resumed_run_keeps_what_stays_byte_by_byte(make_log, monkeypatch):
+    """Also behind an evaluation of an older checkpoint, whose line comes after later steps'."""
+    monkeypatch.setattr("runlog.log.write_report", lambda *_: None)
+    log = make_log()
+    for step in (1, 2, 3, 4):
+        log_step(log, step)
+    log.close()
+    log = make_log(resume_step=2, resume=True, eval_only=True)
+    log.eval(2, {"eval/mean@4": 0.5})
+    log.close()
+    lines, file = log.metrics_path.read_bytes().splitlines(True), log.metrics_path.stat()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 2]
+    make_log(resume_step=4, resume=True).close()
+    assert log.metrics_path.read_bytes().splitlines(True) == lines
+    same = log.metrics_path.stat()
+    assert (same.st_ino, same.st_mtime_ns) == (file.st_ino, file.st_mtime_ns)
+    with open(log.metrics_path, "ab") as torn:
+        torn.write(b'{"step": 4, "rew')
+    make_log(resume_step=3, resume=True).close()
+    assert log.metrics_path.read_bytes().splitlines(True) == [*lines[:3], lines[4]]
+    os.link(log.metrics_path, log.dir / "copy")  # as `cp -al` makes one of a run, to go on from in two ways
+    make_log(resume_step=2, resume=True).close()
+    assert (log.dir / "copy").read_bytes() == b"".join([*lines[:3], lines[4]])
+    assert log.metrics_path.read_bytes().splitlines(True) == [*lines[:2], lines[4]]
+    log.metrics_path.write_bytes(b"".join(lines[:2]).removesuffix(b"\n"))  # as some editors leave it
+    log = make_log(resume_step=2, resume=True)
+    log_step(log, 3)
+    assert [line["step"] for line in read_metrics(log.dir)] == [1, 2, 3]
+    assert read_metrics(log.dir)[-1]["time/tokens_per_second"] == 50
+
+
+def test_long_runs_are_resumed_and_reported_line_by_line(make_log, monkeypatch):
+    monkeypatch.setattr("runlog.log.write_report", lambda *_: None)
+    log, values = make_log(), {f"own/{n}": 1 / 3 for n in range(40)}
+    text = "".join(json.dumps({"step": n, "num_tokens": 9 * n} | values) + "\n" for n in range(1, 3001))
+
+    def peak(act) -> float:
+        """MB."""
+        tracemalloc.start()
+        act()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most / 1e6
+
+    log.metrics_path.write_text(text, encoding="utf-8")  # in dicts it takes 22 MB
+    assert peak(lambda: log._keep_until(2990)) < 0.5
+    assert read_metrics(log.dir)[-1]["step"] == 2990
+    assert peak(lambda: report.curves_of(log.dir)) < 7  # of which 2 are the curves
+
+
 def test_tokens_per_second_of_a_last_line_that_stands_for_fewer_steps(make_log):
     log = make_log(log_steps=3)
     for step in (3, 4):
@@ -325,7 +377,7 @@ def test_of_logged_steps_that_skip_the_samples_steps_the_next_one_is_printed(mak
 def test_a_fault_of_the_report_costs_a_finished_run_nothing_else(make_log, capsys, monkeypatch):
     log = make_log()
     log_step(log, 1)
-    monkeypatch.setattr("runlog.log.notes_of", lambda folder: [][-1])
+    monkeypatch.setattr("runlog.log.notes_of", lambda *_: [][-1])
     log.close()
     assert state(log)["state"] == "finished" and log.lock.closed
     assert "report.html could not be made (IndexError: list index out of range)" in capsys.readouterr().err
@@ -403,6 +455,39 @@ def test_the_report_shows_before_and_after(make_log):
         [sys.executable, "-m", "runlog", str(log.dir)], capture_output=True, text=True, encoding="utf-8"
     )
     assert done.returncode == 0 and "report.html" in done.stdout, done.stderr
+
+
+def test_a_report_opens_the_first_and_the_last_whole_files_and_no_others(make_log, monkeypatch):
+    """A disk that was full has left halves; an opening may take milliseconds, and there is a file for each step."""
+    log, opened, real = make_log(), [], samples.opened
+    monkeypatch.setattr(samples, "opened", lambda path: opened.append(path.stem) or real(path))
+    for step in range(1, 41):
+        log.step(step, {"reward": step / 40})
+        row = {"prompt": "p", "completion": f"answer {step}.", "reward": 1.0}
+        log.completions(step, [row | ({} if step in (2, 39) else {"token_ids": np.arange(3)})])
+    log.written()
+    for step in (1, 40):
+        (log.dir / "completions" / f"step_{step:06d}.parquet").write_bytes(b"PAR1")
+    (log.dir / "vocabulary.parquet").touch()
+    log.close()
+    page = (log.dir / "report.html").read_text(encoding="utf-8")
+    assert "answer 2." in page and "answer 39." in page and "Step 3, completion 0" in page and "Step 38," in page
+    assert {*opened} == {f"step_{step:06d}" for step in (1, 2, 3, 38, 39, 40)}
+    (log.dir / "vocabulary.parquet").unlink()
+    (log.dir / "config.json").write_text('{"log_tokens_every": 0}', encoding="utf-8")
+    assert report.token_views(log.dir, report.config_of(log.dir)) == ("", "")
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ValueError()])
+def test_after_ctrl_c_trackers_come_before_the_report(make_log, error, monkeypatch):
+    """Which can be made later; all of it has a few seconds."""
+    monkeypatch.setattr(report, "plot_reward", lambda curves: "")  # for which matplotlib is loaded
+    log, seen = make_log(), []
+    log_step(log, 1)
+    log.trackers = [Tracker(None, None, lambda given: seen.append((given, (log.dir / "report.html").exists())))] * 2
+    log.close() if error is None else close_all(error)
+    page = log.dir / "report.html"
+    assert seen == [(None, False) if isinstance(error, KeyboardInterrupt) else (page, True)] * 2 and page.exists()
 
 
 def test_a_report_of_steps_that_are_logged_now_and_then():

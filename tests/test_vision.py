@@ -28,7 +28,7 @@ from inputs import packing, pictures, prompts
 from inputs.processor import load_processor
 from rollouts import single_turn
 from runlog import checkpoints
-from runlog.log import read_metrics
+from runlog.reading import read_metrics
 
 FAMILIES = list(tiny_vlms.MARK)
 
