@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from runlog.curves import Curves, is_number
-from runlog.samples import Unreadable, Vocabulary, step_files, vocabulary
+from runlog.samples import Unreadable, Vocabulary, steps_in, vocabulary
 from safety.storable import text_of
 
 METRICS = "metrics.jsonl"
@@ -37,6 +37,7 @@ TAIL = 256  # bytes before what is new by which a file is known again
 DEPTH = 4  # of run folders below the given one
 MAX_JSON = 16 << 20  # bytes of config.json and state.json
 RECENT = 20  # steps by whose seconds the rest of a run is estimated
+SETTLED = 2.0  # seconds after which what is new in a folder changes its time: some file systems' clocks are coarse
 STALLED = 900.0  # seconds after which a run of another machine that says nothing is not called running
 
 
@@ -197,6 +198,7 @@ class Run:
         self.summarized = Summary(path)
         self.metrics_file, self.curves_read, self.unreadable = Growing(path), Curves(most=KEPT), 0
         self.settings: tuple = ((), {})  # what was read of config.json, and of which state of it
+        self.listed: dict[str, tuple] = {}  # kind: (which state of its folder, steps)
         self.lock_seen: tuple = (None, False)
         self.noted: tuple[tuple | None, dict] = (None, {})  # of which state of it, and what stands out there
 
@@ -239,12 +241,16 @@ class Run:
             raise Gone(f"{self.name}: {error}") from None
         return self.path.joinpath(*names)
 
-    def step_files(self, kind: str) -> list[Path]:
-        """Its files of completions or evaluations, by step, to be opened with `file`."""
+    def steps(self, kind: str) -> list[range]:
+        """Of which it has a file of completions or evaluations, ascending; `file` says whether it may be opened."""
         folder = self.path / kind
         if not folder.resolve().is_relative_to(self.path):
             raise Unreadable(f"{kind} is a link that leads out of the run folder, and is not followed.")
-        return step_files(folder)
+        mark = stamp(folder)
+        mark = mark and (*mark, time.time() - mark[0] / 1e9 > SETTLED)
+        if kind not in self.listed or self.listed[kind][0] != mark:
+            self.listed[kind] = mark, steps_in(folder)  # of a long run it takes a tenth of a second
+        return self.listed[kind][1]
 
     def vocabulary(self) -> Vocabulary:
         """What its token ids say."""

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -274,15 +275,17 @@ def compare(request: Request) -> Response:
     return unless_drawn(request, tag, lambda known: compared(chosen, axis, seeds, known) | more)
 
 
-def steps(request: Request) -> dict:
-    found = of(request)
-    return {kind: [samples.step_of(path) for path in found.step_files(kind)] for kind in samples.KINDS}
+def steps(request: Request) -> Response:
+    """Of which there are files, as [first, how many, distance]."""
+    found = {kind: of(request).steps(kind) for kind in samples.KINDS}
+    told = {kind: [(part.start, len(part), part.step) for part in parts] for kind, parts in found.items()}
+    return unless_known(request, None, lambda: respond(told))
 
 
 def step_file(request: Request) -> Path:
     """The file of `kind` and `step`, found among those that are there."""
     kind, step = choice(request, "kind", samples.KINDS), whole(request, "step")
-    return of(request).file(kind, f"step_{step:06d}.parquet")
+    return of(request).file(kind, samples.name_of(step))
 
 
 def listing(request: Request) -> Response:
@@ -329,19 +332,19 @@ def over_time(request: Request) -> dict:
     prompt, later = samples.prompt_of(path, number), integer(request.query_params.get("from", "0"))
     found, unreadable, begun = [], [], time.monotonic()
     asked = of(request)
-    paths = asked.step_files(kind)
-    for place in range(later, len(paths)):
+    steps = [*chain.from_iterable(asked.steps(kind))]
+    for place in range(later, len(steps)):
         if time.monotonic() - begun > SECONDS:
-            return {"found": found, "unreadable": unreadable, "next": place, "files": len(paths)}
+            return {"found": found, "unreadable": unreadable, "next": place, "files": len(steps)}
         try:
-            rows = samples.of_prompt(asked.file(kind, paths[place].name), prompt, 2000)
+            rows = samples.of_prompt(asked.file(kind, samples.name_of(steps[place])), prompt, 2000)
         except (Gone, samples.Unreadable) as error:
             unreadable.append(str(error))
             continue
         if rows:
-            found.append({"step": samples.step_of(paths[place]), "rows": rows})
+            found.append({"step": steps[place], "rows": rows})
     shown = readable_prompt(prompt)[:20_000]
-    return {"found": found, "unreadable": unreadable, "next": None, "files": len(paths), "prompt": shown}
+    return {"found": found, "unreadable": unreadable, "next": None, "files": len(steps), "prompt": shown}
 
 
 ANSWERS = {"runs": table, "run": run, "notes": notes, "compare": compare, "steps": steps, "listing": listing}

@@ -149,8 +149,9 @@ def all_notes(run: Run) -> list[dict]:
     of_file: list[dict] = []  # nearer to the cause than what the metrics say
     settings = json.dumps({name: config.get(name) for name in ("push_steps", "max_staleness")})
     try:
-        for path in run.step_files("completions")[-1:]:
-            of_file += notes_of_file(run.file("completions", path.name), stamp(path), settings)
+        for last in run.steps("completions")[-1:]:
+            path = run.file("completions", samples.name_of(last[-1]))
+            of_file += notes_of_file(path, stamp(path), settings)
     except (Gone, samples.Unreadable) as error:
         of_file.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
     found += advice.both(of_file, advice.of_curves(run.curves(), config))

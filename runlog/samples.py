@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 from functools import lru_cache
 from itertools import islice
@@ -23,6 +24,7 @@ from runlog.curves import is_number
 from runlog.reading import readable_prompt
 
 KINDS = ("completions", "evaluations")
+NAMES = re.compile(r"(?<![^/])step_(\d+)\.parquet(?![^/])")  # among names with a slash between them
 TOKEN_COLUMNS = ("trained", "advantage", "weight", "logprob", "entropy", "sampler_logprob", "teacher_logprob")
 TOKEN_COLUMNS += ("version",)
 KNOWN = {"prompt", "completion", "reward", "advantage", "finish_reason", "row_number", "origin", "turns", "group"}
@@ -38,16 +40,31 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def numbered(folder: Path) -> list[tuple[int, str]]:
-    """(step, name) of its files, by step; others may have put files of their own beside them."""
-    names = []
+def numbers_in(folder: Path) -> list[str]:
+    """The numbers in the names of its files, by step; others may have put files of their own beside them."""
     with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(folder) if name.startswith("step_") and name.endswith(".parquet")]
-    return sorted((int(name[5:-8]), name) for name in names if name[5:-8].isdecimal())
+        return sorted(NAMES.findall("/".join(os.listdir(folder))), key=int)
+    return []
+
+
+def steps_in(folder: Path) -> list[range]:
+    """The steps that it has files of, in few words: a long run's hundred thousand are one range."""
+    steps, place, found = sorted({*map(int, numbers_in(folder))}), 0, []
+    while place < len(steps):
+        first = end = steps[place]
+        gap = steps[place + 1] - first if place + 1 < len(steps) else 1
+        while place < len(steps) and steps[place] == end:
+            place, end = place + 1, end + gap
+        found.append(range(first, end, gap))
+    return found
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}.parquet"
 
 
 def step_files(folder: Path) -> list[Path]:
-    return [folder / name for _, name in numbered(folder)]
+    return [folder / f"step_{number}.parquet" for number in numbers_in(folder)]
 
 
 def first_and_last(folder: Path, having: str | None = None) -> list[Path]:

@@ -926,7 +926,9 @@ def test_200_runs_of_2000_steps(tmp_path):
 
 
 def test_a_run_of_20000_steps_costs_no_more_with_each_step(tmp_path):
-    folder, rng = make_run(tmp_path / "run", steps=10, files=0, state="running", max_steps=20_000), random.Random(0)
+    """Of which each has a file of completions."""
+    folder, rng = make_run(tmp_path / "run", steps=10, files=1, state="running", max_steps=20_000), random.Random(0)
+    kept = folder / "completions" / "step_000010.parquet"
     lines = [json.dumps(metrics_line(step, 20_000, None, rng)) + "\n" for step in range(11, 2_011)] * 10
     tags, used = {}, {}
     with looking(tmp_path) as page, (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -938,6 +940,7 @@ def test_a_run_of_20000_steps_costs_no_more_with_each_step(tmp_path):
 
         for step, line in enumerate(lines, 11):
             file.write(re.sub(r'"step": \d+', f'"step": {step}', line))
+            os.link(kept, kept.with_name(f"step_{step:06d}.parquet"))
             if step % 500 and not (step // 1000 in (5, 18) and step % 50 == 0):
                 continue
             file.flush()
@@ -953,6 +956,28 @@ def test_a_run_of_20000_steps_costs_no_more_with_each_step(tmp_path):
         early, late = (np.mean(used[thousand]) for thousand in (5, 18))
     print(f"{grown:.2f} MB in 1,000 steps; {1e3 * early:.0f} ms of a core a poll at 5,000, {1e3 * late:.0f} at 18,000")
     assert grown < 1 and late < 1.5 * early + 0.01
+
+
+def test_steps_are_told_in_few_words_and_once(tmp_path):
+    """A file that comes within the same tick of the file system's clock leaves the folder's times as they were."""
+    folder = make_run(tmp_path / "run", steps=40, files=30) / "completions"
+    (folder / "step_000013.parquet").unlink()
+    (folder / "step_9.txt").touch()
+    make_run(tmp_path / "bare", steps=4, files=0)
+    with looking(tmp_path) as page:
+        assert page.ask("/api/steps?run=bare").json() == {"completions": [], "evaluations": []}
+        first = page.ask("/api/steps?run=run")
+        assert first.json() == {"completions": [[11, 2, 1], [14, 27, 1]], "evaluations": [[10, 4, 10]]}
+        known = {"If-None-Match": first.headers["ETag"]}
+        assert page.ask("/api/steps?run=run", known).status_code == 304
+        before = folder.stat()
+        os.link(folder / "step_000040.parquet", folder / "step_000041.parquet")
+        os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+        time.sleep(2.1)
+        assert page.ask("/api/steps?run=run", known).json()["completions"][-1] == [14, 28, 1]
+        for name in ("step_000012.parquet", "step_000011.parquet"):
+            (folder / name).unlink()
+        assert page.ask("/api/steps?run=run", known).json()["completions"] == [[14, 28, 1]]
 
 
 def test_a_step_of_4096_completions_of_1000_tokens(tmp_path):

@@ -2,6 +2,7 @@
 import { get, h, link, long, poll, remember, said, score, short, tell } from "./dom.js";
 
 const HEIGHT = 28; // of a line of the list, in pixels: as in style.css
+const numbers = ([first, count, distance]) => Array.from({ length: count }, (_, n) => first + n * distance);
 const KINDS = { completions: "training", evaluations: "held out" };
 
 export async function trajectoriesView(content, parameters, signal) {
@@ -224,7 +225,7 @@ export async function trajectoriesView(content, parameters, signal) {
   let begun = false;
   poll("steps", () => ({ run }), 4000, (value) => {
     const newest = begun && step === steps[kind].at(-1) && document.activeElement === document.body;
-    steps = value;
+    steps = Object.fromEntries(Object.entries(value).map(([name, parts]) => [name, parts.flatMap(numbers)]));
     if (!begun && !steps[kind].length && !parameters.has("kind") && steps.evaluations.length) kindSelect.value = kind = "evaluations";
     if (!begun || !steps[kind].includes(step)) open();
     else if (newest && steps[kind].at(-1) !== step) go(steps[kind].at(-1)); // follow a run, unless somebody is reading
