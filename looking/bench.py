@@ -8,6 +8,7 @@ FD is a socket: for each message on it, which brings a socket and a pipe, a fork
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ import socket
 import sys
 import traceback
 from pathlib import Path
+
+import torch
 
 from cli import ConfigError
 from looking.answers import rewards, rows, settings, tools
@@ -95,6 +98,8 @@ def session(script: Script, channel: int, output: int) -> None:
                 channel.sendall(json.dumps({"raised": f"its process has crashed: {how}"}).encode() + b"\n")
         else:
             channel.sendall(json.dumps(answered(ACTIONS[action], script, given)).encode() + b"\n")
+            gc.collect()
+            torch.cuda.empty_cache()  # of a model that sampled here: the session may stay for long, beside a training
     os._exit(0)
 
 

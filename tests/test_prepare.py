@@ -276,3 +276,32 @@ def test_what_never_ends_or_crashes_takes_nothing_along(page, code, text):
         (own,) = answer.json()["functions"]
         assert own["error"] or own["late"]
     assert page.ask("/api/runs").status_code == 200
+
+
+def test_a_session_gives_the_memory_of_what_sampled_back():
+    """It may wait for long beside a training, with what torch keeps of the GPU; also after an error."""
+    code = """
+import json, os, socket, sys, weakref
+from unittest.mock import MagicMock
+sys.modules |= {name: MagicMock() for name in ("torch", "looking.answers", "looking.answers.settings")}
+import torch
+from looking import bench
+
+class Model:
+    pass
+
+def score(script, given):
+    model = Model()
+    model.itself = model
+    sampled.append(weakref.ref(model))
+    raise ValueError("out of memory")
+
+sampled, out, (ours, theirs) = [], os.dup(1), socket.socketpair()
+bench.apart, bench.ACTIONS["score"], bench.os.setsid = lambda *_: False, score, lambda: None
+torch.cuda.empty_cache = lambda: os.write(out, f"{[model() for model in sampled]}".encode())
+ours.sendall(json.dumps({"action": "score", "given": {}}).encode() + b"\\n")
+ours.shutdown(socket.SHUT_WR)
+bench.session(None, theirs.detach(), os.dup(2))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    assert (done.returncode, done.stdout) == (0, "[None]"), done.stderr
