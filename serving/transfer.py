@@ -504,8 +504,11 @@ class Pushes(Session):
                 await engine.pause_generation(mode="abort", clear_cache=False)
         except TimeoutError:
             self.broken += f", or start this server anew: its engine has not stopped within {self.timeout:g} s"
-        print(f"vllm_server: {self.broken}", file=sys.stderr, flush=True)
-        self.settled.set()
+        except Exception as error:  # whatever vLLM raises: requests that wait must hear of it
+            self.broken += f", or start this server anew: its engine could not be stopped ({bare_reason(error)})"
+        finally:
+            print(f"vllm_server: {self.broken}", file=sys.stderr, flush=True)
+            self.settled.set()
 
 
 def set_alarm(engine, pushes: Session):

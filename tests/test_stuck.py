@@ -59,6 +59,10 @@ def test_the_group_is_aborted_before_anything_synchronises():
     group = Stuck(events)
     engine = engine_with(group, "nccl")
 
+    async def restore(method):
+        assert method == "abort_weight_update"
+        events.append("restore")
+
     async def pause_generation(mode, clear_cache):
         events.append("synchronize")
         await asyncio.to_thread(group.aborted.wait, 5)
@@ -69,21 +73,36 @@ def test_the_group_is_aborted_before_anything_synchronises():
         pushes.session, pushes.active, pushes.timeout = "s", True, 30
         start = time.monotonic()
         with pytest.raises(transfer.HTTPException, match="waited 0.3 s for the trainer"):
-            async with transfer.PushStep(SimpleNamespace(pause_generation=pause_generation), pushes, "s", True):
+            served = SimpleNamespace(collective_rpc=restore, pause_generation=pause_generation)
+            async with transfer.PushStep(served, pushes, "s", True):
                 await asyncio.to_thread(receive, engine)
         assert not pushes.lock.locked() and pushes.settled.is_set() and time.monotonic() - start < 3
         return pushes.broken
 
     assert "push all weights again" in asyncio.run(push_step())
-    assert events == ["broadcast", "abort", "synchronize", "paused"] and engine.connection is None
+    assert events == ["broadcast", "abort", "restore", "synchronize", "paused"] and engine.connection is None
 
 
-def test_an_engine_that_never_stops_does_not_hold_the_lock():
+async def hang(*_, **__):
+    await asyncio.sleep(60)
+
+
+async def die(*_, **__):
+    raise RuntimeError("EngineCore encountered an issue")
+
+
+async def do_it(*_, **__):
+    pass
+
+
+@pytest.mark.parametrize("restore, pause", [(do_it, hang), (hang, do_it), (die, do_it), (do_it, die)])
+def test_an_engine_that_cannot_be_stopped_holds_neither_the_lock_nor_requests(restore, pause):
     async def push_step():
         pushes = transfer.Pushes()
         pushes.session, pushes.active, pushes.timeout = "s", True, 0.3
-        engine = SimpleNamespace(pause_generation=lambda **_: asyncio.sleep(60))
-        with pytest.raises(transfer.HTTPException):
+        pushes.settled.clear()
+        engine = SimpleNamespace(collective_rpc=restore, pause_generation=pause)
+        with pytest.raises(transfer.HTTPException, match="a damaged bucket"):
             async with transfer.PushStep(engine, pushes, "s", True):
                 raise ValueError("a damaged bucket")
         assert not pushes.lock.locked() and pushes.settled.is_set()
