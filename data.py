@@ -436,7 +436,7 @@ def lines_of(file: Path) -> on_disk.Lines | None:
         text = line.decode("utf-8", "surrogateescape")
         check_utf8(text, place)
         row = parse_line(text, place or ", line")
-        check_row(row, f", row {index}")
+        check_row(row, f", row {index}", looked_into=True)
         return row
 
     mark = on_disk.stamp(file.stat())
@@ -645,10 +645,11 @@ def check_dict(row, where: str) -> None:
         raise ConfigError(f"{where}: is a {type(row).__name__}, {shorten(row)}; a row must be a dict. {REMEDY}")
 
 
-def check_row(row, where: str) -> None:
+def check_row(row, where: str, looked_into: bool = False) -> None:
+    """looked_into: `parse_line` has been through the row's texts."""
     check_dict(row, where)
     check_columns(row, where)
-    if fault := prompt_fault(row["prompt"]):
+    if fault := prompt_fault(row["prompt"]) or (None if looked_into else content_fault(row["prompt"])):
         raise ConfigError(f"{where}: {fault}. {PROMPT_RULE}.")
 
 
@@ -660,9 +661,9 @@ def check_columns(columns, where: str) -> None:
 
 
 def prompt_fault(prompt) -> str | None:
-    """What is wrong with a prompt, or None."""
+    """What is wrong with a prompt, but for what `content_fault` finds in its texts; or None."""
     if isinstance(prompt, str):
-        return content_fault(prompt) if prompt.strip() else "`prompt` is an empty string"
+        return None if prompt.strip() else "`prompt` is an empty string"
     if not isinstance(prompt, list) or not prompt:
         return f"`prompt` is a {type(prompt).__name__}, {shorten(prompt)}"
     for number, message in enumerate(prompt):
@@ -677,7 +678,7 @@ def prompt_fault(prompt) -> str | None:
             parts_of(message.get("content"))
         except PartError as error:
             return f"message {number} of `prompt`: {error}"
-    return content_fault(prompt)
+    return None
 
 
 def filter_overlong(rows, lengths: Sequence[int], max_prompt_length: int) -> tuple:
