@@ -4,6 +4,7 @@
     python benchmarks/soak.py server --folder soak --hours 3    # beside a live server, with a push a step
     python benchmarks/soak.py async --folder soak               # train_async.py, turns with an environment and its tool
     python benchmarks/soak.py two --folder soak                 # two runs with adapters on one server
+    python benchmarks/soak.py async --learning_rate 1e-12       # and further flags, for the trainers
     python benchmarks/soak.py --table soak                      # slopes of all that are there, and a --picture
 
 The tiny random model learns a toy whose goal moves (which last digit of a token earns reward), so that there is signal
@@ -13,14 +14,18 @@ children), server, its workers, look.py. A run that is cut off by --hours counts
 
 The table: least squares through the second half for memory that is no file's, since the system takes back pages of
 files whenever it likes; last minus first of the second half for what is counted; medians of the first and last tenth
-for seconds. Seconds of a CPU (user and system) depend less on what else runs, yet they do, and on what the policy has
-learned: completions of different lengths take more. So beside the last fifth of `process` and `server` the same command
-runs once more, with a server of its own, from its first step but with the weights and the entropy coefficient that were
-learned until then, and the two are compared over the same minutes; the tenths are of what came before.
+for seconds. Memory that a process has may be free: malloc keeps what lies between pieces in use. So at each score the
+first trainer tells what malloc has given out (mallinfo2) and how many objects Python has, and the least of 100 steps
+counts: what is under way at that time differs from step to step. Seconds of a CPU (user and system) depend less on what
+else runs, yet they do, and on what the policy has learned: completions of different lengths take more. So beside the
+last fifth of `process` and `server` the same command runs once more, with a server of its own, from its first step but
+with the weights and the entropy coefficient that were learned until then, and the two are compared over the same
+minutes; the tenths are of what came before.
 """
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -69,8 +74,24 @@ CASES = {  # name -> (script, flags, server's flags or None without one, how man
 # ---- the task -------------------------------------------------------------------------------------------------------
 
 
-def digit(completion_ids, trainer_state, **_) -> list[float]:
+class Heap(ctypes.Structure):
+    """glibc's struct mallinfo2, of which two fields are used here."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e in_use free keepcost".split()]
+
+
+def given_out() -> float:
+    """Megabytes in use of malloc, in all its arenas and mappings."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Heap
+    heap = ask()
+    return (heap.in_use + heap.mapped) / 1e6
+
+
+def digit(completion_ids, trainer_state, log_metric, **_) -> list[float]:
     """Share of tokens whose number ends in the digit that counts, another one every PERIOD steps."""
+    log_metric("heap/megabytes", given_out())
+    log_metric("heap/thousand_objects", sys.getallocatedblocks() / 1e3)
     wanted = trainer_state.global_step // PERIOD % 10
     return [sum(token % 10 == wanted for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
@@ -240,7 +261,7 @@ def model_for(name: str, folder: Path) -> Path:
     return copy
 
 
-def soak(name: str, folder: Path, steps: int, hours: float) -> int:
+def soak(name: str, folder: Path, steps: int, hours: float, further: list[str]) -> int:
     from server_fixture import start_server
 
     script, flags, serve, count = CASES[name]
@@ -257,7 +278,7 @@ def soak(name: str, folder: Path, steps: int, hours: float) -> int:
     try:
 
         def start(which: str, at, *more: str) -> subprocess.Popen:
-            command = [sys.executable, script, *(TASK + flags).split(), "--max_steps", str(steps)]
+            command = [sys.executable, script, *(TASK + flags).split(), *further, "--max_steps", str(steps)]
             command += ["--output_dir", str(folder), "--run_name", f"{name}-{which}"]
             command += more or ["--model_id", str(model)]
             if at:
@@ -317,6 +338,18 @@ def slope(lines: list[dict], role: str, key: str) -> float:
     return 1000 * linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else float("nan")
 
 
+def in_use(steps: list[dict]) -> str:
+    """What the first trainer had in use in the second half, and how that grew."""
+    told = []
+    for name in ("heap/megabytes", "heap/thousand_objects"):
+        seen = [(line["step"], line[name]) for line in steps if name in line]
+        least = [min(seen[at : at + EVERY], key=lambda pair: pair[1]) for at in range(0, len(seen) - EVERY + 1, EVERY)]
+        if len(half := least[len(least) // 2 :]) > 1:
+            grew = 1000 * linear_regression(*zip(*half, strict=True)).slope
+            told += [f"{half[0][1]:.2f} -> {half[-1][1]:.2f} {name} ({grew:+.3f} in 1,000 steps)"]
+    return f"Least in use in {EVERY} steps, second half: {', '.join(told)}.\n" if told else ""
+
+
 def cpu_by_tenth(lines: list[dict], role: str) -> tuple[float, float]:
     """CPU seconds a step, in the first tenth (but for the first line) and in the last."""
     tenth = max(2, len(lines) // 10)
@@ -356,7 +389,7 @@ def table(folder: Path) -> str:
         text += [f"\nSeconds a step, medians of the first and the last tenth: **{whole}** ({', '.join(values)})."]
         text += [f"The run folder: {files:,} files, {size:.0f} MB. The page's slowest answers in the second half: "]
         text += [", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in page.items()) + ".\n"]
-        text += [beside_a_fresh_one(lines)]
+        text += [in_use(steps), beside_a_fresh_one(lines)]
     return "\n".join(text)
 
 
@@ -394,12 +427,12 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=3.0)
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table, and draw the picture")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "soak.svg")
-    given = parser.parse_args()
+    given, further = parser.parse_known_args()
     if given.table:
         draw(given.table, given.picture)
         print(table(given.table))
     elif given.case:
-        raise SystemExit(soak(given.case, given.folder.resolve(), given.steps, given.hours))
+        raise SystemExit(soak(given.case, given.folder.resolve(), given.steps, given.hours, further))
     else:
         parser.error("give a case or --table")
 
