@@ -881,8 +881,7 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     lists and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number among the
     rows in use, t.info["row_number"], and its score, sum(t.token_rewards). Where all of a rank's trajectories failed,
     there is a placeholder with row_number -1. Numbers in t.info["extras"], {name: one, or a list with one for each of
-    token_ids}, come as batch.extras[name]. load_processor(cfg.model_id) returns the tokenizer, for image models their
-    processor.
+    token_ids}, come as batch.extras[name]. load_processor(cfg.model_id) is the tokenizer or processor.
 
     Rewards that are changed here (at a trajectory's last index with loss_mask 1) count for what is learned (not
     under gdpo, which has each function's); `reward` and other metrics, and --dynamic_sampling, have seen them before.
@@ -890,7 +889,8 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     Trajectories that were not sampled in this step may be added: remembered ones (without images), or demonstrations,
     whose `logprobs` are nan, as no generator sampled them: Trajectory(row, group, prompt_ids, token_ids, [1] * n,
     [math.nan] * n, [0.0] * (n - 1) + [score], info={"origin": "demonstration"}). `group` puts one among the completions
-    of a prompt; info["origin"] = "replay" marks it in the completions, and it counts as rollout/replay.
+    of a prompt: a remembered one has that of its own step, so replace(t, group=...), and alone in a group it has
+    advantage 0 under most. info["origin"] = "replay" marks it in the completions, and it counts as rollout/replay.
     """
     return trajectories
 

@@ -249,7 +249,26 @@ def with_numbers(returned) -> tuple[list, dict]:
         raise TypeError(
             f"after_rollout must return a list of trajectories, or that and a dict of numbers; got {type(returned)}."
         )
-    return [t for t in trajectories if not stands_in(t)] or trajectories, numbers
+    trajectories = [t for t in trajectories if not stands_in(t)] or trajectories
+    warn_of_mixed_groups(trajectories)
+    return trajectories, numbers
+
+
+def warn_of_mixed_groups(trajectories: list) -> None:
+    """A warning where completions of different data rows have one group number: a remembered trajectory keeps the one
+    that it had in its own step, where another prompt had it."""
+    members: dict[int, dict] = {}  # row number -> what has it, by group
+    for t in trajectories:
+        if (row := t.info.get("row_number")) is not None:
+            members.setdefault(t.group, {}).setdefault(row, t)
+    for group, rows in members.items():
+        if len(rows) > 1:
+            warn_once(
+                f"after_rollout: completions of rows {' and '.join(map(str, [*rows][:2]))} are in one group ({group}), "
+                "so advantages compare answers to different prompts. A remembered trajectory still has the number of "
+                "its own step: give it that of a group of its row in this one, replace(t, group=...), or a free one.",
+                kind="mixed groups",
+            )
 
 
 def check_term(name: str, term: Tensor, batch) -> Tensor:

@@ -452,7 +452,8 @@ def _versions(rows: list[dict], step: int, config: dict) -> list[dict]:
     if not versions or (age := step - 1 - min(versions)) <= allowed:
         return []
     text = f"Completions of step {step} were sampled by weights of version {min(versions)}, {age} optimizer steps old; "
-    text += f"{allowed} is allowed by the settings. Do pushes arrive?"
+    text += f"{allowed} is allowed by the settings. Do pushes arrive? If after_rollout added them, mark them as "
+    text += 'remembered: info["origin"] = "replay".'
     return [note("bad", "A stale server", text, "stale-server")]
 
 

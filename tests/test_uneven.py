@@ -1,6 +1,7 @@
 """Ranks that have different things: what is computed is that of one rank with all of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from live import running, trainer
@@ -56,6 +57,18 @@ def test_a_demonstration_takes_the_place_of_the_placeholder():
     placeholder, demonstration = empty_trajectory({}, TrainConfig()), Trajectory({}, 0, [1], [2], [1], [0.0], [1.0])
     assert with_numbers([placeholder, demonstration]) == ([demonstration], {})
     assert with_numbers(([placeholder], {"seen": 1})) == ([placeholder], {"seen": 1})
+
+
+def test_a_remembered_completion_in_the_group_of_another_prompt_is_told(caplog):
+    """It keeps the group number of its own step: advantages compared it with answers to another prompt, in silence."""
+    now, old = (
+        Trajectory({}, 0, [0], [0], [1], [0.0], [1.0], info={"row_number": row, "origin": "replay"}) for row in (3, 8)
+    )
+    demonstration = Trajectory({}, 0, [0], [0], [1], [0.0], [1.0])  # of no row that is known
+    with_numbers([now, demonstration, replace(old, group=1), replace(now)])
+    assert not caplog.records
+    assert with_numbers([now, old]) == ([now, old], {})
+    assert "completions of rows 3 and 8 are in one group (0)" in caplog.text
 
 
 def test_a_minibatch_without_rows_is_no_completion(found):
