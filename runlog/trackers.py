@@ -5,11 +5,13 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from config import ConfigError
 from plugins import require
 from runlog.reading import readable_prompt
+from runlog.samples import KNOWN
 from safety.masking import public_arguments, public_config
 from safety.storable import visible
 
@@ -50,10 +52,20 @@ def check_trackers(cfg, run_dir: Path) -> None:
 
 
 def table_of(rows: list[dict]) -> tuple[list[str], list[list]]:
-    """Names of the columns and the cells: texts, cut, and numbers."""
+    """Names of the columns and the cells: texts, cut, and numbers. Last come the row's answer and what reward functions
+    gave to log_extra."""
     names = ["prompt", "completion", "reward", "advantage", "length", "finish_reason"]
-    names += [name for name in rows[0] if name.startswith("rewards/")]
-    return names, [[cell_of(name, row) for name in names] for row in rows]
+    found = dict.fromkeys(chain(*rows))
+    names += [name for name in found if name.startswith("rewards/")]
+    names += [name for name in found if name not in KNOWN and not name.startswith(("rewards/", "tokens/"))]
+    return names, list(zip(*(of_one_kind([cell_of(name, row) for row in rows]) for name in names), strict=True))
+
+
+def of_one_kind(cells: list) -> list:
+    """The cells of a column, all as text if one is: wandb takes no column of texts and numbers."""
+    if not any(isinstance(cell, str) for cell in cells):
+        return cells
+    return [f"{cell:g}" if isinstance(cell, float) else cell for cell in cells]
 
 
 def cell_of(name: str, row: dict):

@@ -555,6 +555,8 @@ def sampled(log, step):
     turns[1] |= {"observation": [], "calls": [], "reward": 1.0}
     row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": HOSTILE, "reward": 1.0, "advantage": 0.5}
     rows = [row | {"length": np.int32(3), "finish_reason": "stop", "rewards/exact": None}, row | {"turns": turns}]
+    rows[1] |= {"rewards/late": 0.5, "verdict": "short", "mixed": 7, "token_ids": np.arange(3)}
+    rows[0] |= {"mixed": "none", "judged": ["a", 1]}
     log.step(step, {"reward": step / 4}, rows)
 
 
@@ -578,6 +580,10 @@ def test_wandb_offline_keeps_the_run(make_log, monkeypatch):
     assert table["columns"][:4] == ["step", "prompt", "completion", "reward"] and len(table["data"]) == 2
     assert table["data"][0][:4] == [1, "user: 2 + 2?", table["data"][0][2], 1.0] and "\x1b" not in table["data"][0][2]
     assert table["data"][1][2] == "first\nan answer\nlast" and "more characters" in table["data"][0][2]
+    # What reward functions gave to log_extra, on any of the rows.
+    assert table["columns"][7:] == ["rewards/exact", "rewards/late", "mixed", "judged", "verdict"]
+    assert table["data"][0][7:] == [None, None, "none", '["a", 1]', None]
+    assert table["data"][1][7:] == [None, 0.5, "7", None, "short"]
 
 
 def test_tensorboard_gets_samples_as_text_that_is_no_markup(make_log):
@@ -593,6 +599,7 @@ def test_tensorboard_gets_samples_as_text_that_is_no_markup(make_log):
     assert [text.step for text in texts] == [1, 3]
     (text,) = texts[0].tensor_proto.string_val
     assert all(line.startswith("    ") for line in text.decode().split("\n")) and b"\x1b" not in text
+    assert b"    mixed: none" in text
 
 
 def test_a_missing_trackio_is_named_with_what_to_install(make_log, monkeypatch):
