@@ -268,8 +268,8 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 # ==== 3 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} ==============
 
-# A loss always gets the run's cfg, as a micro-batch may hold several domains; an advantage gets its domain's.
-#
+# A loss always gets the run's cfg, as a micro-batch may hold several domains; an advantage gets its domain's. It is
+# called once or twice for each micro-batch: what it knows of earlier steps comes from `prepare` (docs/ideas.md).
 # What a loss returns for prompts and padding does not matter; for sampled tokens it has to be finite. A statistic is
 # logged as its mean over the tokens that are learned from (a micro-batch without it counts as 0), one whose name ends
 # in _max as its maximum. A value for each row counts once for each of its tokens.
@@ -360,15 +360,15 @@ class PromptSampler:
     """Which rows a step takes: every row once an epoch, in an order made from (seed, epoch); the rows of a step are
     distinct. Ranks take contiguous shares of one global order (data.Epochs).
 
-    Edit me: `next` may return any `share` rows, for example those that `memory` says are hard; a row may come twice.
-    That dict is this rank's: `after_rollout` (section 6) can fill it, and checkpoints keep it. For one order over all
-    ranks, fill it from all of them (utils.gather_objects).
+    Edit me: `next` may return any `share` rows, for example those that a column of `rows` or `memory` says are hard; a
+    row may come twice. That dict is this rank's: `after_rollout` (section 6) can fill it, and checkpoints keep it. For
+    one order over all ranks, fill it from all of them (utils.gather_objects).
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
         data.check_step_size(num_rows, prompts_per_step, world_size)
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
-        self.rank, self.share = rank, prompts_per_step // world_size
+        self.rank, self.share, self.rows = rank, prompts_per_step // world_size, ()  # the data rows, set at start
         self.memory = {} if memory is None else memory
         self.draw: data.Epochs | data.Draw = data.Epochs(num_rows, prompts_per_step, seed)
 
@@ -1586,7 +1586,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     sampler = None
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
-        sampler.draw = data.Draw(mixture, rows, cfg) if cfg.domains else sampler.draw
+        sampler.rows, sampler.draw = rows, data.Draw(mixture, rows, cfg) if cfg.domains else sampler.draw
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
@@ -1666,8 +1666,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the training steps that made them
     collector.pushed(pushed, cfg)
-    # Whether trainer and generator were seen to give the sampled tokens equal log-probs. Where a step's updates count
-    # in the difference it tells nothing: then `first_push` alone has compared them.
+    # Whether trainer and generator were seen to give the sampled tokens equal log-probs. With several updates a step
+    # and no log-probs from before them, updates make a difference of their own: `first_push` alone compares then.
     agreed = cfg.old_logprobs != "recompute" and cfg.num_iterations * cfg.num_minibatches > 1
 
     def seed_generator(step: int, stream: int) -> None:

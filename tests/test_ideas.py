@@ -64,6 +64,7 @@ IDEAS = [
     ("A loss whose bounds", "--policy_loss dynamic_clip --num_iterations 2", "clip_ratio/low_mean"),
     ("A loss with two knobs", "--policy_loss ce_gppo --num_iterations 2 --keep_low 0.75", "ce_gppo/kept_mean"),
     ("A loss with a number", "--policy_loss by_length --tokens_per_microbatch 60", "by_length/scale_max"),
+    ("A loss with a running", "--policy_loss scaled --tokens_per_microbatch 60", "usual_size/before"),
     ("Advantages weighted by entropy", "--advantage entropy_weighted", "entropy_bonus"),
     ("Another optimizer", "--learning_rate 1e-4", "lr/embeddings"),
     ("A supervised term", "--sft_steps 2", "sft/right_mean"),
@@ -93,19 +94,25 @@ def without_times(lines: list[dict]) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
-@pytest.mark.parametrize("title", ["A curriculum", "A replay"])
+REMEMBERED = ["A curriculum: rows", "A curriculum: harder", "A replay", "A loss with a running"]
+
+
+@pytest.mark.parametrize("title", REMEMBERED)
 def test_what_is_remembered_is_restored(title, copy, tmp_path):
     """A resumed run draws the rows, and replays the completions, that the uninterrupted one does: bit for bit."""
     script = copy(title)["grpo"]
     (tmp_path / "right.py").write_text(HARD.replace("> len(ids) / 2", "> len(ids) * 0.7"), encoding="utf-8")
     flags = f"--reward_funcs {tmp_path}/right.py:right --dataset_id {tmp_path}/rows.jsonl --prompts_per_step 2 "
     flags += "--save_steps 1"
-    rows = "".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(4))
+    flags += " --policy_loss scaled" * title.startswith("A loss")
+    rows = "".join(json.dumps({"prompt": f"{n}?", "level": n // 2}) + "\n" for n in range(4))
     (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
     whole = without_times(train(tmp_path, script, f"{flags} --max_steps 6", "whole"))
     train(tmp_path, script, f"{flags} --max_steps 3", "parts")
     parts = without_times(train(tmp_path, script, f"{flags} --max_steps 6 --resume", "parts"))
     assert parts == whole
+    if title == "A loss with a running":
+        assert whole[0]["usual_size/before"] == 0 and all(step["usual_size/before"] > 0 for step in whole[1:])
     if title == "A replay":
         assert sum(step.get("rollout/replay", 0) for step in whole) > 0
         files = sorted((tmp_path / "whole" / "completions").glob("*.parquet"))
