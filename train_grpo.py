@@ -675,10 +675,10 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
     """AdamW, or what --optim names, on what is trained. Edit me: any torch optimizer, one or several groups.
 
     Whatever shards the model, parameters show their whole shapes here, and clean_name(name) is their name. Inside
-    `optimizer.step` those of --strategy fsdp are flat pieces, so what computes with matrices needs fsdp2. `step` takes
-    `closure=None`, as torch's do. Each update sets every group's learning rate to `lr_at` times the group's "lr_scale"
-    (1 without one); an "lr" that you give a group is overwritten. It is logged as `lr`, further groups as lr/NAME by
-    their "name".
+    `optimizer.step` those of --strategy fsdp are flat pieces, so what computes with matrices needs fsdp2. Each update
+    sets every group's learning rate to `lr_at` times the group's "lr_scale" (1 without one); an "lr" that you give a
+    group is overwritten. It is logged as `lr`, that of further groups as lr/NAME by their "name". What `step`
+    keeps from update to update belongs into self.state[p]: other attributes are in no checkpoint.
     """
     trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
     if cfg.optim != "AdamW":

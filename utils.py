@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import inspect
 import json
 import math
 import os
@@ -603,6 +604,8 @@ def build_optimizer(make: Callable, module: nn.Module, cfg: TrainConfig, unshard
     """
     with whole_shapes(module):
         optimizer = make(module, cfg)
+    if "closure" not in inspect.signature(plain_step := optimizer.step).parameters:
+        optimizer.step = lambda closure=None: plain_step()  # torch loads a checkpoint by step(closure=None)
     groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     if empty := [n for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
         name = optimizer.param_groups[empty[0]].get("name", empty[0])

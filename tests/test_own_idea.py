@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import gradient_worker
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import rewards
 import rollouts
@@ -847,6 +848,22 @@ def test_an_optimizer_of_optimizers_without_a_state_of_its_own_is_refused(small)
     both.step()
     with pytest.raises(RuntimeError, match="Both keeps nothing in `state`, and holds other optimizers"):
         utils.check_states(policy, both)
+
+
+def test_an_optimizer_whose_step_takes_no_closure_can_be_resumed(small):
+    """It trained and was saved; --resume ended in torch, which makes what it loads into by step(closure=None)."""
+
+    class Plain(torch.optim.Optimizer):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+
+    cfg, policy, _, _ = small
+    make = lambda module, cfg: Plain(module.parameters(), {"lr": cfg.learning_rate})  # noqa: E731
+    optimizer = utils.build_optimizer(make, policy, cfg, None, script.clean_name)
+    _, moments = get_state_dict(policy, optimizer)
+    assert len(moments["state"]) == len(list(policy.parameters()))
+    optimizer.step()
 
 
 def test_a_temperature_that_changes_during_a_run_is_that_of_the_log_probs(small):
