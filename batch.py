@@ -51,7 +51,7 @@ class Batch:
     returns: Tensor | None = None  # [B, T] what they are fitted to
     baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt
     advantages: Tensor | None = None  # [B, T] 0 where loss_mask is 0
-    reward_components: Tensor | None = None  # [B, reward functions] before their weights
+    reward_components: Tensor | None = None  # [B, reward functions] before their weights; 0 where one gave None
     states: Tensor | None = None  # [B, T] int64: on a turn's tokens, the environment's state it started from (gigpo)
     entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)

@@ -448,8 +448,9 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if missing := [name for name in needed if name not in available]:
         return (
-            f"needs {', '.join(missing)}, but there are only {', '.join(sorted(available))}. Rename the parameter, "
-            "give it a default, or add the column to every row (None where it does not apply)."
+            f"needs {', '.join(missing)}, but there are only {', '.join(sorted(available))}. Rename the column "
+            "(format_row in the train script, or a function of yours as --dataset_id) or the parameter, give that a "
+            "default, or add the column to every row (None where it does not apply)."
         )
     return None
 
