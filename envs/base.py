@@ -39,7 +39,7 @@ import asyncio
 import math
 
 from envs.mcp_tools import TrajectoryServers
-from envs.tools import Call, Tool, Toolbox, parser_of, read_calls, tools_of
+from envs.tools import Call, Tool, Toolbox, outside_thinking, parser_of, read_calls, tools_of
 
 
 class Environment:
@@ -107,7 +107,7 @@ class ToolEnvironment(Environment):
     async def step(self, text):
         calls = read_calls(text, self.tools, self.parser)
         within = sum(str(call.arguments).count("</answer>") for call in calls)
-        if not calls or text.count("</answer>") > within:
+        if not calls or outside_thinking(text).count("</answer>") > within:
             return [], 0.0, True, {"calls": []}
         await self.enter_servers(calls)
         messages, events = await self.toolbox.run(calls, self.tools)

@@ -173,9 +173,20 @@ PARSERS: dict[str, Callable[[str, dict[str, Tool]], list[Call]]] = {
 OPENERS: dict[str, str] = {}  # what calls begin with, by parser, where a chat template has shown it (formats.py)
 
 
+def outside_thinking(text: str) -> str:
+    """A turn without what stands between <think> and </think>, or before a first </think> where the prompt has begun
+    the thinking. There a model says how it will call and answer, which is neither a call nor an answer yet. Thinking
+    that has no end is not told from the rest."""
+    *parts, rest = text.split("</think>")
+    if parts and "<think>" not in parts[0]:
+        parts[0] = ""
+    return "".join(part.partition("<think>")[0] for part in parts) + rest
+
+
 def read_calls(text: str, tools: dict[str, Tool], parser: str) -> list[Call]:
-    """The calls of a turn. One that begins as calls do, and that the parser does not read, is a call with an error: the
-    model is told, and it is counted."""
+    """The calls of a turn, outside its thinking. One that begins as calls do, and that the parser does not read, is a
+    call with an error: the model is told, and it is counted."""
+    text = outside_thinking(text)
     calls, opener = PARSERS[parser](text, tools), OPENERS.get(parser)
     if not calls and opener and opener in text:
         start = text.index(opener)
@@ -459,7 +470,7 @@ def agent_tool(
         messages, said = [{"role": "system", "content": told}, {"role": "user", "content": question}], ""
         for _ in range(cfg.max_turns):
             said = await to_thread(chat, url, model, messages, token, **options)
-            if not (calls := PARSERS[parser](said, toolbox.tools)):
+            if not (calls := PARSERS[parser](outside_thinking(said), toolbox.tools)):
                 break
             answers, _ = await toolbox.run(calls, toolbox.tools)
             # As a user's message: the role `tool` wants ids of calls that the server has read, and we read them.

@@ -199,6 +199,29 @@ def test_an_answer_within_a_call_is_no_answer():
     assert asyncio.run(environment.step(said + "<answer>5</answer>"))[2]
 
 
+THOUGHT = [
+    ("<think>\nThe call goes within <tool_call></tool_call> tags.\n</think>\n\n" + CALL, 1),
+    ("<think>\nNow a <tool_call> tag.\n</think>\n\n" + CALL, 1),
+    ("<think>\nAt the end <answer>...</answer>, but first the tool.\n</think>\n\n" + CALL, 1),
+    ("The prompt has begun this: <tool_call></tool_call>.\n</think>\n\n" + CALL, 1),
+    (f"<think>\nI could say {CALL}, but I know it.\n</think>\n\nIt is 5.", 0),
+    (f"<think>\nA.\n</think>{CALL}<think>\nB.\n</think>", 1),  # as of models that think between their calls
+    (f"<think>\nThis has no end. {CALL}", 1),
+]
+
+
+@pytest.mark.parametrize("said, count", THOUGHT)
+def test_what_is_thought_is_neither_a_call_nor_an_answer(said, count):
+    """A template that describes tools names their tags, and thinking repeats them."""
+    cfg = config()
+    t = asyncio.run(
+        play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer_of("qwen3"), [said, "It is 5."]), cfg)
+    )
+    calls = t.info["turns"][0]["info"]["calls"]
+    assert [(call["name"], call["result"]) for call in calls] == [("add", "5")] * count
+    assert t.turns == 1 + count and t.info["turns"][0]["text"] == said
+
+
 def test_what_does_not_fit_is_left_out():
     """An answer beyond the budget ends the trajectory before it; a turn cut by its length ends it, too."""
     tokenizer = tokenizer_of("qwen2_5")
