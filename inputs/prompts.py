@@ -255,7 +255,8 @@ def render(messages: list[dict], processor, schemas: list[dict] | None = None, *
             else:
                 said.append(message | {"role": "user"} if message["role"] == "tool" else message)
         messages = said
-    return processor.apply_chat_template(messages, tools=schemas, tokenize=False, **options)
+    # Of no tools none: some templates, such as Mistral's, announce a list of them, and an empty one, too.
+    return processor.apply_chat_template(messages, tools=schemas or None, tokenize=False, **options)
 
 
 def within_user(messages: list[dict]) -> list[dict]:

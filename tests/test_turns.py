@@ -170,6 +170,25 @@ def test_a_template_whose_roles_have_to_alternate():
     assert tokenizer.decode(t.prompt_ids + t.token_ids).count("<|im_start|>assistant\nLet me see. <tool_call>") == 1
 
 
+def test_an_environment_without_tools_announces_none():
+    """Mistral's template writes the list of tools before the last message of a user, if there is a list."""
+
+    class Talker(Environment):
+        def reset(self, row, seed):
+            return "Begin."
+
+        def step(self, text):
+            return "Go on.", 0.0, False, {}
+
+    tokenizer, cfg = tokenizer_of("smollm2"), config(env="x", tools=[], max_turns=2, tokenization_check="strict")
+    announced = "{% if tools is not none and message.role == 'user' %}[TOOLS]{{ tools }}{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% endif %}<|im_start|>", f"{{% endif %}}{announced}<|im_start|>"
+    )
+    t = asyncio.run(play({"prompt": "?"}, 0, Talker(), Scripted(tokenizer, ["One.", "Two."]), cfg))
+    assert "[TOOLS]" not in tokenizer.decode(t.prompt_ids + t.token_ids)
+
+
 def test_an_environment_that_answers_nothing():
     class Silent(Environment):
         def reset(self, row, seed):
