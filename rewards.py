@@ -75,6 +75,7 @@ from scoring.spans import checked_spans, places_of
 from scoring.sql import sql
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
+    answer_parts,
     code_tests,
     completion_text,
     exact_match,
@@ -145,7 +146,7 @@ def math_equal(completions, answer, **columns) -> list[float | dict | None]:
     return POOLS["math"].map(requests)
 
 
-def reasoning_gym(completions, metadata, answer, **columns) -> list[float | dict | None]:
+def reasoning_gym(completions, metadata, answer, trajectories=None, **columns) -> list[float | dict | None]:
     """The score, 0 to 1, that the row's reasoning-gym task gives to the completion's `answer_part`. Many tasks give
     part of the points for an answer that stands in a sentence, so ask for <answer> tags or nothing but the answer.
 
@@ -155,13 +156,14 @@ def reasoning_gym(completions, metadata, answer, **columns) -> list[float | dict
     empty = [None] * len(completions)
     questions, tasks = columns.get("question", empty), columns.get("reasoning_gym_task", empty)
     requests = []
-    for completion, meta, a, q, task in zip(completions, metadata, answer, questions, tasks, strict=True):
+    parts = answer_parts(completions, trajectories)
+    for part, meta, a, q, task in zip(parts, metadata, answer, questions, tasks, strict=True):
         meta = json.loads(meta) if isinstance(meta, str) else meta
         task = task or (meta or {}).get("source_dataset")
         if task is not None:
             check_gym_task(task)
         entry = {"question": q, "answer": a, "metadata": meta}
-        requests.append(task and (answer_part(completion_text(completion)), task, entry))
+        requests.append(task and (part, task, entry))
     return POOLS["reasoning_gym"].map(requests)
 
 

@@ -39,6 +39,20 @@ def tagged(text: str) -> str | None:
     return text[start + len("<answer>") : end].strip() if start >= 0 else None
 
 
+def answer_parts(completions, trajectories=None) -> list[str]:
+    """`answer_part` of each completion. Of several turns without tags it is that of the last turn: what was said before
+    are calls of tools and talk, and compared as a whole the right answer would be worth less for them.
+
+    trajectories: of the completions, where these may be strings, which do not tell one turn from another."""
+    lasts = completions if trajectories is None else [t.info["completion"] for t in trajectories]
+    parts = []
+    for completion, last in zip(completions, lasts, strict=True):
+        found = tagged(completion_text(completion))
+        said = last if isinstance(last, str) else [m for m in last if m.get("role") == "assistant"][-1:]
+        parts.append(answer_part(completion_text(said)) if found is None else found)
+    return parts
+
+
 def answers(wanted) -> list:
     """The right answers of a row: one, or several in a list, a tuple or an array, as pandas has them."""
     wanted = wanted.tolist() if hasattr(wanted, "tolist") else wanted
@@ -109,11 +123,11 @@ def without_long_runs(text: str) -> str:
     return "".join(kept)
 
 
-def exact_match(completions, answer, **columns) -> list[float | None]:
+def exact_match(completions, answer, trajectories=None, **columns) -> list[float | None]:
     """1 if the completion's `answer_part` is the answer, or one of them where the answer is a list, both normalised."""
     scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        given = normalise(answer_part(completion_text(completion)))
+    for part, wanted in zip(answer_parts(completions, trajectories), answer, strict=True):
+        given = normalise(part)
         scores.append(None if wanted is None else float(given in [normalise(each) for each in answers(wanted)]))
     return scores
 
@@ -150,11 +164,11 @@ def squad_tokens(text) -> list[str]:
     return ARTICLES.sub(" ", text).split()
 
 
-def squad_scores(completions, answer) -> list[tuple[float, float] | None]:
+def squad_scores(completions, answer, trajectories=None) -> list[tuple[float, float] | None]:
     """(exact match, F1 over words) of every completion's `answer_part` with the best of its answers."""
     scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        given, best = squad_tokens(answer_part(completion_text(completion))), (0.0, 0.0)
+    for part, wanted in zip(answer_parts(completions, trajectories), answer, strict=True):
+        given, best = squad_tokens(part), (0.0, 0.0)
         for one in answers(wanted):
             words = squad_tokens(one)
             common = sum((Counter(given) & Counter(words)).values())
@@ -163,14 +177,14 @@ def squad_scores(completions, answer) -> list[tuple[float, float] | None]:
     return scores
 
 
-def squad_em(completions, answer, **columns) -> list[float | None]:
+def squad_em(completions, answer, trajectories=None, **columns) -> list[float | None]:
     """1 if the completion's `answer_part` is an answer, compared as in SQuAD."""
-    return [None if score is None else score[0] for score in squad_scores(completions, answer)]
+    return [None if score is None else score[0] for score in squad_scores(completions, answer, trajectories)]
 
 
-def squad_f1(completions, answer, **columns) -> list[float | None]:
+def squad_f1(completions, answer, trajectories=None, **columns) -> list[float | None]:
     """Overlap in words with the best of the answers, 0 to 1."""
-    return [None if score is None else score[1] for score in squad_scores(completions, answer)]
+    return [None if score is None else score[1] for score in squad_scores(completions, answer, trajectories)]
 
 
 def repetition(completion_ids, **columns) -> list[float]:

@@ -69,6 +69,21 @@ def run(trajectories, functions, **settings):
 # ---- text and numbers -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("prompt", ["2 + 3 =", [{"role": "user", "content": "2 + 3 ="}]])
+def test_a_right_answer_is_worth_the_same_behind_a_call(prompt):
+    """Functions that compare a whole text with the answer compare the last turn's, of string prompts, too."""
+    row = load_rows("reasoning_gym:chain_sum?size=1")[0] | {"prompt": prompt}
+    call, answer = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', row["answer"]
+    said = [{"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
+    direct, called, tagged = (trajectory(text, **row) for text in (answer, answer, "Bye."))
+    called.info["messages"] = [*said, {"role": "assistant", "content": answer}]
+    last = {"role": "assistant", "content": "Bye."}
+    tagged.info["messages"] = [{"role": "assistant", "content": f"<answer>{answer}</answer>"}, said[1], last]
+    names = ("exact_match", "squad_em", "squad_f1", "reasoning_gym")
+    run([direct, called, tagged], {name: REWARDS[name] for name in names})
+    assert [t.info["rewards"] for t in (direct, called, tagged)] == [dict.fromkeys(names, 1.0)] * 3
+
+
 def test_completion_text_of_strings_messages_and_parts():
     assert completion_text("a") == "a"
     assert completion_text([{"role": "assistant", "content": "a"}]) == "a"
