@@ -173,14 +173,21 @@ PARSERS: dict[str, Callable[[str, dict[str, Tool]], list[Call]]] = {
 OPENERS: dict[str, str] = {}  # what calls begin with, by parser, where a chat template has shown it (formats.py)
 
 
+# What thinking begins and ends with; the second is gpt-oss's.
+THINKING = (("<think>", "</think>"), ("<|channel|>analysis<|message|>", "<|end|>"))
+
+
 def outside_thinking(text: str) -> str:
-    """A turn without what stands between <think> and </think>, or before a first </think> where the prompt has begun
-    the thinking. There a model says how it will call and answer, which is neither a call nor an answer yet. Thinking
-    that has no end is not told from the rest."""
-    *parts, rest = text.split("</think>")
-    if parts and "<think>" not in parts[0]:
-        parts[0] = ""
-    return "".join(part.partition("<think>")[0] for part in parts) + rest
+    """A turn without its thinking, and without what stands before a first </think> where the prompt has begun that.
+    There a model says how it will call and answer, which is neither a call nor an answer yet. Thinking that has no end
+    is not told from the rest."""
+    (begin, end), *_ = THINKING
+    if end in text and begin not in (first := text.partition(end)[0]):
+        text = text[len(first) :]
+    for begin, end in THINKING:
+        *parts, rest = text.split(end)
+        text = end.join([*(part.partition(begin)[0] for part in parts), rest])
+    return text
 
 
 def read_calls(text: str, tools: dict[str, Tool], parser: str) -> list[Call]:

@@ -226,6 +226,7 @@ THOUGHT = [
     (f"<think>\nI could say {CALL}, but I know it.\n</think>\n\nIt is 5.", 0),
     (f"<think>\nA.\n</think>{CALL}<think>\nB.\n</think>", 1),  # as of models that think between their calls
     (f"<think>\nThis has no end. {CALL}", 1),
+    ("<|channel|>analysis<|message|>At the end <answer>...</answer>.<|end|><|start|>assistant" + CALL, 1),
 ]
 
 
