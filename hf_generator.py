@@ -36,7 +36,7 @@ from inputs.attention import takes_any
 from inputs.backbone import backbone, text_model
 from inputs.logits import logits_of
 from inputs.packing import join_inputs
-from inputs.prompts import Prompt, placeholder_tokens
+from inputs.prompts import TYPES, Prompt, placeholder_tokens
 from vllm_client import Completion
 
 
@@ -355,17 +355,17 @@ class HFGenerator:
         for row, request in enumerate(batch):
             ids[row, longest - lengths[row] :] = torch.tensor(request.prompt_ids)
             mask[row, longest - lengths[row] :] = 1
-        positions, types = (mask.cumsum(1) - 1).clamp(min=0)[None], torch.zeros_like(ids)  # [axes, P, T], [P, T]
+        positions, types = (mask.cumsum(1) - 1).clamp(min=0)[None], {}  # [axes, P, T]; [P, T], by what they are called
         for row, request in enumerate(batch):
             if "position_ids" in request.model_inputs:
                 positions = positions.expand(3, -1, -1).clone()
                 positions[:, row, longest - lengths[row] :] = request.model_inputs["position_ids"][:, 0]
-            if "token_type_ids" in request.model_inputs:
-                types[row, longest - lengths[row] :] = request.model_inputs["token_type_ids"][0, :-1]
+            for name in request.model_inputs.keys() & TYPES:
+                types.setdefault(name, torch.zeros_like(ids))
+                types[name][row, longest - lengths[row] :] = request.model_inputs[name][0, :-1]
         ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
         inputs = join_inputs([request.model_inputs for request in batch], self.device)
-        if any("token_type_ids" in request.model_inputs for request in batch):
-            inputs["token_type_ids"] = types.to(self.device)
+        inputs |= {name: given.to(self.device) for name, given in types.items()}
         return inputs | dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions)), positions
 
     def _next(self, module, way: Way, token: Tensor, mask: Tensor, position: Tensor, cache) -> tuple:

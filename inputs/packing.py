@@ -14,7 +14,7 @@ from batch import Batch
 from config import TrainConfig
 from inputs import attention, recurrence
 from inputs.backbone import text_model
-from inputs.prompts import FOLLOWED_BY, join_inputs
+from inputs.prompts import FOLLOWED_BY, PER_TOKEN, TYPES, join_inputs
 
 
 def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
@@ -86,12 +86,13 @@ def positions_of(batch: Batch) -> Tensor:
     return positions
 
 
-def token_types(batch: Batch) -> Tensor:
-    """Which tokens belong to an image or a prompt, for models that make their own mask of it.  [B, T]"""
+def token_types(batch: Batch, name: str) -> Tensor:
+    """Which tokens belong to an image or a prompt, for models that make their own mask of it and call it `name`.
+    [B, T]"""
     types = torch.zeros_like(batch.input_ids)
     for row, inputs in enumerate(batch.model_inputs):
-        if "token_type_ids" in inputs:
-            given = inputs["token_type_ids"][0]
+        if name in inputs:
+            given = inputs[name][0]
             types[row] = given[-1]
             types[row, : len(given) - 1] = given[:-1]
     return types
@@ -101,7 +102,7 @@ def with_blank(inputs: dict, blank: dict) -> dict:
     """A pass's inputs with one more sequence that holds an image, if none does: the vision part must run on every rank,
     or the collectives of the others wait for it. Nothing of it counts. It is a further segment of a packed row, or a
     further row.  [1, L] -> [1, L + its length] or [R, L] -> [R + 1, max(L, its length)]"""
-    if blank.keys() - {"input_ids", "position_ids", "token_type_ids"} <= inputs.keys():
+    if blank.keys() - {"input_ids", *PER_TOKEN} <= inputs.keys():
         return inputs
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     blank = {key: value.to(ids.device) for key, value in blank.items()}
@@ -122,9 +123,9 @@ def with_blank(inputs: dict, blank: dict) -> dict:
         axes = max(len(given), len(own))
         positions = add(given.expand(axes, -1, -1), own.expand(axes, -1, -1))
         blank["position_ids"] = positions if axes > 1 else positions[0]
-    if "token_type_ids" in inputs or "token_type_ids" in blank:
-        own = blank["token_type_ids"]  # [1, n + 1]; the last is of text behind a prompt, which sees what was before it
-        blank["token_type_ids"] = add(inputs.get("token_type_ids", own[:, -1:].expand_as(ids)), own[:, :n])
+    for types in (name for name in TYPES if name in inputs or name in blank):
+        own = blank[types]  # [1, n + 1]; the last is of text behind a prompt, which sees what was before it
+        blank[types] = add(inputs.get(types, own[:, -1:].expand_as(ids)), own[:, :n])
     if "routed_experts" in inputs:  # [R, L, layers, k]; of the blank nothing is known
         given = inputs["routed_experts"].movedim(1, -1)
         padding = (0, n) if mask.ndim == 4 else (0, max(n - length, 0), *[0] * 2 * (given.ndim - 2), 0, 1)
@@ -156,8 +157,8 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
         inputs |= join_inputs(batch.model_inputs)
         if len(axes) > 1:
             inputs["position_ids"] = axes
-        if any("token_type_ids" in row for row in batch.model_inputs):
-            inputs["token_type_ids"] = token_types(batch)
+        for types in (name for name in TYPES if any(name in row for row in batch.model_inputs)):
+            inputs[types] = token_types(batch, types)
         if batch.routed_experts is not None:
             inputs["routed_experts"] = batch.routed_experts
         inputs = {name: utils.sent(x, device) for name, x in inputs.items()}

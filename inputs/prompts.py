@@ -38,8 +38,11 @@ from inputs.special_tokens import END, found_in, guard, process, special_texts, 
 
 # torch is imported where there are images, so that environments can be tried without it.
 
-# Families whose masks treat images or whole prompts apart, and the token type of what is sampled after a prompt.
-FOLLOWED_BY = {"gemma3": 0, "paligemma": 1}
+# Families whose masks treat images or whole prompts apart: what they call token types, and the type of what is sampled
+# after a prompt.
+FOLLOWED_BY = {"gemma3": ("token_type_ids", 0), "paligemma": ("token_type_ids", 1), "gemma4": ("mm_token_type_ids", 0)}
+TYPES = tuple(dict.fromkeys(name for name, _ in FOLLOWED_BY.values()))
+PER_TOKEN = ("position_ids", *TYPES)  # of a model's inputs: all others are by image or patch
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
 COUNTS = Counter()  # images processed by this process
@@ -350,11 +353,12 @@ def expand(text: str, images: list, processor, rope_index: Callable | None, spec
     if rope_index is not None:
         encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
     family = type(processor).__name__.removesuffix("Processor").lower()
-    types, followed_by = encoded.pop("token_type_ids", None), FOLLOWED_BY.get(family)
-    for key in ("mm_token_type_ids", "labels"):  # the first is in the positions already
+    name, followed_by = FOLLOWED_BY.get(family, (None, None))
+    types = encoded.get(name)
+    for key in (*TYPES, "labels"):  # of models with positions on three axes, these have the types in them
         encoded.pop(key, None)
-    if types is not None and followed_by is not None:  # one longer than the prompt: the last stands for what follows
-        encoded["token_type_ids"] = types.new_tensor([[*types[0].tolist(), followed_by]])
+    if types is not None:  # one longer than the prompt: the last stands for what follows
+        encoded[name] = types.new_tensor([[*types[0].tolist(), followed_by]])
     return ids[0].tolist(), encoded
 
 
@@ -482,7 +486,7 @@ def join_inputs(rows: list[dict], device=None) -> dict:
     """Vision tensors of several rows as one: concatenated along the first dimension, whether it counts images, patches
     or rows; other dimensions that differ (images a row, height, width) are filled up with zeros."""
     joined = {}
-    for key in dict.fromkeys(key for row in rows for key in row if key not in ("position_ids", "token_type_ids")):
+    for key in dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN):
         tensors = [row[key] for row in rows if key in row]
         shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
         joined[key] = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
@@ -498,15 +502,15 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
     import torch
 
     old, new = prompt.model_inputs, inputs or {}
-    joined = join_inputs([old, new]) if new else {k: v for k, v in old.items() if not k.endswith("_ids")}
+    joined = join_inputs([old, new]) if new else {k: v for k, v in old.items() if k not in PER_TOKEN}
     if "position_ids" in old or "position_ids" in new:  # [3, 1, T]
         before = old.get("position_ids", torch.arange(len(prompt.token_ids)).expand(3, 1, -1))
         after = new.get("position_ids", torch.arange(len(ids)).expand(3, 1, -1))
         joined["position_ids"] = torch.cat([before, before.max() + 1 + after], dim=-1)
-    if "token_type_ids" in old or "token_type_ids" in new:  # [1, T + 1]; the last is of what follows
-        before = old.get("token_type_ids", torch.zeros(1, len(prompt.token_ids) + 1, dtype=torch.long))
-        after = new.get("token_type_ids", before[:, -1:].expand(-1, len(ids) + 1))
-        joined["token_type_ids"] = torch.cat([before[:, :-1], after], dim=1)
+    for types in (name for name in TYPES if name in old or name in new):  # [1, T + 1]; the last is of what follows
+        before = old.get(types, torch.zeros(1, len(prompt.token_ids) + 1, dtype=torch.long))
+        after = new.get(types, before[:, -1:].expand(-1, len(ids) + 1))
+        joined[types] = torch.cat([before[:, :-1], after], dim=1)
     return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
 
 
@@ -524,7 +528,7 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas: list[dict
         return continued(prompt, sent[skip:])
     images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
     ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
-    for key in ("position_ids", "token_type_ids"):
+    for key in PER_TOKEN:
         inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
     if "position_ids" in inputs:
         inputs["position_ids"] = inputs["position_ids"] - skip  # its first place was taken away

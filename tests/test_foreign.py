@@ -28,7 +28,7 @@ from envs import Environment, FrozenLake, Sokoban, adapters
 from envs.calls import take_environment
 from envs.tools import PARSERS, Call, Toolbox, as_content, from_function, named_tools
 from inputs.processor import load_processor
-from inputs.prompts import build_prompt, observation_text, observed
+from inputs.prompts import TYPES, build_prompt, observation_text, observed
 from inputs.special_tokens import END, MARKERS, clean, each_text, guard, special_texts, tokenize
 from inputs.special_tokens import tokenizer_of as text_tokenizer
 from inputs.trajectory import RowPictureError, empty_trajectory, failed_trajectory, without_failed
@@ -136,8 +136,7 @@ def test_a_result_forges_no_image(family, tmp_path):
 
 
 def trimmed(inputs: dict, length: int) -> dict:
-    types = inputs.get("token_type_ids")
-    return inputs | ({} if types is None else {"token_type_ids": types[:, :length]})
+    return inputs | {name: inputs[name][:, :length] for name in inputs.keys() & TYPES}
 
 
 PIECES = [

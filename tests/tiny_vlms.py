@@ -24,6 +24,7 @@ MARK = {
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
+    "gemma4": "<|image|>",
     "internvl": "<IMG_CONTEXT>",
     "paligemma": "<image>",
     "lfm2_vl": "<image>",
@@ -37,6 +38,15 @@ SPECIAL = {  # tokens with a role in the processor
     "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
     "llava": ["<image>"],
     "gemma3": dict(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"),
+    "gemma4": dict(
+        boi_token="<|image>",
+        eoi_token="<image|>",
+        image_token="<|image|>",
+        audio_token="<|audio|>",
+        boa_token="<|audio>",
+        eoa_token="<audio|>",
+        video_token="<|video|>",
+    ),
     "qwen": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
     "internvl": dict(
         start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
@@ -97,6 +107,10 @@ def processor_of(family: str):
     if family == "gemma3":
         images = t.Gemma3ImageProcessor(size=square, image_seq_length=4)
         return t.Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
+    if family == "gemma4":
+        images = t.Gemma4ImageProcessor(patch_size=16, pooling_kernel_size=3, max_soft_tokens=70)
+        sounds, videos = t.Gemma4AudioFeatureExtractor(), t.Gemma4VideoProcessor()
+        return t.Gemma4Processor(sounds, images, tokenizer, videos, chat_template=template)
     if family == "internvl":
         images = t.GotOcr2ImageProcessor(size=square, crop_to_patches=False)
         return t.InternVLProcessor(
@@ -176,6 +190,16 @@ def config_of(family: str, processor) -> dict:
             mm_tokens_per_image=4,
             **ids,
         )
+    if family == "gemma4":  # as its larger models, whose images see themselves in both directions
+        kinds = ("image", "video", "audio")
+        ids = {f"{kind}_token_id": number(f"<|{kind}|>") for kind in kinds}
+        ids |= dict(boi_token_id=number("<|image>"), eoi_token_id=number("<image|>"), boa_token_id=number("<|audio>"))
+        text |= dict(model_type="gemma4_text", global_head_dim=32, hidden_size_per_layer_input=0)
+        text |= dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+        text |= dict(num_kv_shared_layers=0, use_bidirectional_attention="vision")
+        vision = VISION | dict(model_type="gemma4_vision", num_key_value_heads=2, head_dim=32, patch_size=16)
+        vision |= dict(pooling_kernel_size=3, position_embedding_size=64)
+        return dict(text_config=text, vision_config=vision, audio_config=None, **ids)
     if family == "internvl":
         vision = VISION | dict(image_size=[SIDE, SIDE], patch_size=[14, 14], model_type="internvl_vision")
         text = text | dict(model_type="qwen2")
