@@ -595,22 +595,37 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
         how += tuple(map(version, ("transformers", "tokenizers", "jinja2")))
         return remembered(rows, f"prompt lengths {how}", lambda: lengths_on_disk(rows, name, processor, cfg))
     sizes = check_images(rows, name, processor, decode)
+    beside: dict[int, int | None] = {}  # by number of images: tokens that `told` leaves out; None: no constant number
+
+    def told(text: str, shapes: list[tuple[int, int]]) -> int:
+        """By what the processor says of images of these shapes."""
+        expanded = processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens if shapes else []
+        sent = len(tokenize(text, processor, add_special_tokens=cfg.no_apply_chat_template))
+        return sent - len(shapes) + sum(expanded)
+
+    def made(text: str, shapes: list[tuple[int, int]]) -> int:
+        """By what it makes of them."""
+        blank = [Image.new("RGB", (width, height)) for height, width in shapes]
+        COUNTS["images"] -= len(shapes)
+        return len(expand(text, blank, processor, None, cfg.no_apply_chat_template)[0])
 
     def count(row: dict, shapes: list[tuple[int, int]]) -> int:
         if not is_vision(processor):
             return len(prompt_ids(row, processor, cfg))
-        text = prompt_text(row, processor, cfg, len(shapes))
+        text, number = prompt_text(row, processor, cfg, len(shapes)), len(shapes)
         shapes = [scaled(shape, cfg) for shape in shapes]
         if shapes and not hasattr(processor, "_get_num_multimodal_tokens"):  # SmolVLM's, for one
-            blank = [Image.new("RGB", (width, height)) for height, width in shapes]
-            COUNTS["images"] -= len(shapes)
-            return len(expand(text, blank, processor, None, cfg.no_apply_chat_template)[0])
+            return made(text, shapes)
         try:
-            expanded = processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens if shapes else []
+            found = told(text, shapes)
+            if shapes and number not in beside:
+                # Some say nothing of what is around an image (Gemma's), or of what several become (LLaVA-OneVision's).
+                tried = ([size] * number for size in ((224, 448), (448, 448)))
+                more = {made(text, trial) - told(text, trial) for trial in tried}
+                beside[number] = more.pop() if len(more) == 1 else None
         except (ValueError, ArithmeticError) as error:  # such as a line of 100,000 pixels
             raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
-        sent = len(tokenize(text, processor, add_special_tokens=cfg.no_apply_chat_template))
-        return sent - len(shapes) + sum(expanded)
+        return made(text, shapes) if shapes and beside[number] is None else found + beside.get(number, 0)
 
     lengths, texts = [], rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(["prompt"])
     texts = with_progress(texts, f"{name}: measuring prompts", len(rows))

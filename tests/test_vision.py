@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import tiny_vlms
 import torch
+import transformers
 from fastapi import HTTPException
 from live import running, trainer
 from PIL import Image
 from safetensors.torch import load_file
+from server_fixture import make_tiny
 from tiny_vlms import batch_of, picture, rows_of
+from transformers import AutoTokenizer
 
 import data
 import train_grpo as script
@@ -432,15 +435,30 @@ def test_a_line_of_pixels_stays_within_its_bounds():
     assert image.size == (1000, 1)
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "idefics3"])
+def one_vision() -> transformers.ProcessorMixin:
+    """LLaVA-OneVision's: one image is cut into tiles, of several none is."""
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
+    side = {"height": 56, "width": 56}
+    images = transformers.LlavaOnevisionImageProcessor(size=side, image_grid_pinpoints=[[56, 112], [112, 112]])
+    videos = transformers.LlavaOnevisionVideoProcessor(size=side)
+    template = tiny_vlms.TEMPLATE.replace("MARK", "<image>")
+    how = dict(num_image_tokens=16, vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9")
+    return transformers.LlavaOnevisionProcessor(images, tokenizer, videos, chat_template=template, **how)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llava_onevision"])
 def test_prompts_are_measured_with_the_images_that_are_shown(family):
-    """Scaled as --max_pixels says; of processors that cannot tell from an image's size (SmolVLM's), too."""
-    processor, row = tiny_vlms.processor_of(family), {"prompt": "What?", "image": picture(1, 300, 200)}
+    """Scaled as --max_pixels says; of processors that cannot tell from an image's size (SmolVLM's), or leave out what
+    stands around it (Gemma's), too."""
+    processor = one_vision() if family == "llava_onevision" else tiny_vlms.processor_of(family)
+    rows = [{"prompt": "What?", "image": picture(1, 300, 200)}]
+    rows += [{"prompt": "Which?", "images": [picture(2, 80, 160), picture(3, 200, 90)]}, rows[0]]
     for cfg in (TrainConfig(), TrainConfig(max_pixels=3000)):
         prompts.COUNTS.clear()
-        (length,) = prompts.prompt_lengths([row], "rows", processor, cfg)
+        lengths = prompts.prompt_lengths(rows, "rows", processor, cfg)
         assert prompts.COUNTS["images"] == 0
-        assert length == len(prompts.vision_prompt(row, processor, None, cfg).token_ids)
+        assert lengths == [len(prompts.vision_prompt(row, processor, None, cfg).token_ids) for row in rows]
 
 
 # ---- the parts of a message ------------------------------------------------------------------------------------------
