@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
 
 from config import ConfigError, TrainConfig
 from inputs import lora
@@ -474,6 +474,11 @@ def check_window(config, cfg: TrainConfig) -> None:
     if any(own.rollout != "single_turn" for own in cfg.by_domain()):
         raise ConfigError(f"{said}.")
     limits.say_once(f"{said}, or some completions end at the window.")
+
+
+# Some of transformers' conversions turn a tensor that has not the model's shape, such as experts of Qwen3-VL's
+# mixtures. On the way back each has it, and none would be turned; vLLM always turns them.
+Transpose.reverse_op = property(lambda self: Transpose(self.dim1, self.dim0))
 
 
 def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

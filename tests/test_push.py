@@ -5,9 +5,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tiny_vlms
 import torch
 from families import model_of
 from live import Process, running
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import train_grpo as script
 import utils
@@ -46,3 +49,22 @@ def test_what_a_checkpoint_holds_joined_is_in_one_bucket(family, joined):
     layers = [{utils.layer_of(name) for name, _ in bucket} - {""} for bucket in buckets]
     divided = any(count > 1 for count in Counter(layer for bucket in layers for layer in bucket).values())
     assert len(buckets) > 2 and divided != joined
+
+
+def test_experts_are_turned_as_published_ones_are(tmp_path):
+    """Of Qwen3-VL's mixtures a checkpoint has [experts, inputs, outputs], transformers' model the other way round. vLLM
+    turns whatever it is sent."""
+    config = tiny_vlms.config_of("qwen3_vl", tiny_vlms.processor_of("qwen3_vl"))
+    config["text_config"] |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("qwen3_vl_moe", **config))
+    own = dict(model.named_parameters())
+    sent = dict(utils.as_in_a_checkpoint(model, list(own.items())))
+    turned = {name for name in own if ".experts." in name}
+    assert len(turned) == 4 and sent.keys() == own.keys()
+    assert all(torch.equal(sent[n], own[n].mT if n in turned else own[n]) for n in own)
+    model.config.save_pretrained(tmp_path)
+    save_file({name: x.contiguous() for name, x in sent.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert all(torch.equal(x, own[name]) for name, x in again.named_parameters())
+    back = dict(utils.as_in_a_checkpoint(again, list(again.named_parameters())))
+    assert all(torch.equal(back[name], sent[name]) for name in sent)
