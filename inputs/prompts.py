@@ -40,7 +40,8 @@ from inputs.special_tokens import END, found_in, guard, process, special_texts, 
 
 # Families whose masks treat images or whole prompts apart: what they call token types, and the type of what is sampled
 # after a prompt.
-FOLLOWED_BY = {"gemma3": ("token_type_ids", 0), "paligemma": ("token_type_ids", 1), "gemma4": ("mm_token_type_ids", 0)}
+FOLLOWED_BY = {"gemma3": ("token_type_ids", 0), "paligemma": ("token_type_ids", 1)}
+FOLLOWED_BY |= dict.fromkeys(("gemma4", "gemma4unified"), ("mm_token_type_ids", 0))
 TYPES = tuple(dict.fromkeys(name for name, _ in FOLLOWED_BY.values()))
 PER_TOKEN = ("position_ids", *TYPES)  # of a model's inputs: all others are by image or patch
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
