@@ -83,9 +83,10 @@ def image_sources(row: dict) -> list:
 
 
 def column_images(row: dict) -> list:
-    """Those of `images`; where it has none, that of `image`."""
+    """Those of `images`; where it has none, that of `image`. An empty text is none: a .csv file has no other."""
     for column in (row.get("images"), row.get("image")):
-        if found := [one for one in (column if isinstance(column, (list, tuple)) else [column]) if one is not None]:
+        column = column if isinstance(column, (list, tuple)) else [column]
+        if found := [one for one in column if one is not None and not (isinstance(one, str) and not one)]:
             return found
     return []
 

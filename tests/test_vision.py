@@ -501,6 +501,15 @@ def test_the_texts_of_an_environment_name_no_file(tmp_path):
     assert len(prompts.vision_prompt(shown, processor, None, TrainConfig(), {"prompt": "Look."}).images) == 1
 
 
+def test_an_empty_text_is_no_image(tmp_path):
+    """As rows without a picture have it among others in a .csv file."""
+    picture(1).save(tmp_path / "a.png")
+    (tmp_path / "rows.csv").write_text(f"prompt,image\nWhat?,{tmp_path / 'a.png'}\nSay it.,\n", encoding="utf-8")
+    rows, processor = data.load_rows(str(tmp_path / "rows.csv")), tiny_vlms.processor_of("idefics3")
+    assert [len(prompts.image_sources(row)) for row in rows] == [1, 0]
+    assert prompts.prompt_lengths(rows, "rows.csv", processor, TrainConfig())[0] > 0
+
+
 def test_images_of_the_column_and_of_the_parts_stand_in_their_order():
     own = {"type": "image", "image": "own"}
     row = {"prompt": [{"role": "user", "content": [{"type": "image"}, own, {"type": "image"}]}], "images": ["a", "b"]}
