@@ -132,7 +132,7 @@ from envs import formats
 from envs.tools import named_tools
 from inputs import agreement, balance, four_bits, prompts, routing
 from inputs.attention import attention_kind, attention_of, fall_back_to_eager, use_shared_attention
-from inputs.backbone import backbone
+from inputs.backbone import backbone, image_encoder
 from inputs.logits import chunk_size, logits_of
 from inputs.lora import (
     adapter_buckets,
@@ -500,7 +500,7 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
     fall_back_to_eager(model, cfg.attn_implementation)
     model.own_config = own  # which checkpoints say
     if vision and cfg.freeze_vision:
-        model.get_encoder(modality="image").requires_grad_(False)
+        image_encoder(model).requires_grad_(False)
     for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):  # not every one is in the config
         module.p = 0.0
     return model
@@ -514,7 +514,7 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     try:
         lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
         if cfg.freeze_vision and takes_images(model.config):
-            tower = set(model.get_encoder(modality="image").modules())
+            tower = set(image_encoder(model).modules())
             lora.exclude_modules = [name for name, module in model.named_modules() if module in tower]
         with names_as_they_are():
             adapted = get_peft_model(model, lora)  # adapters in float32, whatever --dtype the frozen weights have

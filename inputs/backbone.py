@@ -34,6 +34,14 @@ def text_model(hf_model: nn.Module) -> PreTrainedModel:
     return found if isinstance(found, PreTrainedModel) and found is not hf_model else backbone(hf_model)
 
 
+def image_encoder(hf_model: nn.Module) -> nn.Module:
+    """What --freeze_vision leaves as it is. transformers gives the model itself where it finds no such part."""
+    found = hf_model.get_encoder(modality="image")
+    if found in (hf_model, hf_model.base_model):
+        raise ConfigError(f"--freeze_vision: {type(hf_model).__name__} has no image encoder of its own; leave it out.")
+    return found
+
+
 EXPERTS = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "chosen": ("num_experts_per_tok", "top_k"),

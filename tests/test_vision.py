@@ -152,6 +152,14 @@ def test_adapters_and_checkpoints(tiny, tmp_path):
     assert type(load_processor(str(folder))) is type(tiny.generator.tokenizer)
 
 
+def test_a_model_without_an_image_encoder_has_none_to_freeze():
+    """transformers gives the model itself for it, which would be frozen as a whole."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_vlms.TEXT, vocab_size=32))
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no image encoder of its own"):
+        script.image_encoder(model)
+
+
 # ---- the whole loop --------------------------------------------------------------------------------------------------
 
 ROWS = """
