@@ -34,7 +34,7 @@ def text_ids(tokenizer, hf_model: nn.Module) -> list[int]:
 def text_inputs(hf_model: nn.Module, tokens: int) -> dict:
     """`model_inputs` of a prompt of so many tokens that is text alone. Without token types PaliGemma takes all of it
     for a prefix that sees itself in both directions."""
-    name, follows = FOLLOWED_BY.get(hf_model.config.model_type, (None, None))
+    name, follows = FOLLOWED_BY.get(hf_model.config.model_type.replace("_", ""), (None, None))
     return {} if name is None else {name: torch.full((1, tokens + 1), follows)}
 
 
