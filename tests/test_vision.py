@@ -469,6 +469,18 @@ def test_prompts_are_measured_with_the_images_that_are_shown(family):
         assert lengths == [len(prompts.vision_prompt(row, processor, None, cfg).token_ids) for row in rows]
 
 
+def test_images_by_cross_attention_are_refused_where_rows_are_measured():
+    """Llama 3.2 Vision: its mask ended at the prompt, and the first step in an error of torch over shapes."""
+    tokenizer = tiny_vlms.processor_of("llava").tokenizer
+    tokenizer.add_tokens("<|image|>", special_tokens=True)
+    template = tiny_vlms.TEMPLATE.replace("MARK", "<|image|>")
+    images = transformers.MllamaImageProcessor(size={"height": 28, "width": 28}, max_image_tiles=2)
+    processor = transformers.MllamaProcessor(images, tokenizer, chat_template=template)
+    row = {"prompt": "What?", "image": picture(1)}
+    with pytest.raises(ConfigError, match="rows, row 0: the model looks at images by cross-attention.*Choose a model"):
+        prompts.prompt_lengths([row], "rows", processor, TrainConfig())
+
+
 # ---- the parts of a message ------------------------------------------------------------------------------------------
 
 
