@@ -354,8 +354,8 @@ def expand(text: str, images: list, processor, rope_index: Callable | None, spec
     ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
     if "cross_attention_mask" in encoded:  # [1, T, images, tiles], as Llama 3.2 Vision has it
         raise PartError(
-            "the model looks at images by cross-attention, whose mask has an entry for each token of a prompt, and none "
-            "here for those that are sampled. Choose a model whose images are tokens of the prompt"
+            "the model looks at images by cross-attention, whose mask has an entry for each token of a prompt, and "
+            "none here for those that are sampled. Choose a model whose images are tokens of the prompt"
         )
     if rope_index is not None:
         encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]

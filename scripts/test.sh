@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs, lints and tests, on a bare machine: bash scripts/test.sh [pytest options]
 #
-# `bash scripts/test.sh quick` is for every edit: it installs nothing, lints and runs the test files that are marked so.
+# `bash scripts/test.sh quick` is for every edit: it installs nothing, lints and runs the test files that are marked so,
+# but for tests that are marked `slow`.
 #
 # Without options a tenth of the fault campaign comes first, another one at each commit. Ends with pytest's exit code, or
 # with 1 if all tests passed and a fault was twice not as wanted. One test may take TEST_TIMEOUT seconds (default 300),
@@ -20,7 +21,7 @@ if [ "${1:-}" = quick ]; then
   ruff format --check .
   # By name: to import the other test files, too, takes each process ten seconds more.
   [ $# -gt 1 ] || set -- quick $(grep -l "^pytestmark = pytest.mark.quick" tests/test_*.py)
-  OMP_NUM_THREADS=1 exec python -m pytest -q -m quick -n 2 --dist loadfile "${@:2}"
+  OMP_NUM_THREADS=1 exec python -m pytest -q -m "quick and not slow" -n 2 --dist loadfile "${@:2}"
 fi
 
 bash scripts/install.sh

@@ -118,6 +118,7 @@ def test_a_model_that_cannot_compute_in_bfloat16_says_so(tmp_path):
         check(*script.load_policy(cfg, CPU), cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_cpu_without_bfloat16_computes_in_float32(slow, tmp_path, monkeypatch, capsys):
     """The whole run, its generator included; and it says so."""
@@ -180,6 +181,7 @@ def test_weights_that_did_not_arrive_end_the_run_before_its_first_step(tmp_path,
     assert not list(tmp_path.rglob("completions*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["sampler", "current"])
 def test_what_a_steps_own_updates_moved_is_no_disagreement(old, tmp_path):
     """With these the difference that is logged is that of the newest weights; it ended runs that were well."""
@@ -194,6 +196,7 @@ def pictures(split: str, seed: int) -> list[dict]:
     return [{"prompt": f"What is {n}?", "images": [picture(n)] * (n > 0), "bonus": 0.0} for n in range(8)]
 
 
+@pytest.mark.slow
 def test_a_tower_that_did_not_arrive_does_too(tmp_path, monkeypatch):
     """No text can tell."""
 

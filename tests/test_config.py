@@ -509,6 +509,7 @@ def test_only_rank_0_speaks():
         assert ("3 is not divisible by 2 rank(s)" in done.stderr) == (rank == "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decorator", ["", "@dataclass\n"])
 def test_a_copied_script_with_its_own_knob(tmp_path, decorator):
     """The line that the script itself suggests, with and without the decorator."""

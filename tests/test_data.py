@@ -299,6 +299,7 @@ def test_what_is_kept_of_rows_is_kept_within_limits(tmp_path, monkeypatch):
     assert (make("e") == np.arange(100)).all()
 
 
+@pytest.mark.slow
 def test_ranks_look_at_rows_once(tmp_path):
     """And one that is ended in the middle leaves nothing that the next takes for whole; for one that is stopped nobody
     waits for good."""
@@ -484,6 +485,7 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     assert not capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a ", "a", "\n"], ids=["words", "one word", "white space"])
 def test_a_book_in_a_prompt_is_not_measured_to_its_end(tmp_path, text):
     """A real tokenizer takes a minute for 50 MB."""

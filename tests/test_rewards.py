@@ -244,6 +244,7 @@ def test_math_in_signs_of_unicode():
     assert scores == [{"reward": 0.0, "unevaluated": 1.0}] * 2
 
 
+@pytest.mark.slow
 def test_math_that_never_ends_costs_its_own_limit_only():
     """sympy evaluates 9^9^9^9 for longer than anyone waits: the process is replaced, the others' scores stand."""
     pool = WorkerPool("math", size=2, item_timeout=3.0)
@@ -256,6 +257,7 @@ def test_math_that_never_ends_costs_its_own_limit_only():
     assert pool.map([fine] * 3) == [1] * 3, "the pool goes on"
 
 
+@pytest.mark.slow
 def test_a_scoring_process_that_dies_is_replaced():
     pool = WorkerPool("math", size=1)
     assert pool.map([("5", False, "5")]) == [1]
@@ -266,6 +268,7 @@ def test_a_scoring_process_that_dies_is_replaced():
     assert pool.map([("5", False, "5")]) == [1]
 
 
+@pytest.mark.slow
 def test_scoring_processes_end_with_a_killed_trainer():
     """One waits and finds its input closed; the other computes something endless and has an alarm set."""
     code = """
@@ -305,6 +308,7 @@ def test_a_scoring_process_that_cannot_start_is_an_error(capfd):
     assert "no 'nonsense_scorer'" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_reasoning_gym_scores_with_the_parameters_of_the_row():
     rows = [
         load_rows("reasoning_gym:chain_sum?size=1", seed=1)[0],
@@ -579,6 +583,7 @@ async def will_not_be_cancelled(completions):
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", [sleeps, sleeps_async, blocks_its_loop, will_not_be_cancelled])
 def test_a_function_that_never_returns_is_counted(endless, caplog):
     rows, start = [trajectory(), trajectory()], time.monotonic()
@@ -609,6 +614,7 @@ def test_a_step_in_which_nothing_was_scored_in_time_ends_the_run():
     assert seconds["time/reward/endless"] > 0.4 > seconds["time/reward/fine"] > 0
 
 
+@pytest.mark.slow
 def test_a_busy_loop_ends_with_the_program():
     """`while True` holds a thread for ever; neither score() nor the exit may wait for it."""
     code = """
@@ -710,6 +716,7 @@ def test_the_spans_of_the_documentation():
     assert "5 + 4 = 8" in read[wrong + 1] and "5 + 4 = 8" not in read[wrong]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 3, 100])
 def test_characters_of_several_bytes_and_tokens(step):
     """A character belongs to the token that ends it: its bytes may be in several, and a token may hold several."""

@@ -112,6 +112,7 @@ def test_pages_and_states():
     assert first.state() != other.state() and len({first.state(), other.state()}) == 2
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.one_of(st.text(), st.sampled_from("search[lamp] click[1] click[2] click[buy] click[next] click[]".split()))

@@ -419,6 +419,7 @@ class Picture(Environment):
         return [{"role": "user", "content": [*parts, {"type": "text", "text": "And now?"}]}], 0.0, False, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "llava", "gemma3", "gemma4"])
 def test_images_of_an_environment(family, tmp_path):
     """Shown to the model in later turns and trained on as they were shown, beside rows that have none."""
