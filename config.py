@@ -57,7 +57,7 @@ class TrainConfig:
     load_in: Literal["4bit"] | None = None  # 4bit: LoRA on frozen weights in 4 bits (QLoRA), those of linear layers
     lora_r: int = 32  # LoRA rank
     lora_alpha: float = 64.0  # LoRA scale: the update is alpha / r * B A
-    freeze_vision: bool = False  # the image encoder is not trained, and gets no adapters; a connector outside it does
+    freeze_vision: bool = False  # the image encoder is frozen, and has no adapters; a connector outside it is trained
     lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])  # linear layers to adapt, by ends of names
 
     # --- data ---
