@@ -29,6 +29,13 @@ TOKEN_COLUMNS = ("trained", "advantage", "weight", "logprob", "entropy", "sample
 TOKEN_COLUMNS += ("version",)
 KNOWN = {"prompt", "completion", "reward", "advantage", "finish_reason", "row_number", "origin", "turns", "group"}
 KNOWN |= {"domain", "policy_version", "length", "prompt_ids", "token_ids", "picture"}
+
+
+def is_own(name: str) -> bool:
+    """Whether a column comes from the data row or from a reward function's log_extra."""
+    return name not in KNOWN and not name.startswith(("rewards/", "tokens/"))
+
+
 PREVIEW = 160  # characters of a completion in a list
 
 
@@ -351,9 +358,7 @@ def _without_tokens(path: Path) -> list[str]:
 
 def described(row: dict, limit: int) -> dict:
     """What a reader wants to know of a row, under names that do not depend on the run's age."""
-    rest = {
-        name: value for name, value in row.items() if name not in KNOWN and not name.startswith(("rewards/", "tokens/"))
-    }
+    rest = {name: value for name, value in row.items() if is_own(name)}
     made = {"prompt": readable_prompt(str(row.get("prompt") or "")), "completion": str(row.get("completion") or "")}
     made |= {"turns": turns(row), "rewards": {n[8:]: v for n, v in row.items() if n.startswith("rewards/")}}
     for name in ("reward", "advantage", "finish_reason", "row_number", "origin", "domain", "policy_version", "length"):

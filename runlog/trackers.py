@@ -11,7 +11,7 @@ from pathlib import Path
 from config import ConfigError
 from plugins import require
 from runlog.reading import readable_prompt
-from runlog.samples import KNOWN
+from runlog.samples import is_own
 from safety.masking import public_arguments, public_config
 from safety.storable import visible
 
@@ -57,7 +57,7 @@ def table_of(rows: list[dict]) -> tuple[list[str], list[list]]:
     names = ["prompt", "completion", "reward", "advantage", "length", "finish_reason"]
     found = dict.fromkeys(chain(*rows))
     names += [name for name in found if name.startswith("rewards/")]
-    names += [name for name in found if name not in KNOWN and not name.startswith(("rewards/", "tokens/"))]
+    names += filter(is_own, found)
     return names, list(zip(*(of_one_kind([cell_of(name, row) for row in rows]) for name in names), strict=True))
 
 
