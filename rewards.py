@@ -326,7 +326,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     calls = (timed(name, function) for name, function in reward_functions.items())
     results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time
     for index, trajectory in enumerate(trajectories):
-        total, applies, logged, ends = 0.0, False, {}, turn_ends(trajectory.loss_mask)
+        total, applies, logged, ends = 0.0, False, {}, places_of_turns(trajectory)
         for (name, values), weight in zip(zip(reward_functions, results, strict=True), weights, strict=True):
             value, components, parts = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
             logged[name] = nan if value is None else value
@@ -337,7 +337,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
             if isinstance(parts, tuple):
                 placed = placed_spans(name, parts, arguments, index, tokenizer)
             else:  # of each turn, or of the whole; nowhere if nothing was sampled
-                placed = zip(ends if parts else ends[-1:], parts or [value], strict=False)
+                placed = zip(ends if parts else ends[-1:], parts or [value], strict=bool(ends))
             for place, part in placed:
                 trajectory.token_rewards[place] += weight * part
         trajectory.info |= {
@@ -365,8 +365,18 @@ def placed_spans(name: str, spans: tuple, arguments: dict, index: int, tokenizer
     return [(place, value) for place, (_, _, value) in zip(places, spans, strict=True)]
 
 
+def places_of_turns(trajectory) -> list[int]:
+    """The last sampled token of each turn: as info["turns"] says, if each has its "end" among the tokens, as those of
+    `multi_turn` do; else by the mask, which shows two turns as one where a template writes nothing between them."""
+    mask, turns = trajectory.loss_mask, trajectory.info.get("turns") or []
+    told = [turn["end"] - 1 for turn in turns if isinstance(turn, dict) and "end" in turn]
+    if len(told) == trajectory.turns and all(0 <= place < len(mask) and mask[place] for place in told):
+        return told
+    return turn_ends(mask)
+
+
 def turn_ends(loss_mask: list[int]) -> list[int]:
-    """The last sampled token of each turn: [0, 1, 1, 0, 1] -> [2, 4]"""
+    """The last token of each run of sampled tokens: [0, 1, 1, 0, 1] -> [2, 4]"""
     return [i for i, (here, after) in enumerate(zip(loss_mask, [*loss_mask[1:], 0], strict=True)) if here and not after]
 
 
@@ -517,6 +527,11 @@ def checked_values(values: list, arguments: dict) -> list[tuple]:
                 given["reward"] = sum(map(finite, turns))
                 if len(turns) != played:
                     raise ValueError(f"{len(turns)} rewards for {played} turns")
+                if (found := len(places_of_turns(arguments["trajectories"][index]))) not in (0, played):
+                    raise ValueError(
+                        f"{played} turns, whose tokens are {found} run{'s' * (found != 1)} in loss_mask; let "
+                        'info["turns"] say where each ends: a dict a turn, its "end" the place behind its last token'
+                    )
             logged_only = "reward" in given  # the other components are not summed
             parts = {c: part for c, part in given.items() if part is not None}
             parts = {c: part for c, part in parts.items() if c == "reward" or not logged_only or loggable(part)}

@@ -414,6 +414,26 @@ def test_rewards_of_turns():
         asyncio.run(score([trajectory("x", turns=2, mask=[1, 0, 1])], {"by_turn": by_turn, "whole": whole}, cfg))
 
 
+def test_rewards_of_turns_with_nothing_between_them():
+    """Some templates write nothing there, and an environment may answer nothing: the mask shows one run."""
+    cfg = TrainConfig(reward_funcs=["by_turn"])
+
+    def by_turn(completions, **columns):
+        return [{"turns": [1.0, 2.0, 4.0]}]
+
+    mask = [1, 1, 1, 0, 1]
+    ends = [{"end": 2}, {"end": 3}, {"end": 5}]
+    t = trajectory("x", turns=3, mask=mask)
+    t.info["turns"] = ends
+    asyncio.run(score([t], {"by_turn": by_turn}, cfg))
+    assert t.token_rewards == [0, 1, 2, 0, 4] and t.info["reward"] == 7
+    for turns in ([], [{}] * 3, ends[:2], [{"end": 2}, {"end": 4}, {"end": 5}], [{"end": 2}, {"end": 3}, {"end": 9}]):
+        t = trajectory("x", turns=3, mask=mask)
+        t.info["turns"] = turns
+        with pytest.raises(RewardError, match="3 turns, whose tokens are 2 runs in loss_mask; let .* where each ends"):
+            asyncio.run(score([t], {"by_turn": by_turn}, cfg))
+
+
 def test_code_in_the_sandbox(monkeypatch, caplog):
     """Tests are counted one by one; leaving early, printing or hanging passes none."""
     monkeypatch.setattr(sandbox, "allow_uncontained", True)  # so that this runs everywhere
