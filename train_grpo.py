@@ -181,10 +181,10 @@ from safety import sandbox
 #     mine.needs = ("entropy",)         fields of Batch computed beforehand, constants without gradient: old_logprobs,
 #                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion),
 #                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk)
-#     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: values that need
-#                                       whole groups or all ranks, computed once a step: an advantage's before the
-#                                       advantages, those of losses and own_term after them, before leave_out. Read
-#                                       them as batch.extras[name], which has the rows of the micro-batch
+#     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what needs whole
+#                                       groups or all ranks, computed once a step and found as batch.extras[name], which
+#                                       is cut into micro-batches like the rest. An advantage's `prepare` runs before
+#                                       there are advantages, that of a loss or own_term after, both before `leave_out`
 #     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
 #                                       function cfg -> bool
 #     mine.choose = function            selects the tokens that a loss treats differently, once per update, before it is
@@ -326,6 +326,17 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1+": lambda logprobs, ref: straight_through(*(KL_ESTIMATORS[k](logprobs, ref) for k in ("k1", "k2"))),
     "k3+": lambda logprobs, ref: straight_through(*(KL_ESTIMATORS[k](logprobs, ref) for k in ("k3", "k2"))),
 }
+
+
+def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
+    """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
+
+    Gets log-probs [B, T] of the sampled tokens and their entropy [B, T], both with gradient, and the micro-batch:
+    `part.rows` are its data rows, `part.step` the step, `part.scores` [B] the scores as the reward functions gave them.
+    Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss. What
+    else it needs it says as other functions do (section 1).
+    """
+    return None, {}
 
 
 def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, max_tokens) -> Tensor:
@@ -846,7 +857,7 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
-    # A stand-in has no sampled token, and counts for nothing (Batch.stand_in).
+    # A rank that is left with nothing gets a trajectory without a sampled token: a stand-in, which counts for nothing.
     return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
 
 
@@ -1092,17 +1103,6 @@ def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: Tr
     stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2, "ratio_outside": (~within_bounds(w, cfg)).float()}
     stats["left_out"] = (weights == 0).float()
     return {f"sampling/{name}": value for name, value in stats.items()}
-
-
-def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
-    """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
-
-    Gets log-probs [B, T] of the sampled tokens and their entropy [B, T], both with gradient, and the micro-batch:
-    `part.rows` are its data rows, `part.step` the step, `part.scores` [B] the scores as the reward functions gave them.
-    Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss. What
-    else it needs it says as other functions do (section 1).
-    """
-    return None, {}
 
 
 def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
