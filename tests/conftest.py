@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 from server_fixture import server  # noqa: F401
+from turns import turn
 
 from safety import credentials
 
@@ -26,9 +27,28 @@ def secrets_end_with_their_test():
         yield
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--turn", metavar="K/N", help="of tests marked in_turn every N-th, from the K-th on; /N: the commit says which"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
+    if config.getoption("turn"):
+        items[:], rest = by_turn(items, config.getoption("turn"))
+        config.hook.pytest_deselected(items=rest)
+
+
+def by_turn(items: list, text: str) -> tuple[list, list]:
+    """(tests that run, those that do not), each in order. All run that are not marked in_turn, of those marked a turn."""
+    marked = [item for item in items if item.get_closest_marker("in_turn")]
+    try:
+        rest = {id(item) for item in marked} - {id(item) for item in marked[turn(text)]}
+    except ValueError as error:
+        raise pytest.UsageError(error) from None
+    return [item for item in items if id(item) not in rest], [item for item in items if id(item) in rest]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,12 @@
-"""tests/faults itself: which faults a turn has, and what its table says of old rows."""
+"""Tests and faults by turns; what the table of tests/faults says of old rows."""
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import by_turn
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,3 +33,17 @@ campaign.write_table({{n: row | dict(commit=c, area=n.partition(".")[0]) for n, 
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "**2 rows are older than the code**" in table and table.count("| survived *old* |") == 2
     assert table.count(" survived |\n") == 1
+
+
+def test_tests_by_turns():
+    """Every turn has all that are not marked, and each that is marked is in one turn."""
+    items = [SimpleNamespace(number=n, get_closest_marker=lambda name, n=n: n % 3 or None) for n in range(20)]
+    turns = [by_turn(items, f"{k}/4") for k in range(4)]
+    for run, rest in turns:
+        assert sorted([*run, *rest], key=lambda item: item.number) == items
+        assert {item.number for item in run} >= set(range(0, 20, 3))
+        assert len(rest) in (9, 10) and run == sorted(run, key=lambda item: item.number)
+    assert sorted(item.number for run, _ in turns for item in run if item.number % 3) == [n for n in range(20) if n % 3]
+    assert len(by_turn(items, "/1")[0]) == 20 and len(by_turn(items, "/4")[1]) in (9, 10)
+    with pytest.raises(pytest.UsageError, match="--turn 3: give K/N such as 3/10"):
+        by_turn(items, "3")

@@ -28,7 +28,6 @@ import secrets
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +44,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT), str(ROOT / "scripts")]
 import case  # noqa: E402
 import forks  # noqa: E402
 import server_fixture  # noqa: E402
+from turns import git, turn  # noqa: E402
 
 RESULTS, TABLE = HERE / "results.json", ROOT / "docs" / "reliability.md"
 AREAS = sorted(path.stem.removeprefix("area_") for path in HERE.glob("area_*.py"))
@@ -343,11 +343,6 @@ def without_places(text: str) -> str:
     return re.sub(r"/(?:root|work|home|tmp|usr)/[^\s'\",:;)]*?([^\s/'\",:;)]+)(?=[\s'\",:;)]|$)", r".../\1", text)
 
 
-def git(*command: str) -> str:
-    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def commit() -> str:
     """The commit that is tested, with a + if files other than this program's results have been changed."""
     changed = git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}", f":!{TABLE.relative_to(ROOT)}")
@@ -368,15 +363,13 @@ def outdated(version: str) -> bool:
 
 
 def turn_of(text: str, faults: list[Fault]) -> list[Fault]:
-    """The faults of turn K of N ("K/N"). "/N": K is the number of commits, so that each commit runs another part; where
-    the history is not there, the day."""
-    found = re.fullmatch(r"(\d*)/([1-9]\d*)", text)
-    if not found:
-        raise SystemExit(f"--turn {text}: give K/N such as 3/10, or /10 for the commit's own turn")
-    known = git("rev-parse", "--is-shallow-repository") == "false"
-    number = int(found[1] or (known and git("rev-list", "--count", "HEAD")) or datetime.date.today().toordinal())
-    print(f"turn {number % int(found[2])}/{found[2]}", flush=True)
-    return faults[number % int(found[2]) :: int(found[2])]
+    """The faults of a turn (turns.py)."""
+    try:
+        part = turn(text)
+    except ValueError as error:
+        raise SystemExit(error) from None
+    print(f"turn {part.start}/{part.step}", flush=True)
+    return faults[part]
 
 
 def counts(results: dict) -> str:
