@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def by_turn(items: list, text: str) -> tuple[list, list]:
-    """(tests that run, those that do not), each in order. All run that are not marked in_turn, of those marked a turn."""
+    """(tests that run, those that do not), each in order: of those that are marked in_turn a turn runs, all others do."""
     marked = [item for item in items if item.get_closest_marker("in_turn")]
     try:
         rest = {id(item) for item in marked} - {id(item) for item in marked[turn(text)]}
