@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def by_turn(items: list, text: str) -> tuple[list, list]:
-    """(tests that run, those that do not), each in order: of those that are marked in_turn a turn runs, all others do."""
+    """(tests that run, those that do not): of those marked in_turn only a turn runs. Both keep their order."""
     marked = [item for item in items if item.get_closest_marker("in_turn")]
     try:
         rest = {id(item) for item in marked} - {id(item) for item in marked[turn(text)]}
