@@ -285,7 +285,7 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig) -> int:
         kind, text = next(causes[cause][1:] for causes, *_ in everyone if cause in causes)
         ours = next((error for error in failures if error.cause == cause), None)
         raise kind(
-            f"{text}\n  {failed} of {total} trajectories of this step failed, {most} of them for this cause. "
+            f"{text}\n  {failed} of {total} trajectories of this step failed, {most} of them with this message. "
             f"--max_failed={cfg.max_failed:g} is the share that may fail before the run stops."
         ) from (ours and ours.__cause__)
     return failed
