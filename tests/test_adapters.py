@@ -259,6 +259,7 @@ def story(spec: str, seed: int, moves: list[str]) -> list:
     return told
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "game, moves",
     [

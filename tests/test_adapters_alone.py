@@ -107,6 +107,7 @@ def until(condition, limit: float = 20) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.in_turn
 def test_log_probs_are_the_trainers_however_it_is_sharded(live, tmp_path):
     """Ranks, alpha and parts of what vLLM merges, on two ranks; and nothing but adapters travels."""
     command = ["tests/adapters_worker.py", str(live.model_dir), live.url, str(tmp_path / "out.json")]

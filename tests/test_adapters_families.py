@@ -60,6 +60,7 @@ def config(server, **options) -> TrainConfig:
     return cfg
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("family", [*VISION, "phi3"])
 def test_log_probs_are_the_trainers(served, family):
     utils.init_distributed(60)

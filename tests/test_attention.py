@@ -96,6 +96,7 @@ IN_PLAIN_ROWS = {  # mixers of the first Mamba go on from a state with one token
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 16, 1], ids=["whole", "mixed", "apart"])
 @pytest.mark.parametrize("name", RECURRENT)
@@ -114,6 +115,7 @@ def test_recurrent_layers_begin_with_the_state_of_the_prompt(name, chunk, tmp_pa
     assert_equal_to_plain_rows(policy, cfg, 1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_rows_do_not_leak_into_each_other(name, tmp_path):

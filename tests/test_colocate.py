@@ -246,6 +246,7 @@ class Card(Recorder):
         self.most[self.place] = self.now.copy()
 
 
+@pytest.mark.in_turn
 def test_shards_in_cpu_memory_leave_the_gpu_to_the_server(tmp_path, monkeypatch):
     """--offload: what an update gathered and computed is given back before the push, the reference's root, too."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")

@@ -472,6 +472,7 @@ ODD = st.sampled_from(
 )
 
 
+@pytest.mark.in_turn
 @settings(deadline=None, max_examples=150)
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS["GRPOConfig"])), ODD, max_size=8), st.integers(1, 9))
 @example({"reward_weights": "-1"}, 1)
@@ -587,6 +588,7 @@ def test_an_optimizer_by_name_is_the_one_torch_makes(name, kind):
     assert type(script.make_optimizer(module, cfg)).__name__ == kind and torch.allclose(*updated, atol=1e-6)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_an_optimizer_goes_on_as_it_was_or_is_refused_at_start(tmp_path, strategy, ranks):
     """All that torch has, and bitsandbytes where it is installed: saved, loaded, two updates more, bit for bit."""

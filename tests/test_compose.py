@@ -40,6 +40,7 @@ def make_tower(kind: str, folder: Path) -> torch.nn.Module:
     return seeing
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Dinov2", "Dinov2WithRegisters"])
 def test_a_composed_model_trains(kind, tmp_path):
     tower = make_tower(kind, tmp_path / "tower")

@@ -473,6 +473,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.in_turn
 def test_arguments_for_tls_reach_the_server_or_are_refused(authority, tmp_path):
     """Nothing that vLLM's parser takes is dropped: every --ssl-* is passed on, or named before the model is loaded."""
     good, ca = str(authority.sign("good")), str(authority.file)
@@ -513,6 +514,7 @@ for slow in (True, False):
 """
 
 
+@pytest.mark.in_turn
 def test_a_server_on_a_cpu_without_bfloat16_is_in_float32_unless_told_otherwise():
     command = [sys.executable, "-c", DTYPES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, encoding="utf-8")

@@ -382,6 +382,7 @@ def even_tiny(tmp_path_factory):
 TAUGHT = SMALL + " --reward_funcs zero --max_steps 12 --learning_rate 3e-3 "
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["--advantage distill", "--distill_topk 1024"])
 def test_the_policy_learns_what_its_teacher_can_without_any_reward(how, even_tiny, tmp_path):
     """The share of even tokens is looked at, and counts for nothing."""
@@ -410,6 +411,7 @@ def said_by(even_tiny, tmp_path_factory):
     return functools.cache(train)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_sharded_teacher_says_the_same(strategy, said_by):
     assert said_by(strategy, 2) == pytest.approx(said_by("ddp", 1), rel=0.2)  # other samples of the same prompts
@@ -543,6 +545,7 @@ def asked(server, **how) -> TeacherServers:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("whose", ["ours", "vLLM's own"])
 def test_a_server_says_what_its_model_says(whose, request, tiny):
     _, run = tiny
@@ -675,6 +678,7 @@ def slow(server, seconds: float):
         proxy.shutdown()
 
 
+@pytest.mark.in_turn
 def test_what_a_teacher_takes_is_hidden_by_overlap(teacher, server, tmp_path):
     """Each of its answers takes 2 s. Three steps are under way at a time, so the trainer waits for a part of that."""
     flags = f"{TAUGHT} --generator vllm --server_urls {server.url} --advantage distill --output_dir {tmp_path} "
@@ -737,6 +741,7 @@ def test_a_domain_may_have_a_teacher_while_another_has_none(teacher, tmp_path):
     assert all(0 < share < 1 for share in shares), shares
 
 
+@pytest.mark.in_turn
 def test_each_domain_has_its_own_teacher_one_of_them_an_adapter_that_lags(teacher, tmp_path):
     """Two servers of the policy's model: as it is, and with the adapter that another run pushed and left there."""
     utils.init_distributed(60)

@@ -50,6 +50,7 @@ def samplers(weights: dict, ranks: int, per_step: int = 12, rows: int = 40, **se
     return made
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("weights", SHARES.values(), ids=SHARES)
 def test_shares_are_exact_over_time_and_after_a_resume(weights, ranks):

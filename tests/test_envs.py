@@ -271,6 +271,7 @@ def test_a_closer_look_shows_the_part_that_was_asked_for():
     assert step(environment, "no idea")[1:3] == (0.0, True)
 
 
+@pytest.mark.in_turn
 def test_played_from_the_command_line(tmp_path):
     """Seconds, without torch, model or server; mistakes are explained."""
     command = [sys.executable, str(ROOT / "rollouts.py"), "--env"]

@@ -63,6 +63,7 @@ def runs(tmp_path_factory, request):
         yield {(p["script"], p["example"]): pool.submit(train, p["script"], p["example"]) for p in asked}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_trains(runs, script, example):
@@ -163,6 +164,7 @@ def test_another_script(runner):
     assert done.returncode == 0 and "train_async.py" in [call[0] for call in calls], done.stderr
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_what_is_started(runner, monkeypatch, example):
     done, calls = runner(example, "--max_steps", "12")

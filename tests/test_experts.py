@@ -18,6 +18,8 @@ from serving.transfer import ask_workers, check_coverage
 from utils import as_in_a_checkpoint
 from vllm_client import ServerError, VLLMClient
 
+pytestmark = pytest.mark.in_turn
+
 PROMPT = list(range(100, 140))
 SENT = {"norm": 8, "experts.0.up": 64, "experts.1.up": 64}
 

@@ -144,6 +144,7 @@ def test_a_reward_that_never_returns_is_counted_and_the_run_goes_on(endings, fol
     assert all(step["rewards/never/mean"] == 0 and step["rewards/length/mean"] != 0 for step in steps)
 
 
+@pytest.mark.in_turn
 def test_one_of_two_ranks_is_killed(folder):
     flags = f"{SMALL} --reward_funcs length --max_steps 500 --output_dir {folder} --run_name ranks"
     with running(torchrun(folder / "ranks.log", "train_grpo.py", *flags.split())) as run:
@@ -216,6 +217,7 @@ def ending_of(run: Process, start: float) -> SimpleNamespace:
     return SimpleNamespace(status=run.end(3 * LIMIT), seconds=time.monotonic() - start, text=run.text)
 
 
+@pytest.mark.in_turn
 def test_a_frozen_server(doomed, folder):
     """It keeps its connections open and answers nothing, as a machine does that hangs."""
     server = doomed.wait()
@@ -233,6 +235,7 @@ def test_a_frozen_server(doomed, folder):
     assert_ended(ending, f"{server.url} gave no answer to GET /health within 5 s", "Look at its terminal")
 
 
+@pytest.mark.in_turn
 def test_a_server_dies_comes_back_and_dies_again(doomed, folder):
     """Killed in mid-generation; started again, a resumed run takes it up; then killed in mid-push."""
     flags = served_flags(doomed, folder, "story")

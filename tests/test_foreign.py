@@ -167,6 +167,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map
 TOKENIZERS = {}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("template", ENDS)
 @given(text=TEXTS)
 @settings(max_examples=150, deadline=None)
@@ -564,6 +565,7 @@ SAMPLED = st.lists(
 ).map("".join)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("parser", list(PARSERS))
 @given(text=SAMPLED)
 @settings(max_examples=100, deadline=None)

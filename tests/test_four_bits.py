@@ -26,6 +26,8 @@ from runlog import checkpoints
 from runlog.reading import read_metrics
 from scripts import unpacked
 
+pytestmark = pytest.mark.in_turn
+
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 FLAGS = SMALL + " --use_peft --load_in 4bit --lora_r 8 --max_steps 4 "
 

@@ -5,8 +5,11 @@ import re
 import socket
 from pathlib import Path
 
+import pytest
 from live import ROOT, Process, running
 from server_fixture import make_tiny
+
+pytestmark = pytest.mark.in_turn
 
 # As gpu_check.py, with checks of our own; it starts itself anew under this name.
 SCRIPT = """import os, sys, time

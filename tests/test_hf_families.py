@@ -64,6 +64,7 @@ def logprobs_alone(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_logprobs_are_those_of_a_row_alone(family, capsys):
     generator, model = generator_of(model_of(family)), model_of(family)
@@ -191,6 +192,7 @@ TRAINED = ["qwen3_5_text", "gpt_oss", "deepseek_v3", "llama4_text", "mamba", "je
 TRAINED += ["granitemoehybrid", "lfm2_moe", "cohere2"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("family", TRAINED)
 def test_two_steps(family, tmp_path):
     toy = ROOT / "benchmarks" / "toy.py"

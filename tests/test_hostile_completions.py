@@ -120,6 +120,7 @@ def hostile(piece: str):
     yield f"<think>x</think>{many}<answer>1</answer>{many}x"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", sorted(COLUMNS.keys() - set(IN_PROCESSES)))
 def test_a_score_takes_linear_time(name):
     """100 kB of what makes a regular expression or a parser slow. Plain python does each in less than .2 s here."""

@@ -97,6 +97,7 @@ def without_times(lines: list[dict]) -> list[dict]:
 REMEMBERED = ["A curriculum: rows", "A curriculum: harder", "A replay", "A loss with a running"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("title", REMEMBERED)
 def test_what_is_remembered_is_restored(title, copy, tmp_path):
     """A resumed run draws the rows, and replays the completions, that the uninterrupted one does: bit for bit."""
@@ -137,6 +138,7 @@ def test_a_reward_that_compares(tmp_path):
     assert steps[0]["reward"] == pytest.approx(0.5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
 def test_a_reference_that_follows_at_once_is_the_policy(strategy, tmp_path):
     """--ref_sync_alpha 1 on two ranks: every weight has moved, those of the root module too, so the KL is 0."""

@@ -115,6 +115,7 @@ def started(run) -> float:
     return time.monotonic()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "how, name",
     [
@@ -131,6 +132,7 @@ def test_code_that_holds_the_gil_ends_the_run_within_its_limit(tmp_path, how, na
         named(run.text, name, "holds Python's lock (the GIL)", "own_process = True", "in backtrack", HOSTILE)
 
 
+@pytest.mark.in_turn
 def test_the_other_ranks_end_too(tmp_path):
     how = ["train_grpo.py", *flags(tmp_path, "--reward_funcs", f"{HOSTILE}:stuck_on_rank_1")]
     with running(torchrun(tmp_path / "log", *how)) as run:
@@ -167,6 +169,7 @@ asyncio.run(toolbox.run([Call("stuck_tool", {{"text": "a"}})], toolbox.tools))
         named(run.text, "stuck_tool (hostile.py:", "in backtrack")
 
 
+@pytest.mark.in_turn
 def test_holding_the_gil_within_the_limit_or_outside_of_calls_is_no_fault(tmp_path):
     """14 s each, longer than the margin: a reward that loads something, and a phase in which no call runs."""
     body = """
@@ -302,6 +305,7 @@ def test_a_crash_in_c_says_where(tmp_path):
 # ---- torchrun -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
     """kill -9 leaves torchrun no time to end them."""
     body = "utils.watch_process()\nprint('watched', flush=True)\ntime.sleep(600)\n"

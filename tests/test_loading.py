@@ -38,6 +38,7 @@ def ranks(model, tmp_path_factory):
     return json.loads(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
 def test_only_the_first_rank_ever_holds_the_model_whole(ranks, strategy):
     first, second = (rank[strategy] for rank in ranks)

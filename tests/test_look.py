@@ -404,6 +404,7 @@ def grown(before: dict, told: dict) -> dict:
     return before | told
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("before", [30, 390, 1500])
 @pytest.mark.parametrize("what", ["run?run=one", "run?run=one&x=seconds", "compare?run=one&run=two"])
 def test_of_a_run_that_grows_the_page_gets_what_is_new(tmp_path, before, what):

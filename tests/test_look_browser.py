@@ -20,7 +20,10 @@ from runlog.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements-dev.txt")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"),
+    pytest.mark.in_turn,
+]
 
 EVIL = "<script>window.hacked=1</script><img src=x onerror=window.hacked=2>'\"><b>bold</b>"
 ODD = (

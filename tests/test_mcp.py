@@ -29,6 +29,8 @@ from envs.tools import Call, Toolbox
 from safety import credentials
 from safety.masking import secrets_of
 
+pytestmark = pytest.mark.in_turn
+
 START = 30.0  # seconds a server may take to start
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 

@@ -10,6 +10,8 @@ import pytest
 from live import SMALL, Process, running
 from server_fixture import ROOT, make_tiny
 
+pytestmark = pytest.mark.in_turn
+
 PORT, MASTER = "8000", "29555"  # nobody else is in these namespaces
 
 

@@ -19,6 +19,8 @@ from server_fixture import ROOT
 
 from runlog.panel import Panel, bar_of, fit, sparkline
 
+pytestmark = pytest.mark.in_turn
+
 
 class Screen:
     """As much of a terminal as the panel needs: what is shown, and what has scrolled off the top."""

@@ -23,6 +23,8 @@ from config import ConfigError, TrainConfig, check, load_config
 from inputs.packing import micro_batches, pack
 from train_grpo import empty_policy, load_policy
 
+pytestmark = pytest.mark.in_turn
+
 SHAPE = dict(vocab_size=4000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8)
 SHAPE |= dict(num_key_value_heads=2, tie_word_embeddings=False, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
 FLAGS = "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 64 --push_bucket_mb 1 "

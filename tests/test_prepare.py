@@ -95,6 +95,7 @@ def test_a_form_is_sent_once(page):
     assert post(page, "stop", name="none").status_code == 403
 
 
+@pytest.mark.in_turn
 def test_python_files_outside_of_the_folder_are_not_run(page, tmp_path):
     file = tmp_path / "own.py"
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef rows(split, seed):\n    return []\n", encoding="utf-8")
@@ -157,6 +158,7 @@ def trained(page, tmp_path_factory):
     return settings, page.folder / made["run"]
 
 
+@pytest.mark.in_turn
 def test_rows_prompts_and_rewards_are_those_of_the_run(page, trained):
     import pyarrow.parquet as pq
 
@@ -200,6 +202,7 @@ def test_of_very_many_rows_bounds_are_called_so_and_listed_rows_are_counted(page
     assert len(found["first_step"]) == 4
 
 
+@pytest.mark.in_turn
 def test_images_of_a_row_are_shown_as_the_model_gets_them(page):
     """In a process of its own, as tiny_vlms imports torch."""
     here = page.folder.parent

@@ -14,7 +14,10 @@ from test_look_browser import CHROMIUM, CONTRAST, opened, until
 from looking.launches import born
 
 browser = test_look_browser.browser  # a fixture
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"),
+    pytest.mark.in_turn,
+]
 
 SMALL = dict(model_id="models/tiny", generator="hf", dataset_id="examples/sums.py:rows", reward_funcs="last_number")
 SMALL |= dict(compute_dtype="float32", prompts_per_step="4", num_generations="4", max_prompt_length="64")

@@ -89,6 +89,7 @@ def make_optimizer(module, cfg):
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "block, flag, told",
     [
@@ -168,6 +169,7 @@ def test_parameters_that_no_group_trains_are_refused(tmp_path):
     assert re.search(r"trained parameters are in no group, first 'model.*norm.*requires_grad_", found["ddp"])
 
 
+@pytest.mark.in_turn
 def test_the_check_fails_where_nothing_is_learned(tmp_path):
     """With the sign of the loss turned round."""
     text = (ROOT / "train_grpo.py").read_text(encoding="utf-8")

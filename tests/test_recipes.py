@@ -488,6 +488,7 @@ def runs(tmp_path_factory, databases, engine, customer):
         yield {name: pool.submit(train, name) for name in RECIPES}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", RECIPES)
 def test_trains_two_steps(runs, name):
     folder, status, text = runs[name].result()
@@ -496,6 +497,7 @@ def test_trains_two_steps(runs, name):
     assert sum("reward" in line for line in lines) == 2 and any("eval/reward" in line for line in lines), text
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", RECIPES)
 def test_plan_says_what_the_recipe_says(name, capsys, monkeypatch, tmp_path):
     """The command in its comment, and the seconds and hours behind `needs`."""

@@ -120,6 +120,7 @@ def test_killed_and_resumed_equals_uninterrupted(outcomes, case):
     assert_same_run(broken, whole)
 
 
+@pytest.mark.in_turn
 def test_a_resumed_run_can_be_resumed(flags, tmp_path):
     """The state that a checkpoint gave back named its step, and the next checkpoint took that name over."""
     args = [*flags, "--output_dir", str(tmp_path), "--run_name", "run", "--save_steps", "1"]

@@ -14,6 +14,8 @@ from server_fixture import free_port, make_tiny
 from config import ConfigError, TrainConfig, check
 from scoring.reward_model import reward_model
 
+pytestmark = pytest.mark.in_turn
+
 CHAT = [[{"role": "user", "content": "2 + 2?"}]] * 3
 ANSWERS = [[{"role": "assistant", "content": text}] for text in ("4", "It is four, I think.", "")]
 

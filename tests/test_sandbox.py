@@ -147,6 +147,7 @@ BOMBS = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name, any_mode):
     """Time is up, or an error within; nothing is left of it, and the machine still runs python."""

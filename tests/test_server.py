@@ -618,6 +618,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("over", ["memory", "gloo"])
 def test_a_trainer_that_dies_in_mid_push(server, client, model, over):
     script = DYING_TRAINER.format(root=str(ROOT), url=server.url, token=server.token, over=over)

@@ -28,6 +28,8 @@ from config import ConfigError, TrainConfig
 from inputs.processor import load_processor
 from vllm_client import ServerError, VLLMClient
 
+pytestmark = pytest.mark.in_turn
+
 
 @pytest.fixture(scope="module")
 def odd_server(tmp_path_factory):

@@ -31,6 +31,7 @@ def test_two_copies_of_two_shards_give_the_gradient_of_one_rank(one, strategy, t
     assert found["sent"] == one[""]["sent"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks, strategy, more", [(1, "ddp", ""), (2, "fsdp2", "--use_peft")])  # a minute each
 def test_compiled_layers_give_the_same_gradient(one, ranks, strategy, more, tmp_path):
     found = run(tmp_path, ranks, f"--strategy {strategy} --compile {more}")

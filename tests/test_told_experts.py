@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 from families import saved
 from live import EVEN
@@ -17,6 +18,8 @@ from runlog.reading import read_metrics
 from train_grpo import train
 from utils import as_in_a_checkpoint
 from vllm_client import VLLMClient
+
+pytestmark = pytest.mark.in_turn
 
 # Sizes that vLLM's kernels for CPUs take; one layer without experts.
 SIZES = dict(hidden_size=128, head_dim=32, moe_intermediate_size=64, num_hidden_layers=4, mlp_only_layers=[1])

@@ -88,6 +88,7 @@ SETTINGS = [  # what people set, of all groups of flags, several at once
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: next(iter(settings)))
 def test_what_people_set_is_run(settings, tmp_path):
     train(TrainConfig(**toy(tmp_path, max_steps=2, num_minibatches=2) | settings))
@@ -97,6 +98,7 @@ def test_what_people_set_is_run(settings, tmp_path):
     assert not odd
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("family", [None, "qwen3_moe", "qwen2_5_vl", "zamba2"])
 def test_a_healthy_run_warns_of_nothing(family, tmp_path):
     """Of libraries, too: nothing in the error output, with adapters as without."""
