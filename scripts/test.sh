@@ -5,7 +5,7 @@
 # but for tests that are marked `slow`.
 #
 # Without options a tenth of the fault campaign comes first, and of the tests that are marked `in_turn` (they take long,
-# and an edit seldom breaks them) a third runs: others at each commit. `bash scripts/test.sh tests` runs all tests.
+# and an edit seldom breaks them) a quarter runs: others at each commit. `bash scripts/test.sh tests` runs all tests.
 # Ends with pytest's exit code, or with 1 if all tests passed and a fault was twice not as wanted. One test may take
 # TEST_TIMEOUT seconds (default 300), after which every thread's stack is printed and the test fails.
 set -euo pipefail
@@ -42,7 +42,7 @@ faults=0
 if [ $# = 0 ]; then
   printf '\nA tenth of the fault campaign (python tests/faults --turn /10):\n'
   python tests/faults --turn /10 --jobs 2 --patience 2 | tee "$cache/faults" || faults=1
-  set -- --turn /3
+  set -- --turn /4
 fi
 end() { # all tests passed: say again what else did not, above a screen of tests
   [ "$faults" = 0 ] || grep '^!\|not as wanted' "$cache/faults"
