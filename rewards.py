@@ -370,7 +370,7 @@ def places_of_turns(trajectory) -> list[int]:
     `multi_turn` do; else by the mask, which shows two turns as one where a template writes nothing between them."""
     mask, turns = trajectory.loss_mask, trajectory.info.get("turns") or []
     told = [turn["end"] - 1 for turn in turns if isinstance(turn, dict) and "end" in turn]
-    if len(told) == trajectory.turns and all(0 <= place < len(mask) and mask[place] for place in told):
+    if told and len(told) == trajectory.turns and all(0 <= place < len(mask) and mask[place] for place in told):
         return told
     return turn_ends(mask)
 
