@@ -462,7 +462,7 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
         return (
             f"needs {', '.join(missing)}, but there are only {', '.join(sorted(available))}. Rename the column "
             "(format_row in the train script, or a function of yours as --dataset_id) or the parameter, give that a "
-            "default, or add the column to every row (None where it does not apply)."
+            "default, add the column to every row (None where it does not apply), or name another function."
         )
     return None
 
