@@ -58,7 +58,7 @@ class TrainConfig:
     lora_r: int = 32  # LoRA rank
     lora_alpha: float = 64.0  # LoRA scale: the update is alpha / r * B A
     freeze_vision: bool = False  # the image encoder is frozen, and has no adapters; a connector outside it is trained
-    lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])  # linear layers to adapt, by ends of names
+    lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])  # ends of names, or one regular expression
 
     # --- data ---
     dataset_id: str | None = (

@@ -141,6 +141,7 @@ from inputs.lora import (
     folded,
     is_lora,
     linear_layers,
+    lora_targets,
     names_as_they_are,
 )
 from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
@@ -521,15 +522,15 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
-    targets = linear_layers(model) if cfg.lora_targets == ["all-linear"] else cfg.lora_targets
     try:
+        targets = lora_targets(model, cfg)
         lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
         if cfg.freeze_vision and takes_images(model.config):
             tower = set(image_encoder(model).modules())
             lora.exclude_modules = [name for name, module in model.named_modules() if module in tower]
         with names_as_they_are():
             adapted = get_peft_model(model, lora)  # adapters in float32, whatever --dtype the frozen weights have
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         names = sorted({n.split(".")[-1] for n in linear_layers(model)})
         raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
     for layer in adapted.modules():

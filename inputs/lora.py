@@ -48,6 +48,15 @@ def linear_layers(hf_model: nn.Module) -> list[str]:
     return names
 
 
+def lora_targets(hf_model: nn.Module, cfg: TrainConfig) -> list[str] | str:
+    """--lora_targets for PEFT: ends of names; a single one with signs that no name has is a regular expression, which
+    whole names have to match."""
+    if cfg.lora_targets == ["all-linear"]:
+        return linear_layers(hf_model)
+    first, *others = cfg.lora_targets
+    return cfg.lora_targets if others or re.fullmatch(r"[\w.-]+", first) else first
+
+
 @torch.no_grad()
 def is_linear(layer: nn.Module | None) -> bool:
     """Of the classes in LINEAR, or of a class of its own that computes the same, as Falcon's. Routers do more."""

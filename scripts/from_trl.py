@@ -44,6 +44,19 @@ SCRIPTS_OWN = {
     "lora_r": "lora_r", "lora_alpha": "lora_alpha", "lora_target_modules": "lora_targets",
 }  # fmt: skip
 LORA = {"r": ("lora_r", 8), "lora_alpha": ("lora_alpha", 8)}  # peft's defaults
+OVERRIDDEN = {  # methods of TRL's trainer, and where their work is done here
+    "_compute_loss compute_loss get_off_policy_mask get_high_entropy_mask": "a function in POLICY_LOSSES, or own_term, "
+    "for a term that is added (docs/ideas.md)",
+    "_generate_and_score_completions _prepare_inputs": "what happens to completions between sampling and loss is "
+    "after_rollout, leave_out, or a function in ADVANTAGES (docs/ideas.md)",
+    "_calculate_rewards": "a reward function gets all completions of a prompt; after_rollout sees all of a step",
+    "_generate _generate_single_turn _tool_call_loop": "a coroutine in ROLLOUTS (rollouts.py)",
+    "_get_train_sampler get_train_dataloader _get_eval_sampler": "PromptSampler draws the rows",
+    "create_optimizer create_optimizer_and_scheduler create_scheduler": "make_optimizer and lr_at in the script",
+    "_get_per_token_logps_and_entropies _get_last_hidden_state": "compute_logprobs in the script",
+    "log": "numbers that after_rollout, losses and advantages return are logged",
+    "evaluate prediction_step": "evaluate() in the script",
+}
 ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of a trainer, in their order
 LOAD = ("path", "name", "data_dir", "data_files", "split")  # arguments of load_dataset, in their order
 SAME_ROWS = ("num_proc", "cache_dir", "keep_in_memory", "streaming", "token", "download_mode", "verification_mode")
@@ -105,6 +118,7 @@ class Script:
             n.name for n in self.tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         }
         self.top |= {name for node in self.tree.body for name in self._targets(node)} | set(self._top_imports())
+        self.classes = {n.name: n for n in self.nodes if isinstance(n, ast.ClassDef)}
 
     def around(self, node: ast.AST) -> ast.AST:
         """The function, class, comprehension or file that a node stands in."""
@@ -151,20 +165,40 @@ class Script:
                 yield from (alias.asname or alias.name for alias in node.names)
 
     def calls(self, names) -> list[tuple[str, ast.Call]]:
-        """Calls of classes of these names, as they were imported: by name, under another, or as an attribute."""
+        """Calls of classes of these names, as they were imported: by name, under another, or as an attribute; and of
+        their subclasses in the script."""
         found = []
         for node in self.nodes:
-            if isinstance(node, ast.Call) and (name := self.called(node)) in names:
+            if isinstance(node, ast.Call) and (name := self.kind(node, names)):
                 found.append((name, node))
         return sorted(found, key=lambda each: each[1].lineno)
 
+    def kind(self, node: ast.AST | None, names) -> str | None:
+        """Which class of these names a call makes one of, itself or by a subclass in the script."""
+        if not isinstance(node, ast.Call):
+            return None
+        found = {self.called(node), *(self.name(base) for own in self.own_classes(node) for base in own.bases)}
+        return next((name for name in names if name in found), None)
+
+    def own_classes(self, node: ast.Call) -> list[ast.ClassDef]:
+        """The script's own class that a call makes one of, and those it is made from, the nearest first."""
+        found, names = [], [self.called(node)]
+        for name in names:  # which grows
+            if (own := self.classes.get(name)) and own not in found:
+                found.append(own)
+                names += [self.name(base) for base in own.bases]
+        return found
+
     def called(self, node: ast.Call) -> str:
-        function = node.func
-        while isinstance(function, ast.Subscript):  # GRPOTrainer[...](...)
-            function = function.value
-        if isinstance(function, ast.Attribute):
-            return function.attr
-        name = function.id if isinstance(function, ast.Name) else ""
+        return self.name(node.func)
+
+    def name(self, node: ast.AST) -> str:
+        """Of a class or function: the last part of what it was imported as."""
+        while isinstance(node, ast.Subscript):  # GRPOTrainer[...](...)
+            node = node.value
+        if isinstance(node, ast.Attribute):
+            return node.attr
+        name = node.id if isinstance(node, ast.Name) else ""
         return self.imported.get(name, name).split(".")[-1]
 
     def once(self, node: ast.AST, changed: bool = False) -> ast.AST:
@@ -807,7 +841,8 @@ def read_config(
     theirs, ours = FIELDS[kind], defaults(kind)
     here = HERE | ASYNC_HERE if kind == "AsyncGRPOConfig" else HERE
     reasons = {n: why for names, why in [*NOT_HERE, *ASYNC_NOT_HERE] for n in names.split()}
-    values = {n: script.value(v) for n, v in (script.arguments(config, ("output_dir",)) if config else {}).items()}
+    values = {n: script.value(v) for n, v in own_fields(script, config).items()}
+    values |= {n: script.value(v) for n, v in (script.arguments(config, ("output_dir",)) if config else {}).items()}
     c.known = dict(theirs)
     others = {name: value for name, value in own.items() if name not in theirs and name not in OLDER}
     c.flags |= {ours: others.pop(name) for name, ours in SCRIPTS_OWN.items() if name in others}
@@ -842,6 +877,51 @@ def read_config(
                 c.say(f"{name} = {value!r} -> --{' --'.join(flag.split())}: {here[name][1].replace('`', '')}")
 
 
+def own_fields(script: Script, config: ast.Call | None) -> dict[str, ast.AST]:
+    """What the script's own subclass of a config, if the config is one, has as defaults."""
+    found = {}
+    for each in reversed(script.own_classes(config) if config else []):
+        for node in each.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            value = getattr(node, "value", None)
+            if isinstance(call := value, ast.Call) and script.called(call) == "field":  # dataclasses.field(default=...)
+                value = next((word.value for word in call.keywords if word.arg == "default"), value)
+            found |= {t.id: value for t in targets if isinstance(t, ast.Name) and value is not None}
+    return found
+
+
+def trainer_arguments(script: Script, trainer: ast.Call) -> dict[str, ast.AST]:
+    """{name: node} of a trainer's call; of one of the script's own, what it calls otherwise than TRL's too: a config is
+    its `args`."""
+    inits = (n for own in script.own_classes(trainer) for n in own.body if getattr(n, "name", "") == "__init__")
+    init = next(inits, None)
+    first = ARGUMENTS if init is None or init.args.vararg else tuple(a.arg for a in init.args.args[1:])
+    given = script.arguments(trainer, first)
+    config = next((node for node in given.values() if script.kind(script.once(node, changed=True), CONFIGS)), None)
+    return (
+        given
+        if config is None
+        else {name: node for name, node in given.items() if node is not config} | {"args": config}
+    )
+
+
+def overridden(script: Script, trainer: ast.Call | None, c: Command) -> None:
+    """A word on each method of TRL's trainer that the script's own subclass has instead."""
+    for own in script.own_classes(trainer) if trainer else ():
+        names = [n.name for n in own.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        if "__init__" in names:
+            c.say(
+                f"line {own.lineno}, {own.name}: has an __init__ of its own: what that does, and passes on, is not read"
+            )
+        for name in names:
+            why = next((why for theirs, why in OVERRIDDEN.items() if name in theirs.split()), None)
+            if why:
+                c.say(f"line {own.lineno}, {own.name}: its {name} is not read: {why}")
+        unknown = [n for n in names if not any(n in theirs.split() for theirs in OVERRIDDEN) and n != "__init__"]
+        if unknown:
+            c.say(f"line {own.lineno}, {own.name}: {', '.join(unknown)}: not read; the loop is train() in the script")
+
+
 def fits(value, kind: str) -> bool:
     """Whether a value is one that an annotation such as `list[float] | None` allows."""
     inside = re.match(r"typing\.Union\[(.*)\]$", kind)
@@ -867,7 +947,8 @@ def convert(
     c.say(f"{script.path}, {where}: {kind}" + ("" if config or own else ", all by default"))
     if config is not None and trainer is None:
         c.say("no trainer takes this config here: give --model_id, --reward_funcs and --dataset_id")
-    given = script.arguments(trainer, ARGUMENTS) if trainer else {}
+    overridden(script, trainer, c)
+    given = trainer_arguments(script, trainer) if trainer else {}
     args = given.get("args")
     if config is None and args and not own:
         c.say(f"args = {Unread(args)!r}: if it comes from a command line, give that behind --")
@@ -883,6 +964,8 @@ def convert(
     optimisation(c, updates)
     loss(c)
     trained_on(script, trainer, given, c)
+    if (weights := c.known.get("reward_weights")) and "reward_weights" not in c.flags:
+        c.say(f"reward_weights = {weights!r}: give --reward_weights beside --reward_funcs")
     reference(c, updates)
     sampling(c, kind)
     run(c)
@@ -929,12 +1012,12 @@ def commands(path: Path, processes: int = 1, flags: list[str] = ()) -> list[Comm
     configs, trainers = script.calls(CONFIGS), script.calls(TRAINERS)
     found, taken = [], set()
     for kind, trainer in trainers:
-        given = script.arguments(trainer, ARGUMENTS)
+        given = trainer_arguments(script, trainer)
         node = given.get("args", given.get("**"))
         config = script.once(node, changed=True) if node is not None else None
-        if config is None or (isinstance(config, ast.Call) and script.called(config) in CONFIGS):
+        if config is None or script.kind(config, CONFIGS):
             taken.add(config)
-            found.append((script.called(config) if config else TRAINERS[kind], config, trainer))
+            found.append((script.kind(config, CONFIGS) or TRAINERS[kind], config, trainer))
     rest = [(kind, call) for kind, call in configs if call not in taken]
     left = [trainer for _, trainer in trainers if trainer not in [each[2] for each in found]]
     if not configs:  # from a command line

@@ -242,6 +242,7 @@ def test_what_differs_is_said(tmp_path, given, says):
         ("peft_config=LoraConfig(r=16, lora_dropout=.1)", dict(use_peft=True, lora_r=16, lora_alpha=8), "lora_dropout"),
         ("peft_config=LoraConfig(target_modules='all-linear')", dict(lora_targets=["all-linear"], lora_r=8), None),
         ("peft_config=made()", dict(use_peft=False), "is no LoraConfig(...) of this script"),
+        ("peft_config=LoraConfig(target_modules=r'.*[qv]_proj')", dict(lora_targets=[".*[qv]_proj"]), None),
         ("train_dataset=load_dataset('a/b', 'c', split='train[:9]')",
          dict(dataset_id="a/b", dataset_config="c", dataset_split="train[:9]"), None),
         ("train_dataset=load_dataset('json', data_files='x.jsonl')['train']", dict(dataset_id="x.jsonl"), None),
@@ -327,6 +328,54 @@ def test_a_reward_of_the_environment_counts_last_and_with_a_weight_of_1(tmp_path
         cfg.reward_funcs[1:] == ["environment"] * bool(counts) and cfg.reward_weights == [2.0, 1.0][: 1 + bool(counts)]
     )
     assert any("get_reward" in line for line in command.said) == (counts is not False), command.text()
+
+
+SUBCLASS = """class Mine(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs)
+
+    def my_own(self): ...
+
+class Mine2(Mine): ...
+
+"""
+
+
+@pytest.mark.parametrize(
+    "made, says",
+    [
+        ("Mine('m', reward, config, peft_config=LoraConfig(r=4), callbacks=[x])", "line 8, Mine: its _compute_loss"),
+        ("Mine2('m', reward, config, peft_config=LoraConfig(r=4), callbacks=[x])", "line 8, Mine: its _compute_loss"),
+    ],
+)
+def test_a_subclass_of_a_trainer_is_read_as_one_and_what_it_overrides_is_named(tmp_path, made, says):
+    body = f"{SUBCLASS}config = GRPOConfig(beta=0.5, reward_weights=[0.5], sync_ref_model=True)\n{made}"
+    (command,) = commands(tmp_path, body)
+    cfg = parsed(command)
+    assert (cfg.model_id, cfg.reward_weights, cfg.lora_r, cfg.ref_sync_steps) == ("m", [0.5], 4, None), command.text()
+    text = command.text()
+    assert says in text and "own_term" in text and "callbacks" in text and "my_own: not read" in text
+
+
+def test_arguments_that_a_subclass_passes_on_itself_are_named(tmp_path):
+    body = (
+        "class Mine(trl.GRPOTrainer):\n    def __init__(self, config):\n        super().__init__('m', reward, config)\n"
+    )
+    (command,) = commands(tmp_path, f"{body}\nMine(GRPOConfig(beta=0.5))")
+    assert parsed(command).beta == 0.5
+    assert any("Mine: has an __init__ of its own" in line for line in command.said), command.text()
+
+
+def test_fields_of_a_subclass_of_a_config_are_read(tmp_path):
+    body = "@dataclass\nclass C(GRPOConfig):\n    beta: float = 0.5\n    epsilon: float = 0.1\n    own: int = 3\n\n"
+    (command,) = commands(tmp_path, f"{body}GRPOTrainer('m', reward, C(epsilon=0.3))")
+    assert (parsed(command).beta, parsed(command).epsilon) == (0.5, 0.3)
+    assert any("own = 3" in line for line in command.said), command.text()
+
+
+def test_what_comes_without_a_trainer_is_named(tmp_path):
+    (command,) = commands(tmp_path, "make_trainer(GRPOConfig(reward_weights=[1.0, 0.5]))")
+    assert any("reward_weights = [1.0, 0.5]" in line and "--reward_weights" in line for line in command.said)
 
 
 def test_an_environment_alone_rewards(tmp_path):

@@ -815,6 +815,8 @@ def test_a_loop_around_a_run_knows_what_another_try_would_not_change(make_log, t
         claim_run(replace(cfg, resume=True))
     with pytest.raises(ConfigError) as lora:
         train_grpo.load_policy(TrainConfig(model_id="models/tiny", use_peft=True, lora_targets=["no"]), None)
+    with pytest.raises(ConfigError, match="unterminated character set"):
+        train_grpo.load_policy(TrainConfig(model_id="models/tiny", use_peft=True, lora_targets=[".*[qv_proj"]), None)
     assert "--lora_targets no: " in str(lora.value) and "linear layers: ['down_proj'" in str(lora.value)
     errors = lora.value, busy.value, RuntimeError("of a reward"), ConfigError("--reward_funcs nope")
     assert [utils.print_failure(error, cfg) for error in errors] == [2, 1, 1, 2]
