@@ -519,8 +519,17 @@ def loss(c: Command) -> None:
     if v["router_aux_loss_coef"] is not None:
         c.flags["router_aux_coef"] = float(v["router_aux_loss_coef"])
     c.flags["entropy_coef"] = float(v["entropy_coef"])
-    if (v["entropy_coef"] or v["use_adaptive_entropy"]) and c.flags["loss_agg"] in ("seq_sum", "constant"):
+    bonus, few = v["entropy_coef"] or v["use_adaptive_entropy"], v["top_entropy_quantile"] < 1
+    if bonus and c.flags["loss_agg"] != "token_mean":
         c.say(f"the entropy bonus is a mean over tokens there, here --loss_agg {c.flags['loss_agg']} holds for it, too")
+    if bonus and few:
+        c.say("the entropy bonus is of the tokens that top_entropy_quantile keeps there, of all here")
+    by_token = few or (v["use_vllm"] and str(v["vllm_importance_sampling_mode"]).startswith("token"))
+    if c.flags.get("policy_loss") == "gspo" and by_token:
+        c.say("gspo: what multiplies one token's loss (top_entropy_quantile, a correction by tokens) counts for the "
+              "whole completion there, as its ratio is the completion's; here for that token alone")  # fmt: skip
+    if v["mask_truncated_completions"] and c.flags["loss_agg"] in ("seq_mean", "seq_sum"):
+        c.say("mask_truncated_completions: the mean divides by all completions there, here by those that are left")
     if v["use_adaptive_entropy"]:
         c.flags |= {"entropy_target": float(v["entropy_target"]), "entropy_coef_step": float(v["entropy_coef_delta"])}
         c.say(
@@ -568,6 +577,11 @@ def sampling(c: Command, kind: str) -> None:
         c.say("vllm_mode colocate on several GPUs: give the server a GPU of its own")
     if not v["vllm_importance_sampling_correction"]:
         c.flags["correction"] = "none"
+        return
+    if c.flags.get("policy_loss") == "vespo":
+        c.flags |= {"old_logprobs": "sampler", "correction": "none"}
+        c.say("vespo: the ratio is to the generator's log-probs, as there, but vllm_importance_sampling_clip_max bounds "
+              "each token's there, and nothing does here")  # fmt: skip
         return
     most = v["vllm_importance_sampling_cap"] or v["vllm_importance_sampling_clip_max"]
     c.flags["correction"], _, c.flags["correction_mode"] = v["vllm_importance_sampling_mode"].partition("_")

@@ -51,11 +51,13 @@ HERE: dict[str, tuple[str, str]] = {
         "loss_agg policy_loss",
         "`dapo`, `bnpo`: `token_mean` (of the whole update); `grpo`: `seq_mean`; `dr_grpo`: `constant`; `cispo`, "
         "`vespo`: `--policy_loss` and `token_mean`; `sapo`: `--policy_loss` and `seq_mean`; `luspo`: `seq_sum`, with "
-        "`importance_sampling_level` `sequence` and no KL term the same as `--policy_loss luspo`",
+        "`importance_sampling_level` `sequence` and no KL term the same as `--policy_loss luspo`. `vespo` has the "
+        "correction within its ratio there: `--old_logprobs sampler --correction none`",
     ),
     "importance_sampling_level": (
         "policy_loss",
-        "`sequence`: `gspo`; `cispo` and `sapo` are by tokens alone here, `vespo` by sequences in both",
+        "`sequence`: `gspo`; `cispo` and `sapo` are by tokens alone here, `vespo` by sequences in both. What multiplies "
+        "one token's loss counts in the gradient of the whole completion there, of the token alone here",
     ),
     "epsilon": ("epsilon", "`cispo` has no lower bound there: `--epsilon 1`"),
     "epsilon_high": (
@@ -72,7 +74,10 @@ HERE: dict[str, tuple[str, str]] = {
     "sync_ref_model": ("ref_sync_steps", ""),
     "ref_model_sync_steps": ("ref_sync_steps", "updates there, steps here; counts with `sync_ref_model` alone there"),
     "ref_model_mixup_alpha": ("ref_sync_alpha", ""),
-    "mask_truncated_completions": ("mask_truncated", ""),
+    "mask_truncated_completions": (
+        "mask_truncated",
+        "with `seq_mean` and `seq_sum` the mean is over all completions there, over those that are left here",
+    ),
     "top_entropy_quantile": ("top_entropy_quantile", "of the step's tokens here, of a micro-batch's there"),
     "off_policy_mask_threshold": ("off_policy_threshold", ""),
     "router_aux_loss_coef": (
@@ -80,7 +85,10 @@ HERE: dict[str, tuple[str, str]] = {
         "unset there: that of the model's config; over all tokens of a micro-batch there, over those that an update "
         "learns from here",
     ),
-    "entropy_coef": ("entropy_coef", ""),
+    "entropy_coef": (
+        "entropy_coef",
+        "a mean over tokens there, over those that `top_entropy_quantile` keeps; here over all, as `--loss_agg` has it",
+    ),
     "use_adaptive_entropy": ("entropy_target", "setting the target adapts"),
     "entropy_target": ("entropy_target", "counts with `use_adaptive_entropy` alone there"),
     "entropy_coef_delta": (
