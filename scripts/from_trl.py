@@ -580,8 +580,8 @@ def sampling(c: Command, kind: str) -> None:
         return
     if c.flags.get("policy_loss") == "vespo":
         c.flags |= {"old_logprobs": "sampler", "correction": "none"}
-        c.say("vespo: the ratio is to the generator's log-probs, as there, but vllm_importance_sampling_clip_max bounds "
-              "each token's there, and nothing does here")  # fmt: skip
+        c.say("vespo: the ratio is to the generator's log-probs, as there, but vllm_importance_sampling_clip_max "
+              "bounds each token's there, and nothing does here")  # fmt: skip
         return
     most = v["vllm_importance_sampling_cap"] or v["vllm_importance_sampling_clip_max"]
     c.flags["correction"], _, c.flags["correction_mode"] = v["vllm_importance_sampling_mode"].partition("_")

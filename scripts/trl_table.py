@@ -56,8 +56,8 @@ HERE: dict[str, tuple[str, str]] = {
     ),
     "importance_sampling_level": (
         "policy_loss",
-        "`sequence`: `gspo`; `cispo` and `sapo` are by tokens alone here, `vespo` by sequences in both. What multiplies "
-        "one token's loss counts in the gradient of the whole completion there, of the token alone here",
+        "`sequence`: `gspo`; `cispo` and `sapo` are by tokens alone here, `vespo` by sequences in both. What "
+        "multiplies one token's loss counts in the gradient of the whole completion there, of the token alone here",
     ),
     "epsilon": ("epsilon", "`cispo` has no lower bound there: `--epsilon 1`"),
     "epsilon_high": (

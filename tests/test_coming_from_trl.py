@@ -228,7 +228,7 @@ def test_a_setting_of_trl_becomes_ours(tmp_path, given, wanted):
         ("loss_type='sapo', importance_sampling_level='sequence'", "sapo has a ratio of each token here"),
         ("loss_type='cispo'", "the bound is at least 1 here; 0.2 scales the whole loss there"),
         ("loss_type='luspo', entropy_coef=0.01", "the entropy bonus is a mean over tokens there"),
-        ("loss_type='vespo', use_vllm=True", "vllm_importance_sampling_clip_max bounds each"),
+        ("loss_type='vespo', use_vllm=True", "as there, but vllm_importance_sampling_clip_max"),
         ("loss_type='grpo', mask_truncated_completions=True", "divides by all completions there"),
         ("importance_sampling_level='sequence', top_entropy_quantile=0.5", "counts for the whole completion there"),
         (
