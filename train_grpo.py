@@ -102,7 +102,7 @@ from algorithms.checks import (
     uses_argument,
     with_numbers,
 )
-from algorithms.distillation import check_teacher, distill_metrics, divergence
+from algorithms.distillation import check_teacher, distill_metrics, divergence, rewards_count
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
     Batch,
@@ -155,7 +155,15 @@ from inputs.processor import (
     with_template_kwargs,
     without_dropout,
 )
-from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, without_failed
+from inputs.trajectory import (
+    Trajectory,
+    empty_trajectory,
+    failed_trajectory,
+    is_scored,
+    known_scores,
+    number_groups,
+    without_failed,
+)
 from memory import push_bucket_mb, settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import (
@@ -775,13 +783,16 @@ async def rollout(
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
-    """Whether there is anything to learn from a group: its scores differ, and their mean lies in the window."""
-    scores = [sum(t.token_rewards) for t in group if "failure" not in t.info]
-    if not scores:
+    """Whether there is anything to learn from a group: its scores differ, and their mean lies in the window. Where a
+    teacher is all that counts there is."""
+    if cfg.has_teacher and not rewards_count(cfg):
+        return any("failure" not in t.info for t in group)
+    known = known_scores(group)
+    if not known:
         return False
-    mean = fmean(scores)
+    mean = fmean(known)
     # A single completion that was asked for has signal, a single survivor of several has none.
-    differs = len(group) == 1 or (len(scores) > 1 and stdev(scores) > cfg.group_std_min + 1e-6 * max(abs(mean), 1))
+    differs = len(group) == 1 or (len(known) > 1 and stdev(known) > cfg.group_std_min + 1e-6 * max(abs(mean), 1))
     return differs and cfg.group_mean_min <= mean <= cfg.group_mean_max
 
 
@@ -802,7 +813,7 @@ def sample_step(
 def with_baseline(group: list[Trajectory], greedy: Trajectory) -> None:
     """Tell the group the score of a greedy completion of its prompt, or that it failed."""
     for trajectory in group:
-        trajectory.info["baselines"] = sum(greedy.token_rewards)
+        trajectory.info["baselines"] = sum(greedy.token_rewards) if is_scored(trajectory) else 0.0
         trajectory.info |= {key: value for key, value in greedy.info.items() if key == "failure"}
 
 
@@ -833,9 +844,9 @@ async def sample_rows(
         for greedy_groups, _ in others:
             with_baseline(group, greedy_groups[0][0])
         own = cfg.of(rows[number])
-        if scores := [sum(t.token_rewards) for t in group if "failure" not in t.info]:
+        if known := known_scores(group):
             ended[f"{own.prefix}prompts"] += 1  # silent or not: `weight: success` has to know what is always solved
-            ended[f"{own.prefix}solved"] += sum(solved(score, own) for score in scores) / len(scores)
+            ended[f"{own.prefix}solved"] += sum(solved(score, own) for score in known) / len(known)
         return group, cfg.dynamic_sampling and not has_signal(group, own), seconds
 
     groups, counts = await enough_of_each(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
@@ -855,9 +866,7 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
         totals = utils.all_sum(torch.tensor(list(counts.values()))).tolist()
         metrics |= {f"dynamic_sampling/{name}": n for name, n in zip(counts, totals, strict=True)}
     groups, moved = utils.balanced([group for group in without_failed(groups) if group])
-    for number, group in enumerate(groups):
-        for trajectory in group:
-            trajectory.group = number
+    number_groups(groups)
     # A rank that is left with nothing gets a trajectory without a sampled token: a stand-in, which counts for nothing.
     return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
 

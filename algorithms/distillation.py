@@ -131,7 +131,7 @@ def check_teacher(functions: dict[str, Callable], cfg: TrainConfig) -> None:
     if cfg.has_teacher and cfg.dynamic_sampling and not any(map(rewards_count, cfg.by_domain())):
         raise ConfigError(
             "--dynamic_sampling replaces groups whose rewards are alike, and no reward counts here (--reward_funcs "
-            "zero, or --reward_weights 0): it would replace them all. Leave it out."
+            "zero, or --reward_weights 0): there is nothing to replace. Leave it out."
         )
     if cfg.has_teacher and not uses and cfg.distill_coef:
         raise ConfigError(

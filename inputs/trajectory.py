@@ -1,5 +1,6 @@
 """One prompt and everything after it, as rollouts return it; its faults; what stands for one that failed."""
 
+import itertools
 import math
 import numbers
 from dataclasses import dataclass, field
@@ -86,6 +87,25 @@ def stands_in(trajectory: Trajectory) -> bool:
 
 def without_failed(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
     return [[t for t in group if "failure" not in t.info] for group in groups]
+
+
+def is_scored(t: Trajectory) -> bool:
+    """Whether it was played to its end, and a reward function applied to it or its rollout gave it rewards."""
+    return "failure" not in t.info and (not t.info.get("unrewarded") or any(t.token_rewards))
+
+
+def known_scores(group: list[Trajectory]) -> list[float]:
+    return [sum(t.token_rewards) for t in group if is_scored(t)]
+
+
+def number_groups(groups: list[list[Trajectory]]) -> None:
+    """Completions of a prompt have one number: they are compared. One without a score, among others that have one, is a
+    group of its own, or its 0 would be compared with their scores: a judge that did not answer found nothing bad."""
+    alone = itertools.count(len(groups))
+    for number, group in enumerate(groups):
+        some = any(map(is_scored, group))
+        for t in group:
+            t.group = number if is_scored(t) or not some else next(alone)
 
 
 def same_row(given, row: dict) -> bool:

@@ -223,13 +223,13 @@ def by_row(completion_ids, speaks, **columns):
     return [len(ids) * float(s) for ids, s in zip(completion_ids, speaks, strict=True)]
 
 
-def collect(monkeypatch, rows, **options):
+def collect(monkeypatch, rows, reward=by_row, groups=tuple(range(4)), **options):
     monkeypatch.setattr("rollouts.build_prompt", lambda *_: Prompt([1], [1]))
     Parity.tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: str(ids)})()
     cfg = TrainConfig(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], **options)
     sampler = script.PromptSampler(len(rows), 4, seed=0)
-    trajectories, metrics = collected(rows, sampler, 0, Parity(), {"by_row": by_row}, cfg)
-    assert [t.group for t in trajectories] == [g for g in range(4) for _ in range(3)]
+    trajectories, metrics = collected(rows, sampler, 0, Parity(), {"by_row": reward}, cfg)
+    assert groups is None or [t.group for t in trajectories] == [g for g in groups for _ in range(3)]
     return trajectories, metrics, sampler
 
 
@@ -241,6 +241,41 @@ def test_silent_groups_make_room_for_others(monkeypatch):
     assert metrics["dynamic_sampling/resampled"] >= silent > 0
     again, _, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=20)
     assert [t.row for t in again] == [t.row for t in trajectories]  # a function of seed and step
+
+
+def test_a_completion_without_a_reward_is_compared_with_none(monkeypatch):
+    """What a judge gave no answer for got a 0, and so an advantage below that of all others."""
+
+    def scored(completion_ids, unread, **columns):
+        return [None if len(ids) in u else float(len(ids)) for ids, u in zip(completion_ids, unread, strict=True)]
+
+    rows = [{"prompt": str(n), "unread": lengths} for n, lengths in enumerate([(), (2,), (1, 2), (1, 2, 3)])]
+    trajectories, _, _ = collect(monkeypatch, rows, scored, groups=None)
+    batch = script.collate(trajectories, 0, torch.device("cpu"))
+    script.shape_rewards(batch, TrainConfig(), {})
+    script.add_advantages(batch, TrainConfig())
+    advantages = [round(float(a), 3) for a in batch.advantages[:, 1]]
+    found = {(t.row["prompt"], len(t.token_ids)): a for t, a in zip(trajectories, advantages, strict=True)}
+    assert [found["0", n] for n in (1, 2, 3)] == [-1, 0, 1]
+    assert [found["1", n] for n in (1, 2, 3)] == [-0.707, 0, 0.707]  # of 1 and 3 alone
+    assert not any(found[row, n] for row in "23" for n in (1, 2, 3))
+
+
+def test_what_has_no_reward_gives_a_group_no_signal():
+    def group(*scores):
+        return [Trajectory({}, 0, [0], [0], [1], [0.0], [s or 0], info={"unrewarded": int(s is None)}) for s in scores]
+
+    cfg = TrainConfig(num_generations=3)
+    assert not script.has_signal(group(1.0, None, 1.0), cfg) and not script.has_signal(group(None, None), cfg)
+    assert script.has_signal(group(1.0, None, 0.5), cfg)
+
+
+@pytest.mark.parametrize("rewards, speaks", [(["zero"], True), (["digit_sum"], False)])
+def test_where_only_a_teacher_counts_every_group_has_signal(rewards, speaks):
+    """In a mixture all groups of a domain that only distils were drawn again."""
+    cfg = TrainConfig(reward_funcs=rewards, teacher_urls=["http://127.0.0.1:1"], advantage="distill")
+    group = [Trajectory({}, 0, [0], [0], [1], [0.0], [0.0], info={"unrewarded": 0}) for _ in range(3)]
+    assert script.has_signal(group, cfg) == speaks
 
 
 def test_resampling_is_bounded_and_what_is_left_is_counted(monkeypatch):
