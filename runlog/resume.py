@@ -27,7 +27,7 @@ from runlog.log import claim_run, code_files, package_versions, public_config
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (
     "resume strict_resume keep_going run_name output_dir server_urls server_token server_ca client_cert server_timeout "
-    "request_timeout push_bucket_mb push_changes push_over adapter dist_timeout save_steps save_total_limit log_steps "
+    "request_timeout push_bucket_mb push_changes push_over adapter dist_timeout save_total_limit log_steps "
     "log_completions log_unique_prompts log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
     "wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset check_images"
 ).split()
@@ -256,6 +256,8 @@ def differences(
     new, kept = flat(now["settings"]), flat(saved["settings"])
     old = public_config(type(cfg)()) | kept
     for name in [*new, *(name for name in kept if name not in new)]:
+        if name == "save_steps" and (cfg.push_steps == 1 or name not in kept):
+            continue  # checkpoints change what is sampled where they come with a push that was not due
         if old.get(name) != new.get(name) and (name != "max_steps" or rates_differ(old[name], start, cfg, lr_at)):
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}{follows(name, old, start, cfg, lr_at)}")
     lines += row_differences(state, now, start)
@@ -297,6 +299,8 @@ def follows(name: str, old: dict, start: int, cfg: TrainConfig, lr_at: Callable)
         return ": the weights are the checkpoint's; tokenizer, sizes and reference model come from the new one"
     if (name, True) in (("beta", cfg.kl_target is not None), ("entropy_coef", cfg.entropy_target is not None)):
         return ": not used, the run goes on with the value it had adapted"
+    if name == "save_steps":
+        return ": each checkpoint comes with a push, so weights are pushed at other steps"
     if name.startswith("eval_"):
         return ": evaluations before and after do not compare"
     return ""

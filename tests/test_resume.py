@@ -32,7 +32,7 @@ import utils
 from config import ConfigError, TrainConfig
 from inputs.processor import load_processor
 from runlog import checkpoints, resume
-from train_grpo import PromptSampler, Trajectory, load_hf_model
+from train_grpo import PromptSampler, Trajectory, load_hf_model, lr_at
 
 SEED = 20  # of the steps at which runs are killed
 STEPS = 6
@@ -450,6 +450,17 @@ def test_what_differs_is_said_with_what_follows(broken):
         assert found, text
     assert "ranks 1 -> 2" in end.text and "ranks" not in strict.text
     assert [int(n) for n in found.groups()] == expected_order(rows, other.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("push_steps, differ", [(1, False), (3, True)])
+def test_checkpoints_count_where_they_decide_when_weights_are_pushed(push_steps, differ):
+    """A push belongs to each checkpoint, so with --push_steps above 1 others are pushes at other steps."""
+    rows = [{"prompt": "1 + 1 ="}]
+    before, after = (TrainConfig(push_steps=push_steps, save_steps=n) for n in (2, 5))
+    made, now = (resume.fingerprint(cfg, rows, [], 1) for cfg in (before, after))
+    lines = resume.differences({"made_with": made}, now, 2, after, lr_at)
+    said = [f"save_steps 2 -> 5{resume.follows('save_steps', {}, 2, after, lr_at)}"] * differ
+    assert lines == said and all("weights are pushed at other steps" in line for line in lines)
 
 
 @pytest.mark.parametrize(
