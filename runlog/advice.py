@@ -77,6 +77,24 @@ def silent_groups(curves: Curves, config: dict, apart: list[dict]) -> list[dict]
     return [note("watch", "Groups without signal", f"{share} are silent since step {start}: {why}.", "silent-groups")]
 
 
+def nothing_learned(curves: Curves, config: dict) -> list[dict]:
+    """A gradient of 0, although completions of a prompt score differently."""
+    (steps, norm), (_, silent) = curves.all("grad_norm"), curves.all("frac_reward_zero_std")
+    differ = len(silent) >= 3 and now(silent) < 0.95
+    if len(norm) < 3 or not differ or (start := since(steps, norm == 0)) is None:
+        return []
+    text = f"The gradient is 0 since step {start}, although scores differ within groups: no token with an advantage is "
+    text += "left. "
+    if config.get("mask_truncated") and (cut := curves.all("completions/clipped_ratio")[1]).size and now(cut) > 0.99:
+        text += "--mask_truncated leaves out completions that are cut off, which all are: a higher "
+        text += "--max_completion_length."
+    else:
+        text += (
+            "What takes them out? --group_mean_min and the like, sampling/left_out, a leave_out or advantage of yours."
+        )
+    return [note("bad", "Nothing is learned", text, "failures")]
+
+
 def entropy(curves: Curves) -> list[dict]:
     """Little entropy is no fault where short answers are learned: it is one where learning stopped with it."""
     steps, values = curves.all("entropy")
@@ -354,7 +372,7 @@ def of_curves(curves: Curves, config: dict) -> list[dict]:
     """Notes on the metrics; the bad ones first."""
     apart = pulled_apart(curves)
     found = [*lost_rewards(curves, config), *stale(curves, config), *apart, *length(curves, config, apart)]
-    found += [*entropy(curves), *left_behind(curves, config), *teacher(curves)]
+    found += [*nothing_learned(curves, config), *entropy(curves), *left_behind(curves, config), *teacher(curves)]
     found += [*silent_groups(curves, config, apart), *failures(curves, config)]
     return sorted(found, key=lambda note: note["level"] != "bad")
 

@@ -818,6 +818,15 @@ WENT_WRONG = {
         {"Teacher and template": "4.0 nats less likely", "Outside the teacher's top tokens": "^40% .* 97%"},
         "far away",
     ),
+    "every completion is cut off, and none of those is learned from": (
+        {"mask_truncated": True},
+        {
+            "reward": [0.3, 0.4] * 6, "frac_reward_zero_std": [0.25] * 12, "grad_norm": [0.7] * 4 + [0] * 8,
+            "completions/clipped_ratio": [0.9] * 4 + [1] * 8,
+        },
+        {"Nothing is learned": "0 since step 5.*--mask_truncated", "Cut off": "hit the length limit"},
+        "without signal",
+    ),
     "nothing: a teacher alone, and rewards that are only looked at": (
         {"reward_weights": [0.0], "distill_coef": 1.0},
         {"distill/asked": [1] * 12, "frac_reward_zero_std": [1] * 12, "reward": [0] * 12},
