@@ -5,7 +5,7 @@
 
 A function with type hints and a Google-style docstring is a tool as it is; it may be async. So are a functools.partial
 of one, an object with __call__, and tool objects of smolagents and langchain. What a tool returns is shown to the
-model: text, or a list of message parts where it has images. What it raises is shown, too, and counted, as is a call
+model: text, an image, or a list of message parts. What it raises is shown, too, and counted, as is a call
 that cannot be read: the model may try again. Columns of a data set may narrow this down by row: `tools` to some names,
 `tools_kwargs` ({tool: {argument: value}}) to arguments that the model neither sees nor gives.
 """
@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+from PIL import Image
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
@@ -677,10 +678,14 @@ def readable(result, limit: int):
 
 
 def as_content(result):
-    """What a tool returned, made plain, as the content of a message: text as it is, parts in their usual form, the rest
-    as JSON as far as it has a form there, else as Python shows it. PartError for parts of which one cannot be shown."""
+    """What a tool returned, made plain, as the content of a message: text as it is, parts in their usual form, and
+    Pillow's images, alone or in a list with texts and parts, as parts of their own; the rest as JSON as far as it has a
+    form there, else as Python shows it. PartError for parts of which one cannot be shown."""
     if isinstance(result, str):
         return result
+    listed = result if isinstance(result, list) else [result]
+    if any(isinstance(each, Image.Image) for each in listed):
+        return parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in listed])
     if is_parts(result):
         return parts_of(result)
     try:

@@ -14,6 +14,7 @@ import tiny_vlms
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from server_fixture import TINY
 from steps import collected
@@ -501,6 +502,9 @@ def test_invented_tools_are_no_metrics():
     assert {event["name"] for event in events} == {"unknown", "unreadable"}
 
 
+RED = Image.new("RGB", (2, 2), "red")
+
+
 @pytest.mark.parametrize(
     "returned, wanted",
     [
@@ -510,6 +514,8 @@ def test_invented_tools_are_no_metrics():
         (np.float32(1.5), "1.5"),
         ({"a": np.arange(2), "é": None}, '{"a": [0, 1], "é": null}'),
         ([{"type": "text", "text": "a"}], [{"type": "text", "text": "a"}]),
+        (RED, [{"type": "image", "image": RED}]),
+        (["a", RED], [{"type": "text", "text": "a"}, {"type": "image", "image": RED}]),
     ],
 )
 def test_what_a_tool_returns(returned, wanted):
