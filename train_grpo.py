@@ -34,7 +34,8 @@ completion.
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens (until
 `leave_out`), `advantages` [B, T] are 0 on all others, and so are `rewards`, unless a rollout of yours puts some there;
 `scores` [B] are as the reward functions gave them, `shaped_scores` [B] the same after --reward_mean, --reward_std and
---kl_in_reward; `groups` [B] says whose prompt a row has, rows of one prompt are adjacent.
+--kl_in_reward; `groups` [B] says which rows are compared: those of one prompt, but one without any reward is alone
+in its group where others have one. Rows of a prompt are adjacent.
 
 A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
 row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for

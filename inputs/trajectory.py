@@ -101,11 +101,11 @@ def known_scores(group: list[Trajectory]) -> list[float]:
 def number_groups(groups: list[list[Trajectory]]) -> None:
     """Completions of a prompt have one number: they are compared. One without a score, among others that have one, is a
     group of its own, or its 0 would be compared with their scores: a judge that did not answer found nothing bad."""
-    alone = itertools.count(len(groups))
-    for number, group in enumerate(groups):
-        some = any(map(is_scored, group))
+    numbers = itertools.count()
+    for group in groups:
+        number, some = next(numbers), any(map(is_scored, group))
         for t in group:
-            t.group = number if is_scored(t) or not some else next(alone)
+            t.group = number if is_scored(t) or not some else next(numbers)
 
 
 def same_row(given, row: dict) -> bool:
