@@ -18,7 +18,8 @@ corrected token by token, by the log-probs of sampling (--correction).
 
 Rewards, tools and environments run in the background, too. The step number is the only state needed to resume: what was
 under way is sampled again. A `PromptSampler.next` that reads `memory` is asked for a step up to max_staleness steps
-early. To use it with a copy of train_grpo.py, copy this file, too, and change the name where it stands.
+early. To use it with a copy of train_grpo.py, copy this file, too, and write the copy's name wherever `train_grpo`
+stands in it.
 """
 
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once

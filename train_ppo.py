@@ -9,7 +9,7 @@ the advantage is what it earned beyond that. Each step updates the critic, then 
     values -> returns and advantages (GAE) -> critic update -> policy update, after --critic_warmup steps
 
 Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion a prompt is enough. To use it
-with a copy of train_grpo.py, copy this file, too, and change the name where it stands.
+with a copy of train_grpo.py, copy this file, too, and write the copy's name wherever `train_grpo` stands in it.
 """
 
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once

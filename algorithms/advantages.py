@@ -64,7 +64,7 @@ def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
             (best, second), (place, _) = batch.shaped_scores[rows].topk(2)
             advantages[rows[place]] = best - second
     if cfg.scale_rewards != "none":
-        advantages = advantages / center_and_scale(batch.shaped_scores, batch.groups, "none", "group")[1]
+        advantages = advantages / center_and_scale(batch.shaped_scores, batch.groups, "none", cfg.scale_rewards)[1]
     return spread(advantages, batch.loss_mask)
 
 

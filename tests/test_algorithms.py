@@ -107,6 +107,12 @@ def test_whitened_advantages_match_up_to_what_the_singleton_adds_to_the_moments(
     assert whole.mean().abs() < 1e-6 and whole.std() == pytest.approx(1, abs=1e-6)
 
 
+def test_pass_at_k_is_scaled_as_asked():
+    _, batch = golden_batch()
+    none, step = (ADVANTAGES["grpo_passk"](batch, TrainConfig(scale_rewards=kind)) for kind in ("none", "batch"))
+    assert none.any() and torch.allclose(step, none / batch.scores.std(), atol=1e-5)
+
+
 def test_gpg_counts_groups_with_differing_scores_not_scores_that_differ_from_zero():
     _, batch = golden_batch()
     # Groups a and b speak, c is alone: 5 of 6 rows. The reference counts 4 non-zero scores: 6 / 4.
