@@ -2,11 +2,11 @@
 
     python scripts/from_trl.py MY_SCRIPT.py [--processes 8] [-- the script's own flags, as --learning_rate 1e-5]
 
-The script is read, not run. Of its GRPOConfig(...) and GRPOTrainer(...), values that are written down count: numbers,
-texts, lists, and names that are given one once and not changed. A name that is computed is listed; give its flag
-yourself. A script that has its config from a command line (TrlParser) is given that behind `--`. What the script leaves
-unset is as TRL has it by default, where that changes what is learned. Comments say what differs;
-docs/coming-from-trl.md has all of it.
+The script is read, not run. Of its GRPOConfig(...) and GRPOTrainer(...), or of its own subclasses of these, values that
+are written down count: numbers, texts, lists, and names that are given one once and not changed. What is computed
+is listed; give its flag yourself. A script that has its config from a command line (TrlParser) is given that behind
+`--`. What the script leaves unset is as TRL has it by default, where that changes what is learned. Comments say what
+differs; docs/coming-from-trl.md has all of it.
 """
 
 import argparse
