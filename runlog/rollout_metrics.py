@@ -12,7 +12,7 @@ import torch
 import utils
 from config import TrainConfig
 from data import shorten
-from inputs.trajectory import RowPictureError, Trajectory, stands_in
+from inputs.trajectory import RowPictureError, Trajectory, is_scored, stands_in
 from rollouts import any_number
 from safety.asking import place
 from safety.limits import warn_once
@@ -94,13 +94,15 @@ def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict:
     good = [[solved(score, cfg.of(group[0].row)) for score in row] for row, group in zip(scores, groups, strict=True)]
     length = sum(float(sum(t.loss_mask)) for t in mine)
     sums = [sum(map(sum, scores)), sum(map(sum, good)), sum(map(any, good))]
-    sums = torch.tensor([*map(float, sums), length, len(mine), len(groups)], dtype=torch.float64)
-    reward, right, any_right, length, count, number = utils.all_sum(sums).tolist()
+    unknown = sum(not is_scored(t) for t in mine)
+    sums = torch.tensor([*map(float, sums), length, len(mine), len(groups), unknown], dtype=torch.float64)
+    reward, right, any_right, length, count, number, unknown = utils.all_sum(sums).tolist()
     count, rows = max(count, 1), int(number)
     metrics = {"reward": reward / count, f"mean@{k}": right / count, f"pass@{k}": any_right / max(number, 1)}
     means = reward_means(mine)  # of one function alone it is the reward
     metrics |= means if len(means) > 1 else {}
     metrics |= {"completions_per_row": count / max(rows, 1)} if own else {}
+    metrics |= {"unrewarded": int(unknown)} if unknown else {}
     return metrics | {"mean_length": length / count, "rows": rows}
 
 

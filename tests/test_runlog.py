@@ -396,7 +396,10 @@ def test_the_length_of_held_out_completions_is_what_was_sampled():
     """As that of the trained ones: what tools have answered is not."""
     info = {"rewards": {}, "reward_components": [0.0]}
     t = Trajectory({"prompt": "?"}, 0, [1], [5, 6, 7], [1, 0, 0], [0.0] * 3, [0.0] * 3, info=info)
-    assert rollout_metrics.eval_metrics([[t]], TrainConfig())["mean_length"] == 1
+    metrics = rollout_metrics.eval_metrics([[t]], TrainConfig())
+    assert metrics["mean_length"] == 1 and "unrewarded" not in metrics
+    without = replace(t, info=info | {"unrewarded": 1})  # a judge that did not answer: the 0 is no measurement
+    assert rollout_metrics.eval_metrics([[t, without]], TrainConfig())["unrewarded"] == 1
 
 
 def test_a_line_of_progress_names_the_number_that_a_run_is_about():
