@@ -2,7 +2,7 @@
 # The whole thing on a bare machine, in one command: install, a real small model, a vLLM server, 30 steps of GRPO with
 # the new weights pushed to the server after each, accuracy on sums it never saw before and after, a report.
 #
-#   bash scripts/demo.sh                        about 10 minutes on two idle CPU cores, with installation
+#   bash scripts/demo.sh                        about 10 minutes on two idle CPU cores, with installation; 20 on slow ones
 #   bash scripts/demo.sh --max_steps 10         flags go to the train script; its settings: examples/sums.yaml
 #   bash scripts/demo.sh ppo                    the same with train_ppo.py: 64 prompts x 1 completion and a critic
 #   bash scripts/demo.sh async                  the same with train_async.py: the server samples while the trainer updates
