@@ -69,7 +69,11 @@ HERE: dict[str, tuple[str, str]] = {
     "sapo_temperature_neg": ("sapo_tau_neg", ""),
     "reward_weights": ("reward_weights", ""),
     "scale_rewards": ("scale_rewards", "`True`: `group`, `False`: `none`; 1e-4 is added to the std there, 1e-6 here"),
-    "multi_objective_aggregation": ("advantage", "`normalize_then_sum`: `gdpo`"),
+    "multi_objective_aggregation": (
+        "advantage",
+        "`normalize_then_sum`: `gdpo`; where one of several functions gives None, its value counts as 0 here, and is "
+        "left out there",
+    ),
     "beta": ("beta", "without the ratio on the KL term, see `use_bias_correction_kl`"),
     "sync_ref_model": ("ref_sync_steps", ""),
     "ref_model_sync_steps": ("ref_sync_steps", "updates there, steps here; counts with `sync_ref_model` alone there"),
