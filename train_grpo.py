@@ -382,8 +382,8 @@ class PromptSampler:
     distinct. Ranks take contiguous shares of one global order (data.Epochs).
 
     Edit me: `next` may return any `share` rows, for example those that a column of `rows` or `memory` says are hard; a
-    row may come twice. That dict is this rank's: `after_rollout` (section 6) can fill it, and checkpoints keep it. For
-    one order over all ranks, fill it from all of them (utils.gather_objects).
+    row may come twice. `memory` is a dict of this rank: `after_rollout` (section 6) can fill it, and checkpoints keep
+    it. For one order over all ranks, fill it from all of them (utils.gather_objects).
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
