@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
-    if config.getoption("turn"):
+    if config.getoption("turn") and not config.getoption("lf"):  # what failed is tried again in any case
         items[:], rest = by_turn(items, config.getoption("turn"))
         config.hook.pytest_deselected(items=rest)
 

@@ -1,5 +1,6 @@
 """Tests and faults by turns; what the table of tests/faults says of old rows."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,18 @@ def test_tests_by_turns():
     assert len(by_turn(items, "/1")[0]) == 20 and len(by_turn(items, "/4")[1]) in (9, 10)
     with pytest.raises(pytest.UsageError, match="--turn 3: give K/N such as 3/10"):
         by_turn(items, "3")
+
+
+def test_what_failed_is_tried_again_whatever_the_turn(tmp_path):
+    """Alone it is the first that is marked, and another's turn: it was left out, and the tests passed."""
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import pytest\n\n@pytest.mark.in_turn\n@pytest.mark.parametrize('n', range(4))\ndef test_it(n):\n"
+        "    assert n != 2\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--rootdir", tmp_path, "--turn", "2/4", tmp_path]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    for more in ([], ["--last-failed"]):
+        ended = subprocess.run([*command, *more], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
+        assert ended.returncode == 1 and "1 failed" in ended.stdout, ended.stdout + ended.stderr
