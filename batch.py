@@ -39,7 +39,7 @@ class Batch:
     attention_mask: Tensor  # [B, T] 1 on tokens, 0 on padding
     loss_mask: Tensor  # [B, T] 1 exactly on tokens the policy sampled
     rewards: Tensor  # [B, T] outcome on the last sampled token; a turn's reward on the turn's last sampled token
-    groups: Tensor  # [B] int64: rows that are compared, of one prompt, share it; unique over all ranks
+    groups: Tensor  # [B] int64: rows of one prompt share it; unique over all ranks
     sampling_logprobs: Tensor | None = None  # [B, T] the generator's, 0 where loss_mask is 0
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if beta is 0

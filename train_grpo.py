@@ -34,8 +34,7 @@ completion.
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens (until
 `leave_out`), `advantages` [B, T] are 0 on all others, and so are `rewards`, unless a rollout of yours puts some there;
 `scores` [B] are as the reward functions gave them, `shaped_scores` [B] the same after --reward_mean, --reward_std and
---kl_in_reward; `groups` [B] says which rows are compared: those of one prompt, but one without any reward is alone
-in its group where others have one. Rows of a prompt are adjacent.
+--kl_in_reward; `groups` [B] says whose prompt a row has, rows of one prompt are adjacent.
 
 A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
 row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for
@@ -160,10 +159,9 @@ from inputs.trajectory import (
     Trajectory,
     empty_trajectory,
     failed_trajectory,
-    is_scored,
     known_scores,
-    number_groups,
     without_failed,
+    without_unscored,
 )
 from memory import push_bucket_mb, settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
@@ -812,9 +810,11 @@ def sample_step(
 
 
 def with_baseline(group: list[Trajectory], greedy: Trajectory) -> None:
-    """Tell the group the score of a greedy completion of its prompt, or that it failed."""
+    """Tell the group the score of a greedy completion of its prompt (the group's mean where that has none), or that it
+    failed."""
+    baseline = fmean(known_scores([greedy]) or known_scores(group) or [0.0])
     for trajectory in group:
-        trajectory.info["baselines"] = sum(greedy.token_rewards) if is_scored(trajectory) else 0.0
+        trajectory.info["baselines"] = baseline
         trajectory.info |= {key: value for key, value in greedy.info.items() if key == "failure"}
 
 
@@ -855,7 +855,8 @@ async def sample_rows(
 
 
 def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
-    """What `sample_step` returned -> this rank's trajectories of the step, without those that failed, and metrics.
+    """What `sample_step` returned -> this rank's trajectories of the step, without those that failed or lack a score
+    beside others of their prompt, and metrics.
 
     Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
     """
@@ -866,8 +867,14 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     if cfg.dynamic_sampling:
         totals = utils.all_sum(torch.tensor(list(counts.values()))).tolist()
         metrics |= {f"dynamic_sampling/{name}": n for name, n in zip(counts, totals, strict=True)}
-    groups, moved = utils.balanced([group for group in without_failed(groups) if group])
-    number_groups(groups)
+    played = [group for group in without_failed(groups) if group]
+    kept = without_unscored(played)
+    left_out = torch.tensor(sum(map(len, played)) - sum(map(len, kept)))
+    metrics["rollout/unrewarded"] = int(utils.all_sum(left_out))
+    groups, moved = utils.balanced(kept)
+    for number, group in enumerate(groups):
+        for trajectory in group:
+            trajectory.group = number
     # A rank that is left with nothing gets a trajectory without a sampled token: a stand-in, which counts for nothing.
     return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
 

@@ -1,6 +1,5 @@
 """One prompt and everything after it, as rollouts return it; its faults; what stands for one that failed."""
 
-import itertools
 import math
 import numbers
 from dataclasses import dataclass, field
@@ -98,14 +97,10 @@ def known_scores(group: list[Trajectory]) -> list[float]:
     return [sum(t.token_rewards) for t in group if is_scored(t)]
 
 
-def number_groups(groups: list[list[Trajectory]]) -> None:
-    """Completions of a prompt have one number: they are compared. One without a score, among others that have one, is a
-    group of its own, or its 0 would be compared with their scores: a judge that did not answer found nothing bad."""
-    numbers = itertools.count()
-    for group in groups:
-        number, some = next(numbers), any(map(is_scored, group))
-        for t in group:
-            t.group = number if is_scored(t) or not some else next(numbers)
+def without_unscored(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    """Without those that have no score, where others of their prompt have one: a 0 would be compared with these, and a
+    judge that did not answer found nothing bad. A prompt of which none has a score stays as it is."""
+    return [[t for t in group if is_scored(t)] or group for group in groups]
 
 
 def same_row(given, row: dict) -> bool:

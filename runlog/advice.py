@@ -329,6 +329,7 @@ def failures(curves: Curves, config: dict) -> list[dict]:
     for name, title, words in (
         ("rollout/failed", "Failed trajectories", "trajectories failed and were left out"),
         ("unrewarded", "No reward", "completions had no reward function that applied"),
+        ("rollout/unrewarded", "Left out without a reward", "completions had none, and others of their prompt had"),
         (
             "reward_timeouts",
             "Late rewards",

@@ -611,6 +611,8 @@ def progress_text(line: dict, num_steps: int | None, teaches: bool = True) -> st
         parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
     if line.get("rollout/failed"):
         parts.append(f"failed {line['rollout/failed']}")
+    if line.get("rollout/unrewarded"):
+        parts.append(f"without a reward {line['rollout/unrewarded']}")
     if "staleness/max" in line:
         parts.append(f"staleness {line['staleness/max']}")
     if "completions/mean_length" in line:

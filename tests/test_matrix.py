@@ -243,22 +243,25 @@ def test_silent_groups_make_room_for_others(monkeypatch):
     assert [t.row for t in again] == [t.row for t in trajectories]  # a function of seed and step
 
 
-def test_a_completion_without_a_reward_is_compared_with_none(monkeypatch):
+@pytest.mark.parametrize("advantage", ["grpo", "gdpo", "reinforce_plus_plus_baseline"])
+def test_a_completion_without_a_reward_is_left_out(monkeypatch, advantage):
     """What a judge gave no answer for got a 0, and so an advantage below that of all others."""
 
     def scored(completion_ids, unread, **columns):
         return [None if len(ids) in u else float(len(ids)) for ids, u in zip(completion_ids, unread, strict=True)]
 
     rows = [{"prompt": str(n), "unread": lengths} for n, lengths in enumerate([(), (2,), (1, 2), (1, 2, 3)])]
-    trajectories, _, _ = collect(monkeypatch, rows, scored, groups=None)
+    trajectories, metrics, _ = collect(monkeypatch, rows, scored, groups=None)
+    assert metrics["rollout/unrewarded"] == 3 and metrics["rollout/failed"] == 0
+    left = {prompt: [len(t.token_ids) for t in trajectories if t.row["prompt"] == prompt] for prompt in "0123"}
+    assert left == {"0": [1, 2, 3], "1": [1, 3], "2": [3], "3": [1, 2, 3]}  # of the last none has a reward
     batch = script.collate(trajectories, 0, torch.device("cpu"))
-    script.shape_rewards(batch, TrainConfig(), {})
-    script.add_advantages(batch, TrainConfig())
-    advantages = [round(float(a), 3) for a in batch.advantages[:, 1]]
-    found = {(t.row["prompt"], len(t.token_ids)): a for t, a in zip(trajectories, advantages, strict=True)}
-    assert [found["0", n] for n in (1, 2, 3)] == [-1, 0, 1]
-    assert [found["1", n] for n in (1, 2, 3)] == [-0.707, 0, 0.707]  # of 1 and 3 alone
-    assert not any(found[row, n] for row in "23" for n in (1, 2, 3))
+    cfg = TrainConfig(advantage=advantage, reward_funcs=["by_row"])
+    script.shape_rewards(batch, cfg, {})
+    script.add_advantages(batch, cfg)
+    pair = [place for place, t in enumerate(trajectories) if t.row["prompt"] == "1"]
+    first, last = (float(batch.advantages[place, 1]) for place in pair)  # of the scores 1 and 3, as if these were all
+    assert first < 0 < last and (advantage != "grpo" or first == pytest.approx(-(0.5**0.5), abs=1e-4))
 
 
 def test_what_has_no_reward_gives_a_group_no_signal():
@@ -399,6 +402,12 @@ def test_the_window_of_difficulty_counts_as_signal(monkeypatch):
     rows = [{"prompt": str(n), "speaks": 1 + n % 2} for n in range(40)]  # means 2 and 4
     trajectories, _, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=20, group_mean_max=3.0)
     assert {t.row["speaks"] for t in trajectories} == {1}
+
+
+def test_without_a_score_of_the_greedy_completion_remax_takes_the_groups_mean():
+    ones = [Trajectory({}, 0, [0], [0], [1], [0.0], [score], info={"unrewarded": 0}) for score in (1.0, 0.0)]
+    script.with_baseline(ones, Trajectory({}, 0, [0], [0], [1], [0.0], [0.0], info={"unrewarded": 1}))
+    assert [t.info["baselines"] for t in ones] == [0.5, 0.5]
 
 
 def test_remax_scores_one_greedy_completion_per_prompt(monkeypatch):
