@@ -329,7 +329,11 @@ def failures(curves: Curves, config: dict) -> list[dict]:
     for name, title, words in (
         ("rollout/failed", "Failed trajectories", "trajectories failed and were left out"),
         ("unrewarded", "No reward", "completions had no reward function that applied"),
-        ("rollout/unrewarded", "Left out without a reward", "completions had none, and others of their prompt had"),
+        (
+            "rollout/unrewarded",
+            "Left out without a reward",
+            "completions without one, beside others of their prompt, were left out",
+        ),
         (
             "reward_timeouts",
             "Late rewards",

@@ -57,7 +57,12 @@ OVERRIDDEN = {  # methods of TRL's trainer, and where their work is done here
     "log": "numbers that after_rollout, losses and advantages return are logged",
     "evaluate prediction_step": "evaluate() in the script",
 }
-ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of a trainer, in their order
+ARGUMENTS = {  # of a trainer, in their order
+    "GRPOTrainer": "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes "
+    "callbacks optimizers quantization_config peft_config tools rollout_func environment_factory".split(),
+    "AsyncGRPOTrainer": "model reward_funcs args train_dataset processing_class callbacks optimizers peft_config tools "
+    "environment_factory rollout_worker weight_transfer".split(),
+}
 LOAD = ("path", "name", "data_dir", "data_files", "split")  # arguments of load_dataset, in their order
 SAME_ROWS = ("num_proc", "cache_dir", "keep_in_memory", "streaming", "token", "download_mode", "verification_mode")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -581,7 +586,7 @@ def sampling(c: Command, kind: str) -> None:
     if c.flags.get("policy_loss") == "vespo":
         c.flags |= {"old_logprobs": "sampler", "correction": "none"}
         c.say("vespo: the ratio is to the generator's log-probs, as there, but vllm_importance_sampling_clip_max "
-              "bounds each token's there, and nothing does here")  # fmt: skip
+              "bounds each token's there (token_mask: leaves out its completion), and nothing does here")  # fmt: skip
         return
     most = v["vllm_importance_sampling_cap"] or v["vllm_importance_sampling_clip_max"]
     c.flags["correction"], _, c.flags["correction_mode"] = v["vllm_importance_sampling_mode"].partition("_")
@@ -789,6 +794,8 @@ def adapters(script: Script, node: ast.AST, c: Command) -> None:
     targets = given.pop("target_modules", None)
     if isinstance(targets, str | list):
         c.flags["lora_targets"] = [targets] if isinstance(targets, str) else targets
+    elif targets is not None:
+        c.say(f"LoraConfig target_modules = {targets!r}: give --lora_targets, or all-linear is taken")
     else:
         c.say("LoraConfig without target_modules: peft takes those it has for the model, here all-linear")
     for name, value in given.items():
@@ -891,12 +898,21 @@ def read_config(
                 c.say(f"{name} = {value!r} -> --{' --'.join(flag.split())}: {here[name][1].replace('`', '')}")
 
 
+def config_classes(script: Script, config: ast.Call | None) -> list[ast.ClassDef]:
+    """The script's own classes that its config is of; of one that comes from a command line, those that there are."""
+    if config is not None:
+        return script.own_classes(config)
+    return [own for own in script.classes.values() if any(script.name(base) in CONFIGS for base in own.bases)]
+
+
 def own_fields(script: Script, config: ast.Call | None) -> dict[str, ast.AST]:
     """What the script's own subclass of a config, if the config is one, has as defaults."""
     found = {}
-    for each in reversed(script.own_classes(config) if config else []):
+    for each in reversed(config_classes(script, config)):
+        if not any("dataclass" in ast.unparse(decorator) for decorator in each.decorator_list):
+            continue  # then these are no fields, and TRL keeps its own values
         for node in each.body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else []
             value = getattr(node, "value", None)
             if isinstance(call := value, ast.Call) and script.called(call) == "field":  # dataclasses.field(default=...)
                 value = next((word.value for word in call.keywords if word.arg == "default"), value)
@@ -909,8 +925,10 @@ def trainer_arguments(script: Script, trainer: ast.Call) -> dict[str, ast.AST]:
     its `args`."""
     inits = (n for own in script.own_classes(trainer) for n in own.body if getattr(n, "name", "") == "__init__")
     init = next(inits, None)
-    first = ARGUMENTS if init is None or init.args.vararg else tuple(a.arg for a in init.args.args[1:])
+    theirs = ARGUMENTS[script.kind(trainer, TRAINERS)]
+    first = theirs if init is None or init.args.vararg else [a.arg for a in init.args.args[1:]]
     given = script.arguments(trainer, first)
+    given = {k: node for k, node in given.items() if not isinstance(node, ast.Constant) or node.value is not None}
     config = next((node for node in given.values() if script.kind(script.once(node, changed=True), CONFIGS)), None)
     return (
         given
@@ -919,8 +937,11 @@ def trainer_arguments(script: Script, trainer: ast.Call) -> dict[str, ast.AST]:
     )
 
 
-def overridden(script: Script, trainer: ast.Call | None, c: Command) -> None:
-    """A word on each method of TRL's trainer that the script's own subclass has instead."""
+def overridden(script: Script, config: ast.Call | None, trainer: ast.Call | None, c: Command) -> None:
+    """A word on each method of TRL's trainer that the script's own subclass has instead, and on a config's."""
+    for own in config_classes(script, config):
+        if any(getattr(n, "name", "") == "__post_init__" for n in own.body):
+            c.say(f"line {own.lineno}, {own.name}: its __post_init__ is not read: give what it sets")
     for own in script.own_classes(trainer) if trainer else ():
         names = [n.name for n in own.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         if "__init__" in names:
@@ -960,8 +981,9 @@ def convert(
     where = f"line {(config or trainer).lineno}"
     c.say(f"{script.path}, {where}: {kind}" + ("" if config or own else ", all by default"))
     if config is not None and trainer is None:
-        c.say("no trainer takes this config here: give --model_id, --reward_funcs and --dataset_id")
-    overridden(script, trainer, c)
+        c.say("no trainer that is seen takes this config (one that another file makes or changes is not read): give "
+              "--model_id, --reward_funcs and --dataset_id")  # fmt: skip
+    overridden(script, config, trainer, c)
     given = trainer_arguments(script, trainer) if trainer else {}
     args = given.get("args")
     if config is None and args and not own:
@@ -978,6 +1000,14 @@ def convert(
     optimisation(c, updates)
     loss(c)
     trained_on(script, trainer, given, c)
+    others = {name: node for name, node in given.items() if name not in {*sum(ARGUMENTS.values(), []), "**"}}
+    if others:
+        shown = ", ".join(f"{name} = {Unread(node)!r}" for name, node in others.items())
+        c.say(f"{shown}: not read, TRL's trainer has no such argument")
+    if trainer and not c.flags.keys() & {"reward_funcs", "env"}:
+        c.say("no rewards were found: give --reward_funcs")
+    if trainer and not c.flags.keys() & {"dataset_id", "env"}:
+        c.say("no data were found: give --dataset_id")
     if (weights := c.known.get("reward_weights")) and "reward_weights" not in c.flags:
         c.say(f"reward_weights = {weights!r}: give --reward_weights beside --reward_funcs")
     reference(c, updates)

@@ -71,8 +71,8 @@ HERE: dict[str, tuple[str, str]] = {
     "scale_rewards": ("scale_rewards", "`True`: `group`, `False`: `none`; 1e-4 is added to the std there, 1e-6 here"),
     "multi_objective_aggregation": (
         "advantage",
-        "`normalize_then_sum`: `gdpo`; where one of several functions gives None, its value counts as 0 here, and is "
-        "left out there",
+        "`normalize_then_sum`: `gdpo`, whitened over tokens, there over completions; where one of several functions "
+        "gives None, its value counts as 0 here, and is left out there",
     ),
     "beta": ("beta", "without the ratio on the KL term, see `use_bias_correction_kl`"),
     "sync_ref_model": ("ref_sync_steps", ""),

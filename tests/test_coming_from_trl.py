@@ -252,6 +252,7 @@ def test_what_differs_is_said(tmp_path, given, says):
     [
         ("peft_config=LoraConfig(r=16, lora_dropout=.1)", dict(use_peft=True, lora_r=16, lora_alpha=8), "lora_dropout"),
         ("peft_config=LoraConfig(target_modules='all-linear')", dict(lora_targets=["all-linear"], lora_r=8), None),
+        ("peft_config=LoraConfig(target_modules=f(4))", dict(use_peft=True), "f(4): give --lora_targets"),
         ("peft_config=made()", dict(use_peft=False), "is no LoraConfig(...) of this script"),
         ("peft_config=LoraConfig(target_modules=r'.*[qv]_proj')", dict(lora_targets=[".*[qv]_proj"]), None),
         ("train_dataset=load_dataset('a/b', 'c', split='train[:9]')",
@@ -375,6 +376,36 @@ def test_arguments_that_a_subclass_passes_on_itself_are_named(tmp_path):
     (command,) = commands(tmp_path, f"{body}\nMine(GRPOConfig(beta=0.5))")
     assert parsed(command).beta == 0.5
     assert any("Mine: has an __init__ of its own" in line for line in command.said), command.text()
+
+
+def test_arguments_that_trl_does_not_have_are_named(tmp_path):
+    body = "class Mine(GRPOTrainer):\n    def __init__(self, model, rewards, config, dataset, weight):\n        ...\n"
+    (command,) = commands(tmp_path, f"{body}\nMine('m', [reward], GRPOConfig(beta=0.5), rows, weight=0.7)")
+    said = "\n".join(command.said)
+    assert parsed(command).beta == 0.5 and "rewards = [reward], dataset = rows, weight = 0.7" in said, said
+    assert "give --reward_funcs" in said and "give --dataset_id" in said
+
+
+@pytest.mark.parametrize("trainer", ["GRPOTrainer", "AsyncGRPOTrainer"])
+def test_every_argument_of_a_trainer_has_its_place(tmp_path, trainer):
+    places = from_trl.ARGUMENTS[trainer]
+    given = ["None"] * places.index("callbacks") + ["[Stop()]"]
+    given[places.index("args")] = trainer.replace("Trainer", "Config") + "()"
+    (command,) = commands(tmp_path, f"{trainer}({', '.join(given)})", imports="*")
+    assert any("callbacks = [Stop()]" in line for line in command.said), command.text()
+    assert not any("eval_dataset = None" in line for line in command.said), command.text()
+
+
+def test_fields_of_a_config_behind_a_parser_are_read(tmp_path):
+    body = (
+        "@dataclass\nclass C(GRPOConfig):\n    beta: float = 0.5\n    epsilon = 0.1\n    def __post_init__(self): ...\n"
+    )
+    (command,) = commands(
+        tmp_path, f"{body}\nc, = TrlParser((C,)).parse_args_and_config()\nGRPOTrainer('m', reward, c)"
+    )
+    cfg = parsed(command)
+    assert (cfg.beta, cfg.epsilon) == (0.5, 0.2)  # a field without annotation is none of a dataclass
+    assert any("C: its __post_init__ is not read" in line for line in command.said), command.text()
 
 
 def test_fields_of_a_subclass_of_a_config_are_read(tmp_path):
