@@ -979,7 +979,10 @@ def convert(
 ) -> Command:
     c = Command(CONFIGS[kind], processes)
     where = f"line {(config or trainer).lineno}"
-    c.say(f"{script.path}, {where}: {kind}" + ("" if config or own else ", all by default"))
+    made_by = ", ".join(each.name for each in config_classes(script, None)) if config is None else ""
+    c.say(
+        f"{script.path}, {where}: {kind}" + (f", of {made_by}" if made_by else "" if config or own else ", by default")
+    )
     if config is not None and trainer is None:
         c.say("no trainer that is seen takes this config (one that another file makes or changes is not read): give "
               "--model_id, --reward_funcs and --dataset_id")  # fmt: skip
@@ -987,7 +990,8 @@ def convert(
     given = trainer_arguments(script, trainer) if trainer else {}
     args = given.get("args")
     if config is None and args and not own:
-        c.say(f"args = {Unread(args)!r}: if it comes from a command line, give that behind --")
+        c.say(f"args = {Unread(script.once(args, changed=True))!r} is not read: give what differs from TRL's defaults, "
+              "or, if it comes from a command line, that behind --")  # fmt: skip
     if config and args and script.once(args, changed=True) is not config:
         c.say(f"args = {Unread(args)!r} is taken to be {kind} of line {config.lineno}: give what differs")
     later, others = script.set_later(config, args, trainer)
