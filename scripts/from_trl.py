@@ -52,10 +52,10 @@ OVERRIDDEN = {  # methods of TRL's trainer, and where their work is done here
     "_calculate_rewards": "a reward function gets all completions of a prompt; after_rollout sees all of a step",
     "_generate _generate_single_turn _tool_call_loop": "a coroutine in ROLLOUTS (rollouts.py)",
     "_get_train_sampler get_train_dataloader _get_eval_sampler": "PromptSampler draws the rows",
-    "create_optimizer create_optimizer_and_scheduler create_scheduler": "make_optimizer and lr_at in the script",
-    "_get_per_token_logps_and_entropies _get_last_hidden_state": "compute_logprobs in the script",
+    "create_optimizer create_optimizer_and_scheduler create_scheduler": "make_optimizer and lr_at in train_grpo.py",
+    "_get_per_token_logps_and_entropies _get_last_hidden_state": "compute_logprobs in train_grpo.py",
     "log": "numbers that after_rollout, losses and advantages return are logged",
-    "evaluate prediction_step": "evaluate() in the script",
+    "evaluate prediction_step": "evaluate() in train_grpo.py",
 }
 ARGUMENTS = {  # of a trainer, in their order
     "GRPOTrainer": "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes "
@@ -930,11 +930,9 @@ def trainer_arguments(script: Script, trainer: ast.Call) -> dict[str, ast.AST]:
     given = script.arguments(trainer, first)
     given = {k: node for k, node in given.items() if not isinstance(node, ast.Constant) or node.value is not None}
     config = next((node for node in given.values() if script.kind(script.once(node, changed=True), CONFIGS)), None)
-    return (
-        given
-        if config is None
-        else {name: node for name, node in given.items() if node is not config} | {"args": config}
-    )
+    if config is not None:
+        given = {name: node for name, node in given.items() if node is not config} | {"args": config}
+    return given
 
 
 def overridden(script: Script, config: ast.Call | None, trainer: ast.Call | None, c: Command) -> None:
@@ -944,17 +942,15 @@ def overridden(script: Script, config: ast.Call | None, trainer: ast.Call | None
             c.say(f"line {own.lineno}, {own.name}: its __post_init__ is not read: give what it sets")
     for own in script.own_classes(trainer) if trainer else ():
         names = [n.name for n in own.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        at = f"line {own.lineno}, {own.name}"
+        known = {name: why for theirs, why in OVERRIDDEN.items() for name in theirs.split()}
         if "__init__" in names:
-            c.say(
-                f"line {own.lineno}, {own.name}: has an __init__ of its own: what that does, and passes on, is not read"
-            )
+            c.say(f"{at}: has an __init__ of its own: what that does, and passes on, is not read")
         for name in names:
-            why = next((why for theirs, why in OVERRIDDEN.items() if name in theirs.split()), None)
-            if why:
-                c.say(f"line {own.lineno}, {own.name}: its {name} is not read: {why}")
-        unknown = [n for n in names if not any(n in theirs.split() for theirs in OVERRIDDEN) and n != "__init__"]
-        if unknown:
-            c.say(f"line {own.lineno}, {own.name}: {', '.join(unknown)}: not read; the loop is train() in the script")
+            if name in known:
+                c.say(f"{at}: its {name} is not read: {known[name]}")
+        if unknown := [name for name in names if name not in known and name != "__init__"]:
+            c.say(f"{at}: {', '.join(unknown)}: not read; the loop is train() in train_grpo.py")
 
 
 def fits(value, kind: str) -> bool:
