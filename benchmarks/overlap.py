@@ -2,7 +2,6 @@
 
     python benchmarks/overlap.py                                    # about 40 minutes on two idle cores
     python benchmarks/overlap.py --mode tails                       # slow tools instead of equal lengths
-    python benchmarks/overlap.py --mode dynamic --old CLONE         # --dynamic_sampling, with and without spare prompts
 
 A live vLLM server and the trainer are each pinned to a core of their own, which is what two GPUs are to them. SmolLM2
 (135 M, LoRA), the demo's batch of 8 prompts x 8 completions, an update and a push a step, all alike in the scripts that
@@ -10,10 +9,8 @@ are compared; they run in turn, `repetitions` times. The first two steps of each
 and nothing was sampled ahead.
 
 tails: three turns with an environment whose answers take lognormal times of mean .5 s, as tools do (slow_env.py).
-dynamic: train_grpo.py alone, on prompts of which few have signal; all train on as many that have. CLONE is
-one of a commit in which groups without signal were replaced in rounds, such as 4c20a71.
 
-Written to benchmarks/results/overlap.md, overlap_tails.md, overlap_dynamic.md.
+Written to benchmarks/results/overlap.md and overlap_tails.md.
 """
 
 import argparse
@@ -42,11 +39,9 @@ MODES = {
     "equal": "--max_completion_length 12 --min_completion_length 12 --learning_rate 3e-4 ",
     "tails": "--max_completion_length 160 --max_turn_length 16 --env benchmarks/slow_env.py:Slow "
     "--tokenization_check off --learning_rate 3e-4 ",
-    "dynamic": "--max_completion_length 32 --dynamic_sampling --resample_rounds 20 --learning_rate 1e-7 ",
 }
 AHEAD = {f"max_staleness {n}": ["--max_staleness", str(n)] for n in (1, 2, 4)}
-SPARE = {f"spare_prompts {n}": ["--spare_prompts", str(n)] for n in (0, 8, 24)}
-SYSTEMS = {"rounds": [], "train_grpo.py": [], **AHEAD, **SPARE}
+SYSTEMS = {"train_grpo.py": [], **AHEAD}
 
 
 def pinned(core: int, command: list[str], log: Path, **variables: str) -> subprocess.Popen:
@@ -63,11 +58,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     """Means over the steps of one run, on a server of its own."""
     token, port, folder = os.urandom(8).hex(), free_port(), args.folder
     run = f"{name.replace(' ', '_').replace('.', '_')}_{int(time.time())}"
-    tree = args.old if name == "rounds" else ROOT
-    serve = [str(tree / "vllm_server.py"), "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
+    serve = ["vllm_server.py", "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
     serve += ["--exit-with-parent"]
     server = pinned(0, serve, folder / f"{run}-server.log", VLLM_SERVER_TOKEN=token)
-    script = str(tree / ("train_async.py" if name in AHEAD else "train_grpo.py"))
+    script = "train_async.py" if name in AHEAD else "train_grpo.py"
     flags = (COMMON + MODES[args.mode]).split() + SYSTEMS[name] + ["--max_steps", str(args.steps)]
     flags += ["--prompts_per_step", str(args.prompts), "--num_generations", str(args.generations)]
     where = ["--server_urls", f"http://127.0.0.1:{port}", "--server_timeout", "300", "--output_dir", str(folder)]
@@ -91,8 +85,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
         "seconds": seconds, "tokens/s": tokens / seconds, "trainer waited": waited / seconds,
         "server waited": server_waited / seconds, "staleness": mean.get("staleness/mean", 0.0),
         "ess": mean.get("sampling/ess", 1.0), "update": mean["time/update"] + mean["time/push"] + mean["time/logprobs"],
-        "replaced": mean.get("dynamic_sampling/resampled", 0.0), "silent": mean.get("dynamic_sampling/silent", 0.0),
-        "unused": mean.get("dynamic_sampling/unused", 0.0),
     }  # fmt: skip
 
 
@@ -103,12 +95,9 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, default="equal")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS)
-    parser.add_argument("--old", type=Path)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
     args = parser.parse_args()
-    usual = ["rounds"] * bool(args.old) + list(SPARE) if args.mode == "dynamic" else ["train_grpo.py", *AHEAD]
-    args.systems = args.systems or usual
     args.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict]] = {name: [] for name in args.systems}
     for repetition in range(args.repetitions):
@@ -118,8 +107,6 @@ def main() -> None:
     medians = {n: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for n, runs in found.items()}
     base = medians[args.systems[0]]["seconds"]
     columns = ["seconds", "tokens/s", "update", "trainer waited", "server waited", "staleness", "ess"]
-    if args.mode == "dynamic":
-        columns = ["seconds", "replaced", "silent", "unused"]
     command = " ".join(["python benchmarks/overlap.py", *sys.argv[1:]])
     how = f"{args.repetitions} repetitions of {args.steps} steps in turn, medians; `update`: seconds of log-probs, "
     how += "update and push; waiting as a share of the step"

@@ -8,7 +8,7 @@ by chance it gets .14, at most .95. Everything but the preset's own settings is 
 AdamW at 1e-2, two optimizer updates a step where the preset allows it. It tells whether an implementation learns and
 how evenly; which preset suits a real task it does not tell.
 
-Results go to benchmarks/results/algorithms.json, .md and .svg.
+The table goes to the terminal; docs/results.md has the last one.
 """
 
 import argparse
@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from safety.orphans import ends_with_us  # noqa: E402
 
-OUT = ROOT / "benchmarks" / "results"
 STEPS = 30
 EQUAL = 3072  # tokens at which rewards are compared: 12 steps without resampling
 PRESETS = {  # flags on top of the preset's
@@ -116,30 +115,6 @@ def table(runs: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def plot(runs: list[dict], path: Path) -> None:
-    """Training reward by tokens sampled, one panel a preset: every seed thin, their mean thick."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    presets = list(dict.fromkeys(r["preset"] for r in runs))
-    columns = min(3, len(presets))
-    figure = Figure(figsize=(4 * columns, 2.6 * math.ceil(len(presets) / columns)), layout="constrained")
-    panels = figure.subplots(math.ceil(len(presets) / columns), columns, sharex=True, sharey=True, squeeze=False).flat
-    grid = np.linspace(256, 64 * 4 * STEPS, 200)
-    for axes, preset in zip(panels, presets, strict=False):
-        mine = [r for r in runs if r["preset"] == preset]
-        for r in mine:
-            axes.plot(r["tokens"], r["curve"], color="#9ca3af", lw=0.8)
-        mean = np.mean([np.interp(grid, r["tokens"], r["curve"]) for r in mine], axis=0)
-        axes.plot(grid, mean, color="#2563eb", lw=2)
-        axes.set_title(preset, fontsize=10)
-        axes.set_xlim(0, grid[-1])
-        axes.set_ylim(0, 1.02)
-    figure.supxlabel("tokens sampled", fontsize=9)
-    figure.supylabel("training reward", fontsize=9)
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(PRESETS))
@@ -150,17 +125,6 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="algorithms_"))
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = list(pool.map(lambda job: run(*job, folder), [(p, s) for p in args.presets for s in args.seeds]))
-    write(runs)
-
-
-def write(runs: list[dict]) -> None:
-    OUT.mkdir(exist_ok=True)
-    (OUT / "algorithms.json").write_text(json.dumps(runs) + "\n", encoding="utf-8")
-    text = f"# Presets on the toy task\n\n{__doc__.split('Results go')[0].split('The task is')[1].strip()}\n"
-    (OUT / "algorithms.md").write_text(
-        text.replace("a toy", "The task is a toy", 1) + f"\n{table(runs)}\n", encoding="utf-8"
-    )
-    plot(runs, OUT / "algorithms.svg")
     print(table(runs))
 
 

@@ -1,6 +1,6 @@
 """FrozenLake: across a lake with holes, one move a turn, by a compass that says how far the goal is.
 
-python examples/run.py frozenlake      # warm start, three seeds beside a live server, and once on slippery ice
+python examples/run.py frozenlake      # warm start, three seeds beside a live server
 """
 
 import random

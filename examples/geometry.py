@@ -22,12 +22,6 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
     return [rng.choice([triangle, rectangle, circle])(rng) for _ in range(SPLITS[split])]
 
 
-def blind(split: str = "test", seed: int = 42) -> list[dict]:
-    """The rows with the pictures of others: what a model gets right of these it has guessed, not seen."""
-    shown = rows(split, seed)
-    return [row | {"image": other["image"]} for row, other in zip(shown, shown[1:] + shown[:1], strict=True)]
-
-
 def demonstrate(row: dict, environment, answers: list) -> str:
     """One who reckons carelessly: three answers in ten are any number."""
     return row["answer"] if random.random() < 0.7 else str(random.randint(1, 60))

@@ -1,6 +1,6 @@
 """Questions about an invented country, which no model can know, with a search engine behind a real MCP server.
 
-    python examples/run.py search      # warm start, three seeds beside a live server, and what the mask is for
+    python examples/run.py search      # warm start, three seeds beside a live server
     ... --mcp_config examples/search.json --tool_parser tags --dataset_id examples/search.py:rows \\
         --reward_funcs squad_em
     ... --tools examples/search_server.py:search        # the same without MCP
