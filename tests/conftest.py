@@ -1,19 +1,22 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and the tiers of tests (CONTRIBUTING.md)."""
 
+import random
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 from server_fixture import server  # noqa: F401
-from turns import turn
 
 from safety import credentials
 
+# The same examples each time, and no limit of seconds for one: whether a test passes follows from the code alone.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.load_profile("repeatable")
+
 # Files that take longest, first: several run at a time, and the last ones should be short.
 LONGEST = ["push", "limits", "resume", "sandbox", "failures", "mcp", "server_processes", "gradient", "vision_server"]
-LONGEST += ["train", "foreign", "reward_model", "nodes", "experts", "plan", "sharding", "examples", "ideas", "readme"]
-LONGEST += ["hostile_completions", "loading", "told_experts"]
-
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.
 SERVED = ("push", "push_changes", "server", "serving", "async", "freshness", "colocate")
@@ -27,28 +30,27 @@ def secrets_end_with_their_test():
         yield
 
 
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of Chromium. Without it the tests of the page in a browser fail: nothing is skipped in silence."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    if not (found := next(filter(None, map(shutil.which, names)), None)):
+        pytest.fail("no Chromium for the tests of the page: install it (Debian: apt install chromium)", pytrace=False)
+    return found
+
+
 def pytest_addoption(parser):
-    parser.addoption(
-        "--turn", metavar="K/N", help="of tests marked in_turn every N-th, from the K-th on; /N: the commit says which"
-    )
+    parser.addoption("--third", metavar="SEED", type=int, help="a random third of the tests that are marked slow")
 
 
 def pytest_collection_modifyitems(config, items):
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
-    if config.getoption("turn") and not config.getoption("lf"):  # what failed is tried again in any case
-        items[:], rest = by_turn(items, config.getoption("turn"))
-        config.hook.pytest_deselected(items=rest)
-
-
-def by_turn(items: list, text: str) -> tuple[list, list]:
-    """(tests that run, those that do not): of those marked in_turn only a turn runs. Both keep their order."""
-    marked = [item for item in items if item.get_closest_marker("in_turn")]
-    try:
-        rest = {id(item) for item in marked} - {id(item) for item in marked[turn(text)]}
-    except ValueError as error:
-        raise pytest.UsageError(error) from None
-    return [item for item in items if id(item) not in rest], [item for item in items if id(item) in rest]
+    if (seed := config.getoption("third")) is not None:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        chosen = set(random.Random(seed).sample([item.nodeid for item in slow], len(slow) // 3))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 @pytest.hookimpl(optionalhook=True)

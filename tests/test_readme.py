@@ -22,7 +22,6 @@ from runlog.reading import read_metrics
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for page in (ROOT / "docs").glob("*.md"))], key=str
 )
-PAGES = [page for page in PAGES if page.name != "reliability.md"]  # written by a program, about other commits
 
 
 def blocks(page: Path, language: str) -> list[str]:

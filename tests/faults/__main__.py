@@ -1,7 +1,0 @@
-"""`python tests/faults`: campaign.py says what it does."""
-
-import sys
-
-from campaign import main
-
-sys.exit(main())

@@ -1,0 +1,32 @@
+"""What ranks tell each other: collectives of utils.py, counts of an update, and on_ranks itself."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, on_ranks
+
+
+def told(number: float) -> tuple[int, float]:
+    value = torch.tensor(number + dist.get_rank())
+    dist.all_reduce(value)
+    return dist.get_rank(), float(value)
+
+
+def one_fails(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "late":
+            time.sleep(60)
+        raise LookupError("of rank 1")
+    dist.barrier()  # waits for the one that failed
+
+
+def test_a_function_runs_on_ranks():
+    assert on_ranks(2, told, 1.5) == [(0, 4.0), (1, 4.0)]
+    assert on_ranks(3, told, 1.0) == [(0, 6.0), (1, 6.0), (2, 6.0)]
+    with pytest.raises(LookupError, match="of rank 1") as error:
+        on_ranks(2, one_fails, "early")
+    assert "in one_fails" in str(error.value.__cause__)
+    with pytest.raises(RankError, match=r"(?s)no answer after 10 s from rank \[0, 1\].*in one_fails"):
+        on_ranks(2, one_fails, "late", limit=10)
