@@ -1462,9 +1462,7 @@ def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Te
             sent.append((arrived.view(torch.uint8), padded.view(torch.uint8)))  # bytes: NCCL wants one dtype
     if sent:
         group = mesh.get_group(mesh.ndim - 1)
-        with torch.distributed._coalescing_manager(group):
-            for arrived, padded in sent:  # torch's new name of all_gather_into_tensor
-                torch.distributed.all_gather_single(arrived, padded, group)
+        group.allgather_into_tensor_coalesced(*map(list, zip(*sent, strict=True))).wait()
     return list(whole.items()) if keep else []
 
 

@@ -34,6 +34,8 @@ from inputs.reach import Layer, layers_of, window_of
 from inputs.recurrence import mixers_of, use_shared_states
 
 NAME = "shared_prefix"  # of this attention among transformers' implementations
+# Fewer heads of keys than of queries: torch 2.11 takes them without being told, later ones have a flag.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -403,7 +405,7 @@ def attend_in_one_call(
         if sinks is not None:
             return WithSinks.apply(queries, keys, values, sinks, layout, scale).transpose(0, 1)[None]
         ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=layout.window_size)
-        out = varlen.varlen_attn(queries, keys, values, *ends, *layout.longest, enable_gqa=True, **options)
+        out = varlen.varlen_attn(queries, keys, values, *ends, *layout.longest, **GROUPED, **options)
     else:
         ends = dict(cu_seq_lens_q=layout.query_ends, cu_seq_lens_k=layout.key_ends)
         ends |= dict(max_length_q=layout.longest[0], max_length_k=layout.longest[1])
@@ -433,7 +435,7 @@ class WithSinks(torch.autograd.Function):
     def forward(ctx, query, key, value, sinks, layout, scale):
         """query [L, heads, D], key, value [K, kv heads, D], sinks [heads] -> [L, heads, D]"""
         ends, options = (layout.query_ends, layout.key_ends), dict(scale=scale, window_size=layout.window_size)
-        options |= dict(return_aux=varlen.AuxRequest(lse=True), enable_gqa=True)
+        options |= dict(return_aux=varlen.AuxRequest(lse=True), **GROUPED)
         out, lse = varlen.varlen_attn(query, key, value, *ends, *layout.longest, **options)
         by_head = lse.shape == (query.shape[1], len(query))  # the kernel's; torch's documentation has [L, heads]
         out, lse = add_sinks(out, lse.T if by_head else lse, sinks)
