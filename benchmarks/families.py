@@ -33,7 +33,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 import torch  # noqa: E402
 from families import (  # noqa: E402
@@ -46,7 +46,7 @@ from families import (  # noqa: E402
     config_of,
     saved,
 )
-from live import FORKS, Fork  # noqa: E402
+from forks import FORKS, Fork  # noqa: E402
 from server_fixture import Server, free_port  # noqa: E402
 from tiny_vlms import MARK, batch_of, make, picture, rows_of  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
