@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving import answers
 from serving.experts import decoded
 from serving.pushing import Pusher
 from serving.servers import ServerError
@@ -158,6 +157,8 @@ class VLLMClient(Pusher):
                 one.cancel()
 
     def _completions(self, url: str, asked: dict, answer: dict) -> list[Completion]:
+        from serving import answers
+
         instance = None if self.instances is None else self.instances[url]
         try:
             found = self._checked(url, "POST /generate", answers.generated, answer, asked, self.vocab_size, instance)

@@ -27,10 +27,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
 from PIL import Image
-from pydantic import TypeAdapter
-from pydantic.errors import PydanticUserError
 
 from cli import shorten
 from config import ConfigError, known_name
@@ -44,7 +41,7 @@ from safety.sandbox import run_python
 from safety.storable import text_of
 from safety.values import UnusableResult, unread
 
-# transformers takes seconds, and is imported where a function becomes a tool.
+# transformers takes seconds, jsonschema and pydantic only tools need: they are imported where a tool is made or called.
 
 
 @dataclass(frozen=True)
@@ -357,6 +354,9 @@ def is_json(hint) -> bool:
 def with_objects(tool: Tool, hints: dict[str, type]) -> Tool:
     """The tool with the schemas of arguments that are pydantic models, dataclasses, enums, dates or lists of such, and
     with the values that calls give made into them."""
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
     parameters, made, function = tool.parameters, {}, tool.call
     for name, hint in hints.items():
         try:
@@ -634,27 +634,29 @@ OF_OTHERS = "additionalProperties patternProperties unevaluatedProperties anyOf 
 def misfit(arguments: dict, schema: dict) -> str | None:
     """Where and why arguments do not fit a schema, or None, also where that cannot be told: an MCP server's may be no
     schema, say, and its tools check what they get themselves."""
-    validator = Validator(as_json_schema(schema))
+    from jsonschema.exceptions import best_match
+
+    validator = validator_class()(as_json_schema(schema))
     try:
         validator.check_schema(validator.schema)
-        wrong = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+        wrong = best_match(validator.iter_errors(arguments))
     except Exception:  # also of arithmetic with numbers that no float can hold, and of a schema within itself
         return None
     return wrong and ": ".join(filter(None, (".".join(map(str, wrong.absolute_path)), wrong.message)))
 
 
-def unless_by_pattern(validator, additional, given, schema):
-    if "patternProperties" not in schema:
-        yield from jsonschema.Draft202012Validator.VALIDATORS["additionalProperties"](
-            validator, additional, given, schema
-        )
+@functools.cache
+def validator_class() -> type:
+    """jsonschema's, without the keywords that search by a schema's regular expressions: on some texts one takes for
+    ever, and it lets no other thread run meanwhile."""
+    from jsonschema import Draft202012Validator, validators
 
+    def unless_by_pattern(validator, additional, given, schema):
+        if "patternProperties" not in schema:
+            yield from Draft202012Validator.VALIDATORS["additionalProperties"](validator, additional, given, schema)
 
-# Without the keywords that search by a schema's regular expressions: on some texts one takes for ever, and it lets no
-# other thread run meanwhile.
-UNCHECKED = dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: None)
-UNCHECKED |= {"additionalProperties": unless_by_pattern}
-Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, UNCHECKED)
+    unchecked = dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: None)
+    return validators.extend(Draft202012Validator, unchecked | {"additionalProperties": unless_by_pattern})
 
 
 def as_json_schema(schema):

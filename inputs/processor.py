@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jinja2
 import jinja2.meta
-import requests
 from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
@@ -35,6 +34,8 @@ def check_model_id(model_id: str, flag: str = "--model_id") -> None:
         raise ConfigError(f"{missing}, and not the form of a hub id, NAME or OWNER/NAME.")
     if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
         return
+    import requests
+
     try:
         if constants.HF_HUB_OFFLINE:
             raise requests.ConnectionError("HF_HUB_OFFLINE is set")

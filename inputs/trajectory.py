@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from config import TrainConfig
 from data import shorten
 from safety import values
-from serving.answers import ABOVE_ZERO
+from serving.wire import ABOVE_ZERO
 
 
 @dataclass

@@ -34,8 +34,6 @@ from concurrent import futures
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from PIL import Image
 from rich.console import Console
 
@@ -43,10 +41,10 @@ from cli import NotNow
 from config import PRESETS, ConfigError
 from envs import mcp_tools
 from inputs.parts import without_sources
+from plugins import require
 from runlog import disk, tokens
 from runlog.panel import Panel
 from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
-from runlog.report import curves_of, notes_of, write_report
 from runlog.trackers import check_trackers, open_trackers
 from safety import limits
 from safety.masking import masked, public_config, secrets_of
@@ -121,6 +119,8 @@ def claim_run(cfg):
         other = "add --resume to continue it" if saved else "it has no checkpoint to continue from, so move it away"
         raise ConfigError(f"--run_name: {folder} holds a run already; {other}, or give another name.")
     check_trackers(cfg, folder)
+    if cfg.log_completions:
+        require("pyarrow", "--log_completions (--no-log_completions does without)")
     return file
 
 
@@ -544,6 +544,8 @@ class RunLog:
                 self._finish_trackers(None)
             report, notes = None, []
             try:
+                from runlog.report import curves_of, notes_of, write_report  # it needs matplotlib and pyarrow
+
                 report = write_report(self.dir, curves := curves_of(self.dir))
                 notes = notes_of(self.dir, curves) if report else []
             except Exception as error:  # it is about a run that has ended, and decides nothing of it
@@ -566,6 +568,9 @@ class RunLog:
 
 def write_table(path: Path, rows: list[dict]) -> None:
     """The rows as a parquet file, whole or not at all; in a thread, while training goes on."""
+    import pyarrow
+    import pyarrow.parquet
+
     path.parent.mkdir(exist_ok=True)
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names

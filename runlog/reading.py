@@ -10,6 +10,14 @@ from safety.storable import text_of
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
+# Columns of completions/*.parquet that log.py makes itself.
+KNOWN = {"prompt", "completion", "reward", "advantage", "finish_reason", "row_number", "origin", "turns", "group"}
+KNOWN |= {"domain", "policy_version", "length", "prompt_ids", "token_ids", "picture"}
+
+
+def is_own(name: str) -> bool:
+    """Whether a column comes from the data row or from a reward function's log_extra."""
+    return name not in KNOWN and not name.startswith(("rewards/", "tokens/"))
 
 
 def is_phase(name: str) -> bool:

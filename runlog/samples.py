@@ -21,20 +21,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from runlog.curves import is_number
-from runlog.reading import readable_prompt
+from runlog.reading import is_own, readable_prompt
 
 KINDS = ("completions", "evaluations")
 NAMES = re.compile(r"(?<![^/])step_(\d+)\.parquet(?![^/])")  # among names with a slash between them
 TOKEN_COLUMNS = ("trained", "advantage", "weight", "logprob", "entropy", "sampler_logprob", "teacher_logprob")
 TOKEN_COLUMNS += ("version",)
-KNOWN = {"prompt", "completion", "reward", "advantage", "finish_reason", "row_number", "origin", "turns", "group"}
-KNOWN |= {"domain", "policy_version", "length", "prompt_ids", "token_ids", "picture"}
-
-
-def is_own(name: str) -> bool:
-    """Whether a column comes from the data row or from a reward function's log_extra."""
-    return name not in KNOWN and not name.startswith(("rewards/", "tokens/"))
-
 
 PREVIEW = 160  # characters of a completion in a list
 

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from runlog import disk
 
@@ -99,6 +97,9 @@ def write_vocabulary(run_dir: Path, processor) -> None:
     path = Path(run_dir) / "vocabulary.parquet"
     if path.exists():  # a resumed run
         return
+    import pyarrow
+    import pyarrow.parquet
+
     known = vocabulary_of(processor)
     ids = sorted(known.tokens)
     pieces, special = zip(*map(known.of, ids), strict=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from config import ConfigError
 from plugins import require
-from runlog.reading import readable_prompt
-from runlog.samples import is_own
+from runlog.reading import is_own, readable_prompt
 from safety.masking import public_arguments, public_config
 from safety.storable import visible
 

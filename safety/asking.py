@@ -17,11 +17,10 @@ import os
 import time
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
-import requests
-import urllib3
-
 from safety import credentials
 from safety.masking import masked
+
+# requests is imported where a server is asked: runs without one do not need it.
 
 MOST_BYTES = 1 << 24
 ATTEMPTS, WAIT, LONGEST_WAIT = 3, 1.0, 10.0  # seconds before the second attempt; twice as long before each next one
@@ -118,6 +117,8 @@ def warned(message: str) -> None:
 def ask_once(
     method: str, url: str, deadline: float, body: dict | None, token: str | None, tls: dict, most: int
 ) -> dict:
+    import requests
+
     def present(request):  # as `auth`, since a .netrc would replace the header
         request.headers["Authorization"] = b"Bearer " + token.encode()
         return request
@@ -161,6 +162,9 @@ def ask_once(
 def read_body(answer, most: int, deadline: float, too_much: Exception) -> bytes:
     """The body of an answer whose headers have come; `too_much` if it has over `most` bytes, requests.Timeout if it is
     not there by `deadline` (of time.monotonic)."""
+    import requests
+    import urllib3
+
     text = bytearray()
     try:
         while part := answer.raw.read1(1 << 16):  # what there is; read() would wait for more, however slowly it comes

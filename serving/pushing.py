@@ -24,7 +24,7 @@ import torch
 
 from safety import addresses
 from safety.limits import warn_once
-from serving import answers, shared, wire
+from serving import shared, wire
 from serving.changes import Changes
 from serving.rendezvous import Rendezvous
 from serving.servers import ServerError, Servers
@@ -151,6 +151,8 @@ class Pusher(Servers):
             futures.append(in_thread(self._call, url, "POST", path, body, self.timeout + 10))
             futures.append(in_thread(self._open, link, init, probe))
         try:
+            from serving import answers
+
             joined = self._gather(futures, "the transfer groups")[::2]
             what = (f"POST {path}", answers.checked)
             forms = [
@@ -245,6 +247,8 @@ class Pusher(Servers):
     def finish_push(self, version: int):
         """Close the update: every server checks that each of its parameters came exactly once, empties its caches,
         takes `version` and goes on sampling. ServerError names parameters that are missing, unknown or misshapen."""
+        from serving import answers
+
         self._settle()
         if self._checksums is None:
             raise ServerError("finish_push outside a push: call begin_push first")

@@ -3,6 +3,7 @@
 `Pusher` (pushing.py) adds the pushing of weights, and VLLMClient (vllm_client.py) sampling. Every wait has a
 limit, and its error says which server was waited for. What changes nothing on a server is asked again where that may
 help (`_call`). Answers are checked in answers.py.
+It and `requests` are imported where they are used: a run without a server needs neither.
 """
 
 import concurrent.futures
@@ -16,12 +17,9 @@ import time
 import uuid
 from urllib.parse import urlsplit
 
-import requests
-
 from cli import ConfigError
 from safety import addresses, asking, credentials, open_files
 from safety.limits import warn_once
-from serving import answers
 from serving.wire import in_thread
 
 MOST_BYTES = 1 << 26  # of an answer, beside the sampled tokens that were asked for and their experts
@@ -146,6 +144,8 @@ class Servers:
     def server_info(self) -> list[dict]:
         """What each server serves: model, architectures, vocab_size, hidden_size, num_layers, max_model_len, dtype,
         policy_version, weights_error, vllm_version, world_size, device, devices, never_sampled, can_sleep, server."""
+        from serving import answers
+
         infos = self._on_all([(url, "GET", "/server_info", None) for url in self.urls])
         for url, info in zip(self.urls, infos, strict=True):
             self._checked(url, "GET /server_info", answers.checked, info, answers.Described)
@@ -159,6 +159,8 @@ class Servers:
 
     def sleep(self):
         """The servers drop weights and KV cache, and give their memory back. The next push wakes them."""
+        from serving import answers
+
         states = self._on_all([(url, "POST", "/sleep", None) for url in self.urls])
         for url, state in zip(self.urls, states, strict=True):
             if self._checked(url, "POST /sleep", answers.checked, state, answers.State).state != "asleep":
@@ -179,6 +181,8 @@ class Servers:
         again: ask again, as long as that may help: BROKEN_SECONDS where the connection breaks, `timeout` where the
         server says that it is busy. Unset: if the request may be repeated. given_up: nobody waits for it any more.
         """
+        import requests
+
         again = (method == "GET" or path in REPEATABLE) if again is None else again
         given_up, pause, began = given_up or threading.Event(), FIRST_PAUSE, None
         while True:
@@ -212,6 +216,8 @@ class Servers:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def _ask(self, url: str, method: str, path: str, body: dict | None, timeout: float) -> dict:
+        import requests
+
         headers = credentials.bearer(self.token) | {"Accept-Encoding": "identity"}
         asked = body or {}
         sample = TOKEN_BYTES * asked.get("max_tokens", 0) + self.most_experts * asked.get("routed_experts", False)

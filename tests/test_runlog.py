@@ -234,7 +234,7 @@ def test_an_evaluation_of_a_resumed_run_drops_nothing(make_log):
 
 def test_a_resumed_run_keeps_what_stays_byte_by_byte(make_log, monkeypatch):
     """Also behind an evaluation of an older checkpoint, whose line comes after later steps'."""
-    monkeypatch.setattr("runlog.log.write_report", lambda *_: None)
+    monkeypatch.setattr("runlog.report.write_report", lambda *_: None)
     log = make_log()
     for step in (1, 2, 3, 4):
         log_step(log, step)
@@ -264,7 +264,7 @@ def test_a_resumed_run_keeps_what_stays_byte_by_byte(make_log, monkeypatch):
 
 
 def test_long_runs_are_resumed_and_reported_line_by_line(make_log, monkeypatch):
-    monkeypatch.setattr("runlog.log.write_report", lambda *_: None)
+    monkeypatch.setattr("runlog.report.write_report", lambda *_: None)
     log, values = make_log(), {f"own/{n}": 1 / 3 for n in range(40)}
     text = "".join(json.dumps({"step": n, "num_tokens": 9 * n} | values) + "\n" for n in range(1, 3001))
 
