@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_more_rewards import FOLLOWED
+from test_scoring import FOLLOWED
 
 from envs.tools import Tool, parse_harmony, parse_hermes, parse_tags, parse_xml
 from rewards import REWARDS, code_tests

@@ -1,0 +1,227 @@
+"""The judge: its request, the grammar of its answers, retries, and what it is sent; other models by the same way."""
+
+import asyncio
+import http.server
+import json
+import math
+import threading
+
+import pytest
+from server_fixture import free_port
+from test_rewards import trajectory
+
+from config import ConfigError, TrainConfig, check
+from envs.tools import chat
+from rewards import score
+from runlog import rollout_metrics
+from safety import asking
+from scoring import judge
+
+pytestmark = pytest.mark.quick
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers with the next of `said`, the last one again and again: a text; (text, finish_reason); a status, or
+    (status, headers); None, to break the connection. Keeps what it was sent."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body | {"path": self.path, "token": self.headers["Authorization"]})
+        if "response_format" in body and not self.server.structured:
+            return self.answer(400, {"error": {"message": "response_format is not supported"}})
+        said = self.server.said
+        one = said.pop(0) if len(said) > 1 else said[0]
+        if one is None:
+            return self.connection.close()
+        one = (one, {}) if isinstance(one, int) else one
+        if isinstance(one[0], int):
+            return self.answer(one[0], {"error": {"message": f"sent: {self.path}"}}, one[1])
+        text, reason = (one, "stop") if isinstance(one, str) else one
+        self.answer(200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]})
+
+    def answer(self, status: int, content: dict, headers=()):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in dict(headers).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args): ...
+
+
+@pytest.fixture
+def served():
+    """served(*said) -> a real HTTP server that says that, with its `url`."""
+    servers = []
+
+    def start(*said, structured=True):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.said, server.seen, server.structured = list(said), [], structured
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+
+
+@pytest.fixture
+def judged(served, monkeypatch):
+    """judged(*said, **settings) -> (what the judge's function returns for a completion, its server)."""
+    monkeypatch.setattr(asking, "WAIT", 0.01)
+    monkeypatch.setattr(judge, "UNSTRUCTURED", set())
+
+    def ask(*said, structured=True, path="/v1", log_extra=None, **settings):
+        server = served(*said, structured=structured)
+        settings = {"judge_url": server.url + path, "judge_model": "j"} | settings
+        cfg = TrainConfig(reward_funcs=["judge"], **settings)
+        check(cfg)
+        extra = {"log_extra": log_extra} if log_extra else {}
+        (found,) = judge.judge(["good"], ["q"], cfg, answer=["x"], **extra)
+        return found, server
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('Right.\n```json\n{"reason": "as asked", "score": 7.5}\n```\n', 7.5),
+        ("Fine.\n**Score: 7/10**", 7),
+        ("<think>\nScore: 9\n</think>\nScore: 0", 0),
+        ('It says "Score: 10", which is wrong.\nScore: 2', 2),
+        ('Score: 2\n\nIt says "Score: 10".', None),
+        ("Score: 10.5", None),
+        ("Score: 7 or 8", None),
+        ('{"score": "7"}', None),
+        ('{"score": 1, "score": 9}', None),
+        ('{"verdict": {"score": 9}}', None),
+        ("7", None),
+    ],
+)
+def test_a_judges_answer_has_one_grammar(text, score):
+    """The whole of it or its last line: a JSON object with a score, or `Score: N`; N from 0 to 10."""
+    assert judge.read_score(text) == score
+
+
+def test_judge(judged, tmp_path):
+    found, server = judged("Score: 7")
+    assert found == {"reward": 0.7, "attempts": 1, "unread": 0, "unanswered": 0}
+    schema = server.seen[0]["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["reason", "score"] and schema["properties"]["score"]["maximum"] == 10
+    assert judged(None, 500, "Score: 2")[0]["reward"] == 0.2  # a connection that breaks and a server that fails once
+    (tmp_path / "t.txt").write_text("{prompt}|{completion}|{answer}", encoding="utf-8")
+    found, server = judged("Score: 7", judge_template=str(tmp_path / "t.txt"))
+    assert server.seen[-1]["messages"] == [{"role": "user", "content": "q|good|x"}]
+    for wrong, message in (
+        (dict(judge_url=None), "needs --judge_url"),
+        (dict(judge_url="host:8000/v1"), "http://"),
+        (dict(judge_template="none.txt"), "no such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check(TrainConfig(**{"judge_url": "http://x/v1", "judge_model": "j", "reward_funcs": ["judge"]} | wrong))
+
+
+def test_a_template_knows_columns_only():
+    row = {"prompt": "q {answer}", "answer": {"a": 1}, "completion": "{prompt.__class__} {0} }{"}
+    assert judge.fill_in("{{{prompt}}} {answer}: {completion}", row) == (
+        "{q {answer}} {'a': 1}: {prompt.__class__} {0} }{"
+    )
+    for wrong in ("{prompt.__class__}", "{}", "{anwser}"):
+        with pytest.raises(ValueError, match="the judge's template: .*in braces stand prompt, answer, completion"):
+            judge.fill_in(wrong, row)
+
+
+def test_what_a_judge_says_in_another_form_is_asked_once_more(judged):
+    shown = []
+    found, server = judged("Score: 85", "Score: 3", log_extra=lambda *given: shown.append(given))
+    assert found == {"reward": 0.3, "attempts": 2, "unread": 0, "unanswered": 0} and len(server.seen) == 2
+    assert shown == [("judge", ["Score: 3"])]
+    for said in ("I cannot say.", ("Score: 1", "length")):
+        found, server = judged(said, log_extra=lambda *given: shown.append(given))
+        assert found == {"reward": None, "attempts": 2, "unread": 1, "unanswered": 0} and len(server.seen) == 2
+        assert shown[-1][1][0].startswith("(not counted: ")
+    assert "--judge_max_tokens" in shown[-1][1][0]
+
+
+def test_a_server_without_structured_output_is_asked_once_for_it(judged):
+    found, server = judged("Score: 7", structured=False)
+    cfg = TrainConfig(reward_funcs=["judge"], judge_url=f"{server.url}/v1", judge_model="j")
+    assert found["reward"] == judge.judge(["b"], ["q"], cfg)[0]["reward"] == 0.7
+    assert ["response_format" in body for body in server.seen] == [True, False, False]
+
+
+def test_a_busy_judge_is_waited_for(judged):
+    found, server = judged((429, {"Retry-After": "1"}), 503, 503, "Score: 7")
+    assert found["reward"] == 0.7 and len(server.seen) == 4
+    found, server = judged((429, {"Retry-After": "3600"}), reward_timeout=2)  # longer than it may take: not even tried
+    assert found["unanswered"] == 1 and len(server.seen) == 1
+
+
+def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(monkeypatch):
+    monkeypatch.setattr(asking, "WAIT", 0.01)
+    cfg = TrainConfig(reward_funcs=["judge"], judge_url=f"http://127.0.0.1:{free_port()}/v1", judge_model="j")
+    one = trajectory("good")
+    asyncio.run(score([one], {"judge": judge.judge}, cfg))
+    assert one.info["unrewarded"] == 1 and one.info["rewards"]["judge/unanswered"] == 1
+    assert "cannot be reached" in one.info["extra"]["judge"]
+
+
+def test_a_judge_that_is_gone_for_good_ends_the_run(monkeypatch):
+    """After ten steps and ten minutes without an answer; not one that comes back in between."""
+    clock = [0.0]
+    monkeypatch.setattr(rollout_metrics, "_SILENT", {})
+    monkeypatch.setattr(rollout_metrics.time, "time", lambda: clock[0])
+    cfg = TrainConfig(reward_funcs=["judge", "length"], judge_url="http://gone:1/v1", judge_model="j")
+
+    def step(unanswered: int):
+        clock[0] += 70
+        t = trajectory("x")
+        t.info["extra"] = {"judge": "(not counted: http://gone:1 answered 401 Unauthorized)"}
+        rewards = {"judge": math.nan, "judge/attempts": 1, "length": 1.0, "judge/unanswered": unanswered}
+        t.info |= {"rewards": rewards, "reward_timeouts": 0}
+        rollout_metrics.check_failed([[t]], cfg)
+
+    for unanswered in (*[1] * 9, 0, *[1] * 9):
+        step(unanswered)
+    with pytest.raises(RuntimeError, match="judge j at http://gone:1 .*last 10 steps.*answered 401.*--resume"):
+        step(1)
+
+
+def test_secrets_go_where_they_belong(judged, caplog, monkeypatch):
+    """Keys of an address are used and not shown; redirections are not followed; the policy's token stays with it."""
+    shown, key = [], "sk-0123456789"
+    found, server = judged(401, path=f"/v1?api_key={key}", log_extra=lambda *given: shown.append(given))
+    assert server.seen[0]["path"] == f"/v1/chat/completions?api_key={key}" and found["unanswered"] == 1
+    assert key not in str(shown) + caplog.text and "127.0.0.1" in str(shown)
+    _, elsewhere = judged("Score: 9")
+    found, _ = judged((307, {"Location": f"{elsewhere.url}/v1/chat/completions"}))
+    assert found["unanswered"] == 1 and len(elsewhere.seen) == 1
+
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    monkeypatch.setenv("VLLM_SERVER_TOKEN", "of-the-policy\n")
+    cfg = TrainConfig(judge_url=f"{elsewhere.url}/v1", judge_model="j", server_urls=["http://127.0.0.1:1"])
+
+    def sent() -> str | None:
+        assert judge.judge(["x"], ["q"], cfg)[0]["reward"] == 0.9
+        return elsewhere.seen[-1]["token"]
+
+    assert sent() is None
+    cfg.server_urls = ["http://127.0.0.1:1", elsewhere.url + "/"]  # it is the policy's own server
+    assert sent() == "Bearer of-the-policy"
+    monkeypatch.setenv("JUDGE_TOKEN", "of-the-judge\n")
+    assert sent() == "Bearer of-the-judge"
+
+
+def test_other_models_are_asked_in_the_same_way(served, monkeypatch):
+    """A simulated user, or a model as a tool."""
+    monkeypatch.setattr(asking, "WAIT", 0.01)
+    server = served(503, None, "Hello.")
+    assert chat(f"{server.url}/v1", "m", [{"role": "user", "content": "Hi"}], "token") == "Hello."
+    assert server.seen[-1]["token"] == "Bearer token" and len(server.seen) == 3
+    with pytest.raises(RuntimeError, match="no URL such as http://host:8000/v1"):
+        chat("localhost:8000/v1", "m", [])
