@@ -1,0 +1,434 @@
+"""Tools and the calls of them: several at once within limits, faults answered, every template's format of calls."""
+
+import asyncio
+import http.server
+import json
+import re
+import threading
+from typing import Literal
+
+import pytest
+from server_fixture import make_tiny
+from test_turns import Scripted, add, config, tokenizer_of, tool_environment
+from transformers import AutoTokenizer
+
+from config import ConfigError
+from envs import adapters, formats
+from envs.mcp_tools import get_tools
+from envs.tools import OPENERS, PARSERS, Call, Tool, Toolbox, agent_tool, from_function, model_tool
+from inputs.processor import with_template_kwargs
+from inputs.prompts import shown_by
+from rollouts import play
+
+pytestmark = pytest.mark.quick
+
+
+def run_tools(cfg, calls, *tools):
+    toolbox = Toolbox({tool.name: tool for tool in tools}, cfg)
+    return asyncio.run(toolbox.run(calls, toolbox.tools))
+
+
+def object_of(**properties) -> dict:
+    return {"type": "object", "properties": properties}
+
+
+# ---- calling --------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_fails_is_answered():
+    def broken(a: int) -> str:
+        """Breaks.
+
+        Args:
+            a: a number
+        """
+        raise KeyError("nothing there")
+
+    async def slow(a: int) -> str:
+        """Sleeps.
+
+        Args:
+            a: a number
+        """
+        await asyncio.sleep(3600)
+
+    calls = [
+        Call("add", {"a": 1, "b": 2}),
+        Call("add", {"a": 1}),
+        Call("add", {"a": 1, "b": 2, "c": 3}),
+        Call("sub", {}),
+        Call("", {}, "not JSON"),
+        Call("broken", {"a": 1}),
+        Call("slow", {"a": 1}),
+        Call("x" * 5000, {}),
+    ]
+    cfg = config(tool_timeout=1.0, max_tool_result=100)
+    messages, events = run_tools(cfg, calls, *map(from_function, (add, broken, slow)))
+    wanted = ["3", "add needs b", "takes a, b, not c", "no tool 'sub'; there are add, broken, slow", "not JSON"]
+    wanted += ["KeyError: 'nothing there'", "no answer within 1 s", "xxx"]
+    assert all(want in message["content"] for want, message in zip(wanted, messages, strict=True))
+    assert [event["failed"] for event in events] == [0, 1, 1, 1, 1, 1, 1, 1] and len(messages[-1]["content"]) < 200
+    names = ["add", "add", "add", "unknown", "unreadable", "broken", "slow", "unknown"]  # of the metrics
+    assert [event["name"] for event in events] == names and 0.9 < events[-2]["seconds"]
+
+
+def test_limits_and_cache():
+    """Of all tools, of one, in a second; of equal calls with --tool_cache one runs, from step to step."""
+    running, most, times = 0, 0, []
+
+    async def watched(a: int) -> str:
+        nonlocal running, most
+        running += 1
+        times.append(asyncio.get_running_loop().time())
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return str(a)
+
+    def limited(**limits):
+        return Tool("watched", "", object_of(a={"type": "integer"}), watched, **limits)
+
+    calls = [Call("watched", {"a": n % 4}) for n in range(8)]
+    messages, _ = run_tools(config(tool_concurrency=3), calls, limited())
+    assert most == 3 and [message["content"] for message in messages] == [*"01230123"]
+    most = 0
+    run_tools(config(), calls, limited(concurrency=2))
+    assert most == 2
+    times.clear()
+    run_tools(config(), calls[:4], limited(rate=20.0))
+    assert all(after - before > 0.045 for before, after in zip(times, times[1:], strict=False))
+    times.clear()
+    toolbox = Toolbox({"watched": limited()}, config(tool_cache=True))
+    for _ in range(3):  # a new event loop each, as every training step has
+        _, events = asyncio.run(toolbox.run(calls[:4], toolbox.tools))
+    assert len(times) == 4 and [event["cached"] for event in events] == [1] * 4
+    toolbox = Toolbox(toolbox.tools, toolbox.cfg)
+    _, events = asyncio.run(toolbox.run(calls, toolbox.tools))  # equal ones at the same time
+    assert len(times) == 8 and [event["cached"] for event in events] == [0] * 4 + [1] * 4
+
+
+def test_a_call_that_is_cancelled_leaves_its_place():
+    """While it runs, waits for its own place, or for one of all tools: sampling cancels groups it needs no more."""
+
+    async def waits(n: int = 0) -> str:
+        await asyncio.sleep(0.05 if n else 3600)
+        return str(n)
+
+    async def calls():
+        tools = {name: Tool(name, "", object_of(n={}), waits, concurrency=1) for name in "ab"}
+        box = Toolbox(tools, config(tool_concurrency=1))
+        tasks = [asyncio.create_task(box.run([Call(name)], tools)) for name in "baab"]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        answers, _ = await asyncio.wait_for(box.run([Call("a", {"n": 1}), Call("b", {"n": 2})], tools), 30)
+        return ended, [answer["content"] for answer in answers]
+
+    ended, answers = asyncio.run(calls())
+    assert [type(end) for end in ended] == [asyncio.CancelledError] * 4 and answers == ["1", "2"]
+
+
+def test_an_object_runs_its_calls_in_order_and_no_more_than_allowed():
+    """A class with methods, as TRL has environments, has a state."""
+
+    class Notes:
+        written = ""
+
+        def write(self, text: str) -> str:
+            """Writes.
+
+            Args:
+                text: what
+            """
+            self.written += text
+            return self.written
+
+    cfg = config(max_calls_per_turn=3)
+    environment = adapters.MethodsEnvironment(Notes(), Toolbox({}, cfg), cfg)
+    calls = [Call("write", {"text": letter}) for letter in "abcde"]
+    messages, events = asyncio.run(adapters.InOrder({}, cfg).run(calls, environment.methods))
+    assert [message["content"] for message in messages[:3]] == ["a", "ab", "abc"] and len(events) == 4
+    assert "only the first 3 were run" in messages[3]["content"]
+
+
+# ---- arguments and results ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema, arguments, fault",
+    [
+        (object_of(n={"type": "integer"}), {"n": "1"}, "f, n: '1' is not of type 'integer'"),
+        (object_of(n={"type": "integer", "nullable": True}), {"n": None}, None),
+        (object_of(n={"anyOf": [{"type": "integer"}, {"type": "null"}]}), {"n": None}, None),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, {"n": "1"}, "f, n: '1' is not of type"),
+        (object_of(), {"n": 1}, "takes no arguments, not n"),
+        (object_of(n={"$ref": "#/$defs/lost"}), {"n": 1}, None),  # what cannot be checked is the tool's to refuse
+    ],
+)
+def test_arguments_are_checked_by_their_schema(schema, arguments, fault):
+    ((answer), _) = run_tools(config(), [Call("f", arguments)], Tool("f", "", schema, lambda **given: "fine"))
+    assert re.search(fault or "^fine$", answer[0]["content"])
+
+
+def test_a_function_with_hints_is_a_tool():
+    def several(a: int | list[int] | None, b: Literal["x", "y"] | None, c: list[int | None], d: str | None = None):
+        """Takes some.
+
+        Args:
+            a: one or several
+            b: which
+            c: numbers
+            d: text
+        """
+        return [a, b, c, d]
+
+    given = {"a": None, "b": None, "c": [1, None]}
+    wrong = ({"a": "1"}, {"b": "z"}, {"c": ["1"]}, {"d": 1})
+    answers, events = run_tools(
+        config(), [Call("several", given | one) for one in ({}, *wrong)], from_function(several)
+    )
+    assert [event["failed"] for event in events] == [0, 1, 1, 1, 1]
+    assert answers[0]["content"] == "[null, null, [1, null], null]" and "several, c.0: '1'" in answers[3]["content"]
+
+    def nothing(a): ...
+
+    with pytest.raises(ConfigError, match="the tool 'nothing' needs a type hint"):
+        from_function(nothing)
+    with pytest.raises(ConfigError, match="unknown name 'calculater'.*Did you mean 'calculator'"):
+        get_tools(config(tools=["calculater"]))
+
+
+def test_what_a_tool_returns():
+    """Text as it is, message parts as they are, the rest as JSON."""
+    results = {"text": "a", "dicts": [{"title": "é"}], "parts": [{"type": "text", "text": "a"}]}
+    kind = {"kind": {"type": "string"}}
+    answers, _ = run_tools(
+        config(),
+        [Call("any", {"kind": k}) for k in results],
+        Tool("any", "", object_of(**kind), lambda kind: results[kind]),
+    )
+    assert [answer["content"] for answer in answers] == ["a", '[{"title": "é"}]', [{"type": "text", "text": "a"}]]
+
+
+def say(environment, name: str, **arguments) -> tuple[str, dict]:
+    """(what a call is answered, what happened)"""
+    text = json.dumps({"name": name, "arguments": arguments})
+    (message,), _, _, info = asyncio.run(environment.step(f"<tool_call>{text}</tool_call>"))
+    return message["content"], info["calls"][0]
+
+
+def test_rows_choose_tools_and_arguments():
+    """What a row fixes the model neither sees nor gives, and no cached result of another row answers it."""
+    environment = tool_environment(config(tool_cache=True), add, Tool("other", "", object_of(), print))
+    for b, total, cached in ((10, "11", 0), (20, "21", 0), (10, "11", 1)):
+        environment.reset({"prompt": "?", "tools": ["add"], "tools_kwargs": {"add": {"a": None, "b": b}}}, 0)
+        assert list(environment.tools) == ["add"] and list(environment.tools["add"].parameters["properties"]) == ["a"]
+        answer, event = say(environment, "add", a=1)
+        assert (answer, event["cached"]) == (total, cached)
+    assert say(environment, "add", a=1, b=2)[0] == "Error: add takes a, not b"
+    environment.reset({"prompt": "?", "tools": []}, 0)
+    assert environment.instructions == "" and environment.tools == {}
+    for row, message in (
+        ({"tools": ["sub"]}, "unknown name 'sub'"),
+        ({"tools": "add"}, "'add' is text; give a list of names"),
+        ({"tools_kwargs": {"add": {"c": 1}}}, "unknown name 'c'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            environment.reset({"prompt": "?"} | row, 0)
+
+
+class Talker(http.server.BaseHTTPRequestHandler):
+    """Calls `add` until it has read a sum, then says it."""
+
+    def do_POST(self):
+        messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+        last = messages[-1]["content"]
+        call = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
+        said = f"It is {last}." if last.isdigit() else "Who knows." if len(messages) == 1 else call
+        body = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200 if self.headers["Authorization"] == "Bearer secret" else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args): ...
+
+
+def test_a_model_and_an_agent_as_tools():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Talker)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, cfg = f"http://127.0.0.1:{server.server_address[1]}/v1", config(max_turns=3)
+    tools = [
+        model_tool("model", "", url, "m", "secret"),
+        agent_tool("agent", "", [from_function(add)], cfg, url, "m", "secret"),
+        model_tool("locked", "", url, "m", "wrong"),
+    ]
+    answers, events = run_tools(cfg, [Call(tool.name, {"question": "What is 20 + 22?"}) for tool in tools], *tools)
+    assert [answer["content"] for answer in answers[:2]] == ["Who knows.", "It is 42."]
+    assert "answered 401" in answers[2]["content"] and [event["failed"] for event in events] == [0, 0, 1]
+    server.shutdown()
+
+
+# ---- formats of calls -----------------------------------------------------------------------------------------------
+
+HERMES = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+XML = "<function=add><parameter=a>\n2\n</parameter><parameter=b>3</parameter></function>"
+
+
+@pytest.mark.parametrize(
+    "parser, text, wanted",
+    [
+        ("hermes", f"First {HERMES} and {HERMES}", [("add", {"a": 2, "b": 3})] * 2),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [("add", {"a": 1})]),
+        ("hermes", "<tool_call>{'name': add}</tool_call>", ["must be"]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', ["must be"]),
+        ("hermes", "It is 5.", []),
+        ("xml", XML, [("add", {"a": 2, "b": 3})]),
+        ("xml", "<function=say><parameter=text>2</parameter></function>", [("say", {"text": "2"})]),
+        ("xml", "<function=add><parameter=a>2</parameter>", ["must end"]),
+        ("tags", "I <say>hello</say>, <other>you</other>", [("say", {"text": "hello"})]),
+        ("tags", "<say>hello", ["must end"]),
+        (
+            "harmony",
+            'to=functions.add <|message|>{"a": 1}<|call|>assistant to=functions.say<|message|>{"text": "to=x"}',
+            [("add", {"a": 1}), ("say", {"text": "to=x"})],
+        ),
+        ("harmony", "to=functions.add <|message|>[1]<|call|>", ["must be a JSON object"]),
+    ],
+)
+def test_parsers(parser, text, wanted):
+    tools = {"add": from_function(add), "say": Tool("say", "", object_of(text={"type": "string"}), print)}
+    calls = PARSERS[parser](text, tools)
+    assert len(calls) == len(wanted)
+    for call, want in zip(calls, wanted, strict=True):
+        if isinstance(want, str):
+            assert want in call.error
+        else:
+            assert (call.name, call.arguments, call.error) == (*want, None)
+
+
+TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TOLD = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+
+
+def template(call: str, results: str = TURN) -> str:
+    """A chat template that writes a call, `c`, in this way, and a tool's message, `m`."""
+    calls = "{% for t in m['tool_calls'] %}{% set c = t['function'] %}" + call + "{% endfor %}"
+    answer = "<|im_start|>assistant\n{{ m['content'] }}" + calls + "<|im_end|>\n"
+    said = "{% if m['role'] == 'tool' %}" + results + "{% elif m['tool_calls'] %}" + answer
+    said += "{% else %}" + TURN + "{% endif %}"
+    return TOLD + "{% for m in messages %}" + said + "{% endfor %}" + ASKS
+
+
+PAIRS = "{% for k, v in c['arguments'].items() %}"
+VALUE = "{{ v if v is string else v | tojson }}"
+WRITTEN = {  # parser: (what a template writes for a call, special tokens in it)
+    "hermes": ("<tool_call>\n{{ {'name': c['name'], 'arguments': c['arguments']} | tojson }}\n</tool_call>", []),
+    "xml": (
+        "<tool_call>\n<function={{ c['name'] }}>\n" + PAIRS + "<parameter={{ k }}>\n" + VALUE
+        + "\n</parameter>\n{% endfor %}</function>\n</tool_call>", [],
+    ),
+    "harmony": ("to=functions.{{ c['name'] }}<|channel|>commentary json<|message|>{{ c['arguments'] | tojson }}", []),
+    "llama3_json": ('{"name": "{{ c[\'name\'] }}", "parameters": {{ c["arguments"] | tojson }}}', ["<|python_tag|>"]),
+    "glm45": (
+        "<tool_call>{{ c['name'] }}\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + VALUE
+        + "</arg_value>\n{% endfor %}</tool_call>", ["<tool_call>", "</tool_call>"],
+    ),
+}  # fmt: skip
+
+
+def tokenizer_with(call: str, special=(), results: str = TURN):
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, "<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", template(call, results)
+    return tokenizer
+
+
+def call_of(tokenizer, **arguments) -> str:
+    """As its template writes it."""
+    function = {"name": "add", "arguments": arguments}
+    asked = [{"role": "user", "content": "-"}]
+    begun = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    text = tokenizer.apply_chat_template([*asked, answer], tokenize=False)
+    return text.removeprefix(begun).rstrip().removesuffix("<|im_end|>")
+
+
+def played(tokenizer, cfg, *turns: str):
+    """(trajectory, what it was given between its turns)"""
+    t = asyncio.run(play({"prompt": "What is 20 + 3?"}, 0, tool_environment(cfg), Scripted(tokenizer, [*turns]), cfg))
+    return t, tokenizer.decode([i for i, mask in zip(t.token_ids, t.loss_mask, strict=True) if not mask])
+
+
+def three_turns(parser: str) -> None:
+    """--tool_parser auto finds what reads the calls that the template writes; one that cannot be read is answered."""
+    tokenizer = tokenizer_with(*WRITTEN[parser])
+    cfg = formats.settled(config(tool_parser="auto"), tokenizer)
+    assert cfg.tool_parser == parser and OPENERS[parser] in call_of(tokenizer, a=1, b=2)
+    call, broken = call_of(tokenizer, a=20, b=3), f"{OPENERS[parser]} add 20 to 3"
+    t, given = played(tokenizer, cfg, broken, call, "It is 23.")
+    first, second, third = (turn["info"]["calls"] for turn in t.info["turns"])
+    assert first[0]["failed"] and first[0]["result"].startswith("Error: ")
+    assert [(c["name"], c["arguments"], c["failed"]) for c in second] == [("add", {"a": 20, "b": 3}, 0.0)] and not third
+    assert given.count("23") == 1 and "add" in tokenizer.decode(t.prompt_ids)
+
+
+@pytest.mark.parametrize("parser", [parser for parser in WRITTEN if parser in PARSERS])
+def test_three_turns_in_a_templates_own_format(parser):
+    three_turns(parser)
+
+
+def test_another_parser_than_the_templates_is_refused_at_start():
+    tokenizer = tokenizer_with(*WRITTEN["xml"])
+    with pytest.raises(ConfigError, match="--tool_parser=hermes: .* writes '?<tool_call>.*look_up.*, which xml reads"):
+        formats.settled(config(tool_parser="hermes"), tokenizer)
+    assert formats.settled(config(tool_parser="tags"), tokenizer).tool_parser == "tags"  # in our own words
+    for asked, found in (("auto", "hermes"), ("xml", "xml")):  # no tools in the template: it is told in our words
+        assert formats.settled(config(tool_parser=asked), tokenizer_of("smollm2")).tool_parser == found
+
+
+WITH_CALL = "{% if messages[loop.index0 - 1]['tool_calls'] %}<answer>{{ m['content'] }}</answer>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "results, shown, text",
+    [
+        (TURN, "alone", "<|im_start|>tool\n23<|im_end|>"),
+        ("", "as a user", "<|im_start|>user\n23<|im_end|>"),  # left out without a word
+        ("{{ raise_exception('what?') }}", "as a user", "<|im_start|>user\n23<|im_end|>"),
+        (WITH_CALL, "with their calls", "<answer>23</answer><|im_start|>assistant\n"),
+    ],
+)
+def test_results_of_tools_are_seen_under_every_template(results, shown, text):
+    tokenizer = tokenizer_with(WRITTEN["hermes"][0], results=results)
+    assert shown_by(tokenizer).results == shown
+    t, given = played(tokenizer, config(tool_parser="hermes"), call_of(tokenizer, a=20, b=3), "It is 23.")
+    assert text in given and t.turns == 2
+
+
+@pytest.mark.parametrize("does", ["{{ raise_exception('System role not supported') }}", ""])
+def test_a_system_prompt_that_a_template_does_not_take_stands_before_the_question(does):
+    tokenizer = tokenizer_of("smollm2")
+    rule = "{% if m['role'] == 'system' %}" + does + "{% else %}" + TURN + "{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}" + rule + "{% endfor %}" + ASKS
+    t, _ = played(tokenizer, config(system_prompt="Be brief.", tools=[]), "Yes.")
+    text = tokenizer.decode(t.prompt_ids)
+    assert text.startswith("<|im_start|>user\nBe brief.\n\nYou can call") and "\n\nWhat is 20 + 3?<|im_end|>" in text
+
+
+def test_what_a_template_is_given():
+    """--chat_template_kwargs, with names that the template reads."""
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+    tokenizer.chat_template = "{% if enable_thinking %}think{% else %}quick{% endif %}" + ASKS
+
+    def written() -> str:
+        return tokenizer.apply_chat_template([{"role": "user", "content": "-"}], tokenize=False)
+
+    with_template_kwargs(tokenizer, {"enable_thinking": True})
+    assert written() == "think"
+    with_template_kwargs(tokenizer, None)  # the next run of this process has none
+    assert written() == "quick"
+    with pytest.raises(ConfigError, match="template has no enable_thinkin; it reads enable_thinking"):
+        with_template_kwargs(tokenizer, {"enable_thinkin": True})
