@@ -1,15 +1,18 @@
-"""The page's server: answers to GET alone, about run folders alone, for those who have the token. With
---prepare it also takes POSTs (prepare.py).
+"""The page's server: answers to GET alone, about run folders alone, for those who have the token.
 
 What it answers is JSON; a model's text never becomes HTML here. The page is static files (page/), which put text into
 the document as text; the content security policy lets no other script run.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
+import signal
+import sys
 import threading
 import time
 from functools import partial
@@ -24,15 +27,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cli import ConfigError
-from looking.prepare import Prepare, posted
 from looking.runs import Gone, Run, Runs, digest, plain, stamp, unreadable
 from looking.told import all_notes, compared, described, standing_out
 from runlog import samples
 from runlog.reading import readable_prompt
 from safety.storable import storable
-from serving.gate import LimitedProtocol
 
 PAGE = Path(__file__).parent / "page"
+TRY = Path(__file__).parent.parent / "scripts" / "try.py"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -44,6 +46,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 COMPARED = 40  # runs at once
+TRY_SECONDS = 300  # that scripts/try.py may take
 NOTED_SECONDS = 10.0  # between two looks at what stands out in the runs
 SECONDS = 1.0  # that one request looks for a prompt in files
 
@@ -57,29 +60,20 @@ def plotly() -> bytes:
     return (Path(plotly.__file__).parent / "package_data" / "plotly.min.js").read_bytes()
 
 
-class Connection(LimitedProtocol):
-    """What vllm_server.py allows strangers, and fewer of them: the page has a few readers, and a process often no more
-    than 1,024 open files."""
-
-    strangers: dict[LimitedProtocol, float] = {}
-    max_strangers, max_connections = 128, 512
-
-
-def make_app(root: Path, token: str, prepare: Prepare | None = None) -> Starlette:
+def make_app(root: Path, token: str, flags: list[str] | None = None) -> Starlette:
     """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header.
-    prepare: what it does beside looking."""
+    flags: those of a training that the page "Try" tries; None: there is no such page."""
     names = {"/": page, "/page/{name}": file} | {f"/api/{name}": answer for name, answer in ANSWERS.items()}
-    names |= {f"/api/{name}": answer for name, answer in PREPARING.items()} if prepare else {}
     routes = [Route(path, guarded(answer)) for path, answer in names.items()]
-    if prepare:
-        routes.append(Route("/api/prepare/{action}", posted(prepare, respond, presented), methods=["POST"]))
+    if flags is not None:
+        routes.append(Route("/api/try", tried, methods=["POST"]))
     app = Starlette(routes=routes, exception_handlers={HTTPException: missing, 500: failed})
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
-    app.state.runs, app.state.token, app.state.prepare = Runs(root), token, prepare
+    app.state.runs, app.state.token, app.state.flags = Runs(root), token, flags
     app.state.files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
     app.state.files["plotly.js"] = plotly()
-    if prepare:
-        app.state.files["index.html"] = app.state.files["index.html"].replace(b"<body>", b"<body data-prepare>")
+    if flags is not None:
+        app.state.files["index.html"] = app.state.files["index.html"].replace(b"<body>", b"<body data-try>")
     threading.Thread(target=read_ahead, args=(app.state.runs,), daemon=True).start()
     return app
 
@@ -124,8 +118,11 @@ def presented(request: Request) -> tuple[str | None, str]:
 
 def allowed(request: Request) -> bool:
     given = (request.query_params.get("token"), *presented(request))
-    token = request.app.state.token.encode()
-    return any(hmac.compare_digest(word.encode("utf-8", "replace"), token) for word in given if word)
+    return any(same(word, request.app.state.token) for word in given if word)
+
+
+def same(word: str, token: str) -> bool:
+    return hmac.compare_digest(word.encode("utf-8", "replace"), token.encode())
 
 
 def guarded(answer):
@@ -352,13 +349,33 @@ ANSWERS |= {"search": found_text, "rows": several, "row": one, "tokens": tokens,
 ANSWERS |= {"over_time": over_time, "scales": scales}
 
 
-def prepare_about(request: Request) -> dict:
-    return request.app.state.prepare.about()
+# ---- "Try": scripts/try.py with the flags that look.py was started with ---------------------------------------------
 
 
-def launch_log(request: Request) -> dict:
-    start = integer(request.query_params.get("from", "0"))
-    return request.app.state.prepare.launches.log(request.query_params.get("name", ""), start)
-
-
-PREPARING = {"prepare": prepare_about, "launch_log": launch_log}
+async def tried(request: Request) -> Response:
+    """What scripts/try.py prints for the row, completions and call of the request. Only the page itself may ask: the
+    token in the cookie (sent from its own address alone) or the header, not in an address, which could be a link's."""
+    if not any(same(word, request.app.state.token) for word in presented(request) if word):
+        return respond({"error": "Take the address that look.py printed when it started."}, 401)
+    try:
+        given = await request.json()
+        words = ["--json", "--row", str(int(given.get("row", 0)))]
+        for text in given.get("completions", []):
+            words.append(f"--completion={text}")
+        words += [f"--sample={int(given['sample'])}"] if given.get("sample") else []
+        words += [f"--call={given['call']}"] if given.get("call") else []
+    except (ValueError, TypeError, AttributeError):
+        return respond({"error": "row and sample are numbers, completions a list of texts, call a text."}, 422)
+    command = [sys.executable, str(TRY), *request.app.state.flags, *words]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
+    try:
+        out, said = await asyncio.wait_for(process.communicate(), TRY_SECONDS)
+    except TimeoutError:
+        return respond({"error": f"scripts/try.py took more than {TRY_SECONDS} s and was ended."}, 422)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended; what it started may still run
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        return respond({"error": said.decode("utf-8", "replace")[-3000:]}, 422)
+    return respond(json.loads(out.splitlines()[-1]))

@@ -1,24 +1,22 @@
 // Which view is shown follows from the address: #/VIEW?what=is&chosen=in&it
 import { h, link, said, tell, tick } from "./dom.js";
 import { compareView } from "./compare.js";
-import { prepareLink, preparing, prepareView } from "./prepare.js";
 import { rowView } from "./row.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
 import { trajectoriesView } from "./trajectories.js";
 import { trajectoryView } from "./trajectory.js";
+import { trying, tryView } from "./try.js";
 
 const VIEWS = {
-  runs: runsView, compare: compareView, run: runView, trajectories: trajectoriesView, trajectory: trajectoryView, row: rowView,
-  ...(preparing() ? { prepare: prepareView } : {}),
+  runs: runsView, compare: compareView, run: runView, trajectories: trajectoriesView, trajectory: trajectoryView, row: rowView, try: tryView,
 };
 let leave = new AbortController();
 
 function navigation(view, parameters) {
   const runs = parameters.getAll("run");
   const item = (name, label, given) => h("a", { href: link(name, given), "aria-current": name === view ? "page" : undefined }, label);
-  const found = [item("runs", "Runs", {})];
-  if (preparing()) found.push(h("a", { href: prepareLink(), "aria-current": view === "prepare" ? "page" : undefined }, "Prepare"));
+  const found = [item("runs", "Runs", {}), ...(trying() ? [item("try", "Try", {})] : [])];
   if (view === "compare") found.push(item("compare", `Compare ${runs.length}`, { run: runs }));
   else if (runs.length && view !== "runs") {
     const run = { run: runs[0] };

@@ -94,19 +94,6 @@ export async function get(name, parameters = {}) {
   return value;
 }
 
-/** The answer to a POST of what is to be done; with --prepare alone. */
-export async function post(action, given, type = "application/json") {
-  let answer;
-  try {
-    answer = await fetch(`/api/prepare/${action}`, { method: "POST", headers: { "Content-Type": type }, body: type.endsWith("json") ? JSON.stringify(given) : given, cache: "no-store" });
-  } catch {
-    throw new Failure("look.py does not answer; was it ended?", 0);
-  }
-  const value = await answer.json().catch(() => ({ error: `status ${answer.status}` }));
-  if (!answer.ok) throw new Failure(value.error ?? `status ${answer.status}`, answer.status, value.said);
-  return value;
-}
-
 /** Asks again and again, and calls `show` with each new value. Goes on after failures, which it reports. */
 export function poll(name, parameters, milliseconds, show, signal) {
   let last, timer;

@@ -1,5 +1,4 @@
 // The table of runs: filter, sort, choose some to compare.
-import { prepareLink, preparing } from "./prepare.js";
 import { age, duration, h, link, poll, remember, said, short } from "./dom.js";
 
 const COLUMNS = [
@@ -88,7 +87,7 @@ export function runsView(content, parameters, signal) {
     headings();
     body.replaceChildren(...found.map(line));
     if (focused >= 0) [...body.children].find((one) => one.dataset.run === row.dataset.run)?.querySelectorAll("input, a")[focused]?.focus();
-    if (!found.length) body.append(h("tr", {}, h("td", { colspan: "13", class: "dim" }, runs.length ? "No run fits." : ["There is no run in this folder yet. One that starts shows up here within seconds.", preparing() ? [" ", h("a", { href: prepareLink() }, "Prepare one"), "."] : null])));
+    if (!found.length) body.append(h("tr", {}, h("td", { colspan: "13", class: "dim" }, runs.length ? "No run fits." : ["There is no run in this folder yet. One that starts shows up here within seconds."])));
     count.textContent = found.length === runs.length ? `${runs.length}` : `${found.length} of ${runs.length}`;
     buttons();
   }

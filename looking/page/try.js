@@ -1,0 +1,54 @@
+// Before a run: a row as the model reads it, what completions are worth, what a tool answers. scripts/try.py computes it.
+import { h, said, score, short } from "./dom.js";
+
+export const trying = () => document.body.dataset.try !== undefined;
+
+const tokens = (pieces, trained) => h("p", { class: "try-tokens" },
+  pieces.map((piece, n) => h("span", { class: `token${trained && !trained[n] ? " dim" : ""}`, title: `token ${n}` }, said(piece.replaceAll("\n", "\u23ce\n")))));
+
+function group(found) {
+  const rewards = found.completions.map((one) => one.reward);
+  const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
+  const names = Object.keys(found.completions[0].rewards);
+  const head = h("tr", {}, ["reward", "advantage", ...names, "tokens", "end", "completion"].map((name) => h("th", {}, said(name))));
+  const rows = found.completions.map((one) => h("tr", {}, h("td", { class: "n" }, score(one.reward, low, high)), h("td", { class: "n" }, short(one.advantage)),
+    names.map((name) => h("td", { class: "n" }, short(one.rewards[name]))), h("td", { class: "n" }, String(one.tokens.length)), h("td", {}, said(one.finish_reason)),
+    h("td", {}, tokens(one.tokens, one.trained))));
+  return h("div", { class: "card" }, h("h2", {}, "Completions"), h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+}
+
+function shown(found) {
+  const { median, longest, limit } = found.prompt_tokens;
+  const columns = Object.entries(found.row).map(([name, value]) => h("tr", {}, h("th", {}, said(name)), h("td", {}, said(value))));
+  return [
+    h("p", {}, `${found.rows} rows, ${found.held_out} held out. Tokens of the first 1,000 prompts: median ${median}, longest ${longest}, limit ${limit}.`),
+    h("div", { class: "card" }, h("h2", {}, "The row"), h("table", {}, h("tbody", {}, columns)), h("h3", {}, `The prompt, ${found.prompt.length} tokens`), tokens(found.prompt)),
+    found.completions ? group(found) : null,
+    found.answer === undefined ? null : h("div", { class: "card" }, h("h2", {}, said(found.call)), h("p", {}, found.failed ? "failed: " : "", said(String(found.answer)))),
+    h("p", { class: "dim" }, "To train: ", said(found.command)),
+  ].filter(Boolean);
+}
+
+export async function tryView(content) {
+  const row = h("input", { type: "number", min: "0", value: "0", "aria-label": "Row" });
+  const sample = h("input", { type: "number", min: "0", value: "0", "aria-label": "Completions to sample" });
+  const texts = h("textarea", { rows: "4", "aria-label": "Completions", placeholder: "completions to score; an empty line between two" });
+  const call = h("input", { type: "text", "aria-label": "Call", placeholder: 'calculator {"expression": "6 * 7"}' });
+  const result = h("div", { role: "status" });
+  async function ask(event) {
+    event?.preventDefault();
+    result.replaceChildren(h("p", { class: "dim" }, "Working; loading the model's tokenizer takes some seconds ..."));
+    const completions = texts.value.trim() ? texts.value.split(/\n\s*\n/) : [];
+    const body = JSON.stringify({ row: Number(row.value), sample: Number(sample.value), completions, call: call.value.trim() });
+    try {
+      const answer = await fetch("/api/try", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+      const found = await answer.json();
+      result.replaceChildren(...(answer.ok ? shown(found) : [h("pre", { class: "error" }, said(found.error))]));
+    } catch {
+      result.replaceChildren(h("p", {}, "look.py does not answer; was it ended?"));
+    }
+  }
+  content.append(h("h1", {}, "Try"), h("form", { class: "card try", onsubmit: ask },
+    h("label", {}, "Row ", row), h("label", {}, "Sample ", sample, " completions"), texts, h("label", {}, "Call ", call), h("button", {}, "Try")), result);
+  await ask();
+}
