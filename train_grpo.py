@@ -176,7 +176,7 @@ from rollouts import (
     sampled_by,
     scored_together,
 )
-from runlog import checkpoints, resume
+from runlog import checkpoints, gpu, resume
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
 from runlog.rollout_metrics import check_failed, counts_by_origin, domain_metrics, eval_metrics, rollout_metrics, solved
 from runlog.tokens import keeps_tokens, write_vocabulary
@@ -1610,6 +1610,10 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
     takes_turns = cfg.colocate and not cfg.offload  # with the server on the GPU: models are loaded to the CPU
     home = torch.device("cpu") if takes_turns else device
+    size = None  # of the model, for perf/tflops
+    if device.type == "cuda":
+        with torch.device("meta"):
+            size = gpu.sizes(empty_policy(cfg).hf_model)
     policy, inner = load_policy(cfg, home)
     reference, teacher = load_reference(cfg, home), load_teacher(cfg, home)
     for one in [inner, teacher[1]] if teacher else [inner]:
@@ -1639,7 +1643,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
         mixture=mixture, rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
         policy=policy, inner=inner, reference=reference, teacher=teacher, optimizer=optimizer, critic=critic,
-        modules=modules, generator=generator, checks=[],
+        modules=modules, generator=generator, checks=[], size=size,
     )  # fmt: skip
     first_push(run, cfg)
     TRAINER_STATE.max_steps = cfg.max_steps
@@ -1742,6 +1746,8 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                 metrics |= routing.metrics(run.inner.routing, batch, cfg)
                 if learns and step in (run.first, cfg.critic_warmup):  # the first that does
                     utils.check_states(policy, run.optimizer)
+            if learns and run.size:
+                metrics |= gpu.gpu_metrics(run.size, trajectories, cfg, metrics["time/update"], run.device)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
                 utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
                 agreed = True  # by the first step whose tokens all come from this run's weights

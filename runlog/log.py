@@ -11,7 +11,8 @@
         report.html                      written at the end, or at any time by: python -m runlog runs/NAME
 
 Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 comes before the first. Seconds, and what is
-derived from them, are under `time/`; everything else in metrics.jsonl is the same in a resumed run, bit for bit.
+derived from them, are under `time/` (on GPUs also `memory/` and `perf/`); everything else in metrics.jsonl is the same
+in a resumed run, bit for bit.
 """
 
 import contextlib

@@ -1,0 +1,69 @@
+"""How much of a GPU a step takes: `memory/peak_gb` and `perf/tflops`, logged where there is one."""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import torch
+from torch import nn
+
+import utils
+from config import TrainConfig
+from inputs.trajectory import Trajectory
+
+
+def sizes(model: nn.Module) -> tuple[float, float, int]:
+    """Of a transformers model that is not sharded: parameters that a token is multiplied with, those of them that are
+    trained, and the width of attention (heads x size of a head, summed over the layers).
+
+    Without an input embedding that the output layer does not share: it is looked up. Of the experts of a mixture, what
+    num_experts_per_tok of them have.
+    """
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    embedding = None if config.tie_word_embeddings else model.get_input_embeddings().weight
+    parameters = trained = 0.0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * (share if ".experts." in name else 1.0) * (parameter is not embedding)
+        parameters += size
+        trained += size * parameter.requires_grad
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return parameters, trained, config.num_hidden_layers * config.num_attention_heads * head
+
+
+def update_flops(sizes: tuple[float, float, int], groups: Iterable[tuple[int, list[int]]], shared: bool) -> float:
+    """Floating-point operations of one pass over some groups, forward and backward: 6 x parameters x tokens where all
+    are trained, and those of attention (PaLM, arXiv 2204.02311, appendix B).
+
+    A token costs 2 operations a parameter forward, 2 backward to what is before it, and 2 for the gradient of each
+    parameter that is trained. A query costs 4 operations per key and unit of attention's width forward and 8 backward;
+    its keys are its own token and those before it, without regard to windows.
+
+    Counted are the tokens of every completion, tools' and environments' answers included, and those of its prompt: once
+    a group where prompts are `shared`, else once a completion. As is usual for model FLOPs, what is computed a second
+    time is not counted (recomputed activations, a prompt cut over several micro-batches), and padding is not.
+
+    sizes: of the function above. groups: the length of a prompt and those of its completions.
+    """
+    parameters, trained, width = sizes
+    tokens = pairs = 0.0
+    for prompt, completions in groups:
+        times = 1 if shared else len(completions)
+        tokens += times * prompt + sum(completions)
+        pairs += times * prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in completions)
+    return tokens * (4 * parameters + 2 * trained) + 12 * width * pairs
+
+
+def gpu_metrics(size, trajectories: list[Trajectory], cfg: TrainConfig, seconds: float, device) -> dict[str, float]:
+    """The largest memory of any rank's GPU in this step, in GB, and the mean rate of the ranks' updates, in TFLOP/s.
+
+    size: of `sizes`. trajectories: this rank's, those of a group adjacent. seconds: of the
+    update. A step's peak begins where this was called last.
+    """
+    groups = [list(group) for _, group in groupby(trajectories, lambda t: t.group)]
+    lengths = [(len(group[0].prompt_ids), [len(t.token_ids) for t in group]) for group in groups]
+    flops = cfg.num_iterations * update_flops(size, lengths, cfg.shared_prefix)
+    flops = utils.all_sum(torch.tensor(flops, dtype=torch.float64)).item() / utils.world_size()
+    peak = utils.all_max(torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory/peak_gb": peak / 1e9, "perf/tflops": flops / seconds / 1e12}
