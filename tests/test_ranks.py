@@ -7,6 +7,10 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, on_ranks
 
+import train_grpo as script
+from config import TrainConfig
+from rollouts import Trajectory
+
 
 def told(number: float) -> tuple[int, float]:
     value = torch.tensor(number + dist.get_rank())
@@ -30,3 +34,17 @@ def test_a_function_runs_on_ranks():
     assert "in one_fails" in str(error.value.__cause__)
     with pytest.raises(RankError, match=r"(?s)no answer after 10 s from rank \[0, 1\].*in one_fails"):
         on_ranks(2, one_fails, "late", limit=10)
+
+
+def counts(loss_agg: str) -> dict:
+    """Of one completion with 3 tokens on rank 0; of two with 2, and 4 of 6, and one that is left out, on rank 1."""
+    masks = [[[1, 1, 1]], [[1, 1], [1, 1, 0, 0, 1, 1], [0, 0]]][dist.get_rank()]
+    rows = [Trajectory({}, n, [5], [7] * len(m), m, [0.0] * len(m), [0.0] * len(m)) for n, m in enumerate(masks)]
+    batch = script.collate(rows, 0, torch.device("cpu"), dist.get_rank())
+    return script.global_counts(batch, TrainConfig(loss_agg=loss_agg, max_completion_length=10))
+
+
+def test_an_update_counts_the_tokens_and_completions_of_all_ranks():
+    for loss_agg, sequences in (("token_mean", 3), ("constant", 4)):
+        expected = dict(num_tokens=9, num_sequences=sequences, max_tokens=10)
+        assert on_ranks(2, counts, loss_agg) == [expected, expected]
