@@ -25,7 +25,7 @@ from typing import Literal
 import cli
 import domains
 from cli import ConfigError, build_parser, convert, flags, is_none, known_name, read_yaml, unknown_argument
-from safety import addresses, credentials
+from safety import secrets
 
 
 @dataclass
@@ -559,12 +559,12 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     converted = {name: convert(name, hints[name], value) for name, value in values.items()}
     cfg = cls(**converted)
     if cfg.generator == "vllm":  # read before anything is written or started: masked from here on, and not inherited
-        token = credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
+        token = read_secret("VLLM_SERVER_TOKEN", cfg.server_token)
         cfg.server_token = cfg.server_token and token
-        cfg.server_urls = addresses.checked(cfg.server_urls)
+        cfg.server_urls = addresses(cfg.server_urls, "--server_urls")
     for own in cfg.by_domain():
         with domains.named(own):
-            addresses.checked(own.teacher_urls, "--teacher_urls", "TEACHER_TOKEN")
+            addresses(own.teacher_urls, "--teacher_urls")
             check(own)
     if (cfg.eval_steps or cfg.eval_only) and all(own.eval_split is None for own in cfg.by_domain()):
         raise ConfigError("evaluation and eval_split none in every domain contradict each other; give one a split.")
@@ -573,6 +573,33 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
             where = f"of {' and '.join(paths)}" if paths else "of --domains"
             raise ConfigError(f"--{name} changes nothing: every domain {where} has its own. Change it there.")
     return cfg
+
+
+def read_secret(variable: str, given: str | None = None) -> str:
+    """As secrets.read; ConfigError for a file that cannot be read."""
+    try:
+        return secrets.read(variable, given)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from None
+
+
+def addresses(urls: list[str], flag: str) -> list[str]:
+    """Of servers, without slashes at their ends. ConfigError for what is none, and for one given twice."""
+    from safety import http  # it imports requests, which `--help` can do without
+
+    try:
+        places = [http.origin(http.base(url)) for url in urls]
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}.") from None
+    if twice := next((url for n, url in enumerate(urls) if places[n] in places[:n]), None):
+        raise ConfigError(f"{flag} names {twice} twice: give it once, it takes many requests at a time.")
+    return [http.base(url) for url in urls]
+
+
+def public_config(cfg: TrainConfig) -> dict:
+    """The settings as plain values, without the secrets in them."""
+    shown = {f.name: getattr(cfg, f.name) for f in flags(type(cfg))}
+    return secrets.hide(shown | ({"server_token": secrets.HIDDEN} if cfg.server_token else {}))
 
 
 def first_steps(cfg: TrainConfig) -> str:
@@ -612,10 +639,10 @@ def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, descripti
     try:
         cfg = load_config(cls, argv, description)
         bare = argv is None and len(sys.argv) == 1 and cfg.generator == "vllm"
-        if bare and not credentials.read("VLLM_SERVER_TOKEN"):
+        if bare and not read_secret("VLLM_SERVER_TOKEN"):
             raise ConfigError(first_steps(cfg))
         return cfg
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{os.path.basename(sys.argv[0])}: error: {credentials.mask(str(error))}", file=sys.stderr)
+            print(f"{os.path.basename(sys.argv[0])}: error: {secrets.hide(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

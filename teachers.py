@@ -29,8 +29,8 @@ from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
 from inputs.trajectory import Trajectory, TrajectoryError
 from plugins import function_path, load_function
-from safety import credentials, values
-from safety.addresses import place_of
+from safety import secrets, values
+from safety.http import origin
 from safety.limits import run_limited
 from serving.teacher import TeacherError, TeacherServers
 from vllm_client import encode_image
@@ -52,7 +52,7 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         remedy = "or train on a teacher's answers (supervised) first"
         check_reads_alike(tokenizer, cfg, "--teacher_id", "Serve it: --teacher_urls of a vllm_server.py", remedy)
     if cfg.teacher_urls:
-        others = [url for url in cfg.teacher_urls if place_of(url) not in map(place_of, cfg.server_urls)]
+        others = [url for url in cfg.teacher_urls if origin(url) not in map(origin, cfg.server_urls)]
         if own_server(cfg) and others:
             raise ConfigError(
                 f"--teacher_urls names the policy's own server and others ({', '.join(others)}): the policy changes "
@@ -95,14 +95,14 @@ def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, for_images: str, f
 
 def own_server(cfg: TrainConfig) -> bool:
     """Whether a teacher is asked at one of the policy's own servers, whose weights follow the policy."""
-    ours = map(place_of, cfg.server_urls) if cfg.generator == "vllm" else ()
-    return bool({*map(place_of, cfg.teacher_urls)} & {*ours})
+    ours = map(origin, cfg.server_urls) if cfg.generator == "vllm" else ()
+    return bool({*map(origin, cfg.teacher_urls)} & {*ours})
 
 
 def servers(cfg: TrainConfig) -> TeacherServers:
-    token, files, own = credentials.read("TEACHER_TOKEN"), (None, None), own_server(cfg)
+    token, files, own = secrets.read("TEACHER_TOKEN"), (None, None), own_server(cfg)
     if own:  # its token and certificates are for no other server
-        token = token or credentials.read("VLLM_SERVER_TOKEN", cfg.server_token)
+        token = token or secrets.read("VLLM_SERVER_TOKEN", cfg.server_token)
         files = cfg.server_ca, cfg.client_cert
     return _servers(tuple(cfg.teacher_urls), cfg.teacher_model, token or None, cfg.teacher_timeout, *files, own)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from inputs.parts import text_part
 from inputs.pictures import PictureError, open_image, read_image
-from safety import credentials
+from safety import secrets
 from safety.limits import to_thread
 
 # The MCP SDK and what comes with it take a second, and are imported by connections.
@@ -209,7 +209,7 @@ class Connection:
                 while data := os.read(reader, 1 << 16):
                     *lines, rest = (rest + data)[-(1 << 20) :].split(b"\n")
                     for line in lines:
-                        self._last.append(credentials.mask(line.decode(errors="replace"))[:500])
+                        self._last.append(secrets.hide(line.decode(errors="replace"))[:500])
                         _output_logger.info("%s: %s", self.server.name, self._last[-1])
 
         def stop() -> None:
@@ -283,7 +283,7 @@ def close_all(seconds: float = END_SECONDS + 1) -> None:
 
 class Masked(logging.Formatter):
     def format(self, record) -> str:
-        return credentials.mask(super().format(record))
+        return secrets.hide(super().format(record))
 
 
 class LogFile(RotatingFileHandler):

@@ -41,9 +41,8 @@ from envs.mcp_connection import (
 )
 from envs.tools import Tool, named_tools
 from plugins import require
-from safety import credentials
+from safety import secrets
 from safety.limits import AT_END, start_thread
-from safety.masking import mcp_secrets
 
 __all__ = ["TrajectoryServers", "close_all", "connect", "log_file", "log_to"]
 
@@ -113,9 +112,6 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
         loaded = parse_json(text, "")
     except ConfigError as error:
         raise ConfigError(f"--mcp_config={path}: cannot be read{error}") from None
-    for secret in mcp_secrets(loaded):
-        if "${" not in secret:  # messages name variables
-            credentials.learn(secret)
     try:
         entries = dict(loaded["mcpServers"] if "mcpServers" in loaded else loaded["servers"])  # `servers`: VS Code
     except (ValueError, KeyError, TypeError) as error:
@@ -134,12 +130,23 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
                 if close := difflib.get_close_matches(key, OURS, cutoff=0.85):
                     raise ConfigError(f"{where}: unknown {key}; did you mean {close[0]}?")
             ignored.append(f"{name}: {', '.join(unknown)}")
+        learn_secrets(settings)
         if not settings.get("disabled"):
             servers.append(Server(name, settings, where, seconds))
     if ignored:
         known = ", ".join(sorted(USUAL | OURS))
         logger.warning("--mcp_config=%s: ignored keys, %s (known: %s)", path, "; ".join(ignored), known)
     return servers
+
+
+def learn_secrets(settings: dict) -> None:
+    """Have what a server is given in `env` and `headers` hidden, word by word: `Bearer VALUE`, ${VAR}."""
+    for given in (settings.get("env"), settings.get("headers")):
+        for value in given.values() if isinstance(given, dict) else ():
+            words = os.path.expandvars(str(value).replace("${env:", "${")).split()
+            for word in words:
+                if word != "Bearer" and "${" not in word and not os.path.exists(word):  # such as of ${HOME}
+                    secrets.learn(word)
 
 
 def expand(value, where: str, own: dict[str, str]):

@@ -12,7 +12,7 @@ from envs import adapters
 from envs.calls import call_environment, checked_step, put_away, reset
 from envs.tools import HOW_TO_CALL, chat, named_tools
 from inputs.parts import text_of_parts
-from safety import credentials
+from safety import secrets
 from safety.sandbox import check_contained
 
 CHANCE = random.Random()  # the random policy's own: an environment may draw from the same seed
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--max_turns", type=int, default=8)
     parser.add_argument("--allow_uncontained", action="store_true", help="as of the train scripts")
     args = parser.parse_args()
-    token = credentials.read("VLLM_SERVER_TOKEN" if args.policy == "server" else "OPENAI_API_KEY")
+    token = secrets.read("VLLM_SERVER_TOKEN" if args.policy == "server" else "OPENAI_API_KEY")
     policies = {"random": random_policy, "hand": by_hand}
     policy = policies.get(args.policy) or openai_policy(args.url, args.model, token)
     if not (args.env or args.tools or args.mcp_config):

@@ -35,7 +35,7 @@ from inputs.parts import PartError, parts_of
 from inputs.pictures import data_url
 from inputs.special_tokens import clean, each_text
 from plugins import function_path, load_function
-from safety import asking
+from safety import http
 from safety.limits import run_limited, time_limit, to_thread, warn_once
 from safety.sandbox import run_python
 from safety.storable import text_of
@@ -425,18 +425,18 @@ def without(tool: Tool, fixed: dict) -> Tool:
     )
 
 
-def chat(url: str, model: str, messages: list[dict], token: str | None = None, **options) -> str:
-    """What a model behind an OpenAI-compatible server says next. asking.NoAnswer where it says nothing in the time that
+def chat(url: str, model: str, messages: list[dict], token: str = "", **options) -> str:
+    """What a model behind an OpenAI-compatible server says next. http.NoAnswer where it says nothing in the time that
     the tool, environment or reward which asks may take (600 s elsewhere).  url: up to and with /v1"""
     body = {"model": model, "messages": [for_openai(message) for message in messages]} | options
-    where = asking.route(url, "/chat/completions")
-    found = asking.ask("POST", where, min(time_limit(), 600), body, token)
+    where = http.route(url, "/chat/completions")
+    found = http.ask("POST", where, min(time_limit(), 600), body, token)
     try:
         text = found["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise asking.NoAnswer(f"{asking.place(url)} answered without a text in choices[0].message.content")
+        raise http.NoAnswer(f"{http.origin(url)} answered without a text in choices[0].message.content")
     return text
 
 
@@ -453,7 +453,7 @@ def for_openai(message: dict) -> dict:
     return message | {"content": [sent(part) for part in parts_of(message["content"])]}
 
 
-def model_tool(name: str, description: str, url: str, model: str, token: str | None = None, **options) -> Tool:
+def model_tool(name: str, description: str, url: str, model: str, token: str = "", **options) -> Tool:
     """Another model as a tool: one question, one answer."""
 
     def ask(question: str) -> str:
@@ -463,7 +463,7 @@ def model_tool(name: str, description: str, url: str, model: str, token: str | N
 
 
 def agent_tool(
-    name: str, description: str, tools: list[Tool], cfg, url: str, model: str, token: str | None = None, **options
+    name: str, description: str, tools: list[Tool], cfg, url: str, model: str, token: str = "", **options
 ) -> Tool:
     """An agent as a tool: another model, which answers a question with tools of its own - a rollout in the rollout.
 

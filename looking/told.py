@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from config import TrainConfig
+from config import TrainConfig, public_config
 from looking.runs import Gone, Run, digest, opened, stamp
 from runlog import advice, samples
 from runlog.curves import POINTS, SOLVED, Curves, domains, merged, panels
-from safety.masking import public_config
 
 FREE = "seed run_name output_dir server_urls adapter resume save_steps report_to".split()  # no other setting
 

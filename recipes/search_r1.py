@@ -10,7 +10,7 @@ import os
 from published import published
 
 from rewards import completion_text
-from safety import asking
+from safety import http
 from safety.limits import time_limit
 from scoring.text import squad_em, tagged
 
@@ -33,7 +33,7 @@ def search(query: str) -> str:
         query: words to look for
     """
     body = {"queries": [query], "topk": SHOWN, "return_scores": True}
-    answer = asking.ask("POST", os.environ.get("RETRIEVER_URL", URL), min(time_limit(), 60), body)
+    answer = http.ask("POST", os.environ.get("RETRIEVER_URL", URL), min(time_limit(), 60), body)
     (hits,) = answer["result"]
     parts = [hit["document"]["contents"].partition("\n") for hit in hits]
     found = "\n".join(f"Doc {n} (Title: {title}) {text}" for n, (title, _, text) in enumerate(parts, 1))

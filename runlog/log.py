@@ -23,7 +23,6 @@ import json
 import math
 import numbers
 import os
-import secrets
 import shlex
 import socket
 import subprocess
@@ -39,7 +38,7 @@ from PIL import Image
 from rich.console import Console
 
 from cli import NotNow
-from config import PRESETS, ConfigError
+from config import PRESETS, ConfigError, public_config
 from envs import mcp_tools
 from inputs.parts import without_sources
 from plugins import require
@@ -47,8 +46,7 @@ from runlog import disk, tokens
 from runlog.panel import Panel
 from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
 from runlog.trackers import check_trackers, open_trackers
-from safety import limits
-from safety.masking import masked, public_config, secrets_of
+from safety import limits, secrets
 from safety.storable import calls_in, column, jsonable, storable, text_of, visible
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
@@ -66,7 +64,7 @@ def name_run(cfg) -> str:
     """
     now = time.strftime("%Y%m%d-%H%M%S")
     algorithm = cfg.advantage + (f"-{cfg.policy_loss}" if cfg.policy_loss != "ppo" else "")
-    return cfg.run_name or f"{Path(cfg.model_id).name}-{algorithm}-{now}-{secrets.token_hex(2)}"
+    return cfg.run_name or f"{Path(cfg.model_id).name}-{algorithm}-{now}-{os.urandom(2).hex()}"
 
 
 @contextlib.contextmanager
@@ -311,7 +309,6 @@ class RunLog:
         self.cfg, self.lock = cfg, lock or claim_run(cfg)
         self.dir = Path(self.lock.name).parent
         self.metrics_path = self.dir / "metrics.jsonl"
-        self.hidden = secrets_of(cfg)
         if any(own.mcp_config for own in cfg.by_domain()):
             mcp_tools.log_to(self.dir / "mcp.log")
         self.warnings, self.given_up = disk.Warnings(), 0  # tables for which there was never room
@@ -360,7 +357,7 @@ class RunLog:
 
     def _reason(self, text: str) -> str:
         """The first line of a message, without secrets."""
-        return masked(storable(text.strip()), self.hidden).split("\n")[0][:500]
+        return secrets.hide(storable(text.strip())).split("\n")[0][:500]
 
     def _keep_until(self, step: float) -> tuple[int, float]:
         """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
@@ -394,7 +391,7 @@ class RunLog:
             self._keep(kept_name(path), text)
         self._keep("config.json", json.dumps(public_config(self.cfg), indent=2) + "\n")
         ranks = {k: os.environ[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if k in os.environ}
-        words = [sys.executable, *masked(sys.argv, self.hidden)]
+        words = [sys.executable, *secrets.hide(sys.argv)]
         command = "".join(f"{k}={v} " for k, v in ranks.items()) + shlex.join(words).replace("'***'", "***")
         self._keep("command.txt", command + "\n", "a")  # a resumed run adds its own line
         here = Path(sys.argv[0]).resolve().parent
@@ -408,7 +405,7 @@ class RunLog:
         """Into the run folder, without secrets."""
         (self.dir / name).parent.mkdir(parents=True, exist_ok=True)
         with open(self.dir / name, mode, encoding="utf-8", errors="surrogateescape") as file:
-            file.write(masked(text, self.hidden))
+            file.write(secrets.hide(text))
 
     def _write(self, step: int, metrics: dict) -> dict:
         line = {"step": step} | {storable(str(name)): _plain(name, value) for name, value in metrics.items()}

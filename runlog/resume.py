@@ -18,11 +18,11 @@ import numpy as np
 import data
 import domains
 import utils
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, public_config
 from inputs import on_disk
 from inputs.on_disk import row_hash
 from runlog import checkpoints
-from runlog.log import claim_run, code_files, package_versions, public_config
+from runlog.log import claim_run, code_files, package_versions
 
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (

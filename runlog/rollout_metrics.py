@@ -14,7 +14,7 @@ from config import TrainConfig
 from data import shorten
 from inputs.trajectory import RowPictureError, Trajectory, is_scored, stands_in
 from rollouts import any_number
-from safety.asking import place
+from safety.http import origin
 from safety.limits import warn_once
 from safety.storable import calls_in
 
@@ -241,7 +241,7 @@ def check_judges(trajectories: list[Trajectory], cfg: TrainConfig) -> None:
         if steps + 1 >= SILENT_STEPS and now - since >= SILENT_SECONDS:
             fault = answers[0][1].removeprefix("(not counted: ").removesuffix(")")
             raise RuntimeError(
-                f"The judge {judge[1]} at {place(judge[0])} answered for no completion of the last {steps + 1} steps, "
+                f"The judge {judge[1]} at {origin(judge[0])} answered for no completion of the last {steps + 1} steps, "
                 f"for {(now - since) / 60:.0f} minutes: {fault}. What is learned without it is something else. See "
                 "that it answers, and resume the run (--resume)."
             )

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from config import ConfigError
+from config import ConfigError, public_config
 from plugins import require
 from runlog.reading import is_own, readable_prompt
-from safety.masking import public_arguments, public_config
 from safety.storable import visible
 
 # Trackers are optional packages, imported where one is opened.
@@ -86,8 +85,7 @@ def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else secrets.token_hex(4)
     id_file.write_text(run_id, encoding="utf-8")
     how = dict(project=cfg.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir)
-    with public_arguments(cfg):
-        run = wandb.init(**how, config=public_config(cfg))
+    run = wandb.init(**how, config=public_config(cfg))
     # Our own step on the x axis: wandb's only ever grows, and a resumed run goes back to its checkpoint.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

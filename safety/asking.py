@@ -18,7 +18,7 @@ import time
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 from safety import credentials
-from safety.masking import masked
+from safety.secrets import hide
 
 # requests is imported where a server is asked: runs without one do not need it.
 
@@ -214,7 +214,7 @@ def reason(error: Exception, url: str) -> str:
 def shown(text: str, url: str) -> str:
     """A foreign text for a message: in a line, short, without secrets and without what the address hides."""
     parts = urlsplit(url)
-    text = masked(credentials.mask(" ".join(text.split())), [])
+    text = hide(" ".join(text.split()))
     for secret in (parts.query, parts.password, *(pair.partition("=")[2] for pair in parts.query.split("&"))):
         text = text.replace(secret, credentials.HIDDEN) if secret and len(secret) >= credentials.SHORTEST else text
     return text[:300]

@@ -6,7 +6,7 @@ Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there
 A judge's answer has one grammar: it ends by itself, and the whole of it or its last line is a JSON object with a number
 `score`, or `Score: N`; N from 0 to 10. The server is asked to keep to that form (response_format), where it can. What
 does not fit is asked for once more. After that, and where the server gives no answer within the reward's time limit
-(safety/asking.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
+(safety/http.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
 completions shows what was said.
 """
 
@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 
 from inputs.parts import transcript
-from safety import asking, credentials
-from safety.addresses import place_of
-from safety.limits import start_thread
+from safety import http, secrets
+from safety.limits import start_thread, warn_once
 from scoring.text import completion_text
 
 TEMPLATE = """Judge an answer.
@@ -47,8 +46,7 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
     """The judge's score of every completion, 0 to 1, as `reward`; None where there is none. The template is
     cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces ({{ and }}: braces)."""
     # Both before the reward's own limit, at which every completion would count as late.
-    limit = min(cfg.reward_timeout, asking.LONGEST_CALL)
-    deadline, end = (time.monotonic() + share * limit for share in (0.8, 0.85))
+    deadline, end = (time.monotonic() + share * cfg.reward_timeout for share in (0.8, 0.85))
     template = Path(cfg.judge_template).read_text(encoding="utf-8") if cfg.judge_template else TEMPLATE
     rows = []
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
@@ -80,23 +78,23 @@ def fill_in(template: str, row: dict) -> str:
     return "".join(parts)
 
 
-def token_for(url: str, cfg) -> str | None:
+def token_for(url: str, cfg) -> str:
     """The token to send to a judge at `url`."""
-    if token := credentials.read("JUDGE_TOKEN"):
+    if token := secrets.read("JUDGE_TOKEN"):
         return token
-    return (credentials.read("VLLM_SERVER_TOKEN", cfg.server_token) or None) if is_own(url, cfg) else None
+    return secrets.read("VLLM_SERVER_TOKEN", cfg.server_token) if is_own(url, cfg) else ""
 
 
 def is_own(url: str, cfg) -> bool:
-    """Whether the policy's own server is the judge, which knows its token and certificates."""
-    return cfg.generator == "vllm" and place_of(url) in map(place_of, cfg.server_urls)
+    """Whether the policy's own server is the judge, which knows its token."""
+    return cfg.generator == "vllm" and http.origin(url) in map(http.origin, cfg.server_urls)
 
 
 def result_by(end: float, call: concurrent.futures.Future, cfg) -> tuple[dict, str]:
     try:
         return call.result(max(end - time.monotonic(), 0))
     except concurrent.futures.TimeoutError:  # such as a server that sends its headers letter by letter
-        return unscored(1, f"{asking.place(cfg.judge_url)} gave no answer in time", unanswered=1)
+        return unscored(1, f"{http.origin(cfg.judge_url)} gave no answer in time", unanswered=1)
 
 
 def unscored(attempts: int, fault: str, text: str = "", **counted) -> tuple[dict, str]:
@@ -109,9 +107,9 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
     for attempt in (1, 2):
         try:
             text, ending = answer_of(question + REMINDER * (attempt - 1), cfg, deadline)
-        except asking.NoAnswer as error:
+        except http.NoAnswer as error:
             if error.status != 200:
-                asking.warned(f"no score from the judge: {error}")
+                warn_once(f"no score from the judge: {error}", kind="no score from the judge")
                 return unscored(attempt, str(error), unanswered=1)
             text, fault = "", str(error)
         else:
@@ -122,7 +120,7 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
                 fault = f"it did not end by itself: finish_reason {ending!r:.50}"
             elif score is not None:
                 return {"reward": score / 10, "attempts": attempt, "unread": 0, "unanswered": 0}, text
-    asking.warned(f"the judge at {asking.place(cfg.judge_url)} gave an answer that does not count: {fault}")
+    warn_once(f"the judge at {http.origin(cfg.judge_url)} gave an answer that does not count: {fault}", kind=fault)
     return unscored(attempt, fault, text, unread=1)
 
 
@@ -130,19 +128,18 @@ def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
     """(text, finish_reason). NoAnswer where there is none; with status 200 where it has no such form."""
     body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}]}
     body["max_tokens"] = cfg.judge_max_tokens
-    url, judge_asked = asking.route(cfg.judge_url, "/chat/completions"), (cfg.judge_url, cfg.judge_model)
+    url, judge_asked = http.route(cfg.judge_url, "/chat/completions"), (cfg.judge_url, cfg.judge_model)
 
     def ask(**more) -> dict:
         left = max(deadline - time.monotonic(), 0)
-        files = (cfg.server_ca, cfg.client_cert) if is_own(cfg.judge_url, cfg) else (None, None)
-        return asking.ask("POST", url, left, body | more, token_for(cfg.judge_url, cfg), *files)
+        return http.ask("POST", url, left, body | more, token_for(cfg.judge_url, cfg))
 
     if judge_asked in UNSTRUCTURED:
         found = ask()
     else:
         try:
             found = ask(response_format=FORMAT)
-        except asking.NoAnswer as error:
+        except http.NoAnswer as error:
             if error.status not in (400, 404, 415, 422, 501):
                 raise
             found = ask()  # if that is refused too, response_format was not the reason
@@ -151,8 +148,8 @@ def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
         choice = found["choices"][0]
         text, ending = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
-        what = f"{asking.place(url)} answered without choices[0].message.content; is it OpenAI-compatible?"
-        raise asking.NoAnswer(what, 200) from None
+        what = f"{http.origin(url)} answered without choices[0].message.content; is it OpenAI-compatible?"
+        raise http.NoAnswer(what, 200) from None
     return text if isinstance(text, str) else "", ending
 
 

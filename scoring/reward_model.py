@@ -14,7 +14,7 @@ from functools import cache
 
 from cli import shorten
 from inputs.prompts import as_template_takes, prompt_messages
-from safety import asking, credentials
+from safety import http, secrets
 from safety.limits import say_once
 
 # torch and transformers are imported where a model is loaded: one that is served needs no torch.
@@ -64,12 +64,12 @@ def served(url: str):
     """(name, tokenizer) of the model at the address."""
     from transformers import AutoTokenizer
 
-    found = asking.ask("GET", asking.route(url, "/v1/models"), 10, token=token())
+    found = http.ask("GET", http.route(url, "/v1/models"), 10, token=token())
     try:
         model = found["data"][0]
         name, folder = model["id"], model.get("root") or model["id"]
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise asking.NoAnswer(f"{asking.place(url)} names no model at /v1/models: {shorten(found)}") from None
+        raise http.NoAnswer(f"{http.origin(url)} names no model at /v1/models: {shorten(found)}") from None
     return name, AutoTokenizer.from_pretrained(folder)
 
 
@@ -79,7 +79,7 @@ def is_served(model: str) -> bool:
 
 
 def token() -> str:
-    return credentials.read("REWARD_MODEL_TOKEN")
+    return secrets.read("REWARD_MODEL_TOKEN")
 
 
 def reward_model(completions, prompts, cfg) -> list[float]:
@@ -90,13 +90,13 @@ def reward_model(completions, prompts, cfg) -> list[float]:
         plain = as_text(completions, tokenizer, cfg)
         body = {"model": name, "input": texts(completions, prompts, tokenizer, plain), "use_activation": False}
         body["add_special_tokens"] = plain  # a chat template brings its own
-        url = asking.route(cfg.reward_model, "/classify")
-        found = asking.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
+        url = http.route(cfg.reward_model, "/classify")
+        found = http.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
         try:
             return [row["probs"][0] for row in found["data"]]
         except (KeyError, IndexError, TypeError):
-            what = f"{asking.place(url)} answered without data[].probs: {shorten(found)}"
-            raise asking.NoAnswer(f"{what}. Is it `vllm serve MODEL --runner pooling`?") from None
+            what = f"{http.origin(url)} answered without data[].probs: {shorten(found)}"
+            raise http.NoAnswer(f"{what}. Is it `vllm serve MODEL --runner pooling`?") from None
     import torch
 
     tokenizer, model = load(cfg.reward_model)

@@ -58,7 +58,7 @@ from gpu_checks import CHECKS, CLOSE, RATES, SLOW, TINY, Machine, Skipped, Slowe
 from live import Process, running
 
 import utils
-from safety import credentials
+from safety import secrets
 
 START = 120  # seconds until a process has imported everything
 
@@ -193,9 +193,9 @@ def private() -> dict[str, str]:
 def clean(text: str) -> str:
     """Text for the page: see `private`; secrets in the environment, other home folders and addresses go, too."""
     for name, value in os.environ.items():
-        if credentials.SECRET_NAME.search(name):
-            credentials.learn(value)
-    text = credentials.mask(text)
+        if secrets.NAME.search(name):
+            secrets.learn(value)
+    text = secrets.hide(text)
     for secret, instead in sorted(private().items(), key=lambda pair: -len(pair[0])):
         text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", instead, text)
     text = re.sub(r"(?<!\w)/(?:root(?!\w)|(?:home|Users)/[^/\s:'\"]+)", "~", text)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from server_fixture import server  # noqa: F401
 
-from safety import credentials
+from safety import secrets
 
 # The same examples each time, and no limit of seconds for one: whether a test passes follows from the code alone.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
@@ -26,7 +26,7 @@ SERVED = [f"test_{name}" for name in SERVED]
 @pytest.fixture(autouse=True)
 def secrets_end_with_their_test():
     """A secret that was read stays in this process; the next test, of another file perhaps, must not send it."""
-    with mock.patch.dict(credentials._read):
+    with mock.patch.dict(secrets._read):
         yield
 
 

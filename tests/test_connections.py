@@ -20,13 +20,13 @@ import pytest
 import requests
 import uvicorn
 from certificates import Authority
+from safety.masking import masked
 from server_fixture import ROOT, free_port, make_tiny
 from stub_server import DROP, GENERATED, INFO, SAMPLE, stub
 
 from cli import ConfigError
 from config import TrainConfig
 from safety import addresses, asking, credentials
-from safety.masking import masked
 from scoring import judge
 from serving import servers
 from serving.gate import LimitedProtocol

@@ -14,7 +14,6 @@ from config import ConfigError, TrainConfig, check
 from envs.tools import chat
 from rewards import score
 from runlog import rollout_metrics
-from safety import asking
 from scoring import judge
 
 pytestmark = pytest.mark.quick
@@ -72,7 +71,6 @@ def served():
 @pytest.fixture
 def judged(served, monkeypatch):
     """judged(*said, **settings) -> (what the judge's function returns for a completion, its server)."""
-    monkeypatch.setattr(asking, "WAIT", 0.01)
     monkeypatch.setattr(judge, "UNSTRUCTURED", set())
 
     def ask(*said, structured=True, path="/v1", log_extra=None, **settings):
@@ -163,12 +161,11 @@ def test_a_busy_judge_is_waited_for(judged):
 
 
 def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(monkeypatch):
-    monkeypatch.setattr(asking, "WAIT", 0.01)
     cfg = TrainConfig(reward_funcs=["judge"], judge_url=f"http://127.0.0.1:{free_port()}/v1", judge_model="j")
     one = trajectory("good")
     asyncio.run(score([one], {"judge": judge.judge}, cfg))
     assert one.info["unrewarded"] == 1 and one.info["rewards"]["judge/unanswered"] == 1
-    assert "cannot be reached" in one.info["extra"]["judge"]
+    assert "cannot be asked" in one.info["extra"]["judge"]
 
 
 def test_a_judge_that_is_gone_for_good_ends_the_run(monkeypatch):
@@ -219,9 +216,8 @@ def test_secrets_go_where_they_belong(judged, caplog, monkeypatch):
 
 def test_other_models_are_asked_in_the_same_way(served, monkeypatch):
     """A simulated user, or a model as a tool."""
-    monkeypatch.setattr(asking, "WAIT", 0.01)
     server = served(503, None, "Hello.")
     assert chat(f"{server.url}/v1", "m", [{"role": "user", "content": "Hi"}], "token") == "Hello."
     assert server.seen[-1]["token"] == "Bearer token" and len(server.seen) == 3
-    with pytest.raises(RuntimeError, match="no URL such as http://host:8000/v1"):
+    with pytest.raises(ValueError, match="localhost:8000"):
         chat("localhost:8000/v1", "m", [])

@@ -18,11 +18,10 @@ import rollouts
 import train_grpo as script
 import utils
 from algorithms import advantages, checks
-from config import PRESETS, ConfigError, TrainConfig, load_config
+from config import PRESETS, ConfigError, TrainConfig, load_config, public_config
 from hf_generator import HFGenerator
 from rollouts import RolloutError, Trajectory
 from safety.limits import say_once
-from safety.masking import public_config
 from serving import answers
 from vllm_client import Completion
 

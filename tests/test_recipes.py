@@ -32,7 +32,7 @@ from inputs.prompts import build_prompt
 from plugins import load_function
 from rewards import REWARDS, get_reward_function
 from runlog.reading import read_metrics
-from safety import asking, sandbox
+from safety import http, sandbox
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {p.stem: yaml.safe_load(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "recipes").glob("*.yaml"))}
@@ -396,10 +396,10 @@ def test_the_search_engine_speaks_search_r1s_protocol(engine, monkeypatch):
     search = load_function(f"{ROOT}/recipes/search_r1.py:search")
     assert search("who wrote The Long Field").startswith('Doc 1 (Title: "Ada Holt") Ada Holt, born in Brook, wrote')
     body = {"queries": ["bridge of Dover", "xyzzy"], "topk": 1, "return_scores": False}
-    hits, none = asking.ask("POST", engine, 10, body)["result"]
+    hits, none = http.ask("POST", engine, 10, body)["result"]
     assert [hit["id"] for hit in hits] == ["3"] and none == [] and search("xyzzy") == "Nothing was found."
-    with pytest.raises(asking.NoAnswer, match="422"):
-        asking.ask("POST", engine, 10, {"query": "bridge"})
+    with pytest.raises(http.NoAnswer, match="422"):
+        http.ask("POST", engine, 10, {"query": "bridge"})
 
 
 def test_a_customer_whom_a_model_plays(customer):

@@ -1,0 +1,132 @@
+"""JSON over HTTP, as judges, tools and clients ask (safety/http.py), and secrets (safety/secrets.py)."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from config import ConfigError, TrainConfig, addresses, public_config
+from safety import http, secrets
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def server():
+    """A real server that answers what the test lists, one after another: (status, body, headers); None hangs up."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            made.asked.append((self.path, self.headers["Authorization"], body))
+            answer = made.answers.pop(0) if made.answers else (200, '{"fine": 1}', {})
+            if answer is None:
+                self.close_connection = True
+                return
+            if answer == "hang":
+                made.over.wait(20)
+                return
+            status, text, headers = answer
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(text))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_POST
+
+        def log_message(self, *_):
+            pass
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.daemon_threads, made.asked, made.answers, made.over = True, [], [], threading.Event()
+    made.url = f"http://127.0.0.1:{made.server_port}"
+    threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
+    yield made
+    made.over.set()
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_secrets(monkeypatch):
+    monkeypatch.setattr(secrets, "_read", {})
+    monkeypatch.setattr(secrets, "_learned", set())
+
+
+BUSY = (503, "busy", {"Retry-After": "0"})
+
+
+@pytest.mark.parametrize("first", [[None], [BUSY, BUSY], [(429, "slow down", {})]])
+def test_asks_again_after_a_broken_connection_and_a_busy_server(server, first):
+    server.answers = list(first)
+    assert http.ask("POST", f"{server.url}/v1/x?key=a", 10, {"a": 1}, "tökén") == {"fine": 1}
+    assert len(server.asked) == len(first) + 1
+    path, token, body = server.asked[-1]
+    assert (path, token.encode("latin-1").decode(), json.loads(body)) == ("/v1/x?key=a", "Bearer tökén", {"a": 1})
+
+
+@pytest.mark.parametrize("first", [None, BUSY])
+def test_what_must_not_be_done_twice_is_asked_once(server, first):
+    server.answers = [first]
+    with pytest.raises(http.NoAnswer, match=f"{server.url}/push"):
+        http.ask("POST", f"{server.url}/push", 10, {}, using=http.session(again=False))
+    assert len(server.asked) == 1
+    server.answers = [first]
+    assert http.ask("GET", f"{server.url}/info", 10, using=http.session(again=False)) == {"fine": 1}
+
+
+@pytest.mark.parametrize(
+    "answer, status, said",
+    [
+        ("hang", 0, "no answer within 0.3 s"),
+        ((400, "no such model", {}), 400, "no such model"),
+        ((401, "", {}), 401, "token"),
+        ((307, "", {"Location": "http://elsewhere:1/x"}), 307, "elsewhere:1"),
+        ((200, "[1]", {}), 200, "no JSON object"),
+        ((200, "<html>", {}), 200, "no JSON object"),
+    ],
+)
+def test_no_answer_names_the_server_and_what_it_did(server, answer, status, said):
+    server.answers = [answer]
+    with pytest.raises(http.NoAnswer, match=said) as error:
+        http.ask("POST", f"{server.url}/v1/x?key=hidden", 0.3, {})
+    assert error.value.status == status and len(server.asked) == 1
+    assert f"{server.url}/v1/x" in str(error.value) and "key=hidden" not in str(error.value)
+
+
+def test_a_server_that_is_not_there_is_an_error_with_its_address(server):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(http.NoAnswer, match=f"{server.url}/v1.*refused") as error:
+        http.ask("GET", f"{server.url}/v1?key=hidden", 10)
+    assert "hidden" not in str(error.value)
+
+
+def test_addresses():
+    assert http.route("https://host/v1/?key=x", "/models") == "https://host/v1/models?key=x"
+    assert http.origin("HTTP://Host/v1") == "http://host:80" == http.origin("http://host:80")
+    assert addresses(["http://a:1/", "https://[::1]:2"], "--server_urls") == ["http://a:1", "https://[::1]:2"]
+    for wrong in (["localhost:8000"], ["http://a:port"], ["http://"], ["http://a", "http://A:80/"]):
+        with pytest.raises(ConfigError, match="--server_urls"):
+            addresses(wrong, "--server_urls")
+
+
+def test_a_secret_is_taken_out_of_the_environment_and_hidden(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_SERVER_TOKEN", ' s3cret"token\n')
+    assert secrets.read("VLLM_SERVER_TOKEN") == 's3cret"token' == secrets.read("VLLM_SERVER_TOKEN")
+    assert "VLLM_SERVER_TOKEN" not in secrets.os.environ
+    (tmp_path / "judge").write_text("from-a-file\n")
+    monkeypatch.setenv("JUDGE_TOKEN_FILE", str(tmp_path / "judge"))
+    assert secrets.read("JUDGE_TOKEN") == "from-a-file" and secrets.read("JUDGE_TOKEN", "given") == "given"
+    monkeypatch.setenv("WANDB_API_KEY", "of-wandb")
+    shown = secrets.hide(['{"a": "s3cret\\"token"}', {"b": ("from-a-file", 's3cret"token of-wandb')}, 3])
+    assert shown == ['{"a": "***"}', {"b": ("***", "*** ***")}, 3]
+    assert public_config(TrainConfig(server_token="abc", run_name="of-wandb"))["server_token"] == "***"
+    assert public_config(TrainConfig(run_name="of-wandb"))["run_name"] == "***"
+    monkeypatch.setenv("OTHER_TOKEN_FILE", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="OTHER_TOKEN_FILE"):
+        secrets.read("OTHER_TOKEN")
