@@ -51,15 +51,6 @@ NOTED_SECONDS = 10.0  # between two looks at what stands out in the runs
 SECONDS = 1.0  # that one request looks for a prompt in files
 
 
-def plotly() -> bytes:
-    """plotly's JavaScript, which comes inside its Python package."""
-    try:
-        import plotly
-    except ImportError:
-        raise ConfigError("look.py draws with plotly, which is not installed: pip install plotly") from None
-    return (Path(plotly.__file__).parent / "package_data" / "plotly.min.js").read_bytes()
-
-
 def make_app(root: Path, token: str, flags: list[str] | None = None) -> Starlette:
     """The page about the run folders below `root`, for those who give `token`: in the address, a cookie or a header.
     flags: those of a training that the page "Try" tries; None: there is no such page."""
@@ -71,7 +62,6 @@ def make_app(root: Path, token: str, flags: list[str] | None = None) -> Starlett
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
     app.state.runs, app.state.token, app.state.flags = Runs(root), token, flags
     app.state.files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
-    app.state.files["plotly.js"] = plotly()
     if flags is not None:
         app.state.files["index.html"] = app.state.files["index.html"].replace(b"<body>", b"<body data-try>")
     threading.Thread(target=read_ahead, args=(app.state.runs,), daemon=True).start()

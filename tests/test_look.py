@@ -48,7 +48,7 @@ def page(tmp_path_factory):
 
 
 def test_without_the_token_nothing_is_answered(page):
-    for path in ("/", "/page/app.js", "/page/plotly.js", "/page/none", "/api/runs", "/api/run?run=one", "/api/picture"):
+    for path in ("/", "/page/app.js", "/page/uplot.js", "/page/none", "/api/runs", "/api/run?run=one", "/api/picture"):
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "look=wrong"}):
             answer = requests.get(page.root + path, headers=given, timeout=10)
             assert answer.status_code == 401 and "one" not in answer.json()["error"].split(), path

@@ -1,28 +1,11 @@
-// Cards with a chart, drawn when they come into sight. Drawing is plotly's; what is drawn can be saved.
+// Cards with a chart, drawn when they come into sight. Drawing is uPlot's; what is drawn can be saved.
 import { cell, h, save, said, short } from "./dom.js";
-import { spelled } from "./text.js";
 
-export const COLOURS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#b91c1c", "#4b5563", "#a16207"];
+export const COLOURS = ["#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#b91c1c", "#6b7280", "#a16207"];
 export const colour = (n) => COLOURS[n % COLOURS.length];
-const DASHES = ["solid", "dash", "dot", "dashdot"]; // for more curves than colours
-export const dash = (n) => DASHES[Math.floor(n / COLOURS.length) % DASHES.length];
-
-let loading;
-function plotly() {
-  loading ??= new Promise((resolve, reject) => {
-    const script = h("script", { src: "/page/plotly.js" });
-    script.onload = () => resolve(window.Plotly);
-    script.onerror = () => {
-      loading = undefined;
-      reject(new Error("the chart library could not be loaded"));
-    };
-    document.head.append(script);
-  });
-  return loading;
-}
-
-// plotly reads some HTML in names: others' text may have none.
-const harmless = (text) => spelled(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").slice(0, 80);
+const DASHES = { solid: [], dash: [8, 5], dot: [2, 4], dashdot: [8, 4, 2, 4] }; // for more curves than colours
+export const dash = (n) => Object.keys(DASHES)[Math.floor(n / COLOURS.length) % 4];
+const HEIGHT = 210;
 
 const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
   entry.target.card.inSight = entry.isIntersecting;
@@ -41,26 +24,6 @@ export function smoothed(y, share) {
   });
 }
 
-function trace(curve, n, options) {
-  const tone = curve.colour ?? colour(n);
-  const few = curve.x.length < 12;
-  const made = {
-    x: curve.x, y: smoothed(curve.y, options.smooth), name: harmless(curve.name), type: "scatter",
-    mode: few ? "lines+markers" : "lines", hovertemplate: `%{y:.4~g}<extra>${harmless(curve.name)}</extra>`,
-    line: { color: tone, width: 1.8, dash: curve.dash ?? "solid" }, marker: { size: 5 },
-  };
-  if (options.stacked) Object.assign(made, { stackgroup: "all", mode: "lines", line: { width: 0.5, color: tone }, fillcolor: tone + "cc" });
-  return made;
-}
-
-function bandOf(curve, n) {
-  const tone = curve.colour ?? colour(n);
-  return {
-    x: [...curve.x, ...curve.x.toReversed()], y: [...curve.high, ...curve.low.toReversed()], type: "scatter", fill: "toself",
-    fillcolor: tone + "22", line: { width: 0 }, hoverinfo: "skip", showlegend: false, mode: "lines", name: "",
-  };
-}
-
 /** A card. update({curves: [{name, x, y, low, high, colour, dash}]}, {x: axis title, smooth, stacked, legend}) draws. */
 export class Chart {
   constructor(title, note, { file = title } = {}) {
@@ -68,84 +31,97 @@ export class Chart {
     this.plot = h("div", { class: "plot", role: "img", "aria-label": `Chart: ${title}` });
     this.legend = h("div", { class: "key" });
     const button = (text, action, what) => h("button", { class: "quiet", onclick: action, title: `Save ${title} as ${what}` }, text);
-    const buttons = h("span", { class: "saves" }, button("PNG", () => this.picture("png"), "a PNG picture"),
-      button("SVG", () => this.picture("svg"), "an SVG picture"), button("CSV", () => this.table(), "CSV, as drawn"));
+    const buttons = h("span", { class: "saves" }, button("PNG", () => this.picture(), "a PNG picture"), button("CSV", () => this.table(), "CSV, as drawn"));
     this.element = h("article", { class: "card" },
       h("header", {}, h("div", {}, h("h3", {}, said(title)), h("p", { class: "dim" }, note || " ")), buttons), this.legend, this.plot);
     this.element.card = this;
     this.title = title;
     this.inSight = this.dirty = false;
     seen.observe(this.element);
+    this.resized = new ResizeObserver(() => this.chart?.setSize({ width: this.plot.clientWidth, height: HEIGHT }));
+    this.resized.observe(this.plot);
   }
 
   update(data, options = {}) {
     [this.data, this.options, this.dirty] = [data, options, true];
-    const curves = data.curves;
-    this.legend.replaceChildren(...(options.legend ?? curves.length > 1 ? curves : []).slice(0, 12).map((curve, n) => {
-      const line = h("i", { class: "line" });
-      line.style.borderTop = `3px ${{ dash: "dashed", dot: "dotted" }[curve.dash] ?? "solid"} ${curve.colour ?? colour(n)}`;
-      return h("span", {}, line, said(curve.name));
-    }));
-    if (curves.length === 1 && options.legend === undefined) this.legend.replaceChildren(h("span", { class: "dim" }, `last ${short(curves[0].y.at(-1))}`));
     this.draw();
   }
 
-  traces() {
-    const { curves } = this.data;
-    const bands = this.options.stacked ? [] : curves.flatMap((curve, n) => (curve.low ? [bandOf(curve, n)] : []));
-    return [...bands, ...curves.map((curve, n) => trace(curve, n, this.options))];
-  }
-
-  /** Whether so few steps are shown that the axis would have half ones. */
-  whole() {
-    const ends = this.data.curves.flatMap((curve) => [curve.x[0], curve.x.at(-1)]).filter((x) => x !== undefined);
-    return (this.options.x ?? "step") === "step" && Math.max(...ends) - Math.min(...ends) < 8;
-  }
-
-  /** Of curves without ups and downs a range with 0 in it: else rounding would fill the chart. */
-  flat() {
-    const values = this.data.curves.flatMap((curve) => curve.y).filter((value) => value !== null);
-    const [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
-    const most = Math.max(Math.abs(low), Math.abs(high));
-    if (this.options.stacked || !(high - low <= 1e-4 * most)) return {};
-    return { range: most === 0 ? [-0.1, 1] : [Math.min(0, 1.5 * low), Math.max(0, 1.5 * high)] };
-  }
-
-  layout() {
-    const axis = { gridcolor: "#eef0f3", zerolinecolor: "#d1d5db", tickfont: { color: "#4b5563", size: 11 }, automargin: true };
-    return {
-      margin: { l: 8, r: 8, t: 6, b: 20 }, showlegend: false, hovermode: "x unified", paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-      hoverlabel: { font: { size: 11 }, namelength: 40 }, font: { family: "system-ui, sans-serif", size: 11, color: "#1f2937" },
-      xaxis: { ...axis, showgrid: false, ...(this.whole() ? { tickformat: "d", dtick: 1 } : {}) },
-      yaxis: { ...axis, rangemode: this.options.stacked ? "tozero" : "normal", ...this.flat() },
-    };
-  }
-
-  async draw() {
+  draw() {
     if (!this.dirty || !this.inSight || !this.data) return;
     this.dirty = false;
-    try {
-      const library = await plotly();
-      await library.react(this.plot, this.traces(), this.layout(), { displayModeBar: false, responsive: true, doubleClick: "reset" });
-      this.element.dataset.drawn = String(this.data.curves.reduce((sum, curve) => sum + curve.x.length, 0));
-    } catch (error) {
-      this.plot.textContent = `Not drawn: ${error.message}`;
+    const { curves } = this.data;
+    const { smooth, stacked } = this.options;
+    // Columns of each curve over its own x, joined over all: y, and the lowest and the highest where they are known.
+    const tables = curves.map((curve) => [curve.x, smoothed(curve.y, smooth), ...(curve.low && !stacked ? [curve.low, curve.high] : [])]);
+    const columns = uPlot.join(tables);
+    const series = [{}], bands = [];
+    this.shown = []; // the column of each curve's values, before they are stacked
+    curves.forEach((curve, n) => {
+      const tone = curve.colour ?? colour(n);
+      const at = series.length;
+      this.shown.push(columns[at]);
+      series.push({ stroke: tone, width: 1.8, dash: DASHES[curve.dash ?? "solid"], spanGaps: true, points: { show: curve.x.length < 12, size: 6 }, ...(stacked ? { fill: `${tone}cc`, width: 0.5 } : {}) });
+      if (tables[n].length > 2) {
+        series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
+        bands.push({ series: [at + 2, at + 1], fill: `${tone}22` });
+      }
+    });
+    if (stacked) { // each on top of those behind it, so that filling down to 0 leaves its own share visible
+      for (let n = columns.length - 2; n > 0; n--) columns[n] = columns[n].map((value, i) => (value ?? 0) + (columns[n + 1][i] ?? 0));
     }
+    const ink = getComputedStyle(this.plot).getPropertyValue("--dim");
+    const line = getComputedStyle(this.plot).getPropertyValue("--line");
+    const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 30 };
+    const whole = (this.options.x ?? "step") === "step"; // no half steps
+    this.chart?.destroy();
+    this.chart = new uPlot({
+      width: this.plot.clientWidth || 400, height: HEIGHT, series, bands, legend: { show: false }, cursor: { drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: { range: (u, low, high) => limits(low, high, stacked) } },
+      axes: [{ ...axis, grid: { show: false }, incrs: whole ? [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6, 7].map((e) => n * 10 ** e)).sort((a, b) => a - b) : undefined },
+        { ...axis, size: 52, values: (u, splits) => splits.map((value) => short(value)) }],
+      hooks: { setCursor: [(u) => this.label(u.cursor.idx)] },
+    }, columns, this.plot);
+    this.label(null);
+    this.element.dataset.drawn = String(curves.reduce((sum, curve) => sum + curve.x.length, 0));
   }
 
-  /** The chart as a file, with title and legend in it. */
-  async picture(format) {
-    const library = await plotly();
-    const legend = { orientation: "h", y: -0.22, x: 0 };
-    const layout = this.layout();
-    Object.assign(layout, {
-      title: { text: harmless(this.title), font: { size: 15 }, x: 0.02 }, showlegend: true, legend,
-      margin: { l: 50, r: 20, t: 44, b: 60 }, width: 1000, height: 500, xaxis: { ...layout.xaxis, title: { text: this.options.x ?? "step" } },
-    });
-    const url = await library.toImage({ data: this.traces(), layout }, { format, width: 1000, height: 500, scale: format === "png" ? 2 : 1 });
-    const [kind, body] = [url.slice(5, url.indexOf(",")), url.slice(url.indexOf(",") + 1)];
-    const bytes = kind.endsWith(";base64") ? Uint8Array.from(atob(body), (letter) => letter.charCodeAt(0)) : decodeURIComponent(body);
-    save(`${this.file}.${format}`, kind.split(";")[0], bytes);
+  /** The key: names, with the values under the pointer; of one curve its last value. */
+  label(place) {
+    const { curves } = this.data;
+    const at = (n) => short(this.shown[n][place]);
+    const x = place === null || place === undefined ? [] : [h("span", { class: "dim" }, `${this.options.x ?? "step"} ${short(this.chart.data[0][place])}`)];
+    if (curves.length === 1 && this.options.legend === undefined) {
+      this.legend.replaceChildren(...(x.length ? [...x, h("span", {}, at(0))] : [h("span", { class: "dim" }, `last ${short(curves[0].y.at(-1))}`)]));
+      return;
+    }
+    this.legend.replaceChildren(...x, ...(this.options.legend ?? true ? curves : []).slice(0, 12).map((curve, n) => {
+      const mark = h("i", { class: "line" });
+      mark.style.borderTop = `3px ${{ dash: "dashed", dot: "dotted" }[curve.dash] ?? "solid"} ${curve.colour ?? colour(n)}`;
+      return h("span", {}, mark, said(curve.name), x.length ? ` ${at(n)}` : "");
+    }));
+  }
+
+  /** The chart as a file, with its title and names. */
+  picture() {
+    const drawn = this.chart.ctx.canvas;
+    const scale = devicePixelRatio;
+    const picture = h("canvas", { width: String(drawn.width), height: String(drawn.height + 60 * scale) });
+    const pen = picture.getContext("2d");
+    pen.fillStyle = "#fff";
+    pen.fillRect(0, 0, picture.width, picture.height);
+    pen.drawImage(drawn, 0, 30 * scale);
+    pen.fillStyle = "#1f2937";
+    pen.font = `${15 * scale}px system-ui`;
+    pen.fillText(this.title, 10 * scale, 20 * scale);
+    pen.font = `${11 * scale}px system-ui`;
+    let left = 10 * scale;
+    for (const [n, curve] of this.data.curves.slice(0, 12).entries()) {
+      pen.fillStyle = curve.colour ?? colour(n);
+      pen.fillText(curve.name, left, picture.height - 10 * scale);
+      left += pen.measureText(curve.name).width + 14 * scale;
+    }
+    picture.toBlob((blob) => save(`${this.file}.png`, "image/png", blob));
   }
 
   table() {
@@ -154,9 +130,20 @@ export class Chart {
 
   remove() {
     seen.unobserve(this.element);
-    window.Plotly?.purge(this.plot);
+    this.resized.disconnect();
+    this.chart?.destroy();
     this.element.remove();
   }
+}
+
+/** The range of the vertical axis: with 0 in it where a curve has no ups and downs, since rounding would fill the chart. */
+function limits(low, high, stacked) {
+  if (low === null || low === undefined) return [0, 1];
+  const most = Math.max(Math.abs(low), Math.abs(high));
+  if (stacked) return [0, high * 1.05 || 1];
+  if (high - low <= 1e-4 * most || most === 0) return most === 0 ? [-0.1, 1] : [Math.min(0, 1.5 * low), Math.max(0, 1.5 * high)];
+  const air = 0.06 * (high - low);
+  return [low - air, high + air];
 }
 
 /** As drawn: a line a point, the curve's name with it. */
