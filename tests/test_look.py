@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 import pytest
 import requests
 from certificates import Authority
+from looking.launches import born
 from looking_at import looking
 from made_runs import FAULTS, completions_table, make_run, metrics_line, vocabulary, write_step
 
-from looking.launches import born
 from looking.runs import Runs
 from runlog import advice, samples
 from runlog.curves import Curves, merged, panels
