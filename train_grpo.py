@@ -149,8 +149,9 @@ from inputs.processor import (
     faults_named,
     load_config,
     load_processor,
-    loading,
+    load_whole,
     model_class,
+    taken_out,
     takes_images,
     with_template_kwargs,
     without_dropout,
@@ -495,14 +496,16 @@ class Policy(nn.Module):
         return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
 
 
-def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Module:
+def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False) -> nn.Module:
     """The transformers model of --model_id, dropout off.
 
     Within `torch.device("meta")` no weights are read: the same modules without values. config: transformers', if known.
+    body: its output layer is not read, and may be missing in its files.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     own = config or load_config(cfg.model_id)
+    quantised = taken_out(own)
     vision, config = takes_images(own), without_dropout(own)
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     with attention_of(cfg.attn_implementation, model_class(config)) as attention:
@@ -511,9 +514,8 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None) -> nn.Modul
             model = auto.from_config(config, **how)
             four_bits.mark(model, cfg)
         else:
-            with loading(cfg.model_id):
-                how |= four_bits.how_to_load(cfg, partial(auto.from_config, config, **how))
-                model = auto.from_pretrained(cfg.model_id, config=config, **how)
+            how |= four_bits.how_to_load(cfg, partial(auto.from_config, config, **how))
+            model = load_whole(auto, cfg.model_id, config, quantised, cfg.load_in, body, **how)
             utils.check_finite(model, cfg.model_id)
             four_bits.check_packed(model, cfg)
     fall_back_to_eager(model, cfg.attn_implementation)
@@ -610,7 +612,8 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None
     """(the policy wrapped by DDP or FSDP, to be called; the bare Policy). kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # for the first values of adapters
     with utils.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
-        model = to_train(load_hf_model(cfg, getattr(torch, cfg.dtype)), cfg)
+        body = not getattr(kind, "reads_head", True)
+        model = to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), body=body), cfg)
     inner = (kind or Policy)(model, cfg, autocasts(cfg))
     return shard(inner, cfg, device, trained=True), inner
 
@@ -1442,8 +1445,11 @@ def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: tor
     if cfg.load_in:
         buckets = adapter_buckets(policy, size, torch.float32, scaled=False)
         return (gathered(bucket, True) for bucket in buckets), inner.model.peft_config["default"]
-    buckets = weight_buckets(policy, size, dtype)
-    return ([(name, rounded(tensor, dtype)) for name, tensor in bucket] for bucket in buckets), None
+    buckets = ([(name, rounded(t, dtype)) for name, t in bucket] for bucket in weight_buckets(policy, size, dtype))
+    # Not trained, and part of the model all the same: what some routers add to their scores, for one.
+    parts = ((f"{name}.{key}", part, key) for name, part in policy.named_modules() for key in part._buffers)
+    saved = [(clean_name(n), part._buffers[k]) for n, part, k in parts if k not in part._non_persistent_buffers_set]
+    return chain(buckets, [[(name, tensor) for name, tensor in saved if tensor is not None]]), None
 
 
 def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:

@@ -82,7 +82,7 @@ from transformers import AutoModelForCausalLM
 import utils
 from data import check_step_size, load_data
 from hf_generator import HFGenerator
-from inputs.processor import load_processor
+from inputs.processor import load_processor, load_whole
 from inputs.prompts import prompt_ids
 from inputs.trajectory import Trajectory
 from rewards import get_reward_functions, score
@@ -316,14 +316,14 @@ def train(cfg: Settings) -> dict[str, float]:
     rows, held_out = load_data(cfg, format_row=lambda row: row, measure=lengths)
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     # from_pretrained returns it in eval mode: no dropout, like the generator.
-    bare = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
+    bare = load_whole(AutoModelForCausalLM, cfg.model_id, dtype=torch.float32).to(device)
     model = DistributedDataParallel(bare) if world > 1 else bare
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":
         generator = utils.connect_servers(cfg, bare, device)  # waits for them, and checks that they serve this model
     else:
         # In compute_dtype, as a server usually is. It is never trained: only a push changes it.
-        copy = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
+        copy = load_whole(AutoModelForCausalLM, cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
     cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's: its name has the time in it

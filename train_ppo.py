@@ -111,7 +111,7 @@ class ValueHead(nn.Linear):
 class Critic(Policy):
     """The backbone of a causal LM with one number per position in place of a vocabulary. It starts at 0 everywhere."""
 
-    replays = False
+    replays = reads_head = False
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__(model, cfg, autocast)

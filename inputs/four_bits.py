@@ -54,7 +54,9 @@ def check_packed(model: nn.Module, cfg: TrainConfig) -> None:
     layers = {name: layer for name, layer in model.named_modules() if is_packed(layer)}
     if cfg.load_in and not layers:
         raise ConfigError(f"--load_in 4bit: {type(model).__name__} has no plain linear layers to pack; leave it out.")
-    if bad := [name for name, layer in layers.items() if not layer.weight.quant_state.offset.isfinite()]:
+    states = {name: layer.weight.quant_state for name, layer in layers.items()}
+    scales = {name: state.absmax if state.offset is None else state.offset for name, state in states.items()}
+    if bad := [name for name, scale in scales.items() if not scale.isfinite().all()]:
         raise ConfigError(
             f"--model_id={cfg.model_id}: weights of {len(bad)} layers hold nan or infinity, first {bad[0]}."
         )
@@ -62,6 +64,7 @@ def check_packed(model: nn.Module, cfg: TrainConfig) -> None:
         # In eval mode bitsandbytes would lay the weights out anew for a kernel of some CPUs, which has no gradient and
         # computes in bfloat16 whatever the compute dtype.
         layer.support_avx512bf16_for_cpu = False
+        layer.compute_dtype = getattr(torch, cfg.compute_dtype)  # of a model that was published so, too
 
 
 def share_adapters(policy: nn.Module) -> None:

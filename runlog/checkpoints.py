@@ -441,7 +441,7 @@ def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer], alone: bo
         weights = dict(named if alone else utils.as_in_a_checkpoint(hf_model, named))
         path = f"model-{number + 1:05}-of-{total:05}.safetensors" if total > 1 else "model.safetensors"
         path = "adapter_model.safetensors" if alone else path
-        held |= {name: (path, tensor.nbytes, tensor.dtype) for name, tensor in weights.items()}
+        held |= {name: (path, tensor.nbytes, tensor.dtype, tensor.shape) for name, tensor in weights.items()}
         numbers = [(name, tensor) for name, tensor in weights.items() if tensor.is_floating_point()]
         bad += [name for name, tensor in numbers if not torch.linalg.vector_norm(tensor.float()).isfinite()]
         weights = {name: tensor.contiguous() for name, tensor in weights.items()}
@@ -449,11 +449,24 @@ def model_files(buckets: Iterable, hf_model, files: dict[str, Buffer], alone: bo
     fault = ValueError(f"{len(bad)} of {len(held)} tensors hold nan or infinity, first {bad[0]}") if bad else None
     utils.raise_together(fault, "Writing the checkpoint")
     held = {name: place for part in utils.gather_objects(held) for name, place in part.items()}
+    if not alone:
+        _together(check_names, main=True, hf_model=hf_model, held=held)
     if total > 1 and utils.is_main():
-        index = {"metadata": {"total_size": sum(nbytes for _, nbytes, _ in held.values())}}
+        index = {"metadata": {"total_size": sum(nbytes for _, nbytes, *_ in held.values())}}
         index["weight_map"] = {name: path for name, (path, *_) in sorted(held.items())}
         files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
     return max(held.values(), key=lambda place: place[1])[2]  # of the largest: vectors may be wider
+
+
+def check_names(hf_model, held: dict[str, tuple]) -> None:
+    """ValueError if transformers, given what is to be written, would lack weights of the model, find others, or other
+    shapes. held: by name (path, bytes, dtype, shape)."""
+    weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, _, dtype, shape) in held.items()}
+    how = dict(state_dict=weights, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
+    config = copy.deepcopy(getattr(hf_model, "own_config", hf_model.config))
+    _, found = type(hf_model).from_pretrained(None, config=config, **how)
+    if wrong := [f"{len(names)} {what}, such as {min(map(str, names))}" for what, names in found.items() if names]:
+        raise ValueError(f"what was to be written is not a whole {type(hf_model).__name__}: {'; '.join(wrong)}")
 
 
 def _together(action, main: bool = False, **options) -> None:

@@ -13,6 +13,7 @@ import time
 from functools import cache
 
 from cli import shorten
+from inputs.processor import check_missing
 from inputs.prompts import as_template_takes, prompt_messages
 from safety import http, secrets
 from safety.limits import say_once
@@ -52,7 +53,9 @@ def load(model_id: str):
     tokenizer = AutoTokenizer.from_pretrained(model_id)
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    model = AutoModelForSequenceClassification.from_pretrained(model_id, dtype=dtype).to(device).eval()
+    how = dict(dtype=dtype, output_loading_info=True)
+    model, found = AutoModelForSequenceClassification.from_pretrained(model_id, **how)
+    check_missing(model.to(device).eval(), found, model_id, flag="--reward_model")
     if model.config.num_labels != 1:
         raise ValueError(f"--reward_model={model_id} has {model.config.num_labels} outputs; a reward model has one.")
     model.config.pad_token_id = None  # nothing is padded

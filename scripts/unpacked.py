@@ -9,7 +9,6 @@ another one: docs/serving.md has the measured difference.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +22,7 @@ from train_grpo import load_hf_model  # noqa: E402
 
 def main(model_id: str, folder: str) -> None:
     cfg = TrainConfig(model_id=model_id, use_peft=True, load_in="4bit", compute_dtype="float32")
-    packed = load_hf_model(cfg, torch.float32)
-    weights = packed.dequantize().state_dict()
-    model = load_hf_model(replace(cfg, load_in=None), torch.bfloat16)
-    model.load_state_dict(weights)
+    model = load_hf_model(cfg, torch.float32).dequantize(torch.float32).to(torch.bfloat16)
     save_model(Path(folder), model, load_processor(model_id))
 
 
