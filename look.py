@@ -31,11 +31,19 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="of runs, or one run; default: runs")
     parser.add_argument("--port", type=int, help=f"default: {PORT}, or the next that is free")
+    parser.add_argument("--report", action="store_true", help="write the report.html of one run, and end")
     parser.add_argument("--try", metavar="FLAGS", help="flags of a training to try, as --config my.yaml; comes last")
     flags = arguments[arguments.index("--try") + 1 :] if "--try" in arguments else None
     given = parser.parse_args(arguments[: arguments.index("--try")] if flags is not None else arguments)
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder; give the one that run folders are in, such as runs/")
+    if given.report:
+        from looking.report import write_report
+
+        if not (path := write_report(given.folder)):
+            raise ConfigError(f"{given.folder} has no line in metrics.jsonl yet; give the folder of one run")
+        print(f"report: {path}")
+        return
     try:  # here, so that --help and mistakes answer at once
         import uvicorn
 

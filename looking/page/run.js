@@ -1,5 +1,5 @@
 // One run while it trains: what stands out in words, its curves, where the time goes, its settings.
-import { age, duration, h, link, nodes, poll, remember, said, short } from "./dom.js";
+import { age, duration, h, inlined, link, nodes, poll, remember, said, short } from "./dom.js";
 import { Chart } from "./charts.js";
 import { AXES, axisChoice, smoothingChoice } from "./compare.js";
 import { stateOf } from "./runs.js";
@@ -28,7 +28,7 @@ export function runView(content, parameters, signal) {
   const details = h("div");
   const choose = axisChoice(axis, (value) => { axis = value; keep(); again(); });
   content.append(h("div", { class: "bar" }, title, state, h("span", { class: "space" }), h("label", {}, "x: ", choose),
-    smoothingChoice(smooth, (value) => { smooth = value; keep(); draw(); }), h("a", { class: "button", href: link("trajectories", { run }) }, "Trajectories")),
+    smoothingChoice(smooth, (value) => { smooth = value; keep(); draw(); }), inlined ? null : h("a", { class: "button", href: link("trajectories", { run }) }, "Trajectories")),
     subtitle, tiles, notes, top, grid, domains, details);
   const keep = () => remember("run", { run, x: axis, smooth: smooth || null });
   const again = poll("run", () => ({ run, x: axis }), 2000, (value) => { data = value; draw(); }, signal);

@@ -1,0 +1,82 @@
+"""report.html: the page about one run in one file, with its data in it, to send to others. It needs no server.
+
+    python look.py runs/NAME --report
+
+The scripts of the page (page/) are in the file as they are. Its requests find their answers in the file: those of the
+run's curves and notes, and of a few trajectories.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from pathlib import Path
+from urllib.parse import urlencode
+
+from looking.runs import Run, plain
+from looking.told import all_notes, described
+from runlog import samples
+
+PAGE = Path(__file__).parent / "page"
+TOKENS = 2000  # of a trajectory
+START = 'import "page/app.js";'
+
+
+def answers_of(run: Run) -> dict:
+    """{request: answer}, as the page's server would give them; and which trajectories there are, under "trajectories".
+
+    These are, of the first and the last step whose tokens were kept, the best and the worst completion of the group in
+    which rewards differ most."""
+    found = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": described(run, "step")}
+    found[f"notes?{urlencode({'run': run.name})}"] = {"notes": all_notes(run)}
+    shown = []
+    for path in samples.first_and_last(run.path / "completions", "token_ids"):
+        for number, row in samples.telling(path):
+            place = {"run": run.name, "kind": "completions", "step": samples.step_of(path), "row": number}
+            query = urlencode(place)
+            tokens = samples.token_view(samples.cut(row, TOKENS), run.vocabulary())
+            found[f"row?{query}"] = samples.one(path, number) | {"picture": False, "total": 0, "tokens": True}
+            found[f"tokens?{query}"] = tokens
+            found[f"scales?{query}"] = samples.scales(path)
+            shown.append(place)
+    return found | {"trajectories": shown}
+
+
+def module(name: str) -> str:
+    """A script of the page as an address that holds it; what it imports has names of the import map."""
+    text = (PAGE / name).read_text(encoding="utf-8").replace('from "./', 'from "page/')
+    return f"data:text/javascript;base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def write_report(folder: Path) -> Path | None:
+    """Writes report.html into the run folder and returns its path; None if nothing has been logged yet."""
+    folder = Path(folder).resolve()
+    run = Run(folder.name, folder)
+    if not run.curves().columns:
+        return None
+    answers = json.dumps(plain(answers_of(run)), separators=(",", ":")).replace("<", "\\u003c")  # ends no element
+    names = [path.name for path in PAGE.glob("*.js") if path.name != "uplot.js"]
+    charts = (PAGE / "uplot.js").read_text(encoding="utf-8")
+    imports = json.dumps({"imports": {f"page/{name}": module(name) for name in sorted(names)}})
+    allowed = f"script-src data: {' '.join(map(digest, (charts, imports, START)))}; style-src 'unsafe-inline'"
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    page = re.sub(r'<link rel="stylesheet" href="/page/(\S+)">', style, page)
+    page = re.sub(r"\s*<(link|script) [^>]*/page/[^>]*>(</script>)?", "", page)
+    head = f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; {allowed}">'
+    page = page.replace("<head>", f"<head>{head}").replace("<title>Runs", f"<title>{html.escape(run.name)}")
+    scripts = f'<script type="application/json" id="inlined">{answers}</script><script>{charts}</script>'
+    scripts += f'<script type="importmap">{imports}</script><script type="module">{START}</script>'
+    page = page.replace("</body>", f"{scripts}</body>")
+    path, partial = folder / "report.html", folder / "report.html.partial"
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def style(link: re.Match) -> str:
+    return f"<style>{(PAGE / link[1]).read_text(encoding='utf-8')}</style>"
