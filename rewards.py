@@ -39,6 +39,7 @@ import copy
 import inspect
 import json
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -50,22 +51,20 @@ from cli import shorten
 from config import ConfigError, known_name
 from data import RESERVED, parse_gym
 from plugins import function_path, load_function, require
-from safety.limits import copied, run_limited, warn_once
-from safety.storable import calls_in
-from safety.values import (
+from safety.calls import (
     RETURN_RULE,
     UnusableResult,
-    as_float,
+    WorkerPool,
+    copied,
     finite,
-    in_order,
-    loggable,
+    number,
     plain,
-    summary,
-    text,
+    reward_values,
+    run_limited,
     unread,
+    warn_once,
 )
-from safety.values import numbers as numbers_in_order
-from safety.workers import WorkerPool
+from safety.storable import calls_in
 from scoring.calls import calls
 from scoring.instructions import instructions
 from scoring.judge import judge
@@ -134,7 +133,7 @@ def math_equal(completions, answer, **columns) -> list[float | dict | None]:
 
     The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". Where it is a number, an equal sum that was
     not worked out, such as the question's own, gets {"reward": 0, "unevaluated": 1}. Every completion has a time limit
-    of its own (safety/workers.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
+    of its own (safety/calls.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
     """
     requests: list = []
     for completion, wanted in zip(completions, answer, strict=True):
@@ -192,7 +191,7 @@ def numbers_in(info: dict) -> dict[str, float]:
     """The numbers among an info's values; not texts, arrays or dicts, nor what is not finite. It is plain data."""
     found = {}
     for name, value in info.items():
-        if isinstance(value, (bool, int, float)) and loggable(value):
+        if isinstance(value, (bool, int, float)) and math.isfinite(value):
             found[str(name)] = float(value)
     return found
 
@@ -409,8 +408,8 @@ def call_arguments(trajectories: list, cfg) -> dict:
 def log_extra(trajectories: list) -> Callable:
     def put(column: str, values: list) -> None:
         """Put a value per completion into the run folder's completions, as a column of that name."""
-        name = text(column, 1000)
-        for trajectory, value in zip(trajectories, in_order(values, "; log_extra takes a list"), strict=True):
+        name = str(column)
+        for trajectory, value in zip(trajectories, values, strict=True):
             trajectory.info.setdefault("extra", {})[name] = plain(value)
 
     return put
@@ -419,10 +418,9 @@ def log_extra(trajectories: list) -> Callable:
 def log_metric(trajectories: list) -> Callable:
     def note(name: str, value: float) -> None:
         """Log a number; those of one name and step are averaged."""
-        name = text(name, 1000)
+        name = str(name)
         try:
-            number = as_float(value)
-            usable = number is not None
+            value, usable = number(value), value is not None
         except (TypeError, ValueError):
             usable = False
         if not usable:
@@ -430,7 +428,7 @@ def log_metric(trajectories: list) -> Callable:
         if is_own_metric(name):
             warn_once(f"log_metric({name!r}): the run logs that name itself, so this is logged as log_metric/{name}.")
             name = f"log_metric/{name}"
-        trajectories[0].info.setdefault("logged", []).append((name, number if loggable(number) else nan))
+        trajectories[0].info.setdefault("logged", []).append((name, value if math.isfinite(value) else nan))
 
     return note
 
@@ -479,7 +477,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
         outcomes = await asyncio.gather(*checks)
         broken = next((o[1] for o in outcomes if o and o[1] is not None), None)
         if broken is not None:
-            fault = f"its verify raised {type(broken).__name__}: {summary(broken)}"
+            fault = f"its verify raised {type(broken).__name__}: {str(broken)[:2000]}"
             raise reward_error(name, fault, arguments) from broken
         arguments = arguments | {"verification": [outcome and outcome[0] for outcome in outcomes]}
     parameters = inspect.signature(function).parameters
@@ -488,7 +486,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     chosen = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
     if "trajectories" in chosen:
         chosen["trajectories"] = [copy_of(trajectory) for trajectory in chosen["trajectories"]]
-    outcome = await run_limited(function, chosen, seconds, numbers_in_order)
+    outcome = await run_limited(function, chosen, seconds, reward_values)
     if outcome is None:
         message = (
             "reward function %r took over --reward_timeout=%g s for %d completions; each scores --reward_on_timeout"
@@ -503,11 +501,11 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
         error = unusable
     if isinstance(error, UnusableResult):
         raise reward_error(name, str(error), arguments, error.index) from error
-    raise reward_error(name, f"raised {type(error).__name__}: {summary(error)}", arguments) from error
+    raise reward_error(name, f"raised {type(error).__name__}: {str(error)[:2000]}", arguments) from error
 
 
 def checked_values(values: list, arguments: dict) -> list[tuple]:
-    """The plain values of values.numbers; UnusableResult for those that cannot be trained on."""
+    """The plain values of calls.reward_values; UnusableResult for those that cannot be trained on."""
     count = len(arguments["completions"])
     if len(values) != count:
         raise UnusableResult(f"returned {len(values)} values for {count} completions; {RETURN_RULE}")
@@ -521,7 +519,7 @@ def checked_values(values: list, arguments: dict) -> list[tuple]:
                 if turns is not None or "reward" in given:
                     raise ValueError("'spans' are the whole reward: give 'turns' or 'reward' by another function")
                 length = len(completion_text(arguments["completions"][index]))
-                turns = tuple(checked_spans(spans, length, lambda value: finite(as_float(value))))
+                turns = tuple(checked_spans(spans, length, lambda value: finite(number(value))))
                 given |= {"reward": sum(value for _, _, value in turns), "spans": len(turns)}
             elif turns is not None:
                 given["reward"] = sum(map(finite, turns))
@@ -534,7 +532,7 @@ def checked_values(values: list, arguments: dict) -> list[tuple]:
                     )
             logged_only = "reward" in given  # the other components are not summed
             parts = {c: part for c, part in given.items() if part is not None}
-            parts = {c: part for c, part in parts.items() if c == "reward" or not logged_only or loggable(part)}
+            parts = {c: part for c, part in parts.items() if c == "reward" or not logged_only or math.isfinite(part)}
             total = finite(parts["reward"]) if "reward" in parts else 0.0  # which does not apply
             total = total if logged_only else sum(map(finite, parts.values()))
         except (TypeError, ValueError) as error:

@@ -64,8 +64,7 @@ from inputs.trajectory import (
     same_row,
     trajectory_fault,
 )
-from safety import limits, values
-from safety.limits import MARGIN, Running, leave, noted, run_limited, warn_once
+from safety.calls import MARGIN, leave, run_limited, unread, warn_once
 from safety.storable import calls_in, text_of
 from serving.experts import joined
 
@@ -197,7 +196,7 @@ def check_rollout(cfg: TrainConfig) -> None:
 
 async def try_environment(cfg: TrainConfig) -> None:
     """Make one environment, and close it: what is wrong with all of them shows at the start."""
-    outcome = await run_limited(adapters.environment_maker(cfg), {}, cfg.tool_timeout, values.unread)
+    outcome = await run_limited(adapters.environment_maker(cfg), {}, cfg.tool_timeout, unread)
     if outcome is None:
         raise ConfigError(f"--env {cfg.env}: making one took over {cfg.tool_timeout:g} s; see --tool_timeout.")
     environment, error = outcome
@@ -314,16 +313,15 @@ async def in_time(function: Callable, row: dict, generator, cfg: TrainConfig):
     """What the rollout returns for one row; TrajectoryError if it is late."""
 
     async def run():
-        with noted(Running(limits.name_of(function), cfg.rollout_timeout, rollout=True)):
-            returned = function([row], generator, cfg)
-            if not inspect.isawaitable(returned):
-                fault = f"rollout {cfg.rollout!r} is no coroutine, it returned {shorten(returned)} when it was called"
-                raise RolloutError(f"{fault}. Write it as `async def`, and `return` a list at its end.")
-            try:
-                return await returned
-            except SystemExit as error:  # else asyncio ends at once, and nobody knows whose it was
-                remedy = "raise an error, or TrajectoryError to give up on the row"
-                raise RolloutError(f"rollout {cfg.rollout!r} called sys.exit({error.code!r}): {remedy}.") from error
+        returned = function([row], generator, cfg)
+        if not inspect.isawaitable(returned):
+            fault = f"rollout {cfg.rollout!r} is no coroutine, it returned {shorten(returned)} when it was called"
+            raise RolloutError(f"{fault}. Write it as `async def`, and `return` a list at its end.")
+        try:
+            return await returned
+        except SystemExit as error:  # else asyncio ends at once, and nobody knows whose it was
+            remedy = "raise an error, or TrajectoryError to give up on the row"
+            raise RolloutError(f"rollout {cfg.rollout!r} called sys.exit({error.code!r}): {remedy}.") from error
 
     if getattr(function, "limits_itself", False):
         return await function([row], generator, cfg)

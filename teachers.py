@@ -29,9 +29,9 @@ from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
 from inputs.trajectory import Trajectory, TrajectoryError
 from plugins import function_path, load_function
-from safety import secrets, values
+from safety import secrets
+from safety.calls import run_limited, unread
 from safety.http import origin
-from safety.limits import run_limited
 from serving.teacher import TeacherError, TeacherServers
 from vllm_client import encode_image
 
@@ -156,7 +156,7 @@ async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) 
     messages, row = trajectory.row.get(cfg.teacher_prompt), trajectory.row
     if function_path(cfg.teacher_prompt):
         function = functools.partial(load_function(cfg.teacher_prompt), trajectory)
-        outcome = await run_limited(function, {}, cfg.reward_timeout, values.unread)
+        outcome = await run_limited(function, {}, cfg.reward_timeout, unread)
         if outcome is None:
             took = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
             raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {took}")

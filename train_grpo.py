@@ -696,8 +696,8 @@ def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     """AdamW, or what --optim names, on what is trained. Edit me: any torch optimizer, one or several groups.
 
-    Whatever shards the model, parameters show their whole shapes here, and clean_name(name) is their name. Inside
-    `optimizer.step` those of --strategy fsdp are flat pieces, so what computes with matrices needs fsdp2. Each update
+    Choose by clean_name(name), which is the same whatever shards the model. Parameters of --strategy fsdp are flat
+    pieces, so what looks at shapes or computes with matrices needs ddp or fsdp2. Each update
     sets every group's learning rate to `lr_at` times the group's "lr_scale" (1 without one); an "lr" that you give a
     group is overwritten. It is logged as `lr`, that of further groups as lr/NAME by their "name". What `step`
     keeps from update to update belongs into self.state[p]: other attributes are in no checkpoint.
@@ -709,15 +709,11 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
     return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, eps=eps, weight_decay=decay, fused=True)
 
 
-def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig, kind: type | None = None):
-    """make(module, cfg). If it makes several groups on several ranks, it is called again for an unsharded one (with
-    shapes and hardly any memory): the groups must be the same. kind: as in load_policy."""
-
-    def unsharded() -> Policy:
-        with torch.device("meta"):
-            return empty_policy(cfg, kind=kind)
-
-    return utils.build_optimizer(make, module, cfg, unsharded, clean_name)
+def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig):
+    """make(module, cfg), which has to hold all that is trained."""
+    optimizer = make(module, cfg)
+    utils.check_optimizer(optimizer, module)
+    return optimizer
 
 
 def lr_at(update: int, cfg: TrainConfig) -> float:
@@ -863,6 +859,7 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
 
     Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
     """
+    utils.wait_for_ranks(cfg.dist_timeout)  # here, where completions of other lengths part them
     groups, _, seconds = (list(column) for column in zip(*sampled, strict=True))
     generate = max(spent["time/generate"] for spent in seconds)
     whole = max(sum(spent.values()) for spent in seconds)
@@ -1601,7 +1598,6 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    utils.check_nodes(cfg)
     cfg = planned(utils.computable(cfg, device), rows, device, critic=make_critic is not None)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
     mixture = domains.Mixture.of(cfg)
@@ -1750,8 +1746,6 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
                 metrics |= routing.metrics(run.inner.routing, batch, cfg)
-                if learns and step in (run.first, cfg.critic_warmup):  # the first that does
-                    utils.check_states(policy, run.optimizer)
             if learns and run.size:
                 metrics |= gpu.gpu_metrics(run.size, trajectories, cfg, metrics["time/update"], run.device)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
@@ -1803,7 +1797,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
 
 def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] = Collector) -> None:
     """Train, and end the process for good: no rank, thread or process group keeps a failed run alive."""
-    utils.watch_process()
+    utils.prepare_process()
     status, ended_by = 1, None
     try:
         train(cfg, make_critic, make_collector)

@@ -382,7 +382,7 @@ def train(cfg: Settings) -> dict[str, float]:
 
 def main(cfg: Settings) -> None:
     """Train, and end the process for good: no thread or process group keeps a failed run alive."""
-    utils.watch_process()  # from now on Ctrl-C raises KeyboardInterrupt; SIGTERM ends the process with a message
+    utils.prepare_process()
     status, ended_by = 1, None
     try:
         train(cfg)

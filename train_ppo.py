@@ -150,7 +150,7 @@ class CriticTrainer:
         self.shares = cfg.shared_prefix and reason is None  # a critic of another family than the policy's may not
         if reason and utils.is_main():
             print(f"The critic: prompts are computed once per completion, not once per group: {reason}.")
-        self.optimizer = train_grpo.optimizer_of(make_optimizer, self.module, critic_cfg, Critic)
+        self.optimizer = train_grpo.optimizer_of(make_optimizer, self.module, critic_cfg)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
         """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""

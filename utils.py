@@ -7,33 +7,27 @@ runlog/checkpoints.py.
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
-import inspect
-import json
 import math
 import os
-import pickle
 import re
+import resource
 import socket
 import sys
-import sysconfig
 import threading
-import time
 import traceback
 import uuid
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -42,7 +36,7 @@ from transformers.core_model_loading import Transpose, WeightConverter, revert_w
 from config import ConfigError, TrainConfig
 from inputs import lora
 from inputs.precision import slow_in_bfloat16
-from safety import limits, open_files
+from safety import calls
 from safety.storable import text_of, visible
 from vllm_client import ServerError, VLLMClient
 
@@ -52,7 +46,7 @@ from vllm_client import ServerError, VLLMClient
 def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
     """Join the process group that torchrun describes, or make one of size 1. Returns (rank, world size, device).
 
-    timeout: seconds that ranks wait for each other, see `watch_ranks`.
+    timeout: seconds that ranks wait for each other.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
@@ -60,7 +54,7 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         let_segments_grow(device)
-        limits.NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
+        calls.NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else None
         dist.init_process_group(
@@ -68,10 +62,8 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
             store=store,
             rank=rank,
             world_size=world,
-            timeout=datetime.timedelta(seconds=LATER * timeout),
+            timeout=datetime.timedelta(seconds=timeout),
         )
-        if world > 1:
-            watch_ranks(timeout)
     return rank, world, device
 
 
@@ -109,7 +101,7 @@ def device_mesh(device: torch.device, cfg: TrainConfig) -> DeviceMesh:
     shape, names = ((size,), ("shard",)) if size == world else ((world // size, size), ("replicate", "shard"))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
-        group.set_timeout(datetime.timedelta(seconds=LATER * cfg.dist_timeout))
+        group.set_timeout(datetime.timedelta(seconds=cfg.dist_timeout))
     return mesh
 
 
@@ -120,6 +112,18 @@ def free_memory(device: torch.device) -> int | None:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@functools.cache
+def gloo_group() -> dist.ProcessGroup:
+    """All ranks, also on GPUs: NCCL knows no monitored barrier. Collective."""
+    return dist.new_group(backend="gloo")
+
+
+def wait_for_ranks(seconds: float) -> None:
+    """Return when all ranks have come here; RuntimeError naming those that have not within `seconds`. Collective."""
+    if world_size() > 1:
+        dist.monitored_barrier(gloo_group(), datetime.timedelta(seconds=seconds), wait_all_ranks=True)
 
 
 def is_main() -> bool:
@@ -227,21 +231,10 @@ def balanced(groups: list[list]) -> tuple[list[list], dict]:
         loads[full], loads[empty] = loads[full] - tokens, loads[empty] + tokens
         if full == rank:
             leaving[place] = empty
-    parcels = {place: parcel for place in leaving if (parcel := packed_up(groups[place])) is not None}
-    sent = gather_objects([(leaving[place], parcel) for place, parcel in parcels.items()])
-    arrived = [pickle.loads(parcel) for others in sent for to, parcel in others if to == rank]
-    kept = [group for place, group in enumerate(groups) if place not in parcels]
+    sent = gather_objects([(to, groups[place]) for place, to in leaving.items()])
+    arrived = [group for others in sent for to, group in others if to == rank]
+    kept = [group for place, group in enumerate(groups) if place not in leaving]
     return kept + arrived, {"ranks/tokens_before": before / mean, "ranks/tokens_after": max(loads) / mean}
-
-
-def packed_up(group: list) -> bytes | None:
-    """A group for another rank, without its environments; None if it holds what cannot be sent: it stays then."""
-    try:
-        return pickle.dumps(group)
-    except Exception as error:  # whatever a user's row or state raises
-        text = f"a group cannot be sent to another rank ({error!r:.200}), so ranks stay uneven. Said once."
-        limits.warn_once(text, kind="groups that stay")
-        return None
 
 
 def raise_together(error: BaseException | None, what: str) -> None:
@@ -421,23 +414,6 @@ def why_no_adapters(client, versions: int, colocate: bool) -> str | None:
     return "with --colocate the server drops its weights at each step, so all are pushed" if colocate else None
 
 
-def check_nodes(cfg: TrainConfig) -> None:
-    """ConfigError for a loopback address among --server_urls if ranks are on several machines. Collective."""
-    loopback = [url for url in cfg.server_urls if urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")]
-    spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    network = (
-        [spaces[0].read_text(encoding="utf-8"), os.readlink(spaces[1])] if spaces[1].exists() else None
-    )  # who shares a loopback
-    ranks = gather_objects((network, socket.gethostname()))
-    if cfg.generator == "vllm" and loopback and any(network != ranks[0][0] for network, _ in ranks):
-        other = next(rank for rank, (network, _) in enumerate(ranks) if network != ranks[0][0])
-        raise ConfigError(
-            f"--server_urls={loopback[0]} is each machine's own address, and there are several: rank 0 is on "
-            f"{ranks[0][1]}, rank {other} on {ranks[other][1]}. Start the server with --host ADDRESS and a token, and "
-            "give --server_urls http://ADDRESS:PORT."
-        )
-
-
 def check_servers(client, config, window: int) -> None:
     """Do the servers serve the model that is trained, with room for prompt and completion? Raises ValueError."""
     ours = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
@@ -473,7 +449,7 @@ def check_window(config, cfg: TrainConfig) -> None:
     )
     if any(own.rollout != "single_turn" for own in cfg.by_domain()):
         raise ConfigError(f"{said}.")
-    limits.say_once(f"{said}, or some completions end at the window.")
+    calls.say_once(f"{said}, or some completions end at the window.")
 
 
 # Some of transformers' conversions turn a tensor that has not the model's shape, such as experts of Qwen3-VL's
@@ -584,84 +560,20 @@ def check_finite(model: torch.nn.Module, model_id: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def whole_shapes(module: nn.Module) -> Iterator[None]:
-    """Parameters show their whole shapes, without values: under FSDP1 they are flat pieces otherwise (FSDP2's tell
-    their whole shape themselves). They stay the same objects, so an optimizer made within holds the right ones."""
-    handles = (unit._handle for unit in FSDP.fsdp_modules(module)) if isinstance(module, FSDP) else ()
-    flat = [handle.flat_param for handle in handles if handle is not None]
-    shapes = {p: shape for f in flat for p, shape in zip(f._params, f._shapes, strict=True)}
-    held = {p: p.data for p in shapes}
-    for p, shape in shapes.items():
-        p.data = p.data.new_empty(()).expand(shape)  # one number, whatever the shape
-    try:
-        yield
-    finally:
-        for p, data in held.items():
-            p.data = data
-
-
-def build_optimizer(make: Callable, module: nn.Module, cfg: TrainConfig, unsharded: Callable, clean: Callable):
-    """make(module, cfg), if it trains the same under every --strategy; ConfigError if not.
-
-    unsharded: () -> the module as no strategy has wrapped it, without values. clean: a parameter's name -> the one that
-    it has whatever wraps it.
-    """
-    with whole_shapes(module):
-        optimizer = make(module, cfg)
-    if "closure" not in inspect.signature(plain_step := optimizer.step).parameters:
-        optimizer.step = lambda closure=None: plain_step()  # torch loads a checkpoint by step(closure=None)
-    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    if empty := [n for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
-        name = optimizer.param_groups[empty[0]].get("name", empty[0])
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for a group without parameters, and for what would never change."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if empty := [group.get("name", n) for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
         raise ConfigError(
-            f"make_optimizer: the group {name!r} has no parameters under --strategy {cfg.strategy}. Names differ with "
-            f"what wraps the model: compare clean_name(name), here such as "
-            f"{clean(next(iter(module.named_parameters()))[0])!r}; or leave the group out."
+            f"make_optimizer: the group {empty[0]!r} has no parameters. Names differ with what wraps the model: "
+            "compare clean_name(name), which does not; or leave the group out."
         )
-    trained = {clean(name): p for name, p in module.named_parameters() if p.requires_grad}
-    if lost := [name for name, p in trained.items() if p not in groups]:
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    if lost := [name for name, p in module.named_parameters() if p.requires_grad and p not in held]:
         raise ConfigError(
             f"make_optimizer: {len(lost)} of {len(trained)} trained parameters are in no group, first {lost[0]!r}: "
             "they would never change. Put them into one, or freeze them: requires_grad_(False) in load_hf_model."
         )
-    if len(optimizer.param_groups) > 1 and not (cfg.strategy == "ddp" and world_size() == 1):
-        alone, made = unsharded(), {}
-        for owner in alone.modules():  # parameters of one number each, on a CPU: optimizers refuse the meta device
-            for key, p in owner.named_parameters(recurse=False):
-                data = torch.empty((), dtype=p.dtype).expand(p.shape)
-                owner._parameters[key] = made.setdefault(p, _like(p, data))  # tied weights stay one
-        wanted = {p: n for n, group in enumerate(make(alone, cfg).param_groups) for p in group["params"]}
-        for name, p in alone.named_parameters():
-            if p in wanted and (found := groups.get(trained.get(clean(name)))) != wanted[p]:
-                raise ConfigError(
-                    f"make_optimizer: {clean(name)!r} is in group {found} under --strategy {cfg.strategy} with "
-                    f"{world_size()} ranks, and in group {wanted[p]} without sharding. Names differ with what wraps "
-                    "the model: compare clean_name(name), which does not."
-                )
-    return optimizer
-
-
-def check_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError, on every rank, if what the optimizer keeps could not be saved: after the first update, not at the
-    first checkpoint. FSDP1 stores the state of a unit's weights together, so all need the same. Collective."""
-    error, others = None, [*vars(optimizer).values()]
-    others += [part for value in others if isinstance(value, list | tuple) for part in value]
-    if not optimizer.state and any(isinstance(part, torch.optim.Optimizer) for part in others):
-        name = type(optimizer).__name__
-        error = RuntimeError(
-            f"the optimizer {name} keeps nothing in `state`, and holds other optimizers, whose state is not saved: "
-            f"keep it in {name}.state, by parameter, as one optimizer does."
-        )
-    for unit in FSDP.fsdp_modules(module) if isinstance(module, FSDP) else ():
-        held = unit._handle.flat_param._params if unit._handle is not None else ()
-        kept = {tuple(sorted(optimizer.state.get(p, {}))) for p in held if p.numel() and p.requires_grad}
-        if len(kept) > 1:
-            error = RuntimeError(
-                f"the optimizer keeps different things for weights of one layer ({' and '.join(map(str, kept))}): "
-                "--strategy fsdp cannot save that. Use --strategy fsdp2 or ddp, or one kind of state for all."
-            )
-    raise_together(error, "Looking at the optimizer's state")
 
 
 def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, images: bool = False) -> None:
@@ -719,90 +631,13 @@ def explain_interrupt() -> int:
     return 130
 
 
-LATER = 1.5  # times --dist_timeout: torch's own limit, after ours. NCCL's ends the process from C++, without a word
-
-
-def watch_ranks(timeout: float) -> None:
-    """From now on, if a collective waits for `timeout` seconds, this process ends and names the ranks it waited for.
-
-    A thread of each rank writes into the store how many collectives of each group the rank has begun, and where it
-    stands. A rank that has begun none for so long, and is ahead of others in a group, waits for those. Time counts in
-    beats, so that a process which was stopped for a while does not take that for waiting.
-    """
-    store, rank = dist.distributed_c10d._get_default_store().clone(), dist.get_rank()  # a connection of its own
-    keys, beat = [f"watch_ranks/{number}" for number in range(world_size())], min(timeout / 10, 10.0)
-
-    def say() -> dict[str, int]:
-        begun = collectives_begun()
-        about = dict(begun=begun, at=where_main_stands(), host=socket.gethostname(), time=time.time())
-        store.set(keys[rank], json.dumps(about))
-        return begun
-
-    def watch(begun: dict[str, int]) -> None:
-        still = 0.0
-        with contextlib.suppress(dist.DistError):  # the store is gone, with the process that held it
-            while True:
-                time.sleep(beat)
-                before, begun = begun, say()
-                still = still + beat if begun == before else 0.0
-                late = waited_for(rank, [*map(json.loads, store.multi_get(keys))], beat) if still >= timeout else ""
-                if late:
-                    where = f"[rank {rank}] waited {timeout:g} s (--dist_timeout) in {where_main_stands()} for {late}. "
-                    remedy = "If that may take so long, raise --dist_timeout. --resume --run_name NAME continues from "
-                    limits.leave(1, f"{where}{remedy}the last checkpoint.")
-
-    threading.Thread(target=watch, args=(say(),), name="watch ranks", daemon=True).start()
-
-
-def waited_for(rank: int, ranks: list[dict], beat: float) -> str:
-    """Whom `rank` waits for; empty if it is ahead of nobody. ranks: what each said last, see `watch_ranks`.
-
-    If A waits in one group for B, which waits in another for C, it is C.
-    """
-    counts = defaultdict(list)  # of each group
-    for said in ranks:
-        for group, count in said["begun"].items():
-            counts[group].append(count)
-    ahead, behind = (
-        [any(count != worst(counts[group]) for group, count in said["begun"].items()) for said in ranks]
-        for worst in (min, max)
-    )
-    late = [number for number in range(len(ranks)) if behind[number]]
-    late = [number for number in late if not ahead[number]] or late
-    words = []
-    for number in late[:4] if ahead[rank] else ():
-        words.append(f"rank {number} on {ranks[number]['host']}, in {ranks[number]['at']}")
-        if (silent := time.time() - ranks[number]["time"]) > 3 * beat:
-            words[-1] += f" when it was last heard of {silent:.0f} s ago"
-    return "; ".join(words) + f" and {len(late) - 4} more" * bool(words and late[4:])
-
-
-def collectives_begun() -> dict[str, int]:
-    """Of each process group that this rank is in, by torch's name of it."""
-    counts = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
-        backends = {group._get_backend(device) for device in group._device_types}
-        counts[group.group_name] = sum(backend._get_sequence_number_for_group() for backend in backends)
-    return counts
-
-
-def where_main_stands() -> str:
-    """The main thread's innermost call that is neither Python's nor an installed package's; what runs beside it."""
-    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    foreign = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<"
-    own = [frame for frame in stack if not frame.filename.startswith(foreign)] or stack
-    running = [call.name for call in list(limits.RUNNING.values()) if call.given_up is None and not call.rollout]
-    beside = f" (runs: {limits.counted(running)})" if running else ""
-    return f"{own[-1].name}, {Path(own[-1].filename).name}:{own[-1].lineno}{beside}"
-
-
-def watch_process() -> None:
-    """Limits, Ctrl-C and SIGTERM hold for this process from now on, whatever it does. torchrun sends a SIGTERM to all
-    ranks when one has ended, and the system does when torchrun was killed."""
+def prepare_process() -> None:
+    """Of a training process, before anything else."""
     sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show must not end the run
-    open_files.allow_many()
-    why = f"torchrun does so when another rank has ended, which its report names, or it was killed. {RANK_KILLED}"
-    limits.watch_process(why if "RANK" in os.environ else "")
+    faulthandler.enable(all_threads=False)  # a crash in C says where it was
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1,024; each request under way is an open file
+    with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
 
 
 def end_process(status: int, clean_up: Callable[[], None] = lambda: None) -> NoReturn:
@@ -812,13 +647,10 @@ def end_process(status: int, clean_up: Callable[[], None] = lambda: None) -> NoR
     GIL, which such a thread may want too: it lets go of Python objects of the backward pass whose all-reduce it ran.
     """
     try:
-        for each in (clean_up, *limits.AT_END):
+        for each in (clean_up, *calls.AT_END):
             each()
     except Exception:  # a report that cannot be written must not hide why the run failed, nor keep it alive
         traceback.print_exc()
         status = status or 1
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # a file on a disk that is full
-                stream.flush()
-        limits.leave(status)
+        calls.leave(status)

@@ -24,7 +24,7 @@ from batch import (
     whiten,
 )
 from config import TrainConfig
-from safety.limits import warn_once
+from safety.calls import warn_once
 
 
 def normalised_beforehand(cfg: TrainConfig) -> bool:

@@ -17,7 +17,7 @@ import utils
 from config import ConfigError, TrainConfig, known_name
 from inputs.trajectory import stands_in
 from plugins import function_path
-from safety.limits import say_once, warn_once
+from safety.calls import say_once, warn_once
 
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
 # Of Batch, if a function asks.

@@ -30,7 +30,7 @@ from envs.mcp_tools import get_tools
 from envs.tools import Toolbox, from_function, instructions, model_tool
 from inputs.parts import parts_of, text_of_parts
 from plugins import function_path, load_function, require, with_arguments
-from safety.limits import to_thread
+from safety.calls import to_thread
 from safety.sandbox import check_contained
 
 # gymnasium and textarena, optional packages, are imported where their environments are made.

@@ -15,8 +15,8 @@ from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_p
 from inputs.prompts import is_vision
 from inputs.special_tokens import clean, each_text
 from inputs.trajectory import TrajectoryError
-from safety import values
-from safety.limits import run_limited, start_thread, warn_once
+from safety import calls
+from safety.calls import run_limited, start_thread, unread, warn_once
 
 _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody plays at the moment
 
@@ -56,7 +56,7 @@ async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> 
     if reusable and getattr(environment, "pooled", False):
         _IDLE.setdefault(kind_of(row, cfg), []).append(environment)
         return
-    outcome = await run_limited(environment.close, {}, cfg.tool_timeout, values.unread)
+    outcome = await run_limited(environment.close, {}, cfg.tool_timeout, unread)
     if outcome is None or outcome[1] is not None:
         fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
         what = f"{name_of(environment)}.close()"
@@ -67,15 +67,15 @@ async def call_environment(environment, method: str, of: dict, cfg: TrainConfig,
     """environment.METHOD within its time; TrajectoryError naming it and the row, `of`, if it fails or is late."""
     seconds = (method == "step" and environment.step_timeout) or cfg.tool_timeout
     what = f"{name_of(environment)}.{method}()"
-    read = {"step": values.step, "score": values.number, "state": values.state, "metrics": values.info_of}
-    return await limited(getattr(environment, method), arguments, seconds, what, of, read.get(method, values.plain))
+    read = {"step": calls.step, "score": calls.number, "state": calls.state, "metrics": calls.plain}
+    return await limited(getattr(environment, method), arguments, seconds, what, of, read.get(method, calls.plain))
 
 
-async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=values.unread):
+async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=unread):
     outcome = await run_limited(function, arguments, seconds, read)
     if outcome is None:
         raise TrajectoryError(f"{what} took over {seconds:g} s (--tool_timeout)", row)
-    if isinstance(outcome[1], values.UnusableResult):
+    if isinstance(outcome[1], calls.UnusableResult):
         raise TrajectoryError(f"{what} {outcome[1]}", row) from outcome[1]
     if outcome[1] is not None:
         raise TrajectoryError(f"{what} raised {shorten(outcome[1], 500)}", row) from outcome[1]

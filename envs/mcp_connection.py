@@ -18,7 +18,7 @@ from pathlib import Path
 from inputs.parts import text_part
 from inputs.pictures import PictureError, open_image, read_image
 from safety import secrets
-from safety.limits import to_thread
+from safety.calls import to_thread
 
 # The MCP SDK and what comes with it take a second, and are imported by connections.
 

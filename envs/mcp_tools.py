@@ -42,7 +42,7 @@ from envs.mcp_connection import (
 from envs.tools import Tool, named_tools
 from plugins import require
 from safety import secrets
-from safety.limits import AT_END, start_thread
+from safety.calls import AT_END, start_thread
 
 __all__ = ["TrajectoryServers", "close_all", "connect", "log_file", "log_to"]
 

@@ -36,10 +36,9 @@ from inputs.pictures import data_url
 from inputs.special_tokens import clean, each_text
 from plugins import function_path, load_function
 from safety import http
-from safety.limits import run_limited, time_limit, to_thread, warn_once
+from safety.calls import UnusableResult, run_limited, time_limit, to_thread, unread, warn_once
 from safety.sandbox import run_python
 from safety.storable import text_of
-from safety.values import UnusableResult, unread
 
 # transformers takes seconds, jsonschema and pydantic only tools need: they are imported where a tool is made or called.
 

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError, TrainConfig
 from inputs.backbone import experts_of
-from safety.limits import say_once
+from safety.calls import say_once
 
 # PEFT imports bitsandbytes where it is installed, which then warns of an optional kernel for CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder
 import utils
 from config import ConfigError, TrainConfig
 from inputs.backbone import experts_of, text_model
-from safety.limits import warn_once
+from safety.calls import warn_once
 
 
 def routers_of(model: nn.Module) -> dict[nn.Module, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from config import TrainConfig
 from data import shorten
-from safety import values
+from safety.calls import LARGEST
 from serving.wire import ABOVE_ZERO
 
 
@@ -144,8 +144,8 @@ def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, s
     if wrong:
         remedy = "Give the log-probabilities of Completion.logprobs, finite and at most 0, for all sampled tokens."
         return f"logprobs have {wrong[0]:g} for a sampled token", remedy
-    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= values.LARGEST]:
-        remedy = f"Rewards are finite, from -{values.LARGEST:g} to {values.LARGEST:g}."
+    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= LARGEST]:
+        remedy = f"Rewards are finite, from -{LARGEST:g} to {LARGEST:g}."
         return f"token_rewards have {wrong[0]:g}", remedy
     if t.finish_reason not in ("stop", "length"):
         remedy = "'stop', or 'length' where a limit cut it: see Completion."

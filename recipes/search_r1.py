@@ -11,7 +11,7 @@ from published import published
 
 from rewards import completion_text
 from safety import http
-from safety.limits import time_limit
+from safety.calls import time_limit
 from scoring.text import squad_em, tagged
 
 ASK = "Answer the question. What you do not know, look up: write <search>words</search>, and you are shown what is "

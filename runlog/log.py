@@ -45,7 +45,7 @@ from plugins import require
 from runlog import tokens
 from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
 from runlog.trackers import check_trackers, open_trackers
-from safety import limits, secrets
+from safety import secrets
 from safety.storable import calls_in, column, jsonable, storable, text_of, visible
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
@@ -324,7 +324,6 @@ class RunLog:
         self.under_way: list[tuple[Path, futures.Future]] = []  # files that are being written
         self.console = Console(highlight=False, soft_wrap=True)
         OPEN.append(self)
-        limits.LAST_WORDS.append(self._stopped)
 
     def _tell(self, **changes) -> None:
         """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
@@ -336,9 +335,6 @@ class RunLog:
     def _say(self, text: str, **how) -> None:
         with contextlib.suppress(OSError):  # the terminal has gone
             self.console.print(text, markup=False, **how)
-
-    def _stopped(self, message: str) -> None:
-        self._tell(state="interrupted", why=self._reason(message))
 
     def _reason(self, text: str) -> str:
         """The first line of a message, without secrets."""
@@ -490,7 +486,6 @@ class RunLog:
         if self.lines.closed:
             return
         OPEN.remove(self)
-        limits.LAST_WORDS.remove(self._stopped)
         try:
             self.written()
         except Exception as error:

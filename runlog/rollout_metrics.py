@@ -14,8 +14,8 @@ from config import TrainConfig
 from data import shorten
 from inputs.trajectory import RowPictureError, Trajectory, is_scored, stands_in
 from rollouts import any_number
+from safety.calls import warn_once
 from safety.http import origin
-from safety.limits import warn_once
 from safety.storable import calls_in
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from inputs.parts import transcript
 from safety import http, secrets
-from safety.limits import start_thread, warn_once
+from safety.calls import start_thread, warn_once
 from scoring.text import completion_text
 
 TEMPLATE = """Judge an answer.

@@ -8,7 +8,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-from safety.limits import warn_once
+from safety.calls import warn_once
 from safety.sandbox import OUTPUT_LIMIT, SandboxError, run_python, run_tests
 from scoring.text import completion_text, python_of
 

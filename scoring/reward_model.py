@@ -16,7 +16,7 @@ from cli import shorten
 from inputs.processor import check_missing
 from inputs.prompts import as_template_takes, prompt_messages
 from safety import http, secrets
-from safety.limits import say_once
+from safety.calls import say_once
 
 # torch and transformers are imported where a model is loaded: one that is served needs no torch.
 

@@ -1,4 +1,4 @@
-"""Scorers that run in processes of their own (safety/workers.py): libraries that may never end, on a model's text."""
+"""Scorers that run in processes of their own (safety/calls.py): libraries that may never end, on a model's text."""
 
 import logging
 import re

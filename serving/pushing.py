@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import torch
 
 from safety import addresses
-from safety.limits import warn_once
+from safety.calls import warn_once
 from serving import shared, wire
 from serving.changes import Changes
 from serving.rendezvous import Rendezvous

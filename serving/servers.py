@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from cli import ConfigError
 from safety import addresses, asking, credentials, open_files
-from safety.limits import warn_once
+from safety.calls import warn_once
 from serving.wire import in_thread
 
 MOST_BYTES = 1 << 26  # of an answer, beside the sampled tokens that were asked for and their experts

@@ -13,7 +13,7 @@ from test_scoring import FOLLOWED
 
 from envs.tools import Tool, parse_harmony, parse_hermes, parse_tags, parse_xml
 from rewards import REWARDS, code_tests
-from safety.workers import ITEM_TIMEOUT
+from safety.calls import ITEM_TIMEOUT
 from scoring.instructions import INSTRUCTIONS, bullets, has_title, is_json, placeholders
 from scoring.text import fenced, normalise, python_of, without_long_runs
 

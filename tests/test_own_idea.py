@@ -21,7 +21,7 @@ from algorithms import advantages, checks
 from config import PRESETS, ConfigError, TrainConfig, load_config, public_config
 from hf_generator import HFGenerator
 from rollouts import RolloutError, Trajectory
-from safety.limits import say_once
+from safety.calls import say_once
 from serving import answers
 from vllm_client import Completion
 

@@ -19,7 +19,7 @@ import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from inputs import balance, packing, routing
-from safety.limits import say_once
+from safety.calls import say_once
 from serving import experts
 from vllm_client import Completion
 

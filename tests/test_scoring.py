@@ -20,7 +20,7 @@ from data import load_rows
 from plugins import load_function
 from rewards import REWARDS, code_tests
 from safety import sandbox
-from safety.workers import WorkerPool
+from safety.calls import WorkerPool
 from scoring.instructions import instructions
 from scoring.reward_model import reward_model
 

@@ -123,7 +123,7 @@ def test_the_system_prompt_stays_beside_tools(template):
 
 def test_thinking_of_earlier_turns_stays(caplog, monkeypatch):
     """Qwen3's template takes it out of what came before; the model saw it, so it is trained on."""
-    monkeypatch.setattr("safety.limits._WARNED", set())  # another test may have been warned of it
+    monkeypatch.setattr("safety.calls._WARNED", set())  # another test may have been warned of it
     tokenizer, cfg = tokenizer_of("qwen3"), config()
     turns = [f"<think>\nHm.\n</think>\n\n{CALL}", "It is 5."]
     t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, turns), cfg))
