@@ -15,9 +15,9 @@ import jinja2
 import jinja2.meta
 from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from safety.limits import say_once
 
 from config import ConfigError
+from safety.calls import say_once
 
 # transformers and torch take seconds: they are imported where they are needed.
 
