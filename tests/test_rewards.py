@@ -364,7 +364,7 @@ def test_kinds_of_numbers(values):
         ([1.0], "1 values for 2 completions"),
         ([1.0, 2.0, 3.0], "3 values for 2 completions"),
         (None, "returned None"),
-        ({1.0, 0.5}, "a set, which has no order"),
+        ({1.0, 0.5}, "a set"),
         ([1.0, "nan"], "for completion 1: text is not a number"),
         ([1.0, math.nan], "for completion 1: a reward must be finite"),
         ([1.0, {"a": math.inf}], "for completion 1"),
