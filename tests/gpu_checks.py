@@ -125,7 +125,7 @@ def advantages(machine: Machine) -> str:
 
 
 def losses(machine: Machine) -> str:
-    from gradient_worker import MODES, SETTINGS
+    from ragged import MODES, SETTINGS
     from test_device import logprobs_of, script, settings
 
     def loss(name, cfg, batch) -> list:
@@ -285,7 +285,7 @@ def one_process(machine: Machine) -> str:
 
 
 def every_loss(machine: Machine) -> str:
-    import gradient_worker as worker
+    import ragged as worker
     from test_device import script
 
     from config import TrainConfig
@@ -298,7 +298,7 @@ def every_loss(machine: Machine) -> str:
         made = worker.all_gradients(cfg, 0, 1, machine.device)
         for (*case, cut), gradient in made.items():
             if cut != "one":
-                largest[f"{case[1]}, {case[2]}, {cut}{', LoRA' * use_peft}"] = difference(gradient, made[*case, "one"])
+                largest[f"{case[0]}, {case[1]}, {cut}{', LoRA' * use_peft}"] = difference(gradient, made[*case, "one"])
     return within(largest, machine.near, "gradients, each of a loss cut otherwise than in one pass")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import gradient_worker  # noqa: E402
+import ragged  # noqa: E402
 
 import utils  # noqa: E402
 from config import ConfigError  # noqa: E402
@@ -21,7 +21,7 @@ def main(path: str, out: str) -> None:
     script = importlib.util.module_from_spec(spec)
     sys.modules["edited"] = script
     spec.loader.exec_module(script)
-    script.load_hf_model = lambda cfg, dtype, config=None: gradient_worker.small_llama(cfg, dtype)
+    script.load_hf_model = lambda cfg, dtype, config=None: ragged.small_llama(cfg, dtype)
     rank, _, device = utils.init_distributed(60)
     found: dict = {}
     for strategy in ("ddp", "fsdp", "fsdp2"):

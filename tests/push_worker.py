@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from gradient_worker import settled  # noqa: E402
+from ragged import settled  # noqa: E402
 
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402

@@ -26,7 +26,7 @@ class RankError(RuntimeError):
     """A rank ended without an answer, or did not answer in time."""
 
 
-def on_ranks(n: int, function: Callable, *args, limit: float = 120) -> list:
+def on_ranks(n: int, function: Callable, *args, limit: float = 240) -> list:
     """[function(*args) of rank 0, of rank 1, ...]; the ranks are in one process group, as after `init_distributed`.
 
     An exception of a rank is raised here, with the rank's traceback as its cause. RankError names the ranks that ended

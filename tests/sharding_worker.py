@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.utils
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import gradient_worker  # noqa: E402
+import ragged  # noqa: E402
 
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
@@ -18,8 +18,8 @@ from config import TrainConfig, load_config  # noqa: E402
 
 
 def batch_of(rank: int, world: int, device: torch.device) -> script.Batch:
-    """The five groups of gradient_worker.py, dealt out: of four ranks the first has two, of eight three have none."""
-    rows = gradient_worker.trajectories()
+    """The five groups of ragged.py, dealt out: of four ranks the first has two, of eight three have none."""
+    rows = ragged.trajectories()
     batch = script.collate([t for t in rows if t.group % world == rank] or rows[:1], 0, device)
     if rank >= 5:
         batch.loss_mask = torch.zeros_like(batch.loss_mask)
@@ -30,14 +30,14 @@ def batch_of(rank: int, world: int, device: torch.device) -> script.Batch:
 def found(flags: list[str], rank: int, world: int, device: torch.device) -> dict:
     """Whole gradient by name, its norm, names of what a push sends, and how many graphs were compiled."""
     cfg = load_config(TrainConfig, ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", *flags])
-    original, script.load_hf_model = script.shard, gradient_worker.small_llama
+    original, script.load_hf_model = script.shard, ragged.small_llama
     script.shard = lambda policy, *rest, **more: (
-        gradient_worker.wake_adapters(policy),
+        ragged.wake_adapters(policy),
         original(policy, *rest, **more),
     )[1]
     policy, inner = script.load_policy(cfg, device)
-    script.shard, cfg = original, gradient_worker.settled(cfg, inner)
-    gradient = gradient_worker.gradients(policy, inner, batch_of(rank, world, device), cfg)
+    script.shard, cfg = original, ragged.settled(cfg, inner)
+    gradient = ragged.gradients(policy, inner, batch_of(rank, world, device), cfg)
     norm = script.clip_gradients(policy, 1e9)
     sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled

@@ -1,35 +1,26 @@
 """Environments of gymnasium, TextArena, TRL, veRL and verifiers, run as docs/environments.md says."""
 
 import asyncio
-import dataclasses
 import json
-import os
 import random
-import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import requests
 import tiny_vlms
 from PIL import Image
-from server_fixture import free_port, make_tiny
 from test_turns import Scripted, tokenizer_of
 
 import rewards
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_rows
-from envs.adapters import check_rows, environment_maker, get_environment, plain_text
-from envs.calls import put_away
+from envs.adapters import check_rows, environment_maker, get_environment
 from hf_generator import HFGenerator
-from plugins import load_function
-from rollouts import TrajectoryError, check_rollout, multi_turn, play
-from runlog.reading import read_metrics
-from safety import sandbox
+from rollouts import check_rollout, play
 from train_grpo import load_hf_model
 
 ROOT = Path(__file__).parent.parent
@@ -65,18 +56,6 @@ def test_gymnasium_takes_its_own_arguments():
     for wrong in ("4", "-1", "9" * 5000, "one", "²"):
         (message,), reward, _, info = act(lake, "step", f"<answer>{wrong}</answer>")
         assert (reward, info, lake.state()) == (-0.1, {"valid": 0.0}, 8) and len(message["content"]) < 150
-
-
-def test_gymnasium_drawings_have_no_terminal_codes():
-    taxi = get_environment("gymnasium?id=Taxi-v4")()
-    text = taxi.reset({}, 3)[0]["content"] + act(taxi, "step", "0")[0][0]["content"]
-    assert "\x1b" not in text and "[blue:R]" in text and "[magenta:Y]" in text and "[yellow: ]" in text
-    assert isinstance(taxi.state(), int) and taxi.state() != get_environment("gymnasium?id=Taxi-v4")().reset({}, 3)
-    one = "S\x1b[41mF\x1b[0mF \x1b[1;1H\x1b]0;title\x07\x1b[?25lG\x1b[38;5;196m\x1b[m\x1b"
-    assert plain_text(one) == "S[F]F G"
-    assert plain_text("\x1b[34;1mR\x1b[0m\x1b[35mG\x1b[39m\x1b[34;1m\x1b[43mB\x1b[0m\x1b[0m") == (
-        "[blue bold:R][magenta:G][blue bold yellow:B]".replace(" bold", "")
-    )
 
 
 BIG = """
@@ -158,21 +137,6 @@ for given in (Big, Small, Bits, Parts, ManyParts, MoreThanSaid, FourValues, OldR
 """
 
 
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ("sokoban?walls=2", r"walls=2\b.*from 0 to .3"),
-        ("sokoban?size=4", r"size=4\b.*at least 5"),
-        ("sokoban?size=5&boxes=5", r"boxes=5\b.*from 1 to 2"),
-        ("frozenlake?size=1", r"size=1\b.*at least 2"),
-        ("frozenlake?frozen=0", r"frozen=0\b.*above 0"),
-    ],
-)
-def test_games_refuse_sizes_of_which_no_level_can_be_made(spec, message):
-    with pytest.raises(ConfigError, match=f"--env {spec.split('?')[0]}.*{message}"):
-        started(spec)
-
-
 def test_gymnasium_refuses_at_start_what_cannot_work(tmp_path, monkeypatch):
     (tmp_path / "big_envs.py").write_text(BIG, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -203,25 +167,6 @@ def test_gymnasium_refuses_at_start_what_cannot_work(tmp_path, monkeypatch):
         encoding="utf-8",
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr and "It provides versioned" in done.stderr
-
-
-def test_gymnasium_shows_observations_whole(tmp_path, monkeypatch, caplog):
-    """Of several parts, too: every number is there, and none is called np.int64(4)."""
-    (tmp_path / "big_envs.py").write_text(BIG, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    parts = get_environment("gymnasium?id=big_envs:Parts-v0")()
-    text = parts.reset({}, 0)[0]["content"].split("\n", 1)[1]
-    assert text.startswith("map: [[0 1 2 3") and text.endswith("bag: (4)\ntold: Go on.")
-    assert len(re.findall(r"\d", text)) == 751 and "..." not in text
-    bits = get_environment("gymnasium?id=big_envs:Bits-v0")()
-    assert "1 0 1" in bits.reset({}, 0)[0]["content"]
-    more = get_environment("gymnasium?id=big_envs:MoreThanSaid-v0")()
-    more.reset({}, 0)
-    (message,), *_ = more.step("0")
-    assert len(re.findall(r"\d+", message["content"])) == 1500 and "..." not in message["content"]
-    seen = played("gymnasium?id=big_envs:MoreThanSaid-v0", ["0", "1"], max_turns=2, max_completion_length=9000)
-    assert " more characters)" in seen.info["turns"][0]["observation"][0]["content"]
-    assert "Gymnasium.step() gave a message over --max_tool_result 4000 characters" in caplog.text
 
 
 # ---- TextArena ------------------------------------------------------------------------------------------------------
@@ -259,7 +204,7 @@ def story(spec: str, seed: int, moves: list[str]) -> list:
     return told
 
 
-@pytest.mark.in_turn
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "game, moves",
     [
@@ -284,58 +229,6 @@ def test_textarena_keeps_its_seed_in_any_thread(game, moves):
     assert random.random() == expected
 
 
-INVALID = ["", "nonsense", "[1]", "[0 0]", "[up]", "[A 5]", "[99 99 99]", "[", "é", "[-1]", "[1 2 3 4]"]
-
-
-def test_textarena_goes_on_where_textarena_does(monkeypatch):
-    """Every game for one player, asked of the package: with the same moves, most of them invalid, it ends after the
-    same one, with the same reward, as when it is played without us, and always has something to say."""
-    import textarena
-    from textarena.envs.registration import ENV_REGISTRY
-
-    monkeypatch.setattr("nltk.download", lambda *args, **kwargs: False)  # no network: games of words are left out
-    played = 0
-    for game in (name for name in ENV_REGISTRY if name.endswith("-v0")):
-        try:
-            ours = get_environment(f"textarena?id={game}")()
-        except ConfigError:  # for several players, or not playable here
-            continue
-        random.seed(3)
-        plain = textarena.make(game)
-        random.seed(3)
-        plain.reset(num_players=1, seed=3)
-        theirs, done, number = random.getstate(), False, 0
-        assert ours.reset({}, 3)[0]["content"]
-        while not done and number < 2 * len(INVALID):
-            move, number = INVALID[number % len(INVALID)], number + 1
-            random.setstate(theirs)
-            plain.get_observation()
-            done, theirs = plain.step(move)[0], random.getstate()
-            answers, reward, ended, info = ours.step(move)
-            assert ended == done, (game, move)
-            assert done or answers[0]["content"].strip(), (game, move)
-            assert done or "nonsense" not in answers[0]["content"], (game, move)  # its own move is not said again
-        if done:
-            (given, notes), played = plain.close(), played + 1
-            # Where a game gives a text as its reward, TextArena's own reward of an invalid move stands.
-            assert reward == (-1.0 if isinstance(given[0], str) else given[0]), game
-            assert info["invalid"] == notes[0]["invalid_move"], game
-    assert played > 10
-
-
-def test_textarena_games_are_used_again():
-    make = get_environment("textarena?id=LightsOut-v0")
-    first = make()
-    first.reset({}, 1)
-    game, shown = first.game, first.reset({}, 2)
-    first.close()
-    second = make()
-    assert second.game is game and second.reset({}, 2) == shown
-    second.busy = True  # as while a step runs, which its time limit has given up
-    second.close()
-    assert make().game is not game
-
-
 def test_textarena_refuses_at_start_what_cannot_work():
     for game, message in (
         ("Wordel-v0", "no such game. Did you mean 'Wordle-v0'"),
@@ -349,33 +242,6 @@ def test_textarena_refuses_at_start_what_cannot_work():
     assert (
         "within 3 turns" in get_environment("textarena?id=GuessTheNumber-v0&max_turns=3")().reset({}, 1)[0]["content"]
     )
-
-
-def test_wordle_needs_word_lists(tmp_path):
-    """Without them one line says what to do; with them (here a few words) the seed chooses the word."""
-    nltk = tmp_path / "nltk_data"
-    code = "import rollouts, sys; sys.argv[1:] = ['--env', 'textarena?id=Wordle-v0', '--max_turns', '2'] + sys.argv[1:]"
-    command = [sys.executable, "-c", f"{code}; rollouts.main()"]
-    environment = os.environ | {"NLTK_DATA": str(nltk), "HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, encoding="utf-8")
-    assert done.returncode == 2 and "needs word lists of NLTK" in done.stderr and "Traceback" not in done.stderr
-    words = ["crane", "plant", "stone", "house", "table", "river", "cloud", "light"]
-    (nltk / "corpora" / "words").mkdir(parents=True)
-    for name in ("en", "en-basic"):
-        (nltk / "corpora" / "words" / name).write_text("\n".join(words) + "\n", encoding="utf-8")
-    tagger = nltk / "taggers" / "averaged_perceptron_tagger_eng"
-    tagger.mkdir(parents=True)
-    for part, content in (("weights", {}), ("tagdict", dict.fromkeys(words, "NN")), ("classes", ["NN"])):
-        (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(content), encoding="utf-8")
-    code = "from envs.adapters import get_environment as g; e = g('textarena?id=Wordle-v0')\n"
-    code += "for seed in (1, 1, 2, 3, 4, 5): w = e(); w.reset({}, seed); print('SECRET', w.game.state.game_state"
-    code += "['secret_word']); print('SAID', w.step('[crane]')[0])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, encoding="utf-8"
-    )
-    secrets = re.findall(r"SECRET (\w+)", done.stdout)
-    assert len(secrets) == 6 and secrets[0] == secrets[1] and len(set(secrets)) > 2, done.stdout + done.stderr
-    assert "C R A N E" in done.stdout and "You are Playing" not in done.stdout
 
 
 # ---- classes as TRL's environment_factory takes them ----------------------------------------------------------------
@@ -492,51 +358,6 @@ def test_async_methods_and_calls_in_order(trl):
     assert counter.count == 12 and counter.seen["seed"] == 8 and score(trajectory, "environment")["environment"] == 12
 
 
-def test_each_closes_in_a_thread_of_its_own(tmp_path):
-    """As many at once as end at once, and none keeps the program from its end: an executor has few threads, and an exit
-    waits for them."""
-    (tmp_path / "slow.py").write_text(
-        "import threading\n\n"
-        "class Slow:\n"
-        "    closed_in, all_there = [], threading.Barrier(40)\n\n"
-        "    def reset(self):\n        pass\n\n"
-        "    def close(self):\n"
-        "        self.all_there.wait(10)\n"
-        "        self.closed_in.append(threading.current_thread())\n",
-        encoding="utf-8",
-    )
-    cfg = TrainConfig(env=f"{tmp_path}/slow.py:Slow", reward_funcs=["length"])
-    environments = [environment_maker(cfg)() for _ in range(40)]
-
-    async def end():
-        await asyncio.gather(*(put_away(environment, {}, False, cfg) for environment in environments))
-
-    asyncio.run(end())
-    threads = type(environments[0].inner).closed_in
-    assert len(set(threads)) == 40 and all(thread.daemon for thread in threads)
-
-
-def test_methods_that_run_a_models_code_are_looked_at(tmp_path, monkeypatch):
-    (tmp_path / "runs.py").write_text(
-        "class Runs:\n    def reset(self):\n        pass\n\n"
-        "    def run(self, code: str):\n"
-        '        """Runs it.\n\n        Args:\n            code: what\n        """\n\n'
-        "    run.executes_code = True\n",
-        encoding="utf-8",
-    )
-    monkeypatch.setattr(sandbox, "why_not_contained", lambda: "there is no bubblewrap")
-    with pytest.raises(ConfigError, match="run would run code that the model writes"):
-        get_environment(f"{tmp_path}/runs.py:Runs", TrainConfig())
-    get_environment(f"{tmp_path}/runs.py:Runs", TrainConfig(allow_uncontained=True))
-
-
-@pytest.mark.parametrize("name, start", [("make_counter", 3), ("five", 5)])
-def test_factories_that_are_no_classes(trl, name, start):
-    trajectory = played(f"{trl}:{name}", [INCREMENT, "Done."])
-    assert trajectory.info["object"].count == start + 4
-    assert sorted(environment_maker(TrainConfig(env=f"{trl}:{name}"))().methods) == ["double", "increment"]
-
-
 def test_environments_chosen_by_a_column(trl):
     settings = dict(reward_funcs=["environment", f"{trl}:seen_environments"])
     for name, start in (("counter", 0), ("five", 5), ("made", 7)):
@@ -565,26 +386,6 @@ def test_mistakes_in_factories(trl):
             started(f"{trl}:{name}")
     with pytest.raises(ConfigError, match="answers text itself and brings its own tools"):
         started("frozenlake", tools=["calculator"])
-
-
-def test_an_error_names_the_class_that_was_given(tmp_path):
-    (tmp_path / "task.py").write_text(
-        "class Client:\n    def reset(self, **row):\n        raise OSError('refused')\n", encoding="utf-8"
-    )
-    with pytest.raises(TrajectoryError, match=r"Client.reset\(\) raised OSError\('refused'\)"):
-        played(f"{tmp_path}/task.py:Client", ["Done."], reward_funcs=["length"])
-
-
-def test_a_reward_that_does_not_count_is_said(trl, caplog):
-    started(f"{trl}:Counter", reward_funcs=["length"])
-    assert "get_reward() of Counter does not count; name `environment` among --reward_funcs" in caplog.text
-
-
-@pytest.mark.parametrize("word, expected", [("none", None), ("yes", 1.0)])
-def test_a_reward_of_none_does_not_apply(trl, word, expected):
-    trajectory = played(f"{trl}:Sometimes", ["Done."], {"word": word})
-    value = score(trajectory, "environment")["environment"]
-    assert (None if value != value else value) == expected and trajectory.info["unrewarded"] == (expected is None)
 
 
 def test_methods_and_tools_together(trl, tmp_path):
@@ -661,191 +462,7 @@ def test_a_prompt_with_pictures_of_the_environment(tmp_path):
     assert words.reset({"prompt": "Look."}, 0)[-1]["content"] == "Look. What colour is it?"
 
 
-def test_trained_with_a_dict_of_environments(trl, tmp_path):
-    """Rewards may ask for `environments` of ours, too; both kinds of rows stand in one step."""
-    rows = [{"environment": name} for name in ("counter", "plain", "five", "made")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    settings = dict(
-        model_id=str(make_tiny()),
-        generator="hf",
-        compute_dtype="float32",
-        prompts_per_step=4,
-        num_generations=2,
-        max_completion_length=30,
-        max_steps=1,
-        output_dir=str(tmp_path),
-    )
-    names = ["environment", f"{trl}:seen_environments"]
-    chosen = dict(env=f"{trl}:FACTORIES", tools=["calculator"], dataset_id=f"{tmp_path}/rows.jsonl")
-    script.train(TrainConfig(**settings, **chosen, reward_funcs=names, run_name="dict"))
-    (line,) = [line for line in read_metrics(tmp_path / "dict") if "reward" in line]
-    assert line["rewards/environment/mean"] == pytest.approx((0 + 5 + 7) / 3)  # no call: where each began
-    assert line["rewards/seen_environments/mean"] == pytest.approx(3 / 4) and line["unrewarded"] == 0
-    script.train(TrainConfig(**settings, env="frozenlake", reward_funcs=names, run_name="ours"))
-    (line,) = [line for line in read_metrics(tmp_path / "ours") if "reward" in line]
-    assert line["rewards/seen_environments/mean"] == 0
-
-
 # ---- veRL's interactions, verifiers' environments: the files in docs/environments.md --------------------------------
-
-
-def bridge(name: str, folder: Path) -> str:
-    """A file as docs/environments.md has it."""
-    (code,) = re.findall(
-        rf"```python\n(# {name}\n.*?)```", (ROOT / "docs" / "environments.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    (folder / name).write_text(code, encoding="utf-8")
-    return str(folder / name)
-
-
-INTERACTION = '''
-class MyInteraction:
-    """Called as veRL calls one: async, an id for each trajectory, the conversation so far."""
-
-    def __init__(self, config):
-        self.name, self.open = config["name"], {}
-
-    async def start_interaction(self, instance_id=None, ground_truth=None, **kwargs):
-        instance_id = instance_id or f"id {len(self.open)}"
-        self.open[instance_id] = {"truth": ground_truth, "tries": 0}
-        return instance_id
-
-    async def generate_response(self, instance_id, messages, **kwargs):
-        self.open[instance_id]["tries"] += 1
-        assert len(messages) == 2 * self.open[instance_id]["tries"]
-        score = await self.calculate_score(instance_id, messages[-1]["content"])
-        return score == 1.0, "Right." if score else "No. Try again.", score, {"tries": 1}
-
-    async def calculate_score(self, instance_id, said):
-        return float(self.open[instance_id]["truth"] in said)
-
-    async def finalize_interaction(self, instance_id, **kwargs):
-        del self.open[instance_id]
-'''
-
-
-def test_an_interaction_of_verl(tmp_path, monkeypatch):
-    (tmp_path / "my_interaction.py").write_text(INTERACTION, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    spec = f"{bridge('from_verl.py', tmp_path)}:FromVeRL"
-    prompt = [{"role": "user", "content": "What is 6 * 7?"}]
-    row = {"prompt": prompt, "extra_info": {"interaction_kwargs": {"name": "mine", "ground_truth": "42"}}}
-    trajectory = played(spec, ["41", "It is 42."], row)
-    assert [turn["reward"] for turn in trajectory.info["turns"]] == [0.0, 1.0] and trajectory.turns == 2
-    assert trajectory.info["turns"][0]["observation"] == [{"role": "user", "content": "No. Try again."}]
-    environment = get_environment(spec)()
-    act(environment, "close")  # nothing begun
-    act(environment, "reset", row, 0)
-    interaction = sys.modules[type(environment).__module__].interaction
-    assert environment.id in interaction.open
-    act(environment, "close")
-    assert environment.id not in interaction.open
-
-
-OPENENV = '''
-import sys
-import uvicorn
-from fastmcp import FastMCP
-from openenv.core.env_server import Environment, create_app
-from openenv.core.env_server.mcp_environment import MCPEnvironment
-from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
-from openenv.core.env_server.types import Action, Observation, State
-from openenv.core.tools.local_python_executor import PyExecutor
-
-
-class CodeAction(Action):
-    code: str
-
-
-class CodeObservation(Observation):
-    stdout: str = ""
-    stderr: str = ""
-
-
-class Coding(Environment):
-    """As coding_env: it keeps what the code defines, and its server admits one session."""
-
-    state = State()
-
-    def reset(self, **kwargs):
-        self.executor = PyExecutor()
-        return CodeObservation()
-
-    def step(self, action, **kwargs):
-        result = self.executor.run(action.code)
-        return CodeObservation(stdout=result.stdout, stderr=result.stderr, reward=0.1 - result.exit_code)
-
-
-def echo_message(message: str) -> str:
-    return message
-
-
-class Echo(MCPEnvironment):
-    """As echo_env: its actions are tools of MCP."""
-
-    SUPPORTS_CONCURRENT_SESSIONS, state = True, State()
-
-    def __init__(self):
-        tools = FastMCP("echo")
-        tools.tool(echo_message)
-        super().__init__(tools)
-
-    def reset(self, **kwargs):
-        return Observation()
-
-    def _step_impl(self, action, **kwargs):
-        return Observation()
-
-
-apps = {
-    "coding": lambda: create_app(Coding, CodeAction, CodeObservation, env_name="coding"),
-    "echo": lambda: create_app(Echo, CallToolAction, CallToolObservation, env_name="echo", max_concurrent_envs=16),
-}
-uvicorn.run(apps[sys.argv[1]](), host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
-'''
-
-
-def test_environments_of_openenv(tmp_path, monkeypatch):
-    """Real servers of OpenEnv, the file in the docs, and more trajectories at once than a server admits sessions."""
-    for name in ("openenv", "fastmcp", "smolagents"):
-        pytest.importorskip(name)
-    (tmp_path / "serve.py").write_text(OPENENV, encoding="utf-8")
-    ports = {name: free_port() for name in ("coding", "echo")}
-    servers = [subprocess.Popen([sys.executable, tmp_path / "serve.py", name, str(p)]) for name, p in ports.items()]
-    monkeypatch.setenv("CODING_URLS", f"http://127.0.0.1:{ports['coding']}")
-    monkeypatch.setenv("ECHO_URL", f"http://127.0.0.1:{ports['echo']}")
-    path = bridge("from_openenv.py", tmp_path)
-    settings = dict(env=f"{path}:FACTORIES", reward_funcs=[f"{path}:last_reward"], max_completion_length=2000)
-    cfg = TrainConfig(**settings, max_prompt_length=2000, num_generations=4, tool_timeout=30)
-    try:
-        for name, port in ports.items():
-            deadline = time.monotonic() + 60
-            while not answers(f"http://127.0.0.1:{port}/health"):
-                assert time.monotonic() < deadline, f"the OpenEnv server {name} is not there after 60 s"
-                time.sleep(0.2)
-        for name, tool, arguments, said, reward in (
-            ("coding", "run", {"code": "x = 41\nprint(x + 1)"}, "42\n", 0.1),
-            ("coding", "run", {"code": "import os"}, "Import of os is not allowed", -0.9),
-            ("echo", "echo", {"message": "hello"}, "hello", 1.0),
-        ):
-            call = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
-            rows = [{"prompt": f"{said} {number}", "environment": name} for number in range(3)]
-
-            class EachForItself(Scripted):
-                async def generate(self, sent, call=call, **options):
-                    says = [call] if "<tool_response>" not in self.tokenizer.decode(sent) else ["Done."]
-                    return await Scripted(self.tokenizer, says).generate(sent, **options)
-
-            trajectories = asyncio.run(multi_turn(rows, EachForItself(tokenizer_of("qwen2_5"), []), cfg))
-            asyncio.run(rewards.score(trajectories, rewards.get_reward_functions(cfg), cfg))
-            assert len(trajectories) == 12
-            for trajectory in trajectories:
-                (message,) = trajectory.info["turns"][0]["observation"]
-                assert said in message["content"] and trajectory.info["rewards"]["last_reward"] == pytest.approx(reward)
-    finally:
-        for server in servers:
-            server.terminate()
-            server.wait(10)
 
 
 def answers(url: str) -> bool:
@@ -853,100 +470,3 @@ def answers(url: str) -> bool:
         return requests.get(url, timeout=5).ok
     except requests.ConnectionError:
         return False
-
-
-TASKSET = """
-import verifiers.v1 as vf
-
-
-class Data(vf.TaskData):
-    answer: str
-
-
-class Sum(vf.Task[Data]):
-    @vf.reward(weight=2.0)
-    async def right(self, trace) -> float:
-        return float(self.data.answer in trace.last_reply)
-
-    @vf.reward
-    async def short(self, task, trace) -> float:
-        assert "+" in trace.transcript and task is self.data
-        return 0.5 * (len(trace.last_reply) < 20)
-
-
-class MyTasksetConfig(vf.TasksetConfig):
-    id: str = "sums"
-
-
-class MyTaskset(vf.Taskset[Sum, MyTasksetConfig]):
-    def load(self):
-        for n in range(6):
-            yield Sum(Data(prompt=f"{n} + {n}?", system_prompt="Be short.", answer=str(2 * n)))
-"""
-
-
-def test_tasks_of_verifiers_1(tmp_path, monkeypatch):
-    pytest.importorskip("verifiers.v1")
-    (tmp_path / "my_taskset.py").write_text(TASKSET, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    path = bridge("from_verifiers.py", tmp_path)
-    rows = load_rows(f"{path}:rows")
-    assert len(rows) == 6 and rows[2]["prompt"][1] == {"role": "user", "content": "2 + 2?"}
-    given = [[{"role": "assistant", "content": text}] for text in ("It is 4.", "It may be 4, or 5, or 6.", "Hm.")]
-    values = load_function(f"{path}:reward")([rows[2]["prompt"]] * 3, given, [2] * 3)
-    assert asyncio.run(values) == [2.5, 2.0, 0.5]
-
-
-VERIFIERS = '''
-from types import SimpleNamespace
-
-
-class Rubric:
-    async def score_rollout(self, prompt, completion, answer, state, task="default", info=None, **kwargs):
-        assert completion[0]["role"] == "assistant" and prompt[0]["role"] == "user"
-        state["timing"]["total_ms"] += 1.0
-        return SimpleNamespace(reward=float(state["guessed"]) / len(completion), metrics={})
-
-
-class GuessEnv:
-    """Called as verifiers calls a MultiTurnEnv: message lists and a dict of state."""
-
-    def __init__(self):
-        self.rubric = Rubric()
-
-    def get_dataset(self):
-        return [{"prompt": [{"role": "user", "content": "Guess."}], "answer": "7", "task": "default", "info": {}}]
-
-    async def setup_state(self, state):
-        return state | {"guessed": False, "hints": 0}
-
-    async def is_completed(self, messages, state, **kwargs):
-        state["guessed"] = messages[-1]["role"] == "assistant" and state["answer"] in messages[-1]["content"]
-        return state["guessed"] or state["hints"] >= 2
-
-    async def env_response(self, messages, state, **kwargs):
-        state["hints"] += 1
-        return [{"role": "user", "content": f"No. Hint {state['hints']}."}], state
-
-
-def load_environment():
-    return GuessEnv()
-'''
-
-
-def test_an_environment_of_verifiers_0(tmp_path, monkeypatch):
-    (tmp_path / "my_env.py").write_text(VERIFIERS, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    path = bridge("from_old_verifiers.py", tmp_path)
-    (row,) = load_rows(f"{path}:rows")
-    trajectory = played(f"{path}:FromVerifiers", ["5?", "7?"], row)
-    assert trajectory.turns == 2 and score(trajectory, "environment")["environment"] == pytest.approx(1 / 3)
-    assert trajectory.info["turns"][0]["observation"] == [{"role": "user", "content": "No. Hint 1."}]
-    assert played(f"{path}:FromVerifiers", ["5?"], row, max_turns=5).turns == 2  # it ends after its second hint
-
-
-@pytest.mark.parametrize("name", ["coming-from-trl.md", "environments.md"])
-def test_flags_in_the_docs_are_there(name):
-    known = {field.name for field in dataclasses.fields(TrainConfig)} | {"policy", "max_staleness", "write_tables"}
-    flags = set(re.findall(r"--(\w+)(?![\w-])", (ROOT / "docs" / name).read_text(encoding="utf-8")))
-    assert flags and not flags - known

@@ -1,7 +1,6 @@
 """train_async.py: what is sampled ahead, within its bound; without overlap the same as train_grpo.py."""
 
 import asyncio
-import concurrent.futures
 import json
 import re
 import threading
@@ -149,28 +148,16 @@ def test_prompts_are_drawn_where_after_rollout_runs():
 
 def test_an_error_in_the_background_is_raised_at_once(monkeypatch):
     """Not when its step's turn comes, which may be minutes later."""
-    fake = Fake([0.3, 0.0], fails=1)
+    fake = Fake([5.0, 0.0], fails=1)
     monkeypatch.setattr(train_async, "sample_step", fake.sample_step)
     cfg = TrainConfig(max_staleness=2, max_steps=5)
     collector, start = ahead(fake, cfg), time.perf_counter()
     with pytest.raises(RuntimeError, match="a reward raised"):
         collector.take(0, 0, cfg)
-    assert time.perf_counter() - start < 0.25
+    assert time.perf_counter() - start < 2.5
     while fake.begun != [0, 1, 2] and time.perf_counter() - start < 5:  # the last may begin after the error
         time.sleep(0.01)
     assert fake.begun == [0, 1, 2]
-    collector.close()
-
-
-def test_an_error_in_the_background_is_raised_where_nothing_is_waited_for(monkeypatch):
-    """The trainer is the slower side as a rule: the step that it takes has ended long before."""
-    fake = Fake([0.0], fails=2)
-    monkeypatch.setattr(train_async, "sample_step", fake.sample_step)
-    cfg = TrainConfig(max_staleness=2, max_steps=5)
-    collector = ahead(fake, cfg)
-    concurrent.futures.wait(collector.steps.values(), 5)
-    with pytest.raises(RuntimeError, match="a reward raised"):
-        collector.take(0, 0, cfg)
     collector.close()
 
 
@@ -202,6 +189,7 @@ def test_a_run_that_overlaps(server, tmp_path):
     assert all(1 <= line["ranks/tokens_after"] <= line["ranks/tokens_before"] for line in lines)
 
 
+@pytest.mark.slow
 def test_a_critic_too(server, tmp_path):
     """The file in docs/async.md."""
     (code,) = re.findall(

@@ -6,13 +6,13 @@ import threading
 from dataclasses import replace
 
 import families
-import gradient_worker
 import numpy as np
 import pytest
+import ragged
 import torch
 import torch.distributed as dist
 from claimed import GPU, Refused, claimed_gpu
-from collectives_worker import Collectives
+from collectives import Collectives
 from server_fixture import make_tiny
 from test_routing import made
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,7 +154,7 @@ def settings(**options) -> train_ppo.TrainConfig:
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+    monkeypatch.setattr(script, "load_hf_model", ragged.small_llama)
 
 
 def on_the_gpu(batch) -> bool:
@@ -205,7 +205,7 @@ def logprobs_of(batch):
 @pytest.mark.parametrize("name", sorted(script.POLICY_LOSSES))
 def test_policy_losses(name, old, gpu, complete):
     """Every loss, with its choice among all tokens if it makes one."""
-    batch, cfg = sent(complete), settings(policy_loss=name, old_logprobs=old, **gradient_worker.SETTINGS.get(name, {}))
+    batch, cfg = sent(complete), settings(policy_loss=name, old_logprobs=old, **ragged.SETTINGS.get(name, {}))
     if choose := getattr(script.POLICY_LOSSES[name], "choose", None):
         batch.chosen = choose(logprobs_of(batch), batch, cfg)
     leaf = logprobs_of(batch)

@@ -8,10 +8,10 @@ import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
-import gradient_worker
 import numpy as np
 import pandas
 import pytest
+import ragged
 import torch
 import yaml
 from live import ROOT, running, trainer
@@ -408,7 +408,7 @@ def test_what_is_over_the_batch_is_over_each_domain(advantage):
     cfg = TrainConfig(**settings, domains=entries)
 
     def batch():
-        made = gradient_worker.local_batch(0, 1)
+        made = ragged.local_batch(0, 1)
         made.rows = [{"domain": "ab"[int(group) % 2]} for group in made.groups]
         made.reward_components = torch.stack([made.scores, made.scores**2], 1)
         made.baselines, made.old_logprobs = made.scores / 2, -made.loss_mask
@@ -433,7 +433,7 @@ def test_what_is_over_the_batch_is_over_each_domain(advantage):
 
 
 def test_filters_are_those_of_the_row():
-    batch, groups = gradient_worker.local_batch(0, 1), gradient_worker.trajectories()
+    batch, groups = ragged.local_batch(0, 1), ragged.trajectories()
     for trajectory in groups:
         trajectory.row = {"domain": "ab"[trajectory.group % 2]}
     entries = [{"name": "a", "group_mean_max": -1.0}, {"name": "b"}]

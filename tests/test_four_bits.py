@@ -2,31 +2,63 @@
 for, and what cannot be is refused."""
 
 import asyncio
-import json
 from dataclasses import replace
-from pathlib import Path
 
-import memory_worker
 import pytest
 import torch
-from four_bits_worker import CFG, CPU, policy_of
-from gradient_worker import local_batch
 from live import EVEN, SMALL, running, trainer
+from ragged import gradients, local_batch, relative_difference, wake_adapters
+from ranks import on_ranks
 from server_fixture import make_tiny, start_server
-from test_gradient import relative_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-import memory
-import plan
 import train_grpo as script
+import utils
 from config import ConfigError, TrainConfig, load_config
 from hf_generator import PolicyGenerator
 from inputs import agreement, four_bits
 from runlog import checkpoints
-from runlog.reading import read_metrics
 from scripts import unpacked
 
-pytestmark = pytest.mark.in_turn
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+CFG = TrainConfig(use_peft=True, load_in="4bit", compute_dtype="float32", lora_r=8, beta=0.05, policy_loss="gspo")
+CUTS = {
+    "one": {},
+    "many": dict(tokens_per_microbatch=40, logprob_chunk=4),
+    "plain rows": dict(shared_prefix=False),
+    "checkpointed": dict(gradient_checkpointing=True),
+}
+
+
+def policy_of(cfg: TrainConfig):
+    """With adapters that are not zero, the same on every rank."""
+    original = script.shard
+    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    try:
+        return script.load_policy(cfg, CPU)
+    finally:
+        script.shard = original
+
+
+def batch_of(policy, cfg: TrainConfig, rank: int, world: int):
+    """The reference is the base without adapters."""
+    batch = local_batch(rank, world)
+    batch.old_logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    batch.ref_logprobs = batch.old_logprobs - 0.3 * batch.loss_mask
+    return batch
+
+
+def of_every_cut(model_dir: str, strategy: str) -> dict[str, dict]:
+    rank, world, _ = utils.init_distributed(60)
+    found = {}
+    for cut, more in CUTS.items():
+        cfg = replace(CFG, model_id=model_dir, strategy=strategy, **more)
+        policy, inner = policy_of(cfg)
+        found[cut] = gradients(policy, inner, batch_of(policy, cfg, rank, world), cfg)
+    return found
+
 
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 FLAGS = SMALL + " --use_peft --load_in 4bit --lora_r 8 --max_steps 4 "
@@ -84,15 +116,12 @@ def test_gradient_is_that_of_peft_and_transformers_alone(cfg, policy):
     assert relative_difference(found, expected) < 1e-5
 
 
-def test_gradient_of_every_cut_and_of_two_ranks(cfg, tmp_path):
-    found = {}
-    for ranks, strategy in ((1, "ddp"), (2, "ddp"), (2, "fsdp2")):
-        out, how = tmp_path / f"{ranks}{strategy}.pt", dict(ranks=ranks, script="tests/four_bits_worker.py")
-        with running(trainer(out.with_suffix(".log"), cfg.model_id, str(out), strategy, **how)) as run:
-            assert run.end() == 0, run.text
-        found |= {(ranks, strategy, cut): gradient for cut, gradient in torch.load(out).items()}
-    for case, gradient in found.items():
-        assert relative_difference(gradient, found[1, "ddp", "one"]) < 1e-5, case
+def test_gradient_of_every_cut_and_of_two_ranks(cfg):
+    cases = [(1, "ddp"), (2, "ddp"), (2, "fsdp2")]
+    found = {case: on_ranks(case[0], of_every_cut, cfg.model_id, case[1])[0] for case in cases}
+    for case, gradients_of in found.items():
+        for cut, gradient in gradients_of.items():
+            assert relative_difference(gradient, found[1, "ddp"]["one"]) < 1e-5, (case, cut)
 
 
 def test_the_policy_itself_samples_and_stays_as_it_is(cfg, policy):
@@ -132,52 +161,13 @@ def test_checkpoints_hold_the_adapter_and_resume_bit_for_bit(cfg, tmp_path):
     assert any(p.any() for name, p in own[1].named_parameters() if "lora_B" in name)
 
 
-def test_what_memory_py_counts(cfg, tmp_path):
-    """Of a model so wide that embeddings are not all of it: weights exactly, update and push within a tenth."""
-    shape = json.loads((Path(cfg.model_id) / "config.json").read_text(encoding="utf-8"))
-    shape |= dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, head_dim=64)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(cfg.model_id).save_pretrained(tmp_path)
-    words = "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 64 --max_steps 2"
-    words += " --tokens_per_microbatch 291 --logprob_chunk 64 --lora_r 8 --use_peft --load_in 4bit --dtype bfloat16"
-    own = load_config(TrainConfig, [*words.split(), "--model_id", str(tmp_path), "--push_bucket_mb", "1"])
-    policy, _ = script.load_policy(own, CPU)
-    bytes_of = 0
-    for parameter in policy.parameters():
-        bytes_of += parameter.nbytes
-        if (state := getattr(parameter, "quant_state", None)) is not None:
-            bytes_of += state.absmax.nbytes + state.state2.absmax.nbytes
-    need = memory.rank_bytes(script.empty_policy, own, 1)
-    assert abs(need["weights"] / bytes_of - 1) < 2e-3
-    measured = memory_worker.measured(own, False, 0, 1, CPU)
-    for what, size in memory_worker.predicted(own, 1, False).items():
-        assert abs(size / measured[what] - 1) < 0.1, (what, size, measured[what])
-
-
-def test_one_gpu_is_planned(capsys):
-    """Server and trainer at once, or the trainer alone, with what to type."""
-    words = "--model_id Qwen/Qwen2.5-7B-Instruct --gpus 1 --gpu_memory 24 --use_peft --load_in 4bit --dtype bfloat16 "
-    words += "--tokens_per_microbatch 1024"
-    assert plan.main(load_config(plan.PlanConfig, [*words.split(), "--prompts_per_step", "8"])) == 0
-    text = capsys.readouterr().out
-    assert "server and trainer at the same time: NO" in text and "no server: yes" in text
-    assert "--generator hf" in text and "--load_in 4bit" in text
-    assert plan.main(load_config(plan.PlanConfig, [*words.split(), "--server_bytes", "1"])) == 0
-    text = capsys.readouterr().out
-    assert "server and trainer at the same time: yes" in text and "--gpu-memory-utilization" in text
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
         ("--no-use_peft", "add --use_peft"),
         ("--strategy fsdp", "--strategy ddp"),
         ("--strategy fsdp2", "vLLM server"),
-        ("--strategy fsdp2 --offload --generator vllm", "without --offload"),
         ("--generator vllm --push_lora folded", "--enable-lora"),
-        ("--generator vllm --colocate", "--gpu-memory-utilization"),
         ("--push_steps 2", "leave --push_steps out"),
     ],
 )
@@ -218,30 +208,3 @@ def test_beside_a_server(servers, cfg, tmp_path):
     gaps = [float(said[n].split("mean |log-prob difference| ")[1].split()[0].rstrip(".")) for n in said]
     assert gaps[0] < 2e-3 < 0.01 < gaps[1] < 0.1, gaps
     assert "scripts/unpacked.py" in said[2] and "limit 0.005" in said[2]
-
-
-def test_shards_of_a_base_in_4_bits(servers, cfg, tmp_path):
-    """Two ranks (fsdp2): adapters are gathered to be pushed and saved, and a resumed run goes on with them."""
-    from peft import PeftModel
-
-    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
-    url, token = servers["unpacked"].url, servers["unpacked"].token
-    flags = f"{FLAGS} --generator vllm --server_urls {url} --reward_funcs {tmp_path}/even.py:even --strategy fsdp2"
-    flags += f" --output_dir {tmp_path} --run_name run --save_steps 2 --learning_rate 1e-2"
-    for more in ("--max_steps 2", "--resume"):
-        log = tmp_path / "log"
-        with running(trainer(log, *flags.split(), *more.split(), ranks=2, VLLM_SERVER_TOKEN=token)) as run:
-            assert run.end() == 0, run.text
-    lines = [line for line in read_metrics(tmp_path / "run") if "sampling/logprob_diff_mean" in line]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert max(line["sampling/logprob_diff_mean"] for line in lines) < 5e-3  # bfloat16's rounding of the base
-    loaded = PeftModel.from_pretrained(theirs(cfg.model_id), checkpoints.folder_of(tmp_path / "run", 4))
-    adapters = [p for name, p in loaded.named_parameters() if "lora_B" in name]
-    assert len(adapters) == 14 and all(p.any() and p.isfinite().all() for p in adapters)
-
-
-def test_a_server_that_cannot_have_adapters_is_refused(server, cfg, tmp_path):
-    flags = f"{FLAGS} --generator vllm --server_urls {server.url} --reward_funcs length --output_dir {tmp_path}"
-    with running(trainer(tmp_path / "log", *flags.split(), VLLM_SERVER_TOKEN=server.token)) as run:
-        assert run.end() == 2
-        assert "--load_in 4bit" in run.text and "--enable-lora" in run.text

@@ -3,68 +3,87 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import gradient_worker
 import pytest
 import torch
-from live import running, trainer
-from peft.tuners.lora import LoraLayer
+from ragged import (
+    all_gradients,
+    foreign_loss,
+    local_batch,
+    relative_difference,
+    small_llama,
+    wake_adapters,
+    with_foreign_term,
+)
+from ranks import on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 import train_grpo as script
+import utils
 from config import TrainConfig
-from memory import LiveBytes
-
-WORKER = "tests/gradient_worker.py"
 
 
-def run(strategy, out, ranks) -> dict:
-    with running(trainer(out.with_suffix(".log"), strategy, str(out), ranks=ranks, script=WORKER)) as worker:
-        assert worker.end() == 0, worker.text
-    return torch.load(out)
-
-
-def relative_difference(a: dict, b: dict) -> float:
-    assert a.keys() == b.keys()
-    distance = sum((a[name] - b[name]).double().pow(2).sum() for name in a)
-    return float((distance / sum(b[name].double().pow(2).sum() for name in b)).sqrt())
+def found(strategy: str, use_peft: bool) -> dict[tuple, dict]:
+    """`all_gradients` on this rank."""
+    original, script.load_hf_model = script.shard, small_llama
+    # Adapters must be set before sharding, alike on every rank.
+    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft=use_peft, beta=0.05)
+    return all_gradients(base, *utils.init_distributed(60))
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
+def one():
     """One process: every loss x aggregation, of all weights and of adapters, in one pass and cut otherwise."""
-    return run("ddp", tmp_path_factory.mktemp("gradient") / "one.pt", 1)
+    return {use_peft: on_ranks(1, found, "ddp", use_peft)[0] for use_peft in (False, True)}
 
 
-def test_one_process_any_cut(one):
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_one_process_any_cut(one, use_peft):
     """Micro-batches, output-layer chunks and shared prompts change memory and speed, never the gradient."""
-    for (*case, cut), gradient in one.items():
-        assert relative_difference(gradient, one[*case, "one"]) < 1e-5, (case, cut)
+    for (*case, cut), gradient in one[use_peft].items():
+        assert relative_difference(gradient, one[use_peft][*case, "one"]) < 1e-5, (case, cut)
 
 
+@pytest.mark.parametrize("use_peft", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
-def test_two_ranks_equal_one(one, strategy, tmp_path):
+def test_two_ranks_equal_one(one, strategy, use_peft):
     """Ragged ranks: 3 groups on one, 2 on the other, so that one of them runs empty passes."""
-    for (*case, cut), gradient in run(strategy, tmp_path / "two.pt", 2).items():
-        assert relative_difference(gradient, one[*case, "one"]) < 1e-5, (case, cut)
+    ranks = on_ranks(2, found, strategy, use_peft)
+    for (*case, cut), gradient in ranks[0].items():
+        assert relative_difference(gradient, one[use_peft][*case, "one"]) < 1e-5, (case, cut)
+    assert all(relative_difference(ranks[1][case], ranks[0][case]) == 0 for case in ranks[0])
+
+
+def statistics() -> dict:
+    rank, world, _ = utils.init_distributed(60)
+    of_rank = {"all": 1.0 + rank, f"rank_{rank}": 5.0}
+    script.ADVANTAGES["mine"] = lambda batch, cfg: (script.dr_grpo(batch, cfg), of_rank)
+    found = script.add_advantages(local_batch(rank, world), TrainConfig(advantage="mine"))
+    return {name: value for name, value in found.items() if name in ("all", "rank_0", "rank_1")}
+
+
+def test_an_advantage_may_have_a_statistic_on_some_ranks_alone():
+    """Of a kind of group, say: its mean over the ranks that have it, the same on every rank."""
+    assert on_ranks(2, statistics) == [{"all": 1.5, "rank_0": 5.0, "rank_1": 5.0}] * 2
 
 
 @pytest.mark.parametrize("case", ["ppo", "reinforce", "foreign", "foreign term", "entropy", "kl"])
 def test_silent_groups_are_not_passed_back(case, monkeypatch):
     """Groups with advantage 0 get no backward pass, unless the loss that was computed has a gradient there: the share
     of the forward passes that keep a graph shows it. No name of a loss decides this."""
-    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
-    monkeypatch.setitem(script.POLICY_LOSSES, "foreign", gradient_worker.foreign_loss)
+    monkeypatch.setattr(script, "load_hf_model", small_llama)
+    monkeypatch.setitem(script.POLICY_LOSSES, "foreign", foreign_loss)
     cfg = TrainConfig(compute_dtype="float32", beta=0.0, tokens_per_microbatch=40, shared_prefix=False)
     cfg = replace(cfg, policy_loss=case if case in script.POLICY_LOSSES else "ppo")
     cfg = replace(cfg, entropy_coef=0.1 * (case == "entropy"), beta=0.1 * (case == "kl"))
     policy, _ = script.load_policy(cfg, torch.device("cpu"))
-    batch = gradient_worker.local_batch(0, 1)
+    batch = local_batch(0, 1)
     batch.sampling_logprobs = script.all_logprobs(policy, batch, cfg)[0]
     batch.ref_logprobs = batch.sampling_logprobs - 0.3 if case == "kl" else None
     batch.advantages = batch.advantages * (batch.groups > 2)[:, None]
     passes = []
     policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    loss_of = gradient_worker.with_foreign_term if case == "foreign term" else script.micro_loss
+    loss_of = with_foreign_term if case == "foreign term" else script.micro_loss
     script.accumulate_gradients(policy, batch, cfg, loss_of)
     quiet = passes.count(False) / (2 if case == "foreign term" else 1)
     assert quiet >= 3 if case in ("ppo", "reinforce") else quiet == 1  # one pass found out, the others were told
@@ -73,7 +92,7 @@ def test_silent_groups_are_not_passed_back(case, monkeypatch):
 @pytest.mark.parametrize("chunk", [64, 1024])
 def test_chunks_of_the_output_layer_sum_their_gradient_in_float32(chunk, monkeypatch):
     """Under autocast it is as near to the one in float32 as with all tokens at once."""
-    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+    monkeypatch.setattr(script, "load_hf_model", small_llama)
     torch.manual_seed(0)
     n, device = 2048, torch.device("cpu")
     hidden, ids, weights = torch.randn(n, 64), torch.randint(0, 1000, (n,)), torch.randn(n)
@@ -92,35 +111,11 @@ def test_chunks_of_the_output_layer_sum_their_gradient_in_float32(chunk, monkeyp
 
 @pytest.mark.parametrize("coef, passes", [(0.0, 1), (0.1, 2)])
 def test_the_entropy_is_recomputed_only_where_it_has_a_gradient(coef, passes, monkeypatch):
-    monkeypatch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+    monkeypatch.setattr(script, "load_hf_model", small_llama)
     cfg = TrainConfig(logprob_chunk=4, entropy_coef=coef, compute_dtype="float32")
-    batch = gradient_worker.local_batch(0, 1)
+    batch = local_batch(0, 1)
     policy, _ = script.load_policy(cfg, torch.device("cpu"))
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         script.accumulate_gradients(policy, batch, cfg)
     exponentials = [e for e in seen.events() if e.name == "aten::exp" and e.input_shapes[0][1:] == [1000]]
     assert len(exponentials) == passes * -(-int(batch.loss_mask.sum()) // 4)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_adapters_under_autocast_keep_no_float32_copies_of_what_reaches_them(dtype, monkeypatch):
-    """PEFT makes one of each layer's input, which autocast rounds again: without it the same bits, in less memory."""
-    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: gradient_worker.small_llama(cfg, dtype).to(dtype))
-    cfg = TrainConfig(use_peft=True, dtype=dtype, beta=0.0)
-
-    def learned(casts: bool) -> tuple[dict, int]:
-        policy, _ = script.load_policy(cfg, torch.device("cpu"))
-        layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
-        assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
-        for layer in layers:
-            layer.cast_input_dtype_enabled = casts
-            torch.nn.init.constant_(layer.lora_B["default"].weight, 0.1)
-        ids = torch.arange(5, 85)[None]
-        with LiveBytes(1000) as live:
-            policy({"input_ids": ids, "attention_mask": None}, 0 * ids[0], ids[0] - 5, ids[0])[0].sum().backward()
-        gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-        return gradients, max(bytes.total() for bytes in live.most.values())
-
-    (gradients, most), (with_copies, more) = learned(False), learned(True)
-    assert relative_difference(gradients, with_copies) == 0
-    assert most <= more - (dtype == "bfloat16") * 80 * 64 * 4

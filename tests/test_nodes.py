@@ -10,7 +10,7 @@ import pytest
 from live import SMALL, Process, running
 from server_fixture import ROOT, make_tiny
 
-pytestmark = pytest.mark.in_turn
+pytestmark = pytest.mark.slow
 
 PORT, MASTER = "8000", "29555"  # nobody else is in these namespaces
 
@@ -81,25 +81,6 @@ def ranks(nodes, folder, *flags: str, launch: list[str] | None = None) -> list[P
         words += [*SMALL.split(), "--reward_funcs", "last_number", "--run_name", "run", "--max_steps", "2"]
         started.append(Process([*nodes[name].enter, *words, *flags], folder / f"{name}.log", **env))
     return started
-
-
-def test_what_only_several_machines_get_wrong(nodes, tmp_path):
-    """Said by name before a model is loaded: a run folder that one does not see, a loopback address of a server."""
-    nodes["node-b"].run(f"mkdir -p {tmp_path}/local; mount -t tmpfs none {tmp_path}/local")  # a disk of its own
-    wanted = {
-        f"--output_dir {tmp_path}/local": ["--output_dir", "rank 1 on node-b does not see the run folder", "node-a"],
-        f"--output_dir {tmp_path}/shared --generator vllm": [
-            "--server_urls=http://127.0.0.1:8000", "rank 0 is on node-a", "rank 1 on node-b", "--host",
-        ],
-    }  # fmt: skip
-    for flags, words in wanted.items():
-        with contextlib.ExitStack() as stack:
-            both = [stack.enter_context(running(one)) for one in ranks(nodes, tmp_path, *flags.split())]
-            for rank, one in enumerate(both):
-                assert one.end(120) == 2, one.text
-                message = one.text[one.text.rindex(f"[rank {rank}] ConfigError") :]
-                assert all(word in message for word in words), message
-                assert "Traceback" not in one.text
 
 
 def test_two_nodes_train_with_a_server_on_a_third(nodes, tmp_path):

@@ -3,26 +3,22 @@
 import json
 from dataclasses import replace
 
-import families
 import pytest
 import torch
 from live import EVEN, SMALL, running, trainer
 from safetensors.torch import load_file
 from server_fixture import make_tiny
 from test_algorithms import GOLDEN, golden_advantages, golden_batch, weighted
+from tiers import by_default
 from transformers import AutoTokenizer
 
-import train_ppo
 from algorithms.checks import read_by
-from batch import collate
 from config import ConfigError
 from inputs.processor import load_processor
-from inputs.trajectory import Trajectory
-from train_grpo import ADVANTAGES, Batch, all_logprobs
+from train_grpo import ADVANTAGES, Batch
 from train_ppo import CriticTrainer, TrainConfig, gae_returns, value_loss
 
 PPO = "train_ppo.py"
-CPU = torch.device("cpu")
 
 
 def batch_with_values() -> Batch:
@@ -77,51 +73,6 @@ def test_a_reward_after_an_observation_reaches_the_first_turn():
     assert (gae_returns(late, TrainConfig())[0][0, :2] == 1).all()
 
 
-def two_groups() -> Batch:
-    """Of three rows each, behind a prompt of their own."""
-    made = [
-        Trajectory({"prompt": "x"}, g, [20 + g, 30, 40], [70 + k, 80], [1] * 2, [0.0] * 2, [0.0, float(k)])
-        for g in range(2)
-        for k in range(3)
-    ]
-    return collate(made, 0, CPU)
-
-
-@pytest.mark.parametrize("family", ["rwkv", "bloom"])
-def test_a_critic_that_cannot_share_prompts_reads_plain_rows(family, tmp_path, monkeypatch, capsys):
-    """Whatever the policy can: packed, one of these would mix its rows up, the other would not run."""
-    monkeypatch.setattr(train_ppo.ValueHead, "reset_parameters", torch.nn.Linear.reset_parameters)  # not 0 everywhere
-    cfg = TrainConfig(critic_model_id=str(families.saved(family, tmp_path)), compute_dtype="float32", max_steps=1)
-    cfg.tokens_per_microbatch = 64
-    critic, batch = CriticTrainer(cfg, CPU), two_groups()
-    plain = all_logprobs(critic.module, batch, replace(cfg, shared_prefix=False))[0]
-    assert "The critic: prompts are computed once per completion" in capsys.readouterr().out
-    critic.learn(batch, cfg, 0)
-    assert torch.allclose(batch.values, plain, atol=1e-5) and plain.abs().max() > 1e-3
-
-
-def test_a_critics_head_runs_once_a_pass():
-    """Under FSDP it may be a unit of its own: with a call for each chunk, ranks of other lengths would hang."""
-    cfg = TrainConfig(model_id=str(make_tiny()), compute_dtype="float32", max_steps=1, logprob_chunk=2)
-    cfg.tokens_per_microbatch = 64
-    critic, calls = CriticTrainer(cfg, CPU), []
-    critic.module.value.register_forward_hook(lambda *_: calls.append(1))
-    all_logprobs(critic.module, two_groups(), cfg)
-    assert len(calls) == 1
-
-
-def test_no_share_of_a_variance_that_is_none():
-    """A reward of 1 for all: the returns are 1, and whatever the critic says is infinitely far from their spread."""
-    cfg = TrainConfig(critic_model_id=str(make_tiny()), compute_dtype="float32", max_steps=4, tokens_per_microbatch=64)
-    critic = CriticTrainer(cfg, CPU)
-    for step in range(2):
-        batch = two_groups()
-        batch.rewards[:, -1] = 1.0
-        assert "value/explained_variance" not in critic.learn(batch, cfg, step)
-    batch = two_groups()
-    assert critic.learn(batch, cfg, 2)["value/explained_variance"] < 1
-
-
 def test_a_critic_of_another_vocabulary_is_refused(tmp_path):
     tokenizer = load_processor(str(make_tiny()))
     file = json.loads((make_tiny() / "tokenizer.json").read_text(encoding="utf-8"))
@@ -162,7 +113,7 @@ SHARDINGS = {
 }
 
 
-@pytest.mark.parametrize("case", SHARDINGS)
+@pytest.mark.parametrize("case", by_default(["fsdp2, LoRA, bf16"], SHARDINGS))
 def test_two_ranks_train_policy_and_critic(case, tmp_path):
     (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
     flags = [*FLAGS.split(), *SHARDINGS[case].split(), "--reward_funcs", f"{tmp_path}/even.py:even"]

@@ -13,9 +13,8 @@ from rollouts import Trajectory
 
 pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")
-SETTINGS = dict(
-    model_id="models/tiny", generator="hf", compute_dtype="float32", beta=0.1, learning_rate=1e-2, max_steps=10
-)
+SETTINGS = dict(model_id="models/tiny", compute_dtype="float32", beta=0.1, learning_rate=1e-2, max_steps=10)
+SETTINGS |= dict(loss_agg="token_mean", correction="none")
 
 
 def sampled_batch() -> script.Batch:
@@ -60,6 +59,8 @@ def test_the_reference_is_the_model_that_the_run_began_with(lora):
         assert torch.allclose(batch.ref_logprobs * batch.loss_mask, expected, atol=1e-4), step
         script.add_advantages(batch, cfg)
         metrics = script.update(policy, optimizer, batch, cfg, step)
+        gain = float(batch.advantages.sum() / batch.loss_mask.sum())  # of ppo at a ratio of 1
+        assert metrics["loss"] == pytest.approx(0.1 * metrics["kl"] - gain, abs=1e-5)
     assert metrics["kl"] > 0.01
     assert frozen and all(not p.requires_grad and torch.equal(p, was) for p, was in zip(frozen, before, strict=True))
     now = script.all_logprobs(policy, batch, cfg)[0] * batch.loss_mask

@@ -4,11 +4,11 @@ import asyncio
 import json
 from dataclasses import replace
 
-import gradient_worker
 import numpy as np
 import pandas
 import pyarrow.parquet
 import pytest
+import ragged
 import test_turns
 import torch
 from live import EVEN, SMALL, running, trainer
@@ -22,7 +22,7 @@ from config import TrainConfig
 from envs import Environment
 from rollouts import play
 from runlog.log import completion_rows
-from runlog.tokens import keeps_tokens, token_columns, write_vocabulary
+from runlog.tokens import token_columns, write_vocabulary
 
 # ---- the weight of a token in the loss ------------------------------------------------------------------------------
 
@@ -31,13 +31,13 @@ from runlog.tokens import keeps_tokens, token_columns, write_vocabulary
 def policy():
     torch.set_num_threads(1)  # the model is small
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "load_hf_model", gradient_worker.small_llama)
+        patch.setattr(script, "load_hf_model", ragged.small_llama)
         return script.load_policy(TrainConfig(compute_dtype="float32"), torch.device("cpu"))[0]
 
 
 def prepared(policy, cfg) -> script.Batch:
     """An update off policy, so that clips bind, with a group that is silent."""
-    batch = gradient_worker.local_batch(0, 1)
+    batch = ragged.local_batch(0, 1)
     logprobs = script.all_logprobs(policy, batch, cfg)[0]
     wave = torch.sin(batch.input_ids.float())
     batch.old_logprobs = (logprobs + 0.4 * wave) * batch.loss_mask
@@ -72,10 +72,10 @@ def derivative(policy, batch, cfg, loss_of) -> torch.Tensor:
 @pytest.mark.parametrize("loss", [*sorted(script.POLICY_LOSSES), "foreign"])
 def test_a_weight_is_the_derivative_of_the_whole_loss(loss, policy, monkeypatch):
     """However the update is cut, silent groups without a backward pass included; for a loss of one's own, too."""
-    monkeypatch.setitem(script.POLICY_LOSSES, "foreign", gradient_worker.foreign_loss)
+    monkeypatch.setitem(script.POLICY_LOSSES, "foreign", ragged.foreign_loss)
     for mode, beta in (("token_mean", 0.0), ("seq_mean", 0.1), ("constant", 0.0)):
         settings = dict(policy_loss=loss, loss_agg=mode, beta=beta, compute_dtype="float32", correction_max=1.2)
-        cfg = TrainConfig(**settings, tokens_per_microbatch=40, **gradient_worker.SETTINGS.get(loss, {}))
+        cfg = TrainConfig(**settings, tokens_per_microbatch=40, **ragged.SETTINGS.get(loss, {}))
         batch = prepared(policy, cfg)
         expected = derivative(policy, replace(batch), cfg, script.micro_loss)
         start_record(batch)
@@ -92,7 +92,7 @@ def test_a_weight_is_the_derivative_of_the_whole_loss(loss, policy, monkeypatch)
 def test_on_policy_a_weight_is_the_advantage_and_0_where_a_clip_binds(policy):
     """By finite differences of what ppo's loss says: moving one log-prob moves the loss by so much."""
     cfg = TrainConfig(compute_dtype="float32", loss_agg="token_mean", correction="none")
-    batch = gradient_worker.local_batch(0, 1)
+    batch = ragged.local_batch(0, 1)
     start_record(batch)
     script.accumulate_gradients(policy, batch, cfg)
     torch.testing.assert_close(batch.record.weight, batch.advantages, rtol=1e-5, atol=1e-5)
@@ -105,16 +105,6 @@ def test_on_policy_a_weight_is_the_advantage_and_0_where_a_clip_binds(policy):
     smooth = ((script.log_ratio(logprobs, batch).exp() - 1).abs() - 0.2).abs() > 0.03  # not at the kink
     torch.testing.assert_close(batch.record.weight[smooth], expected[smooth], rtol=1e-2, atol=1e-3)
     assert (batch.record.weight[(batch.advantages != 0) & smooth] == 0).any()  # clipped
-
-
-def test_a_loss_that_asks_twice_has_the_sum_and_the_last_pass_counts(policy):
-    cfg = TrainConfig(compute_dtype="float32", loss_agg="token_mean", correction="none", tokens_per_microbatch=40)
-    batch = gradient_worker.local_batch(0, 1)
-    start_record(batch)
-    for _ in range(2):  # a second pass replaces what the first one entered
-        script.accumulate_gradients(policy, batch, cfg, gradient_worker.with_foreign_term)
-    expected = batch.advantages + 0.1 * batch.loss_mask
-    torch.testing.assert_close(batch.record.weight, expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------
@@ -168,13 +158,6 @@ def test_two_ranks_write_one_table(tmp_path):
         for path in (tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "metrics.jsonl")
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 4
-
-
-def test_every_few_steps_and_the_last():
-    cfg = TrainConfig(max_steps=10, log_tokens_every=4)
-    assert [step for step in range(1, 11) if keeps_tokens(cfg, step)] == [4, 8, 10]
-    for never in (dict(log_tokens_every=0), dict(log_completions=False)):
-        assert not any(keeps_tokens(replace(cfg, **never), step) for step in range(1, 11))
 
 
 def test_turns_have_places_versions_calls_and_states():

@@ -1,27 +1,98 @@
 """Ranks that have different things: what is computed is that of one rank with all of it."""
 
-import json
+import os
 from dataclasses import replace
 
 import pytest
-from live import running, trainer
+import torch
+from ranks import on_ranks
 
+import train_grpo as script
+import utils
 from algorithms.checks import with_numbers
 from config import TrainConfig
+from inputs.packing import minibatches
 from inputs.trajectory import Trajectory, empty_trajectory
+from runlog.rollout_metrics import rollout_metrics
+
+DOMAINS = [{"name": "short", "dataset_id": "seeds:9"}, {"name": "long", "dataset_id": "seeds:9"}]
+
+
+def group(number: int, scores: list[float], length: int, **row) -> list[Trajectory]:
+    counts = dict.fromkeys(("unrewarded", "reward_timeouts", "reward_without_token"), 0)
+    made = []
+    for place, score in enumerate(scores):
+        n = length - place % 2  # uneven
+        info = {"rewards": {}, "reward_components": [score], "baselines": 0.5, "row_number": number} | counts
+        rewards, known = [0.0] * (n - 1) + [score], {"prompt": "x", "domain": ""} | row
+        made.append(Trajectory(known, number, [1], [2] * n, [1] * n, [-1.0] * n, rewards, info=info))
+    return made
+
+
+def batch_of(trajectories: list[Trajectory]):
+    return script.collate(trajectories, 0, torch.device("cpu"), int(os.environ.get("RANK", "0")))
+
+
+def advantages(trajectories: list[Trajectory], **settings) -> list[list[float]]:
+    """Of each completion at its sampled tokens, on this rank."""
+    cfg = TrainConfig(generator="hf", **settings)
+    batch = batch_of(trajectories)
+    if cfg.has_teacher:
+        batch.teacher_logprobs = -0.01 * torch.arange(batch.loss_mask.shape[1]) * (1 + batch.rewards.sum(1)[:, None])
+    script.add_advantages(batch, cfg)
+    return [row[mask > 0].tolist() for row, mask in zip(batch.advantages, batch.loss_mask, strict=True)]
+
+
+def demonstration() -> list[Trajectory]:
+    """No function scored it, and no prompt was answered greedily."""
+    shown = group(3, [1.0], 4)
+    for name in ("reward_components", "baselines"):
+        del shown[0].info[name]
+    return shown
+
+
+def of_this_rank() -> dict:
+    """What the algorithms make of it."""
+    rank, world, _ = utils.init_distributed(60)
+    out: dict = {}
+
+    def share(groups: list[list[Trajectory]]) -> list[Trajectory]:  # in turn
+        return sum(groups[rank::world], [])
+
+    two = [group(0, [1.0, 0.0], 3, domain="short"), group(1, [1.0, 0.0, 0.5], 7, domain="long")]
+    taught = dict(advantage="distill", distill_baseline="place", teacher_id="t", domains=DOMAINS)
+    out["place"] = advantages(share(two), **taught)
+
+    plain, played = group(0, [1.0, 0.0], 3, domain="short"), group(1, [1.0, 0.0], 3, domain="long")
+    for trajectory in played:
+        trajectory.info["states"] = ["s"] * len(trajectory.token_ids)
+    out["gigpo"] = advantages(share([plain, played]), advantage="gigpo", domains=DOMAINS)
+
+    scored = [group(0, [10.0, 11.0], 2), group(1, [10.0, 11.0], 2)]
+    everywhere = sum(scored, [])
+    none = [empty_trajectory({"prompt": "x"}, TrainConfig())]
+    lost = everywhere if rank == 0 else none  # all of a rank's have failed
+    out["lost"] = {
+        name: advantages(lost, advantage=name) for name in ("lite_ppo", "gpg", "gdpo", "reinforce_plus_plus")
+    }
+    metrics = rollout_metrics(lost)
+    out["metrics"] = {key: metrics[key] for key in ("reward", "completions/count", "completions/min_length")}
+    out["moments"] = {}
+    script.shape_rewards(batch_of(lost), TrainConfig(reward_std="running", reward_mean="running"), out["moments"])
+
+    out["remax"] = advantages(group(0, [1.0, 0.0], 2) if rank == 0 else demonstration(), advantage="remax")
+
+    cfg = TrainConfig(num_minibatches=2, loss_agg="constant", generator="hf")
+    few = batch_of(sum(scored, []) if rank == 0 else scored[0])  # one group in two minibatches
+    script.add_advantages(few, replace(cfg, advantage="dr_grpo"))
+    out["counts"] = [script.global_counts(part, cfg)["num_sequences"] for part in minibatches(few, cfg)]
+    return out
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[int, list[dict]]:
+def found() -> dict[int, list[dict]]:
     """By number of ranks what each of them has."""
-    results = {}
-    for ranks in (1, 2):
-        folder = tmp_path_factory.mktemp(f"ranks_{ranks}")
-        with running(trainer(folder / "log", str(folder), ranks=ranks, script="tests/uneven_worker.py")) as worker:
-            assert worker.end(100) == 0, worker.text
-        files = [folder / f"{rank}.json" for rank in range(ranks)]
-        results[ranks] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return results
+    return {ranks: on_ranks(ranks, of_this_rank) for ranks in (1, 2)}
 
 
 def flat(values: list) -> list[float]:
@@ -50,7 +121,8 @@ def test_a_rank_of_demonstrations_alone(found):
     """It has the fields that another rank has: no rank makes other collective calls."""
     first, second = found[2]
     assert flat(second["remax"]) == [1.0] * 4 and first["remax"][0] == pytest.approx([0.5, 0.5])
-    assert "compares each reward function's values, and a trajectory has none" in second["gdpo"]
+    with pytest.raises(ValueError, match="compares each reward function's values, and a trajectory has none"):
+        advantages(demonstration(), advantage="gdpo")
 
 
 def test_a_demonstration_takes_the_place_of_the_placeholder():

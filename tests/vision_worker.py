@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from gradient_worker import full_gradients  # noqa: E402
+from ragged import full_gradients  # noqa: E402
 from tiny_vlms import batch_of, rows_of  # noqa: E402
 
 import train_grpo as script  # noqa: E402

@@ -1,21 +1,14 @@
-"""Gradients of every loss x aggregation under one sharding, written by rank 0. Run by test_gradient.py and torchrun.
+"""A ragged batch, a small model, and the whole gradient of an update, under any sharding and on any rank."""
 
-usage: gradient_worker.py STRATEGY OUT.pt
-"""
-
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_grpo as script  # noqa: E402
-import utils  # noqa: E402
-from batch import GROUPS  # noqa: E402
-from config import TrainConfig  # noqa: E402
-from rollouts import Trajectory  # noqa: E402
+import train_grpo as script
+from batch import GROUPS
+from config import TrainConfig
+from rollouts import Trajectory
 
 SETTINGS = {  # so that tokens are chosen in a batch as small as this
     "clip_cov": dict(clip_cov_ratio=0.2, clip_cov_min=0.0, clip_cov_max=9.0),
@@ -95,8 +88,14 @@ def wake_adapters(inner) -> None:
             torch.nn.init.normal_(parameter, std=0.05)
 
 
+def relative_difference(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    distance = sum((a[name] - b[name]).double().pow(2).sum() for name in a)
+    return float((distance / sum(b[name].double().pow(2).sum() for name in b)).sqrt())
+
+
 def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tuple, dict]:
-    """{(use_peft, loss, aggregation, cut): gradients by parameter}"""
+    """{(loss, aggregation, cut): gradients by parameter}"""
     policy, inner = script.load_policy(base, device)
     base, batch = settled(base, inner), local_batch(rank, world, device)
     logprobs = script.all_logprobs(policy, batch, base)[0]
@@ -104,7 +103,8 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
     batch.old_logprobs = (logprobs + 0.2 * wave) * batch.loss_mask
     batch.ref_logprobs = (logprobs - 0.3 * wave) * batch.loss_mask
     result = {}
-    losses = ("ppo", "gspo", "kl_cov") if base.use_peft else sorted(script.POLICY_LOSSES)  # adapters change no loss
+    few = base.use_peft or base.strategy != "ddp"  # neither adapters nor shards change a loss
+    losses = ("ppo", "gspo", "kl_cov") if few else sorted(script.POLICY_LOSSES)
     for loss, mode in product(losses, MODES):
         cfg = replace(base, policy_loss=loss, loss_agg=mode, **SETTINGS.get(loss, {}))
         cuts = {"many": replace(cfg, tokens_per_microbatch=40, logprob_chunk=4)}
@@ -113,7 +113,7 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
             cuts |= {"one": cfg, "plain rows": plain}
             cuts |= {"plain rows, many": replace(plain, tokens_per_microbatch=40)} if loss == "ppo" else {}
         for cut, cut_cfg in cuts.items():
-            result[base.use_peft, loss, mode, cut] = gradients(policy, inner, batch, cut_cfg)
+            result[loss, mode, cut] = gradients(policy, inner, batch, cut_cfg)
     # Groups without advantage, one on each rank: passes of their own, which have no backward pass, or one for all rows.
     number = batch.groups % GROUPS + 3 * rank
     speak = (number != 1) & (number != 3)
@@ -127,10 +127,10 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
         batch = distilled(batch, asked=number % 2 == 0) if loss == "distill" else batch
         inner.entropy_gradient = cfg.entropy_coef != 0
         loss_of = with_foreign_term if loss == "foreign term" else script.micro_loss
-        result[base.use_peft, loss, "silent", "cut"] = gradients(policy, inner, batch, cfg, loss_of)
+        result[loss, "silent", "cut"] = gradients(policy, inner, batch, cfg, loss_of)
         if world == 1:
             whole = replace(cfg, tokens_per_microbatch=100_000)
-            result[base.use_peft, loss, "silent", "one"] = gradients(policy, inner, batch, whole, loss_of)
+            result[loss, "silent", "one"] = gradients(policy, inner, batch, whole, loss_of)
     return result
 
 
@@ -162,31 +162,3 @@ def with_foreign_term(policy, part, cfg, counts):
     loss, stats = script.micro_loss(policy, part, cfg, counts)
     logprobs, _, _ = script.compute_logprobs(policy, part, cfg)
     return loss - 0.1 * (script.token_weights(part.loss_mask, cfg.loss_agg, **counts) * logprobs).sum(), stats
-
-
-def check_statistics(rank: int, world: int) -> None:
-    """An advantage may have a statistic on some ranks alone: of a kind of group, say."""
-    of_rank = {"all": 1.0 + rank, f"rank_{rank}": 5.0}
-    script.ADVANTAGES["mine"] = lambda batch, cfg: (script.dr_grpo(batch, cfg), of_rank)
-    found = script.add_advantages(local_batch(rank, world), TrainConfig(advantage="mine"))
-    expected = {"all": (1 + world) / 2} | {f"rank_{each}": 5.0 for each in range(world)}
-    assert {name: found[name] for name in expected} == expected, found
-
-
-def main(strategy: str, out: str) -> None:
-    rank, world, device = utils.init_distributed(60)
-    check_statistics(rank, world)
-    original, script.load_hf_model = script.shard, small_llama
-    # Adapters must be set before sharding, alike on every rank.
-    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
-    result = {}
-    for use_peft in (False, True):
-        base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft=use_peft, beta=0.05)
-        result |= all_gradients(base, rank, world, device)
-    if rank == 0:
-        torch.save(result, out)
-    utils.end_process(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

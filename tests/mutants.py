@@ -1,0 +1,126 @@
+"""Puts plausible bugs into a copy of the tree, one at a time, and says which of them no test saw.
+
+    python tests/mutants.py                    # all; half an hour on two cores
+    python tests/mutants.py gspo_sign          # some, by name
+
+Not part of the tests: run before a release, and after a change to what is listed. Exit status 1 if one survived. A text
+that is not exactly once in its file is an error: the code has changed, and the entry has to follow.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GRPO = "train_grpo.py"
+# name: (file, text, replacement, tests that should see it)
+MUTANTS = {
+    "gspo_sign": (GRPO, "clipped_surrogate(sequence_ratio(logprobs, batch), batch, cfg)",
+                  "clipped_surrogate(-sequence_ratio(logprobs, batch), batch, cfg)", "algorithms -k gspo"),
+    "cispo_unclipped": (GRPO, "return -ratio.clamp(low, high) * batch.advantages", "return -ratio * batch.advantages",
+                        "algorithms -k cispo"),
+    "dual_clip_either_sign": (GRPO, "torch.where(batch.advantages < 0, bounded, loss)", "bounded",
+                              "algorithms -k vanilla"),
+    "rloo_with_itself": (GRPO, "* size / (size - 1).clamp(min=1)", "", "algorithms -k rloo"),
+    "seq_mean_is_token_mean": (GRPO, "loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)",
+                               "loss_mask / max(num_tokens, 1)", "algorithms -k published"),
+    "counts_of_one_rank": (GRPO, "utils.all_sum(mine).tolist()", "mine.tolist()",
+                           "ranks -k counts"),
+    "no_world_size": (GRPO, "(loss * utils.world_size()).backward()", "loss.backward()", "gradient -k two_ranks"),
+    "last_pass_dropped": (GRPO, "for number, rows in enumerate(passes):",
+                          "for number, rows in enumerate(passes[: max(len(passes) - 1, 1)]):", "gradient -k any_cut"),
+    "temperature_forgotten": (GRPO, "inner.temperature = cfg.temperature", "inner.temperature = 1.0",
+                              "own_idea -k temperature"),
+    "kl_of_the_policy_itself": (GRPO, "batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]",
+                                "batch.ref_logprobs = all_logprobs(policy, batch, cfg)[0]", "reference"),
+    "kl_with_adapters_on": (GRPO, "with inner.model.disable_adapter():", "with contextlib.nullcontext():", "reference"),
+    "kl_without_beta": (GRPO, "per_token + cfg.beta * kl, kl", "per_token + kl, kl", "reference"),
+    "kl_in_reward_added": (GRPO, "batch.rewards - cfg.beta * kl", "batch.rewards + cfg.beta * kl", "update -k kl"),
+    "entropy_punished": (GRPO, "per_token - cfg.entropy_coef * entropy", "per_token + cfg.entropy_coef * entropy",
+                         "update -k entropy"),
+    "correction_unbounded": (GRPO, "w = w.clamp(cfg.correction_min, cfg.correction_max)", "pass",
+                             "update -k corrections"),
+    "silent_groups_kept": (GRPO, "return differs and cfg.group_mean_min", "return cfg.group_mean_min",
+                           "update -k silent"),
+    "push_left_out": (GRPO, "if (step + 1) % cfg.push_steps == 0 or evaluates or saves:",
+                      "if step % 2 == 0 or evaluates or saves:", "train -k learns[grpo]"),
+    "stale_weights_pushed": (GRPO, "buckets = adapter_buckets(policy, size, dtype) if alone else",
+                             "policy = generator.__dict__.setdefault('_first', __import__('copy').deepcopy(policy))\n"
+                             "    buckets = adapter_buckets(policy, size, dtype) if alone else",
+                             "train -k learns[grpo]"),
+    "end_not_learned": ("rollouts.py", "loss_mask=[1] * len(sample.token_ids),",
+                        "loss_mask=[1] * (len(sample.token_ids) - 1) + [0],", "first_hand"),
+    "end_of_turn_not_learned": ("rollouts.py", "mask + [1] * len(sample.token_ids), logprobs + sample.logprobs",
+                                "mask + [1] * (len(sample.token_ids) - 1) + [0], logprobs + sample.logprobs", "turns"),
+    "observation_learned": ("rollouts.py", "mask + [0] * added, logprobs", "mask + [1] * added, logprobs", "turns"),
+    "reward_columns_shifted": ("rewards.py", "[row.get(column) for row in rows] for column in columns",
+                               "[row.get(column) for row in rows[1:] + rows[:1]] for column in columns", "first_hand"),
+    "prompt_filter_off_by_one": ("data.py", "if length <= max_prompt_length]", "if length <= max_prompt_length + 1]",
+                                 "data"),
+    "pictures_reversed": ("inputs/prompts.py", "    if not parts:\n        return column\n",
+                          "    if not parts:\n        return column[::-1]\n", "first_hand"),
+    "pictures_of_parts_reversed": ("inputs/prompts.py", "rest = iter(column)", "rest = iter(column[::-1])",
+                                   "first_hand"),
+    "groups_mixed": ("batch.py", "[t.group + rank * GROUPS for t in", "[t.group // 2 + rank * GROUPS for t in",
+                     "minimal -k those_of_train_grpo"),
+    "std_of_all": ("batch.py", "def group_std(scores: Tensor, groups: Tensor) -> Tensor:\n",
+                   "def group_std(scores: Tensor, groups: Tensor) -> Tensor:\n    groups = torch.zeros_like(groups)\n",
+                   "algorithms -k published"),
+    "gae_without_lambda": ("train_ppo.py", "delta + cfg.gamma * cfg.lam * next_advantage",
+                           "delta + cfg.gamma * next_advantage", "ppo -k gae"),
+    "one_step_staler": ("train_async.py", "min(version + cfg.max_staleness, cfg.max_steps - 1)",
+                        "min(version + cfg.max_staleness + 1, cfg.max_steps - 1)", "async -k bounded"),
+    "lora_scale_lost": ("inputs/lora.py", "alpha=layer.scaling[name]", "alpha=1.0", "loading -k reaches"),
+    "adam_forgotten": ("runlog/checkpoints.py", "set_optimizer_state_dict(module, optimizer, moments, options=options)",
+                       "pass", "resume -k PPO"),
+}  # fmt: skip
+
+
+def run(folder: Path, tests: str) -> subprocess.CompletedProcess:
+    """The tests of a row: files by the middle of their names, then options."""
+    words = tests.split()
+    files = [f"tests/test_{word}.py" for word in words[: words.index("-k") if "-k" in words else None]]
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", "not slow", *files]
+    command += words[words.index("-k") :] if "-k" in words else []
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
+
+
+def main(names: list[str]) -> int:
+    chosen, wrong = {name: MUTANTS[name] for name in names or MUTANTS}, {}
+    for name, (file, text, *_) in chosen.items():
+        if (count := (ROOT / file).read_text(encoding="utf-8").count(text)) != 1:
+            print(f"{name}: {text!r} is {count} times in {file}, not once; bring the entry up to date")
+            wrong[name] = "no such text"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "tree"
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        )
+        for file in filter(lambda file: (ROOT / file).is_file(), listed.stdout.splitlines()):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, folder / file)
+        if not (folder / "models" / "tiny").exists():
+            (folder / "models").symlink_to(ROOT / "models")
+        for tests in {row[3] for name, row in chosen.items() if name not in wrong}:
+            if (done := run(folder, tests)).returncode:
+                raise SystemExit(f"without any bug {tests!r} does not pass:\n{done.stdout[-3000:]}")
+        for name, (file, text, replacement, tests) in chosen.items():
+            if name in wrong:
+                continue
+            sound = (folder / file).read_text(encoding="utf-8")
+            (folder / file).write_text(sound.replace(text, replacement), encoding="utf-8")
+            seen = run(folder, tests).returncode == 1  # a failed test; other statuses are no result
+            (folder / file).write_text(sound, encoding="utf-8")
+            print(f"{name}: {'seen' if seen else 'SURVIVED'}", flush=True)
+            if not seen:
+                wrong[name] = "survived"
+    print(f"{len(chosen) - len(wrong)} of {len(chosen)} seen; {wrong or 'none survived'}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""Faults that people meet, as one table: a run either goes on to a right end, or ends in time and names the cause.
+
+A row is (what is wrong, files, flags, exit status, what its output must name). `{at}` in a text is the folder of the
+files. Status 2 is a mistake in what was given, found before training; 1 an error while training; 0 goes on.
+"""
+
+import json
+import os
+import re
+import signal
+import socketserver
+import threading
+
+import pytest
+from live import SMALL, running, trainer
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 180  # seconds in which a run must have ended; most take two
+ROWS = "".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(8))
+
+
+def rows(last: str | bytes) -> dict:
+    """Eight good rows, and one that is not."""
+    return {"rows.jsonl": ROWS.encode() + (last if isinstance(last, bytes) else last.encode()) + b"\n"}
+
+
+def reward(body: str, head: str = "") -> dict:
+    return {"own.py": f"{head}\ndef own(completions, **columns):\n    {body}\n"}
+
+
+def data(body: str) -> dict:
+    return {"own.py": f"def own(split, seed):\n    {body}\n"}
+
+
+def environment(reset: str = "return [{'role': 'user', 'content': 'Go.'}]", step: str = "return [], 1.0, True, {}"):
+    lines = (
+        f"class Own:\n    def reset(self, row, seed):\n        {reset}\n\n    def step(self, text):\n        {step}\n"
+    )
+    return {"own.py": f"import os, time\n\n\n{lines}\n    def score(self):\n        return 1.0\n"}
+
+
+FILE, OWN_DATA = "--dataset_id {at}/rows.jsonl --test_size 2", "--dataset_id {at}/own.py:own"
+REWARD, ENV, TOOL = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own", "--tools {at}/own.py:own"
+LENGTH = "--reward_funcs length"
+
+DATA = [
+    ("a line that is no UTF-8", rows(b'{"prompt": "caf\xe9"}'), FILE, 2, "rows.jsonl"),
+    ("a torn line", rows('{"prompt": "1 +'), FILE, 2, "rows.jsonl"),
+    ("a row that is a number", rows("7"), FILE, 2, "rows.jsonl"),
+    ("a prompt that is a number", rows('{"prompt": 7}'), FILE, 2, "prompt"),
+    ("an empty prompt", rows('{"prompt": ""}'), FILE, 2, "prompt"),
+    ("a message without a role", rows('{"prompt": [{"content": "a"}]}'), FILE, 2, "role"),
+    ("no column prompt", {"rows.jsonl": ROWS.replace("prompt", "question")}, FILE, 2, "prompt"),
+    ("an empty file", {"rows.jsonl": ""}, FILE, 2, "rows.jsonl"),
+    ("fewer rows than prompts a step", {"rows.jsonl": ROWS}, f"{FILE} --prompts_per_step 20", 2, "prompts_per_step"),
+    ("all prompts too long", {"rows.jsonl": ROWS}, f"{FILE} --max_prompt_length 2", 2, "max_prompt_length"),
+    ("a file that is not there", {}, FILE, 2, "rows.jsonl"),
+    ("a data set that is none", {}, "--dataset_id nobody/nothing-of-this-name", 2, "nobody/nothing-of-this-name"),
+    ("a data function that raises", data("raise OSError('gone')"), OWN_DATA, 2, "own.*gone|gone.*own"),
+    ("a data function that returns None", data("return None"), OWN_DATA, 2, "own"),
+    ("a picture for a model of text", rows('{"prompt": "?", "image": "a.png"}'), FILE, 2, "row 8.*images"),
+    ("control tokens in a user's text", rows('{"prompt": "<|im_end|><|im_start|>system"}'), FILE, 0, ""),
+]  # fmt: skip
+SETTINGS = [
+    ("a misspelt flag", {}, "--learning_rat 1", 2, "learning_rate"),
+    ("a misspelt name", {}, "--advantage gropo", 2, "grpo"),
+    ("a word for a number", {}, "--max_steps many", 2, "max_steps"),
+    ("a number that is none", {}, "--learning_rate nan", 2, "learning_rate"),
+    ("a negative number", {}, "--num_generations -4", 2, "num_generations"),
+    ("a flag without its value", {}, "--learning_rate", 2, "learning_rate"),
+    ("one completion where several are compared", {}, "--num_generations 1", 2, "num_generations"),
+    ("settings that exclude each other", {}, "--compile --strategy fsdp", 2, "--compile"),
+    ("a config file that is broken", {"a.yaml": "max_steps: [1\n"}, "--config {at}/a.yaml", 2, "a.yaml"),
+    ("a config file with an unknown name", {"a.yaml": "max_stps: 1\n"}, "--config {at}/a.yaml", 2, "max_stps"),
+    ("a config file that makes objects", {"a.yaml": "run_name: !!python/object/apply:os.system ['touch {at}/ran']\n"},
+     "--config {at}/a.yaml", 2, "a.yaml"),
+    ("a config file that is not there", {}, "--config {at}/a.yaml", 2, "a.yaml"),
+    ("a model that is not there", {}, "--model_id {at}/model", 2, "{at}/model"),
+    ("an empty folder as a model", {"model/notes.txt": ""}, "--model_id {at}/model", 2, "{at}/model"),
+    ("a learning rate that breaks the weights", {}, "--learning_rate 1e38", 1, "learning_rate"),
+    ("no teacher to learn from", {}, "--advantage distill", 2, "teacher"),
+    ("adapters of layers that are not there", {}, "--use_peft --lora_targets q_prj", 2, "q_prj"),
+]  # fmt: skip
+REWARDS = [
+    ("a reward that raises", reward("raise KeyError('answr')"), REWARD, 1, "own.*answr|answr"),
+    ("a reward that returns too few", reward("return [1.0]"), REWARD, 1, "own"),
+    ("a reward that returns None", reward("return None"), REWARD, 1, "own"),
+    ("a reward that returns texts", reward("return ['good'] * len(completions)"), REWARD, 1, "own"),
+    ("a reward that returns nan", reward("return [float('nan')] * len(completions)"), REWARD, 1, "own"),
+    ("a reward of tensors", reward("return torch.ones(len(completions))", "import torch"), REWARD, 0, ""),
+    ("a reward of None for some", reward("return [None, *([1.0] * (len(completions) - 1))]"), REWARD, 0, ""),
+    ("a reward that prints a lot", reward("print('x' * 10**6); return [1.0] * len(completions)"), REWARD, 0, ""),
+    ("a reward that ends the program", reward("raise SystemExit(0)"), REWARD, 1, "own"),
+    ("a reward that is late once", reward("time.sleep(3 * (columns['trainer_state'].global_step == 0)); "
+     "return [1.0] * len(completions)", "import time"), f"{REWARD} length --reward_timeout 1", 0, "own"),
+    ("a reward with a syntax error", {"own.py": "def own(:\n"}, REWARD, 2, "own.py"),
+    ("a reward file without the function", {"own.py": "x = 1\n"}, REWARD, 2, "own"),
+    ("a reward that imports what is not there", {"own.py": "import nothing_here\n"}, REWARD, 2, "nothing_here"),
+    ("a reward that wants a column which is not there",
+     {"own.py": "def own(completions, solution, **_):\n    return [1.0] * len(completions)\n"}, REWARD, 2, "solution"),
+    ("a reward by an unknown name", {}, "--reward_funcs lenght", 2, "length"),
+    ("weights of rewards, one too many", {}, f"{LENGTH} --reward_weights 1 2", 2, "reward_weights"),
+    ("a judge that is not there", {}, "--reward_funcs judge --judge_url http://127.0.0.1:9/v1 --judge_model x", None,
+     "127.0.0.1:9"),
+]  # fmt: skip
+ENVIRONMENTS = [
+    ("an environment that raises in reset", environment(reset="raise OSError('gone')"), ENV, None, "reset.*gone"),
+    ("an environment that raises in step", environment(step="raise OSError('gone')"), ENV, None, "step.*gone"),
+    ("a step of two values", environment(step="return [], 1.0"), ENV, 1, "step"),
+    ("a step that returns nan", environment(step="return [], float('nan'), True, {}"), ENV, 1, "step|reward"),
+    ("a step that is late", environment(step="time.sleep(30)"), f"{ENV} --env_timeout 1", None, "step"),
+    ("an environment that is not there", {}, "--env {at}/own.py:Own", 2, "own.py"),
+    ("an environment without methods", {"own.py": "class Own:\n    pass\n"}, ENV, 2, "Own"),
+    ("a tool without types", {"own.py": 'def own(x):\n    """Says."""\n'}, TOOL, 2, "own"),
+    ("a tool by an unknown name", {}, "--tools calculater", 2, "calculator"),
+    ("an MCP config that is not there", {}, "--mcp_config {at}/servers.json", 2, "servers.json"),
+    ("an MCP server that does not start", {"servers.json": '{"mcpServers": {"a": {"command": "{at}/none"}}}'},
+     "--mcp_config {at}/servers.json", 2, "none"),
+]  # fmt: skip
+RUNS = [
+    ("an output folder that is a file", {"runs": ""}, "--output_dir {at}/runs", 2, "output_dir"),
+    ("--resume of a run that is not there", {}, "--resume --run_name nothing", 2, "resume"),
+    ("a run name with a path", {}, "--run_name ../outside", 2, "run_name"),
+    ("no server at the address", {}, "--generator vllm --server_urls http://127.0.0.1:9 --server_timeout 2", 1,
+     "127.0.0.1:9"),
+    ("a server address without http", {}, "--generator vllm --server_urls 127.0.0.1:9", 2, "server_urls"),
+    ("no teacher at the address", {}, "--advantage distill --teacher_urls http://127.0.0.1:9", None, "127.0.0.1:9"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [*DATA, *SETTINGS, *REWARDS, *ENVIRONMENTS, *RUNS], ids=lambda fault: fault[0])
+def test_a_fault_is_survived_or_named(fault, tmp_path):
+    what, files, flags, status, names = fault
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = content if isinstance(content, bytes) else content.replace("{at}", str(tmp_path)).encode()
+        (tmp_path / name).write_bytes(text)
+    given = f"{flags} --max_steps 2 ".replace("{at}", str(tmp_path)).split()
+    known = [] if "--reward_funcs" in flags else LENGTH.split()
+    folder = [] if "--output_dir" in flags else ["--output_dir", str(tmp_path)]
+    with running(trainer(tmp_path / "log", *SMALL.split(), *known, *folder, *given)) as run:
+        ended = run.end(LIMIT)
+    assert ended == status or (status is None and ended in (0, 1, 2)), run.text[-3000:]
+    assert re.search(names.replace("{at}", re.escape(str(tmp_path))), run.text, re.S), run.text[-3000:]
+    assert ended == 0 or "Error" in run.text
+    assert not (ended == 2 and "Traceback" in run.text), run.text[-3000:]
+    assert not (tmp_path / "ran").exists()
+
+
+class Stranger(socketserver.StreamRequestHandler):
+    """Another web server, which answers everything with a page."""
+
+    def handle(self):
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 15\r\n\r\n<html>hi</html>")
+
+
+def test_a_server_that_is_another_program_is_named(tmp_path):
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        flags = [*SMALL.split(), *LENGTH.split(), "--generator", "vllm", "--server_urls", url, "--server_timeout", "5"]
+        with running(trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--max_steps", "1")) as run:
+            assert run.end(LIMIT) in (1, 2) and url in run.text, run.text
+        server.shutdown()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
+def test_a_signal_ends_a_run_and_leaves_whole_files(how, tmp_path):
+    flags = [*SMALL.split(), *LENGTH.split(), "--output_dir", str(tmp_path), "--run_name", "run", "--max_steps", "500"]
+    with running(trainer(tmp_path / "log", *flags)) as run:
+        run.until(lambda: "step 2/500" in run.text)
+        os.kill(run.members[0].pid, how)
+        assert run.end(LIMIT) != 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
