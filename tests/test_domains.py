@@ -15,6 +15,7 @@ import ragged
 import torch
 import yaml
 from live import ROOT, running, trainer
+from runlog.report import write_report
 
 import domains
 import rewards
@@ -25,7 +26,6 @@ from domains import Mixture
 from inputs.trajectory import Trajectory
 from runlog import resume, rollout_metrics, samples
 from runlog.reading import read_metrics
-from runlog.report import write_report
 from safety import sandbox
 
 # ---- whose prompt is next -------------------------------------------------------------------------------------------

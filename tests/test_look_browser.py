@@ -14,9 +14,9 @@ import pytest
 from live import EVEN, SMALL, trainer
 from looking_at import looking
 from made_runs import completions_table, evaluation_line, make_run, metrics_line, write_step
+from runlog.report import write_report
 
 from runlog.reading import read_metrics
-from runlog.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements-dev.txt")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -27,6 +27,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from runlog.report import plot_panel, write_report
 
 import train_grpo
 import utils
@@ -46,7 +47,6 @@ from runlog.log import (
     progress_text,
 )
 from runlog.reading import phases, read_metrics
-from runlog.report import plot_panel, write_report
 from runlog.trackers import Tracker
 
 
