@@ -94,6 +94,8 @@ def load_rows(
         rows = load_file(dataset_id, lines and own_prompts and changes_nothing(format_row))
     else:
         rows = load_hub(dataset_id, config, split)
+    if not isinstance(rows, (list, on_disk.Lines)) and nested(rows) and rows.format["type"] is None:
+        rows = rows.with_transform(without_nulls_of_others)
     if not own_prompts:
         whole = each_a_dict(opened(rows), dataset_id)
         rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in whole]
@@ -116,7 +118,26 @@ def stays_on_disk(rows) -> bool:
     are opened and looked at, nor one that makes its rows by a function (`with_transform`)."""
     if isinstance(rows, list) or {"image", "images"} & {*rows.column_names}:
         return False
-    return isinstance(rows, on_disk.Lines) or rows.format["type"] != "custom"
+    made = isinstance(rows, on_disk.Lines) or rows.format["format_kwargs"].get("transform")
+    return made in (True, None, without_nulls_of_others)
+
+
+def nested(rows) -> bool:
+    """Whether a column of a `datasets.Dataset` holds dicts."""
+    return "struct<" in str(rows.features.arrow_schema)
+
+
+def without_nulls(value):
+    """Without the keys that are None in dicts, as Arrow gives each dict the keys of all others. A message's `content`
+    stays: templates ask whether it is None."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None or (k == "content" and "role" in value)}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def without_nulls_of_others(rows: dict[str, list]) -> dict[str, list]:
+    """`without_nulls` of each column."""
+    return {name: without_nulls(values) for name, values in rows.items()}
 
 
 def many_on_disk(rows) -> bool:
@@ -537,7 +558,10 @@ def load_from_function(spec: str, split: str, seed: int):
         raise ConfigError(f"--dataset_id={spec} returned a {type(rows).__name__}; return an iterable of dicts.")
     # A datasets.Dataset stays one, so that images are decoded row by row; who returns one has imported the package.
     is_dataset = "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset)
-    return rows if is_dataset else collected(rows, spec, math.inf if isinstance(rows, Sized) else MOST_ROWS)
+    if is_dataset:
+        return rows
+    most = math.inf if isinstance(rows, Sized) else MOST_ROWS  # what it has read may come from Arrow, too
+    return collected((without_nulls_of_others(r) if isinstance(r, dict) else r for r in rows), spec, most)
 
 
 # ---- reasoning-gym --------------------------------------------------------------------------------------------------

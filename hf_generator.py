@@ -36,7 +36,7 @@ from inputs.attention import takes_any
 from inputs.backbone import backbone, text_model
 from inputs.logits import logits_of
 from inputs.packing import join_inputs
-from inputs.prompts import TYPES, Prompt, placeholder_tokens
+from inputs.prompts import TYPES, Prompt, end_ids, placeholder_tokens
 from vllm_client import Completion
 
 
@@ -158,13 +158,11 @@ class HFGenerator:
 
     def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
         self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
-        text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.device, self.weight_dtype = model.device, model.dtype
         self._prepare()
         self.version, self.vocab_size = 0, model.get_input_embeddings().num_embeddings
         self.random = torch.Generator(self.device)
-        ids = model.generation_config.eos_token_id
-        self.eos_ids = {*(ids if isinstance(ids, list) else [ids]), text_tokenizer.eos_token_id} - {None}
+        self.eos_ids = end_ids(model, tokenizer)
         self.never = placeholder_tokens(model.config)
         self.backbone = backbone(model)
         self.known = set(inspect.signature(self.backbone.forward).parameters)  # names of its inputs

@@ -50,6 +50,7 @@ from types import SimpleNamespace
 from cli import shorten
 from config import ConfigError, known_name
 from data import RESERVED, parse_gym
+from inputs.prompts import begun_in
 from plugins import function_path, load_function, require
 from safety.calls import (
     RETURN_RULE,
@@ -309,6 +310,8 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     """
     if not trajectories:
         return
+    for t in trajectories if tokenizer is not None else ():
+        t.info["begun"] = begun_in(t.prompt_ids, tokenizer, t.row)
     weights = reward_weights(reward_functions, cfg)
     if cfg.purpose == "eval" and not any(weights):  # nothing is learned from them: held-out rows are to tell how good
         weights = [1.0] * len(weights)  # the policy became
@@ -386,8 +389,10 @@ def call_arguments(trajectories: list, cfg) -> dict:
     arguments = {column: [row.get(column) for row in rows] for column in columns}
     completions, completion_ids = [], []
     for trajectory in trajectories:
-        text, chat = trajectory.info["completion"], not isinstance(trajectory.row["prompt"], str)
-        messages = trajectory.info.get("messages", [{"role": "assistant", "content": text}])  # of all turns
+        info, chat = trajectory.info, not isinstance(trajectory.row["prompt"], str)
+        begun = info.get("begun", "")
+        said = {"role": "assistant", "content": begun + info["completion"]} | ({"begun": begun} if begun else {})
+        messages = info.get("messages", [said])  # of all turns
         completions.append(messages if chat else completion_text(messages))
         start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
         completion_ids.append(list(trajectory.token_ids[start:]))

@@ -43,6 +43,7 @@ from envs.playing import main
 from inputs.pictures import PictureError
 from inputs.prompts import (
     SCHEMAS,
+    begun_in,
     build_prompt,
     check_echo,
     continued,
@@ -427,7 +428,7 @@ def begun(row: dict, messages: list[dict], environment, processor, cfg: TrainCon
     """(the row with the prompt that its environment made of it, schemas of its tools for the chat template)"""
     # No chat template asks for plain tags: the environment's own words do.
     schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
-    row = row | {"prompt": messages}
+    row = row | {"prompt": messages, SCHEMAS: []}
     return with_tools(row, schemas, environment.instructions, processor, cfg.system_prompt), schemas
 
 
@@ -505,6 +506,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     processor = generator.tokenizer
     messages = await reset(environment, row, cfg, processor)
     shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
+    observe = functools.partial(observed, **row.get("chat_template_kwargs") or {})
     prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
     check_length(prompt, row, cfg)
     turns, mask, logprobs, states, versions, experts = [], [], [], [], [], None
@@ -516,6 +518,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         options = sampling_options(cfg) | {"max_tokens": min(budget, cfg.max_turn_length or budget)}
         options["min_tokens"] = min(cfg.min_completion_length, options["max_tokens"])
         images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
+        opened = begun_in(so_far.token_ids, processor, shown)
         (sample,) = await generator.generate(so_far.sent_ids, n=1, **images, **options)
         check_echo(so_far, [sample])
         last = sample.policy_version if sample.policy_version_last is None else sample.policy_version_last
@@ -533,18 +536,21 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
             conversation.append({"role": "assistant", "content": text})
         turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
         turn |= {"tokens": len(sample.token_ids), "versions": versions[-1]}  # of weights: first and last that sampled
+        turn |= {"begun": opened} if opened else {}
         turn |= {"start": start, "end": len(mask)}  # among the trajectory's tokens
         turn |= {} if state is None else {"state": text_of(state)}  # that it began in
         turns.append(turn)
         if not stopped:
             finish = "length"
             break
+        if isinstance(environment, ToolEnvironment):
+            environment.begun = opened
         outcome = await call_environment(environment, "step", row, cfg, text=text)
         answers, turn["reward"], done, turn["info"] = checked_step(outcome, environment, processor, most)
         if done or number + 1 == cfg.max_turns:
             break
         state = await state_of(environment, row, cfg)
-        answered = shown_to_model(observed, row, so_far, answers, generator, schemas, cfg)
+        answered = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)
         added = len(answered.token_ids) - len(so_far.token_ids)
         if len(mask) + added >= cfg.max_completion_length:
             finish = "length"
@@ -599,9 +605,12 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
 
 def messages_of(turn: dict) -> list[dict]:
     """A turn as rewards see it: the assistant's message, with its parsed `tool_calls` as in TRL and OpenAI's API, and
-    what answered it. What is tokenised has the calls in its text alone."""
+    what answered it. What is tokenised has the calls in its text alone. What the prompt has begun the answer with is
+    `begun`, the beginning of its content."""
     calls = turn["info"].get("tool_calls") if calls_in(turn["info"]) else None
-    said = {"role": "assistant", "content": turn["text"]} | ({"tool_calls": calls} if calls else {})
+    begun = {"begun": turn["begun"]} if turn.get("begun") else {}
+    said = {"role": "assistant", "content": turn.get("begun", "") + turn["text"]} | begun
+    said |= {"tool_calls": calls} if calls else {}
     return [said, *(turn["observation"] or ())]
 
 

@@ -1349,7 +1349,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
             generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
         else:
             generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
-    generator.tokenizer = processor
+    generator.tokenizer, generator.stop_token_ids = processor, sorted(prompts.end_ids(hf_model, processor))
     generator.rope_index = prompts.rope_index_of(hf_model)  # which places of a prompt have which positions: with images
     routing.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
     return generator

@@ -83,7 +83,7 @@ import utils
 from data import check_step_size, load_data
 from hf_generator import HFGenerator
 from inputs.processor import load_processor, load_whole
-from inputs.prompts import prompt_ids
+from inputs.prompts import end_ids, prompt_ids
 from inputs.trajectory import Trajectory
 from rewards import get_reward_functions, score
 from runlog.checkpoints import save_model
@@ -326,6 +326,7 @@ def train(cfg: Settings) -> dict[str, float]:
         copy = load_whole(AutoModelForCausalLM, cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)
         generator = HFGenerator(copy, tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
+    generator.stop_token_ids = sorted(end_ids(bare, tokenizer))  # a base model's may lack the template's end of a turn
     cfg.run_name = utils.gather_objects(name_run(cfg))[0]  # rank 0's: its name has the time in it
     log = RunLog(cfg) if rank == 0 else None
     push_weights(bare, generator, 0)  # the server may still have an earlier run's weights

@@ -79,6 +79,7 @@ class VLLMClient(Pusher):
         super().__init__(urls, token, timeout, over, changes_only, ca, client_cert)
         self.request_timeout = request_timeout
         self.tokenizer = self.rope_index = None
+        self.stop_token_ids: list[int] | None = None  # beside those that the server knows
         self.image_bytes = 0  # sent since the start, as base64
         self.tells_experts = False  # whether completions are to come with the experts of their tokens
         self._load = [0] * len(self.urls)  # sequences under way, by server
@@ -108,7 +109,8 @@ class VLLMClient(Pusher):
         """
         body = dict(prompt_ids=list(prompt_ids), n=n, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
         body["request_id"] = uuid.uuid4().hex
-        body |= dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop_token_ids=stop_token_ids)
+        body |= dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        body["stop_token_ids"] = stop_token_ids or self.stop_token_ids
         if self.tells_experts:
             body["routed_experts"] = True
         if self.adapter is not None:

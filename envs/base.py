@@ -87,6 +87,7 @@ class ToolEnvironment(Environment):
     Tools of isolated MCP servers talk to this trajectory's own servers, which close() ends.
     """
 
+    begun = ""  # what the prompt has begun the answer with: "<think>\n"
     step_timeout = math.inf  # calls have limits of their own, and may wait for their turn
 
     def __init__(self, toolbox: Toolbox, cfg):
@@ -105,6 +106,7 @@ class ToolEnvironment(Environment):
         return super().reset(row, seed)
 
     async def step(self, text):
+        text = self.begun + text
         calls = read_calls(text, self.tools, self.parser)
         within = sum(str(call.arguments).count("</answer>") for call in calls)
         if not calls or outside_thinking(text).count("</answer>") > within:

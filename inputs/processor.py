@@ -235,15 +235,20 @@ OURS |= {"bos_token", "eos_token", "pad_token", "unk_token", "image_token", "nam
 GENERATION = r"\{%-?\s*(end)?generation\s*-?%\}"
 
 
+@functools.cache
+def read_by_template(template: str) -> set[str]:
+    """Names that a chat template is given beside those that every one is."""
+    jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return jinja2.meta.find_undeclared_variables(jinja.parse(re.sub(GENERATION, "", template))) - OURS
+
+
 def with_template_kwargs(processor, given: dict | None):
     """The processor, whose chat template is given these from now on. ConfigError for names that it never reads."""
     processor.__dict__.pop("apply_chat_template", None)  # of an earlier run
     if not given:
         return processor
     template = processor.chat_template or ""
-    jinja, known = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]), set()
-    for text in template.values() if isinstance(template, dict) else [template]:
-        known |= jinja2.meta.find_undeclared_variables(jinja.parse(re.sub(GENERATION, "", text))) - OURS
+    known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
     if unknown := sorted(given.keys() - known):
         read = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing of the kind"
         raise ConfigError(f"--chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}.")

@@ -10,6 +10,7 @@ several rows by their shapes. What a family wants beyond that stands in FOLLOWED
 import contextlib
 import functools
 import io
+import json
 import math
 import os
 import re
@@ -34,7 +35,18 @@ from inputs import on_disk
 from inputs.on_disk import rows_between
 from inputs.parts import PartError, in_usual_form, parts_of, text_of_parts, text_part
 from inputs.pictures import PictureError, load_image, open_image, read_image, scaled, undecoded, upright_size
-from inputs.special_tokens import END, found_in, guard, process, special_texts, tokenize
+from inputs.processor import read_by_template
+from inputs.special_tokens import (
+    END,
+    begins_by_itself,
+    found_in,
+    guard,
+    process,
+    special_texts,
+    tokenize,
+    tokenizer_of,
+)
+from safety.calls import say_once
 
 # torch is imported where there are images, so that environments can be tried without it.
 
@@ -218,12 +230,100 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
         return row["prompt"]
     if not processor.chat_template:
         raise ConfigError("the processor of --model_id has no chat template; add --no_apply_chat_template.")
-    messages = prompt_messages(with_parts(row, count), cfg.system_prompt)
-    schemas = row.get(SCHEMAS)
-    if not cfg.allow_special_tokens:
+    return rendered(
+        row, prompt_messages(with_parts(row, count), cfg.system_prompt), processor, cfg.allow_special_tokens
+    )
+
+
+def rendered(row: dict, messages: list[dict], processor, allow_special_tokens: bool) -> str:
+    """The prompt's text, by the chat template, with the tools and settings that columns of the row give it. PartError
+    for what it refuses.
+
+    An answer that the row has begun stands at the end as the row has it: templates take blanks off its end, put empty
+    thinking before it, or take its thinking away.
+    """
+    schemas, options = row.get(SCHEMAS, own_schemas(row)), template_kwargs(row, processor)
+    if not allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
-    continued = messages[-1]["role"] == "assistant"
-    return render(messages, processor, schemas, add_generation_prompt=not continued, continue_final_message=continued)
+    try:
+        if messages[-1]["role"] != "assistant":
+            return render(messages, processor, schemas, add_generation_prompt=True, **options)
+        text = [part["text"] for part in parts_of(messages[-1].get("content")) if part["type"] == "text"][-1]
+        try:
+            whole = render(messages, processor, schemas, continue_final_message=True, **options)
+        except ValueError:  # it has taken some of the text away
+            whole = END
+        head = render(messages[:-1], processor, schemas, add_generation_prompt=True, **options)
+    except (TemplateError, TypeError, LookupError, ValueError) as error:
+        raise PartError(f"the chat template refuses this prompt: {error}") from error
+    head = head.removesuffix(begun_by(processor, schemas, **options))
+    first = re.match(r"\s*(<[^<>]*>|\S*)", text)[1]  # its word, or its tag
+    for kept in (text, text.rstrip(), text.strip()):
+        before = whole.removesuffix(kept)
+        added = before[len(os.path.commonprefix([before, head])) :]
+        if whole.endswith(kept) and whole != END and not (first and first in added):
+            return before + text
+    return head + text
+
+
+def begun_by(processor, schemas: list[dict] | None = None, **options) -> str:
+    """What the chat template begins an answer with that is to be sampled, and no answer that was given: "<think>\\n" of
+    models that always think; mostly nothing."""
+    asked, answer = made_up(processor)
+    try:
+        sampled = render([asked], processor, schemas, add_generation_prompt=True, **options)
+        given = render([asked, answer, asked], processor, schemas, **options)
+    except (TemplateError, TypeError, ValueError):
+        return ""
+    same = os.path.commonprefix([sampled, given.partition(END)[0]])
+    begun = sampled[len(re.sub(r"<[^<>]*$", "", same)) :]  # no cut goes through a tag
+    return begun if END in given and begun.strip() else ""
+
+
+def begun_in(ids: list[int], processor, row: dict) -> str:
+    """What the chat template has begun the answer with that is sampled behind these tokens."""
+    tokenizer = tokenizer_of(processor)
+    begun = begun_by(processor, **(row.get("chat_template_kwargs") or {})) if tokenizer.chat_template else ""
+    return begun if begun and tokenizer.decode(ids[-len(begun) - 1 :]).endswith(begun) else ""
+
+
+def end_ids(hf_model, processor) -> set[int]:
+    """Tokens that end an answer: the model's own, and the one with which its chat template ends a turn."""
+    tokenizer, ids = tokenizer_of(processor), hf_model.generation_config.eos_token_id
+    found = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+    if not tokenizer.chat_template:
+        return found
+    text = render(made_up(processor), processor).rpartition(END)[2]
+    ends = {text.find(str(token)): number for number, token in tokenizer.added_tokens_decoder.items()}
+    end = ends.get(min((place for place in ends if place >= 0), default=None))
+    if end is not None and end not in found:
+        said = tokenizer.convert_ids_to_tokens(end)
+        say_once(f"The chat template ends a turn with {said}, which ends no answer by the model's files: here it does.")
+    return found | ({end} - {None})
+
+
+def made_up(processor) -> list[dict]:
+    """A question, and an answer that is END."""
+    messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": END}]
+    return with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages
+
+
+def own_schemas(row: dict) -> list[dict] | None:
+    """JSON schemas of tools in the row's column `tools`, as they are or as JSON, which its prompt shows. Names there
+    are for --tools."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) and tools.lstrip().startswith("[") else tools
+    return tools if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools) else None
+
+
+def template_kwargs(row: dict, processor) -> dict:
+    """The row's column `chat_template_kwargs`. PartError for a name that the chat template never reads."""
+    given, template = row.get("chat_template_kwargs") or {}, processor.chat_template
+    known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
+    if unknown := sorted(given.keys() - known):
+        read = f"it reads {', '.join(sorted(known)) or 'nothing of the kind'}"
+        raise PartError(f"chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}")
+    return given
 
 
 def with_tools(row: dict, schemas: list[dict], instructions: str, processor, system_prompt: str | None = None) -> dict:
@@ -320,24 +420,25 @@ def with_calls(messages: list[dict]) -> list[dict]:
     return [{"role": "assistant", "content": "", "tool_calls": calls}, *answers]
 
 
-def observation_text(messages: list[dict], processor, schemas: list[dict] | None = None) -> str:
+def observation_text(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
     """What the chat template writes from the end of an answer, over `messages`, to where the next answer begins.
 
     Rendered behind a made-up conversation, so that nothing before it matters: templates add a default system prompt,
     or take the thinking out of earlier answers.
     """
-    asked, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": END}
+    made_up = [{"role": "user", "content": "-"}, {"role": "assistant", "content": END}]
     called = shown_by(processor, schemas).results == "with their calls"
     if called := called and any(message["role"] == "tool" for message in messages):
-        answer, *messages = with_calls(messages)
-    made_up = [asked, answer]
+        made_up[1], *messages = with_calls(messages)
     if is_vision(processor):
         made_up, messages = (with_parts({"prompt": m}, 0)["prompt"] for m in (made_up, messages))
     messages, schemas = guard(messages, processor), guard(schemas, processor)  # from here on END is in no message
-    text = render(made_up + messages, processor, schemas, add_generation_prompt=True)
+    text = render(made_up + messages, processor, schemas, add_generation_prompt=True, **options)
     if not called:
         return text[text.rindex(END) + len(END) :]
-    same = len(os.path.commonprefix([text, render(made_up, processor, schemas)]))  # up to the end of the calls
+    same = len(
+        os.path.commonprefix([text, render(made_up, processor, schemas, **options)])
+    )  # up to the end of the calls
     added = getattr(processor, "tokenizer", processor).added_tokens_decoder.values()  # which no cut goes through
     tokens = re.finditer("|".join(re.escape(str(token)) for token in added) or "(?!)", text)
     return text[next((t.start() for t in tokens if t.start() < same < t.end()), same) :]
@@ -401,7 +502,8 @@ def tokenize_prompt(
         if is_chat or system_prompt is not None:
             given = f"this prompt is chat messages, {shorten(row['prompt'])}" if is_chat else "--system_prompt is set"
             raise ConfigError(f"--no_apply_chat_template takes string prompts alone, but {given}; drop one of the two.")
-        return list(tokenizer(row["prompt"])["input_ids"])
+        own = begins_by_itself(row["prompt"], tokenizer)
+        return list(tokenizer(row["prompt"], add_special_tokens=not own)["input_ids"])
     if not tokenizer.chat_template:
         remedy = "choose a chat model, or make the prompts strings and" if is_chat else "choose a chat model, or"
         raise ConfigError(
@@ -409,12 +511,7 @@ def tokenize_prompt(
             "--no_apply_chat_template."
         )
     messages = as_template_takes(prompt_messages(row, system_prompt), tokenizer)
-    schemas = row.get(SCHEMAS)
-    if not allow_special_tokens:
-        messages, schemas = guard(messages, tokenizer), guard(schemas, tokenizer)
-    continued = messages[-1]["role"] == "assistant"
-    options = dict(add_generation_prompt=not continued, continue_final_message=continued)
-    return tokenize(render(messages, tokenizer, schemas, **options), tokenizer)
+    return tokenize(rendered(row, messages, tokenizer, allow_special_tokens), tokenizer)
 
 
 def cut_texts(row: dict, size: int) -> dict:
@@ -472,7 +569,7 @@ def vision_prompt(
     environment has written the prompt: then only the data row's own texts may name a file."""
     sources, own = image_sources(row), image_sources(data_row or row)
     text = prompt_text(row, processor, cfg, len(sources))
-    special = cfg.no_apply_chat_template  # a template writes its own
+    special = cfg.no_apply_chat_template and not begins_by_itself(text, processor)  # a template writes its own
     sent = tokenize(text, processor, special)
     if not sources:
         return Prompt(sent, sent)
@@ -521,13 +618,13 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
     return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
 
 
-def observed(prompt: Prompt, messages: list[dict], generator, schemas: list[dict] | None, cfg: TrainConfig) -> Prompt:
+def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: TrainConfig, **options) -> Prompt:
     """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded.
 
     A generator stops at the token that ends its turn: the template's text begins behind it, with the line break there.
     """
     processor = generator.tokenizer
-    text = observation_text(messages, processor, schemas)
+    text = observation_text(messages, processor, schemas, **options)
     sent = tokenize(text, processor)
     skip = int(sent[0] == prompt.token_ids[-1])
     sources = image_sources({"prompt": messages})
@@ -595,7 +692,10 @@ def check_echo(prompt: Prompt, samples: list) -> None:
 
 def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "none") -> list[int]:
     """Tokens of every prompt, its images counted by their sizes; see `length_or_more`. decode: as of `check_images`."""
-    if many_on_disk(rows) and getattr(processor, "is_fast", False):  # a tokenizer, which says what it is
+    columns = [
+        name for name in ("prompt", "tools", "chat_template_kwargs") if name in getattr(rows, "column_names", ())
+    ]
+    if many_on_disk(rows) and getattr(processor, "is_fast", False) and len(columns) == 1:  # a tokenizer says what it is
         how = (processor.backend_tokenizer.to_str(), processor.chat_template, cfg.chat_template_kwargs)
         how += (cfg.system_prompt, cfg.allow_special_tokens, cfg.no_apply_chat_template, cfg.max_prompt_length)
         how += (*map(code_of, (prompt_lengths, tokenize, parts_of)), type(processor).__name__)
@@ -604,17 +704,20 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
     sizes = check_images(rows, name, processor, decode)
     beside: dict[int, int | None] = {}  # by number of images: tokens that `told` leaves out; None: no constant number
 
+    def adds(text: str) -> bool:
+        return cfg.no_apply_chat_template and not begins_by_itself(text, processor)
+
     def told(text: str, shapes: list[tuple[int, int]]) -> int:
         """By what the processor says of images of these shapes."""
         expanded = processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens if shapes else []
-        sent = len(tokenize(text, processor, add_special_tokens=cfg.no_apply_chat_template))
+        sent = len(tokenize(text, processor, adds(text)))
         return sent - len(shapes) + sum(expanded)
 
     def made(text: str, shapes: list[tuple[int, int]]) -> int:
         """By what it makes of them."""
         blank = [Image.new("RGB", (width, height)) for height, width in shapes]
         COUNTS["images"] -= len(shapes)
-        return len(expand(text, blank, processor, None, cfg.no_apply_chat_template)[0])
+        return len(expand(text, blank, processor, None, adds(text))[0])
 
     def count(row: dict, shapes: list[tuple[int, int]]) -> int:
         if not is_vision(processor):
@@ -634,7 +737,7 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
             raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
         return made(text, shapes) if shapes and beside[number] is None else found + beside.get(number, 0)
 
-    lengths, texts = [], rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(["prompt"])
+    lengths, texts = [], rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(columns)
     texts = with_progress(texts, f"{name}: measuring prompts", len(rows))
     for index, (row, shapes) in enumerate(zip(texts, sizes, strict=True)):
         try:

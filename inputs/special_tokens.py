@@ -104,6 +104,13 @@ def each_text(value, function):
     return value
 
 
+def begins_by_itself(text: str, processor) -> bool:
+    """Whether a text that was rendered beforehand begins with what the tokenizer would put before it: BOS."""
+    tokenizer = tokenizer_of(processor)
+    first = tokenizer("")["input_ids"][:1]
+    return bool(first) and text.startswith(tokenizer.decode(first))
+
+
 def guard(value, processor):
     """Messages or tool schemas with a marker in place of every special token's text."""
     known = markers_of(processor)

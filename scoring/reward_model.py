@@ -15,6 +15,7 @@ from functools import cache
 from cli import shorten
 from inputs.processor import check_missing
 from inputs.prompts import as_template_takes, prompt_messages
+from inputs.special_tokens import begins_by_itself
 from safety import http, secrets
 from safety.calls import say_once
 
@@ -106,5 +107,6 @@ def reward_model(completions, prompts, cfg) -> list[float]:
     plain = as_text(completions, tokenizer, cfg)
     read = texts(completions, prompts, tokenizer, plain)
     with LOCK, torch.inference_mode():  # row by row: with padding the last token may be taken for the padding before it
-        rows = [tokenizer(text, return_tensors="pt", add_special_tokens=plain) for text in read]
+        adds = [plain and not begins_by_itself(text, tokenizer) for text in read]
+        rows = [tokenizer(t, return_tensors="pt", add_special_tokens=a) for t, a in zip(read, adds, strict=True)]
         return [float(model(**row.to(model.device)).logits[0, 0]) for row in rows]

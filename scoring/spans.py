@@ -7,12 +7,13 @@ from numbers import Integral
 from os.path import commonprefix
 
 
-def said(trajectory) -> list[tuple[str, list[int]]]:
-    """What the model wrote, turn by turn: the text, and the places of its tokens. `completion_text` of the completion
-    that reward functions get is these texts with line breaks between them."""
-    if turns := trajectory.info.get("turns"):
-        return [(turn["text"], list(range(turn["start"], turn["end"]))) for turn in turns]
-    return [(trajectory.info["completion"], [i for i, mask in enumerate(trajectory.loss_mask) if mask])]
+def said(trajectory) -> list[tuple[str, str, list[int]]]:
+    """What the model wrote, turn by turn: what the prompt began it with, the text, and the places of its tokens.
+    `completion_text` of the completion that reward functions get is these texts with line breaks between them."""
+    info = trajectory.info
+    if turns := info.get("turns"):
+        return [(turn.get("begun", ""), turn["text"], list(range(turn["start"], turn["end"]))) for turn in turns]
+    return [(info.get("begun", ""), info["completion"], [i for i, mask in enumerate(trajectory.loss_mask) if mask])]
 
 
 def places_of(ends: list[int], trajectory, decode: Callable) -> list[int]:
@@ -22,11 +23,11 @@ def places_of(ends: list[int], trajectory, decode: Callable) -> list[int]:
     read as the text, so that no place is known.
     """
     pieces, found, begin = [], {}, 0
-    for text, places in said(trajectory):
-        pieces.append((begin, text, places))
-        begin += len(text) + 1  # the line break belongs to the turn before it
-    for begin, text, places in pieces:
-        mine = [end for end in ends if begin < end <= begin + len(text) + 1]
+    for begun, text, places in said(trajectory):
+        pieces.append((begin, begin + len(begun), text, places))
+        begin += len(begun) + len(text) + 1  # the line break belongs to the turn before it
+    for first, begin, text, places in pieces:
+        mine = [end for end in ends if first < end <= begin + len(text) + 1]
         if not (mine and places):
             continue
         ids = [trajectory.token_ids[place] for place in places]

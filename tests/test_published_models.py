@@ -34,7 +34,7 @@ def rewritten(folder, change=dict, **config):
     weights = change(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | config), encoding="utf-8")
     return folder
 
 
@@ -118,7 +118,7 @@ def test_quantised_weights_are_trained_and_saved_as_plain_ones(sources, kind, tm
         for weight in held.values():
             weight += 1e-5 * torch.randn_like(weight)  # an update that 8 bits would round away
     folder = written(tmp_path, 1, model, cfg)
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     again, found = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(found.values())
     assert all(torch.equal(weight, held[name]) for name, weight in again.named_parameters())
