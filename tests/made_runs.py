@@ -1,11 +1,8 @@
-"""Run folders of any size, as a training would have left them: for tests and timings of the page, without a model.
-
-    python tests/made_runs.py /tmp/runs --runs 200 --steps 2000     # and --rows, --tokens, --files, --fault
+"""Run folders of any size, as a training would have left them: for tests of the page, without a model.
 
 A `fault` is a run that went wrong in one of the ways that the page should help to find.
 """
 
-import argparse
 import json
 import os
 import random
@@ -280,24 +277,3 @@ def make_run(
 def write_step(path: Path, table: pa.Table) -> None:
     path.parent.mkdir(exist_ok=True)
     pq.write_table(table, path)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--files", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--fault", choices=(*FAULTS, "all"))
-    given = parser.parse_args()
-    size = {"steps": given.steps, "files": given.files, "rows": given.rows, "tokens": given.tokens}
-    faults = FAULTS if given.fault == "all" else [given.fault] * given.runs
-    for n, fault in enumerate(faults):
-        rate = 1e-6 * (1 + n % 3)
-        make_run(given.folder / f"{fault or 'run'}-{n:03d}", seed=n, fault=fault, learning_rate=rate, **size)
-
-
-if __name__ == "__main__":
-    main()

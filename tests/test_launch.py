@@ -68,97 +68,54 @@ def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False, scrip
     )
 
 
-def test_eight_gpus_are_divided(tmp_path):
-    status, text, server, trainer = launch(tmp_path, 8, "--max_steps", "3")
+@pytest.mark.parametrize(
+    "gpus, visible, flags, of_server, of_trainer, more",
+    [
+        (8, None, "", "0", "1,2,3,4", []),  # no usual number of prompts divides by 7
+        (8, "GPU-a,4,5", "--server_gpus 2", "GPU-a,4", "5", ["--tensor-parallel-size", "2"]),
+        (1, None, "", "0", "0", ["--gpu-memory-utilization", "0.3"]),
+        (4, None, "--colocate", "0", "0", ["--gpu-memory-utilization", "0.85", "--enable-sleep-mode"]),
+        (0, None, "", None, None, []),
+    ],
+    ids=["eight", "of those that are visible", "one shared", "one by turns", "none"],
+)
+def test_gpus_are_divided_between_server_and_trainer(tmp_path, gpus, visible, flags, of_server, of_trainer, more):
+    status, text, server, trainer = launch(tmp_path, gpus, *flags.split(), "--max_steps", "3", visible=visible)
     assert status == 0, text
-    assert server["gpus"] == "0" and not any("parallel" in word for word in server["words"])
-    assert trainer["gpus"] == "1,2,3,4" and trainer["ready"]  # no usual number of prompts divides by 7
-    assert "4 GPUs train, 3 stay idle" in text
-    assert trainer["name"] == "torchrun" and trainer["words"][:2] == ["--standalone", "--nproc_per_node=4"]
-    assert trainer["words"][2] == "train_grpo.py"
-    assert trainer["words"][-2:] == ["--max_steps", "3"]
-    assert "--gpu-memory-utilization" not in server["words"]  # it has its GPU for itself
+    assert (server["gpus"], trainer["gpus"]) == (of_server, of_trainer)
+    assert server["words"][len(server["words"]) - len(more) :] == more
+    assert more or not any(word in server["words"] for word in ("--gpu-memory-utilization", "--tensor-parallel-size"))
+    ranks = len((of_trainer or "").split(","))
+    assert trainer["name"] == ("torchrun" if ranks > 1 else "python")
+    assert ranks == 1 or trainer["words"][:3] == ["--standalone", f"--nproc_per_node={ranks}", "train_grpo.py"]
+    assert trainer["words"][-2:] == ["--max_steps", "3"] and ("--colocate" in trainer["words"]) == ("--col" in flags)
+    # What the trainer took while vLLM measures its memory would be counted as vLLM's; on CPUs both begin at once.
+    assert trainer["ready"] == bool(gpus)
 
 
-def test_more_gpus_for_the_server(tmp_path):
-    """Of those that are visible, whatever their names."""
-    status, text, server, trainer = launch(tmp_path, 8, "--server_gpus", "2", "--max_steps", "3", visible="GPU-a,4,5")
-    assert status == 0, text
-    assert server["gpus"] == "GPU-a,4" and server["words"][-2:] == ["--tensor-parallel-size", "2"]
-    assert trainer["gpus"] == "5" and trainer["name"] == "python" and trainer["words"][-2:] == ["--max_steps", "3"]
-
-
-def test_replicas_in_place_of_tensor_parallelism(tmp_path):
-    _, _, server, _ = launch(tmp_path, 4, "--server_gpus=2", SERVER_FLAGS="--data-parallel-size 2")
-    assert server["gpus"] == "0,1" and "--tensor-parallel-size" not in server["words"]
-
-
-def test_one_gpu_is_shared_and_the_server_comes_first(tmp_path):
-    """What the trainer took while vLLM measures its memory would be counted as vLLM's."""
-    status, text, server, trainer = launch(tmp_path, 1)
-    assert status == 0, text
-    assert server["gpus"] == trainer["gpus"] == "0" and trainer["ready"] and trainer["name"] == "python"
-    assert server["words"][-2:] == ["--gpu-memory-utilization", "0.3"]
-
-
-@pytest.mark.parametrize("gpus", [1, 4])
-def test_turns_on_one_gpu_give_the_server_most_of_it(tmp_path, gpus):
-    status, text, server, trainer = launch(tmp_path, gpus, "--colocate")
-    assert status == 0, text
-    assert server["gpus"] == trainer["gpus"] == "0" and trainer["name"] == "python" and "--colocate" in trainer["words"]
-    assert server["words"][-3:] == ["--gpu-memory-utilization", "0.85", "--enable-sleep-mode"]
-
-
-@pytest.mark.parametrize(("gpus", "visible"), [(0, None), (2, "")])
-def test_without_a_gpu_both_begin_at_once(tmp_path, gpus, visible):
-    status, text, server, trainer = launch(tmp_path, gpus, visible=visible)
-    assert status == 0, text
-    assert trainer["name"] == "python" and not trainer["ready"]
-    assert "--gpu-memory-utilization" not in server["words"] and server["gpus"] == visible
-
-
-@pytest.mark.parametrize("number", ["0", "4", "two"])
-def test_a_division_that_leaves_nothing_is_refused(tmp_path, number):
-    status, text, server, trainer = launch(tmp_path, 4, "--server_gpus", number)
-    assert status == 2 and f"--server_gpus={number}" in text and "1 to 3" in text
-    assert server is None and trainer is None
-
-
-def test_a_server_that_ends_while_loading(tmp_path):
-    """The trainer is not started, and the server's last lines are shown."""
+def test_what_cannot_be_started_is_said(tmp_path):
+    """A division that leaves nothing, and a server that ends while it loads: its last lines are shown."""
+    status, text, server, trainer = launch(tmp_path, 4, "--server_gpus", "4")
+    assert status == 2 and "--server_gpus=4" in text and server is None and trainer is None
     status, text, server, trainer = launch(tmp_path, 2, dies=True)
     assert status == 1 and "CUDA out of memory" in text and server and trainer is None
 
 
-def test_a_server_that_is_never_ready(tmp_path):
-    (tmp_path / "bin").mkdir()
-    status, text, _, trainer = launch(tmp_path, 2, SERVER_START_SECONDS="0")
-    assert status == 1 and trainer is None and "SERVER_START_SECONDS=0" in text
-
-
-def test_slurm_has_the_first_node_serve_and_the_others_train(tmp_path):
+@pytest.mark.parametrize("serving", [1, 2])
+def test_slurm_has_the_first_nodes_serve_and_the_others_train(tmp_path, serving):
+    """Each of the serving ones a whole server; the trainers know them all, and the token is nobody else's to read."""
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_JOB_ID": "1234567"}
-    status, text, server, trainer = launch(tmp_path, 8, "-x", script="slurm.sh", SLURM_GPUS_ON_NODE="8", **slurm)
+    slurm |= {"SLURM_GPUS_ON_NODE": "8", "SERVER_NODES": str(serving), "SERVER_FLAGS": "--data-parallel-size 8"}
+    status, text, server, trainer = launch(tmp_path, 8, "-x", script="slurm.sh", **slurm)
     assert status == 0, text
     words, given = " ".join(server["words"]), " ".join(trainer["words"])
-    assert "--nodelist=node-a python vllm_server.py" in words and "--host 0.0.0.0 --port 14567" in words
-    assert "--tensor-parallel-size 8" in words and server["token"] == trainer["token"] == ["0o600", 33]
-    assert "--nodes=2 --ntasks-per-node=1 --nodelist=node-b,node-c torchrun --nnodes=2 --nproc_per_node=8" in given
-    assert "--rdzv_endpoint=node-b:24567 train_grpo.py" in given and given.endswith("-x") and trainer["ready"]
-    assert "--server_urls http://node-a:14567" in given
-    assert not list((ROOT / "runs").glob("launch-*-token"))
-
-
-def test_slurm_has_several_nodes_serve(tmp_path):
-    """Each a whole server; the trainers know them all."""
-    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_JOB_ID": "1234567"}
-    slurm |= {"SLURM_GPUS_ON_NODE": "8", "SERVER_FLAGS": "--data-parallel-size 8"}
-    status, text, server, trainer = launch(tmp_path, 8, "-x", script="slurm.sh", SERVER_NODES="2", **slurm)
-    assert status == 0, text
-    words, given = " ".join(server["words"]), " ".join(trainer["words"])
-    assert "--nodes=2 --ntasks-per-node=1 --nodelist=node-a,node-b python" in words and "--tensor" not in words
-    assert "--nodes=1 --ntasks-per-node=1 --nodelist=node-c torchrun --nnodes=1 --nproc_per_node=8" in given
-    assert "--rdzv_endpoint=node-c:24567" in given and trainer["ready"]
-    assert "--server_urls http://node-a:14567 http://node-b:14567 --server_timeout" in given
-    status, text, server, trainer = launch(tmp_path, 8, script="slurm.sh", SERVER_NODES="3", **slurm)
-    assert status == 2 and "SERVER_NODES=3 of 3" in text
+    nodes = ["node-a", "node-b", "node-c"]
+    assert (
+        f"--nodelist={','.join(nodes[:serving])} python vllm_server.py" in words
+        and "--host 0.0.0.0 --port 14567" in words
+    )
+    assert f"--nodes={3 - serving} --ntasks-per-node=1 --nodelist={','.join(nodes[serving:])} torchrun" in given
+    assert f"--nnodes={3 - serving} --nproc_per_node=8" in given and f"--rdzv_endpoint={nodes[serving]}:24567" in given
+    urls = " ".join(f"http://{node}:14567" for node in nodes[:serving])
+    assert f"--server_urls {urls} --server_timeout" in given and given.endswith("-x") and trainer["ready"]
+    assert server["token"] == trainer["token"] == ["0o600", 33] and not list((ROOT / "runs").glob("launch-*-token"))
