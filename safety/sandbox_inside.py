@@ -1,9 +1,7 @@
-"""What runs inside the sandbox: sandbox.py starts this file as a program, and it becomes the code or tests it.
+"""What runs inside the sandbox: sandbox.py starts this file as a program; it becomes the code, or answers questions.
 
-It says "ready", reads one job from its input, gives up what the job does not need, and then either replaces itself by
-the job's program or runs that program here and answers questions about it. Nothing in this process is a secret.
-
-The end of input is the end: the trainer's side holds the other end of the pipe.
+It says that it is ready, reads one job from its input, gives up what the job does not need, and then either replaces
+itself by the job's program, or runs that here and says what expressions and tests give. Nothing here is a secret.
 """
 
 import json
@@ -12,31 +10,18 @@ import resource
 import sys
 import types
 
-READY = b"ready\n"
 PROGRAM = "program.py"
 
 
-def frame(message: dict) -> bytes:
-    """A message as it travels: 8 bytes of length, then JSON."""
-    body = json.dumps(message).encode()
-    return len(body).to_bytes(8, "big") + body
-
-
-def receive(descriptor: int) -> dict:
-    length = int.from_bytes(read_exactly(descriptor, 8), "big")
-    return json.loads(read_exactly(descriptor, length))
-
-
-def read_exactly(descriptor: int, count: int) -> bytes:
-    """Without a buffer: what follows in the pipe is the input of the program."""
+def receive() -> dict:
+    """A line of JSON. Without a buffer: none of what follows may be lost in it."""
     parts = []
-    while count:
-        part = os.read(descriptor, min(count, 2**20))
+    while not parts or not parts[-1].endswith(b"\n"):
+        part = os.read(0, 2**20)
         if not part:
             os._exit(0)  # nobody asks any more
         parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+    return json.loads(b"".join(parts))
 
 
 def give_up_rights(job: dict) -> None:
@@ -44,109 +29,93 @@ def give_up_rights(job: dict) -> None:
         os.setgroups([])
         os.setresgid(job["user"], job["user"], job["user"])
         os.setresuid(job["user"], job["user"], job["user"])
-    if job["dies_with_parent"]:  # bubblewrap sees to it otherwise
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL; after setuid, which resets it
-    seconds = max(1, int(job["seconds"] + 0.999))
     limits = [
         (resource.RLIMIT_AS, job["memory_mb"] * 2**20),
         (resource.RLIMIT_FSIZE, job["disk_mb"] * 2**20),
         (resource.RLIMIT_NOFILE, 128),
         (resource.RLIMIT_CORE, 0),
     ]
-    if job["processes"] is not None:
+    if job["processes"] is not None:  # else the kernel counts all of this user's
         limits.append((resource.RLIMIT_NPROC, job["processes"]))
     for what, limit in limits:
         resource.setrlimit(what, (limit, limit))
+    seconds = max(1, int(job["seconds"] + 0.999))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU first: it tells why
 
 
-def become(program: str) -> None:
-    with open(PROGRAM, "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(program)
+def become(program: str, stdin: str) -> None:
+    for name, text in ((PROGRAM, program.encode("utf-8", "surrogatepass")), ("input", stdin.encode("latin-1"))):
+        with open(name, "wb") as file:
+            file.write(text)
+    os.dup2(os.open("input", os.O_RDONLY), 0)
+    os.remove("input")
     os.execv(sys.executable, [sys.executable, "-I", PROGRAM])
 
 
 def answer_questions(program: str) -> None:
-    """Run the program, then what is asked: "value" of an expression, or whether a "test" raises nothing. Each answer
-    repeats the question's number, which is random: one that was written before the question does not fit."""
-
+    """Run the program, then say what is asked: the "value" of an expression, or whether a "test" raises nothing."""
     questions, answers, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
     # As an import runs it: what stands under `if __name__ == "__main__"` reads an input that is not there, or leaves.
     # In both places, so that its classes can be pickled and unittest.main() finds its tests.
     module = sys.modules["program"] = sys.modules["__main__"] = types.ModuleType("program")
-
     answering, process, end = os.getpid(), os.getpid, os._exit
 
-    def run(job: dict) -> None:
-        try:
-            exec(compile(job["test"], job["name"], "exec"), module.__dict__)
-        except (SystemExit, EOFError) as ended:
-            # A program may leave as if all went well, or at the end of an input that it does not have: what it has
-            # defined until then is there, and nothing is passed by that. A test may not.
-            if job["name"] != PROGRAM or (isinstance(ended, SystemExit) and ended.code not in (None, 0)):
-                raise
-
-    def answer(job: dict) -> None:
-        try:
-            if "value" in job:
-                found = canonical(eval(compile(job["value"], "test", "eval"), module.__dict__))
-            else:
-                run(job)
-                found = "passed"
-        except BaseException as error:  # sys.exit() in a program, too, is only the end of that test
-            found = f"raised {type(error).__name__}"
+    def say(message: dict) -> None:
         if process() != answering:  # a child that the program forked, and that came back out of it
             end(0)
-        left = memoryview(answer_line(job["number"], found))
+        left = memoryview(json.dumps(message).encode() + b"\n")
         while left:
             left = left[os.write(answers, left) :]
 
-    answer({"number": "", "test": program, "name": PROGRAM})
+    try:
+        exec(compile(program, PROGRAM, "exec"), module.__dict__)
+        ready = True
+    except SystemExit as ended:  # as if all went well: what it has defined until then is there
+        ready = ended.code in (None, 0)
+    except EOFError:  # at the end of an input that it does not have
+        ready = True
+    except BaseException:
+        ready = False
+    say({"ready": ready})
+    os.dup2(questions, 0)
     while True:
-        answer(receive(questions))
+        asked = receive()
+        answer = {"number": asked["number"]}
+        try:
+            if "value" in asked:
+                value = eval(compile(asked["value"], "test", "eval"), module.__dict__)
+                answer["value"] = repr(plain(value))
+            else:
+                exec(compile(asked["test"], "test", "exec"), module.__dict__)
+                answer["passed"] = True
+        except BaseException:  # sys.exit() in a program, too, is only the end of that test
+            pass
+        say(answer)
 
 
-def answer_line(number: str, found: str) -> bytes:
-    return f"{number} {json.dumps(found)}\n".encode()
-
-
-def canonical(value) -> str:
-    """A text that is equal for equal values of python's own types, so that they can be compared in another process
-    without being read there. Values of other types get a text that is equal to none of those."""
-    if getattr(value, "shape", None) == ():  # a number of numpy or torch
+def plain(value):
+    """A value of a subclass as one of python's own types, and numbers of numpy and torch, so that it has a literal."""
+    if getattr(value, "shape", None) == ():
         value = value.item()
-    if value is None:
-        return "None"
-    if isinstance(value, (bool, int)):
-        return hex(int(value))  # True == 1; decimal digits would take quadratic time
-    if isinstance(value, float):
-        return hex(int(value)) if value.is_integer() else repr(float(value))
-    if isinstance(value, complex):
-        return repr(complex(value)) if value.imag else canonical(value.real)
-    if isinstance(value, str):
-        return repr(str(value))
-    if isinstance(value, (bytes, bytearray)):
-        return repr(bytes(value))
-    if isinstance(value, list):
-        return f"[{', '.join(map(canonical, value))}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(canonical, value))},)"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(canonical, value)))}}}"
     if isinstance(value, dict):
-        return f"{{{', '.join(sorted(f'{canonical(key)}: {canonical(value[key])}' for key in value))}:}}"
-    return f"<{type(value).__name__}>"
+        return {plain(key): plain(part) for key, part in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, (kind, frozenset) if kind is set else kind):
+            return kind(map(plain, value))
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return kind(value) if kind is not str else str.__str__(value)
+    return value
 
 
 if __name__ == "__main__":
-    os.write(1, READY)
-    given = receive(0)
+    os.write(int(sys.argv[1]), b"r")
+    os.close(int(sys.argv[1]))
+    given = receive()
     give_up_rights(given)
-    if given["tests"]:
-        answer_questions(given["program"])
+    if "stdin" in given:
+        become(given["program"], given["stdin"])
     else:
-        become(given["program"])
+        answer_questions(given["program"])
