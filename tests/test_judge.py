@@ -90,7 +90,7 @@ def judged(served, monkeypatch):
     [
         ('Right.\n```json\n{"reason": "as asked", "score": 7.5}\n```\n', 7.5),
         ("Fine.\n**Score: 7/10**", 7),
-        ("<think>\nScore: 9\n</think>\nScore: 0", 0),
+        ("<think>\nScore: 9\n</think>Score: 0", 0),
         ('It says "Score: 10", which is wrong.\nScore: 2', 2),
         ('Score: 2\n\nIt says "Score: 10".', None),
         ("Score: 10.5", None),

@@ -130,8 +130,9 @@ def test_reasoning_gym_scores_with_the_parameters_of_the_row():
     ]
     function, answer = REWARDS["reasoning_gym"], rows[0]["answer"]
     columns = {key: [row.get(key) for row in rows] for key in rows[0]}
-    first, second = function(completions=[f"<think>hm</think><answer>{answer}</answer>", "garbage ("], **columns)
-    assert first == 1 and second < 0.1
+    said = [f"<think>hm</think><answer>{answer}</answer>", rows[1]["answer"]]
+    assert function(completions=said, **columns) == [1, 1]
+    assert function(completions=["garbage (", rows[1]["answer"] + " + 1"], **columns)[1] < 0.1
     several = {key: [value] * 3 for key, value in rows[0].items()}
     right, wrong, sentence = function(completions=[answer, "x", f"It is {answer}."], **several)
     assert right == 1 and wrong == 0 and 0 < sentence < 1
