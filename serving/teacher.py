@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from cli import ConfigError, NotNow
+from inputs.trajectory import ABOVE_ZERO
 from safety import asking
-from serving.wire import ABOVE_ZERO, in_thread
+from serving.wire import in_thread
 
 PROBE = 24  # tokens of the fixed text
 ALIKE = 0.1  # nats; by more, on average over that text, the same model does not differ from itself in bfloat16

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from serving.rendezvous import proof
 
-ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger
 MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd 64-bit constant (the golden ratio)
 CHUNK = 1 << 11  # words of a row of the checksum: sums of a row stay below 2^53, so float64 holds them exactly
 ALIGN = 4 * CHUNK  # bytes; a tensor starts on a row, so that any dtype can be viewed in place

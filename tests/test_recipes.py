@@ -1,24 +1,23 @@
 """Every recipe on rows of its data set's columns, written here: prompts; what the reference's grader says of right,
 wrong and malformed answers; two steps of training with its own settings; what plan.py says of it."""
 
-import asyncio
 import contextlib
 import json
 import re
 import shlex
 import sqlite3
 import threading
-import time
 import types
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
 import tiny_vlms
 import yaml
 from families import saved
 from live import running, trainer
+from PIL import Image
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
@@ -27,12 +26,12 @@ import train_async
 import train_grpo
 import train_ppo
 from config import ConfigError, TrainConfig, load_config
-from envs import adapters
 from inputs.prompts import build_prompt
 from plugins import load_function
 from rewards import REWARDS, get_reward_function
 from runlog.reading import read_metrics
 from safety import http, sandbox
+from scoring import sql
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {p.stem: yaml.safe_load(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "recipes").glob("*.yaml"))}
@@ -52,26 +51,6 @@ def engine():
     made = load_function(f"{ROOT}/recipes/bm25_server.py:Engine")(f"{ROOT}/tests/recipes/corpus.jsonl")
     with serving(bm25(made, port=0)) as address:
         yield f"{address}/retrieve"
-
-
-@pytest.fixture(scope="module")
-def customer():
-    """A server that plays a customer: (its address, what it was asked)."""
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            body = json.dumps({"choices": [{"message": {"content": "I am not sure."}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *parts): ...
-
-    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
-        yield f"{address}/v1", asked
 
 
 @contextlib.contextmanager
@@ -153,14 +132,6 @@ def test_held_out_rows_of_a_file_are_its_last_tenth_or_a_file_of_their_own(tmp_p
         rows_of(spec + "all.jsonl")
 
 
-def test_dapo_asks_everything_once(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    rows = rows_of("recipes/dapo_math.py:rows?source=tests/recipes/dapo_math.jsonl")
-    assert len(rows) == 9 and rows[0]["answer"] == "4" and rows[0]["prompt"][0]["role"] == "user"
-    held_out = rows_of("recipes/dapo_math.py:rows?source=tests/recipes/dapo_math.jsonl", "test")
-    assert [row["answer"] for row in held_out] == ["6"], "the last question that is not there before"
-
-
 # ---- graders --------------------------------------------------------------------------------------------------------
 
 
@@ -179,71 +150,41 @@ def truth(name: str, **arguments) -> str:
     return json.dumps({"func_name": name} | dict.fromkeys(every.split()) | arguments)
 
 
-IFEVAL = "scoring/constraints.py:follows"
 GSM8K, COUNTDOWN, DAPO = "recipes/gsm8k.py:strict", "recipes/countdown.py:countdown", "recipes/dapo_math.py:dapo"
 WEATHER = '[{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]'
 TWO = [{"name": "f", "arguments": {"a": [1, {"b": True}]}}, {"name": "f", "arguments": {"a": 2}}]
 GRADED = [  # reward function, columns of the row, [(completion, what the reference's grader gives)]
     # openai's grader and verl's strict one: the number behind the first "#### ", compared as a text.
-    (GSM8K, dict(answer="36*40=<<36*40=1440>>1440\n#### 1,440"), [("So\n#### 1440", 1), ("#### 1,440", 1)]),
-    (GSM8K, dict(answer="#### 1,440"), [("#### 1440 seats", 1), ("1440", 0), ("####1440", 0), ("#### $1440", 0)]),
-    (GSM8K, dict(answer="#### 1440"), [("#### 1440.", 0), ("#### 1440.0", 0), ("#### 5, no: #### 1440", 0), ("", 0)]),
-    (GSM8K, dict(answer="#### -5"), [("#### -5", 1), ("#### 5", 0)]),
-    # TinyZero's: 1, .1 for the form, else 0.
+    (
+        GSM8K,
+        dict(answer="36*40=<<36*40=1440>>1440\n#### 1,440"),
+        [("So\n#### 1440", 1), ("#### 1440 seats", 1), ("1440", 0), ("#### 1440.", 0), ("#### 5, no: #### 1440", 0)],
+    ),
+    # TinyZero's: 1, .1 for the form, else 0. What python alone takes for a number, and powers, are none.
     (
         COUNTDOWN,
         dict(target=98, nums=[44, 19, 35]),
         tagged(("44 + 19 + 35", 1), ("(35+44)+19", 1), ("44 + 19 * 35", 0.1), ("98", 0.1), ("44 + 54", 0.1), ("", 0.1))
-        + tagged(("44+19+35 = 98", 0.1), ("44 + 19 + 35 + 0", 0.1), ("44 + 19 +", 0.1), ("(" * 5000, 0.1))
-        + tagged(("__import__('os').getpid() + 44 + 19 + 35", 0.1), ("1</answer> no: <answer> 19+35+44 ", 1))
-        + [("44 + 19 + 35", 0), ("", 0)],
+        + tagged(("44 + 19 + 35 + 0", 0.1), ("44 + 19 +", 0.1), ("1</answer> no: <answer> 19+35+44 ", 1))
+        + tagged(("__import__('os').getpid() + 44 + 19 + 35", 0.1))
+        + [("44 + 19 + 35", 0)],
     ),
-    (COUNTDOWN, dict(target=8, nums=[3, 3, 8, 1]), tagged(("8/(3-3)+1", 0.1), ("8 * 3 / 3 * 1", 1), ("8.1+3-3", 0.1))),
-    # What TinyZero's grader takes, and this one does not: a power for a product. The second one takes for ever there.
-    (COUNTDOWN, dict(target=8, nums=[2, 3]), tagged(("2**3", 0.1))),
-    # Nor what python alone takes for a number.
-    (COUNTDOWN, dict(target=16, nums=[3, 4]), tagged(("(3 + True) * 4", 0.1), ("3*4 + True*4", 0.1))),
-    (COUNTDOWN, dict(target=34, nums=[3, 4]), tagged(("3_4", 0.1), ("0x3 + 4", 0.1))),
-    (COUNTDOWN, dict(target=8, nums=[9, 9, 9, 9]), tagged(("9**9**9**9", 0.1))),
+    (COUNTDOWN, dict(target=8, nums=[2, 3]), tagged(("2**3", 0.1), ("9**9**9**9", 0.1), ("2 * 3 + True + True", 0.1))),
     # DAPO's, as verl has it (math_dapo.py): 1 or -1.
     (
         DAPO,
         dict(answer="34"),
-        [("So\nAnswer: 34", 1), ("answer : $34$", 1), ("Answer: \\boxed{34}", 1), ("Answer: $\\text{34}$", 1)]
-        + [("Answer: x = 34", 1), ("Answer: 34 dollars", 1), ("Answer: 34^\\circ", 1), ("Answer: 12\nAnswer: 34", 1)]
-        + [("34", -1), ("Answer: 35", -1), ("Answer: 34.", -1), ("Answer:", -1), ("", -1), ("Answer: 340", -1)]
-        + [("Answer: 34\n" + 300 * "x", -1), ("Answer: 34\nAnswer: 12", -1)],
+        [("So\nAnswer: 34", 1), ("answer : $34$", 1), ("Answer: \\boxed{34}", 1), ("Answer: 12\nAnswer: 34", 1)]
+        + [("Answer: $34\\text{ feet}$", 1), ("Answer: x = 34", 1), ("34", -1), ("Answer: 34.", -1), ("", -1)]
+        + [("Answer: 34\n" + 300 * "x", -1), ("Answer: **34**", -1), ("Answer: 034", -1)],
     ),
-    (
-        DAPO,
-        dict(answer="34"),
-        [("Answer: $34$.", 1), ("Answer: The sum is $34$", 1), ("Answer: $\\boxed{34}$.", 1), ("Answer: a 34", 1)]
-        + [("Answer: \\boxed{\\text{34}}", 1), ("Answer: $34\\text{ feet}$", 1), ("Answer: $34$ square units.", 1)]
-        + [("Answer: 34 digits", 1), ('Answer: "34"', 1), ("Answer: $\\$34$", 1), ("Answer: 3 4", 1)]
-        + [("Answer: \\textbf{34}", 1), ("Answer: $34\\;\\text{cm}^2$", 1), ("Answer: $34^{\\circ}$", 1)]
-        + [("Answer: $m+n = 34$.", -1), ("Answer: \\(34\\)", -1), ("Answer: **34**", -1), ("Answer: 34 %", -1)]
-        + [("Answer: 034", -1), ("Answer: 3\\4", -1), ("Answer: 3\\,4", -1), ("Answer: \\mathrm{34}", -1)],
-    ),
-    (
-        DAPO,
-        dict(answer="1000"),
-        [("Answer: 1,000", 1), ("Answer: 1{,}000", 1), ("Answer: $1{,}000$", 1), ("Answer: 1,\\!000", 1)]
-        + [("Answer: 1,00", -1), ("Answer: 1\\!000", -1), ("Answer: 1\\,000", -1)],
-    ),
-    # MATH's: the value in \boxed{}.
+    (DAPO, dict(answer="1000"), [("Answer: 1,000", 1), ("Answer: 1{,}000", 1), ("Answer: 1,00", -1)]),
+    # MATH's: the value in \\boxed{}; R1-V's: in <answer>.
     (
         "math",
         dict(answer="\\frac{5}{2}"),
-        [("so $\\boxed{\\frac{5}{2}}$.", 1), ("\\boxed{2.5}", 1), ("\\boxed{\\frac52}", 1), ("\\boxed{5}", 0)]
-        + [("\\boxed{", 0), ("\\boxed{\\frac{2}{5}}", 0), ("", 0)],
+        [("so $\\boxed{\\frac{5}{2}}$.", 1), ("\\boxed{2.5}", 1), ("\\boxed{5}", 0), ("\\boxed{", 0)],
     ),
-    (
-        "math",
-        dict(answer="2 \\sqrt { 3 }"),
-        [("\\boxed{2\\sqrt{3}}", 1), ("\\boxed{\\sqrt{12}}", 1), ("\\boxed{3}", 0)],
-    ),
-    # R1-V's: math-verify, or the same text in <answer>.
-    ("math", dict(answer="3"), tagged(("3", 1), (" 3 ", 1), ("4", 0), ("", 0)) + [("3", 1), ("many", 0)]),
     ("math", dict(answer="3"), [("<think>4</think><answer>3</answer>", 1), ("<answer>4</answer> or 3", 0)]),
     # Half for the arguments, half for all of it.
     (
@@ -251,57 +192,39 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
         dict(wanted=WEATHER),
         [(call("weather", city="Rome", days=3), 1), (call("weather", days=3.0, city="Rome"), 1)]
         + [(call("weather", city="Rome", days="3"), 0.25), (call("weather", city="Rome"), 0.25)]
-        + [(call("weather", city="Rome", days=3, unit="C"), 1 / 3), (call("wether", city="Rome", days=3), 0)]
-        + [(2 * call("weather", city="Rome", days=3), 0.25), (call("weather", city="Rome", days=3)[:-14], 0)]
-        + [("<think>" + call("no") + "</think>I cannot.", 0), ("weather(city='Rome', days=3)", 0), ("", 0)],
+        + [(call("wether", city="Rome", days=3), 0), (2 * call("weather", city="Rome", days=3), 0.25)]
+        + [("<think>" + call("no") + "</think>I cannot.", 0), ("weather(city='Rome', days=3)", 0)],
     ),
     ("calls", dict(wanted=TWO), [(call("f", a=2) + call("f", a=[1.0, {"b": True}]), 1), (call("f", a=2), 0.25)]),
-    ("calls", dict(wanted=TWO), [(call("f", a=[1, {"b": 1}]), 0), (call("f", a=True) + call("f", a="2"), 0)]),
+    ("calls", dict(wanted="[]"), [("Which city?", 1), (call("weather"), 0)]),
     # Search-R1's: exact match of the last <answer>; without one 0.
     (
         "recipes/search_r1.py:em",
         dict(answer=["Calder", "the city of Calder"]),
-        tagged(
-            ("calder.", 1), ("The City of  Calder", 1), ("Calder, a city", 0), ("", 0), ("no</answer><answer>Calder", 1)
-        )
-        + [("Calder", 0), ("<answer>Calder", 0), ("<think>the tag </answer> ends it</think>Calder", 0)],
+        tagged(("calder.", 1), ("The City of  Calder", 1), ("Calder, a city", 0), ("no</answer><answer>Calder", 1))
+        + [("Calder", 0), ("<answer>Calder", 0)],
     ),
     # open-instruct's (if_functions.py).
     *(
-        (
-            "scoring/constraints.py:follows",
-            dict(ground_truth=truth(f"{name}", **arguments)),
-            [(kept, 1), (broken, 0), ("", 0)],
-        )
+        ("scoring/constraints.py:follows", dict(ground_truth=truth(name, **arguments)), [(kept, 1), (broken, 0)])
         for name, arguments, kept, broken in (
             ("validate_lowercase", {}, "the sea 1!", "The sea"),
-            ("validate_uppercase", {}, "<think>a</think>SEA", "SEa"),
             ("validate_word_constraint", dict(N=20, quantifier="around"), "a " * 22, "a " * 23),
-            ("validate_word_constraint", dict(N=2, quantifier="at most"), "a b", "a b c"),
             ("verify_sentence_constraint", dict(N=2, quantifier="at least"), "It is. So.", "It is 3.5 or so."),
             ("verify_keywords", dict(keyword_list=["sea", "Ship"]), "Seas, ships", "sea"),
-            ("verify_keyword_frequency", dict(word="Sea", N=2), "sea, SEA", "seas sea"),
-            ("validate_forbidden_words", dict(forbidden_words=["sea"]), "a ship", "Seas"),
             ("verify_letter_frequency", dict(letter="s", N=1), "sea", "Sea"),
-            ("verify_paragraph_count", dict(N=2), "a\n* * *\nb", "a\n* * *\n"),
             ("validate_paragraphs", dict(N=2, first_word="And", i=2), "a\n\nAnd", "And\n\na"),
-            ("verify_postscript", dict(postscript_marker="P.S."), "a P.S. b", "a P.S."),
-            ("validate_placeholders", dict(N=2), "[a] [b]", "[a]"),
-            ("verify_bullet_points", dict(N=2), "* a\n- b", "* a"),
-            ("validate_title", {}, "<<a>>", "<a>"),
             ("validate_choice", dict(options=["yes", "no"]), "yes", "maybe"),
-            ("validate_highlighted_sections", dict(N=1), "*a*", "a*"),
-            ("validate_sections", dict(N=2, section_splitter="PART"), "Part 1 a PART 2 b", "PART"),
             ("validate_json_format", {}, '{"a": 1}', "{a}"),
-            ("validate_repeat_prompt", dict(original_prompt="Say it."), "Say it. It.", "It."),
-            ("validate_two_responses", {}, "a******b", "a******a"),
-            ("validate_frequency_capital_words", dict(N=2, quantifier="at least"), "SEA and SHIP", "SEA and Ship"),
             ("validate_end", dict(end_phrase="all."), "That is all.", "all. No"),
-            ("validate_quotation", {}, '"a"', "a"),
-            ("validate_no_commas", {}, "a b", "a, b"),
         )
     ),
-    ("calls", dict(wanted="[]"), [("Which city?", 1), (call("weather"), 0), ("<tool_call>", 0)]),
+    # IoU and the form, each half.
+    (
+        "scoring/boxes.py:boxes",
+        dict(box=[100, 100, 600, 600]),
+        [("It is [100, 100, 600, 600].", 1), ("[100, 100, 600, 350]", 0.625), ("[600, 1, 2, 3]", 0), ("nowhere", 0)],
+    ),
 ]
 
 
@@ -312,19 +235,6 @@ def test_graded_as_the_reference_does(name, columns, completions):
     scores = function(completions=texts, **{key: [value] * len(texts) for key, value in columns.items()})
     found = [score["reward"] if isinstance(score, dict) else score for score in scores]
     assert dict(zip(texts, found, strict=True)) == pytest.approx(dict(completions))
-
-
-@pytest.mark.parametrize(
-    "piece", ["[", "<<", "<answer>", "*", "- ", "a.", "Answer:", "#### ", "A ", "PART", "\n", "\ud800"]
-)
-def test_long_answers_take_linear_time(piece):
-    """100 kB of what makes a regular expression slow, for the graders that are recipes' own."""
-    text = piece * (100_000 // len(piece))
-    for name, columns, _ in GRADED:
-        if name not in REWARDS:
-            start, function = time.process_time(), load_function(f"{ROOT}/{name}")
-            function(completions=[text], **{key: [value] for key, value in columns.items()})
-            assert time.process_time() - start < 1, (name, columns)
 
 
 def test_rows_answered_as_they_say_are_right(databases, monkeypatch):
@@ -380,15 +290,60 @@ def test_a_database_cannot_begin_a_turn(databases, tmp_path):
 
 
 def test_a_database_that_is_not_there_is_named(databases, tmp_path):
-    (tmp_path / "mine.csv").write_text("question,query,db_id\nHow many?,SELECT 1,shop\na,b,c", encoding="utf-8")
-    with pytest.raises(ConfigError, match="there is no .*shop/shop.sqlite, and no shop.sqlite"):
-        rows_of(f"recipes/text_to_sql.py:rows?databases={databases}&source={tmp_path}/mine.csv")
-    (tmp_path / "mine.csv").write_text("text,db_id\nHow many?,hostile\na,b", encoding="utf-8")
-    with pytest.raises(ConfigError, match="row 0: columns `question`, `query`"):
-        rows_of(f"recipes/text_to_sql.py:rows?databases={databases}&source={tmp_path}/mine.csv")
-    (tmp_path / "mine.csv").write_text("question,query\nHow many?,SELECT 1\na,b", encoding="utf-8")
-    with pytest.raises(ConfigError, match="row 0: columns .* and `db_id` are needed"):
-        rows_of(f"recipes/text_to_sql.py:rows?databases={databases}&source={tmp_path}/mine.csv")
+    for text, message in (
+        ("question,query,db_id\nHow many?,SELECT 1,shop\na,b,c", "there is no .*shop/shop.sqlite, and no shop.sqlite"),
+        ("text,db_id\nHow many?,hostile\na,b", "row 0: columns `question`, `query`"),
+    ):
+        (tmp_path / "mine.csv").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            rows_of(f"recipes/text_to_sql.py:rows?databases={databases}&source={tmp_path}/mine.csv")
+
+
+# ---- SQL ------------------------------------------------------------------------------------------------------------
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+
+
+def test_queries_are_counted_as_bird_counts(databases):
+    """By the set of rows; the last query of the answer. The row's own must run."""
+    path, query = str(databases / "concert_singer/concert_singer.sqlite"), "SELECT country FROM singer WHERE age > 30"
+    cases = [
+        ("SELECT DISTINCT country FROM singer WHERE age >= 40", 1, 1),
+        ("```sql\nSELECT age FROM singer\n```\nno,\n```SQL\nSELECT 'France'\n```", 1, 1),
+        ("<answer>SELECT 'France'</answer>", 1, 1),
+        ("SELECT country, age FROM singer WHERE age > 30", 0, 1),
+        ("SELECT nothing FROM singer", 0, 0),
+        ("It is France.", 0, 0),
+    ]
+    scores = sql.sql([text for text, _, _ in cases], [query] * len(cases), [path] * len(cases))
+    assert [(score["reward"], score["runs"]) for score in scores] == [case[1:] for case in cases]
+    assert sql.sql(["SELECT 40.0"], ["SELECT age FROM singer WHERE name = 'Cleo'"], [path])[0]["reward"] == 1
+    with pytest.raises(ValueError, match="own query cannot be run on .*: no such column: colour"):
+        sql.sql(["SELECT 1"], ["SELECT colour FROM singer"], [path])
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        ("DELETE FROM singer", "not authorized"),
+        ("ATTACH 'FOLDER/new.sqlite' AS new", "not authorized"),
+        ("SELECT 1; DELETE FROM singer", "one statement"),
+        (ENDLESS + "SELECT COUNT(*) FROM n", "takes over"),
+        (ENDLESS + "SELECT i FROM n", "over 1,000 rows"),
+        ("SELECT zeroblob(2000000000)", "too big"),
+    ],
+)
+def test_nothing_but_reading_within_limits(databases, query, reason, monkeypatch):
+    monkeypatch.setattr(sql, "SECONDS", 0.5)
+    monkeypatch.setattr(sql, "MOST_ROWS", 1000)
+    path = databases / "concert_singer/concert_singer.sqlite"
+    before = path.read_bytes()
+    with pytest.raises(sql.QueryError, match=reason):
+        sql.rows_of(path, query.replace("FOLDER", str(path.parent)))
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+# ---- tools and programs ---------------------------------------------------------------------------------------------
 
 
 def test_the_search_engine_speaks_search_r1s_protocol(engine, monkeypatch):
@@ -400,32 +355,6 @@ def test_the_search_engine_speaks_search_r1s_protocol(engine, monkeypatch):
     assert [hit["id"] for hit in hits] == ["3"] and none == [] and search("xyzzy") == "Nothing was found."
     with pytest.raises(http.NoAnswer, match="422"):
         http.ask("POST", engine, 10, {"query": "bridge"})
-
-
-def test_a_customer_whom_a_model_plays(customer):
-    """What it says goes to the clerk; what is right is what the database says, whoever claims what."""
-    url, asked = customer
-    env = f"{ROOT}/recipes/support_agent.py:Desk?url={url}&model=any"
-    make = adapters.environment_maker(TrainConfig(env=env, tool_parser="hermes", generator="hf"))
-    row = next(row for row in load_function(f"{ROOT}/examples/user.py:rows")("train", 0) if row["wish"]["color"])
-    desk, wish = make(row), row["wish"]
-    desk.reset(row, 0)
-    answer, _, done, _ = asyncio.run(desk.step(call("say", text="Which order?")))
-    assert "I am not sure." in answer[0]["content"] and not done and asked[-1]["model"] == "any"
-    told, question = asked[-1]["messages"][:2]
-    assert wish["order"] in told["content"] and question == {"role": "user", "content": "Which order?"}
-    next_turn = load_function(f"{ROOT}/examples/user.py:next_turn")  # who warm-starts hears the model, not the facts
-    asyncio.run(desk.step(call("say", text="Which order?")))
-    assert next_turn(row, desk.inner) == "<say>Which order?</say>" and desk.inner._facts  # which it has not said yet
-    desk.inner._told.append(f"It is {wish['order']}.")
-    assert next_turn(row, desk.inner) == f"<find>{wish['order']}</find>"
-    assert desk.score() == 0
-    served = load_function(f"{ROOT}/recipes/support_agent.py:served")
-    assert served(load_function(f"{ROOT}/recipes/support_agent.py:Desk")(url, "any"), row) == (False, False)
-    asyncio.run(desk.step(call("find", number=wish["order"])))
-    shipped = row["orders"][wish["order"]]["status"] == "shipped"
-    asyncio.run(desk.step(call("transfer") if shipped else call("change", color=wish["color"])))
-    assert desk.score() == 1
 
 
 SOLUTIONS = ["a, b = map(int, input().split())\nprint(a + b)"]
@@ -465,39 +394,40 @@ MORE = {"train_async.py": "--max_staleness 0", "train_ppo.py": "", "train_grpo.p
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, databases, engine, customer):
-    """recipe -> future of its run's folder, status and text. Two at a time: one leaves a core idle."""
-    folder = tmp_path_factory.mktemp("recipes")
-    text, sees = str(make_tiny()), str(tiny_vlms.make("qwen2_5_vl", folder / "vlm"))
-    mixture = str(saved("qwen3_moe", folder / "moe", max_position_embeddings=2048))
-    models = {name: sees if "-VL-" in recipe["model_id"] else text for name, recipe in RECIPES.items()}
-    models |= {"qwen3_moe": mixture}
-    desk = RECIPES["support_agent"]["env"].partition("?")[0]
-    own = {"distill_math": ["--teacher_id", text], "support_agent": ["--env", f"{desk}?url={customer[0]}&model=any"]}
+def models(tmp_path_factory) -> Callable[[str], str]:
+    """recipe -> a tiny model of its kind."""
+    folder = tmp_path_factory.mktemp("models")
 
-    def train(name: str):
-        spec, script = spec_of(name, databases), script_of(name)
-        (folder / f"{name}.yaml").write_text(re.sub(r"size=\d+", "size=4", TEXTS[name]), encoding="utf-8")
-        flags = [*f"--config {folder}/{name}.yaml {SMALL} {MORE[script]}".split(), *own.get(name, ())]
-        flags += ["--dataset_id", spec] * bool(spec) + ["--model_id", models[name], "--run_name", name]
-        flags += ["--output_dir", str(folder)]
-        with running(trainer(folder / f"{name}.log", *flags, script=script, RETRIEVER_URL=engine)) as run:
-            return folder / name, run.end(), run.text
+    def of(name: str) -> str:
+        if name == "qwen3_moe":
+            return str(saved("qwen3_moe", folder / "moe", max_position_embeddings=2048))
+        if "-VL-" in RECIPES[name]["model_id"]:
+            return str(tiny_vlms.make("qwen2_5_vl", folder / "vlm"))
+        return str(make_tiny())
 
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(train, name) for name in RECIPES}
+    return of
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("name", RECIPES)
-def test_trains_two_steps(runs, name):
-    folder, status, text = runs[name].result()
-    assert status == 0, text
-    lines = read_metrics(folder)
-    assert sum("reward" in line for line in lines) == 2 and any("eval/reward" in line for line in lines), text
+# With a critic; with tools and a search engine. Those with pictures, teachers, mixtures and so on beside them.
+CHEAP = ("countdown", "search_r1")
 
 
-@pytest.mark.in_turn
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in RECIPES]
+)
+def test_trains_two_steps(name, models, databases, engine, tmp_path):
+    spec, script = spec_of(name, databases), script_of(name)
+    (tmp_path / f"{name}.yaml").write_text(re.sub(r"size=\d+", "size=4", TEXTS[name]), encoding="utf-8")
+    flags = f"--config {tmp_path}/{name}.yaml {SMALL} {MORE[script]} --run_name run --output_dir {tmp_path}".split()
+    flags += ["--dataset_id", spec] * bool(spec) + ["--model_id", models(name)]
+    flags += ["--teacher_id", str(make_tiny())] * (name == "distill_math")
+    with running(trainer(tmp_path / "log", *flags, script=script, RETRIEVER_URL=engine)) as run:
+        assert run.end() == 0, run.text
+    lines = read_metrics(tmp_path / "run")
+    assert sum("reward" in line for line in lines) == 2 and any("eval/reward" in line for line in lines), run.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_plan_says_what_the_recipe_says(name, capsys, monkeypatch, tmp_path):
     """The command in its comment, and the seconds and hours behind `needs`."""
@@ -514,22 +444,14 @@ def test_plan_says_what_the_recipe_says(name, capsys, monkeypatch, tmp_path):
     assert float(hours) == pytest.approx(step * int(steps) / 3600, abs=0.051)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_what_a_recipe_says_of_itself(name):
-    """Its comment block, and that its script takes its settings."""
-    head = TEXTS[name].partition("\nmodel_id")[0]
-    for word in ("data", "server", "trainer", "plan", "needs", "published", "look at"):
-        assert re.search(rf"^# {word}  ", head, re.M), word
-    assert "ot run by us" in head.replace("\n#            ", " "), "published numbers are not ours"
-    load_config(SCRIPTS[script_of(name)].TrainConfig, ["--config", str(ROOT / f"recipes/{name}.yaml")])
-    for file in re.findall(r"recipes/\w+\.(?:py|yaml)", TEXTS[name]):
-        assert (ROOT / file).exists(), file
-
-
-def test_the_table_of_the_docs_says_the_same():
+def test_what_a_recipe_says_of_itself_and_the_docs_say_of_it():
+    """Its script takes its settings, files that it names are there, and the table has its model, GPUs and hours."""
     page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     rows = {cells[1].strip(" `"): cells for line in page.splitlines() if len(cells := line.split("|")) == 7}
     for name, recipe in RECIPES.items():
+        load_config(SCRIPTS[script_of(name)].TrainConfig, ["--config", str(ROOT / f"recipes/{name}.yaml")])
+        for file in re.findall(r"recipes/\w+\.(?:py|yaml)", TEXTS[name]):
+            assert (ROOT / file).exists(), file
         gpus, hours = re.search(r"^# needs +(\d+) GPUs .*? s a step, ([\d.]+) hours", TEXTS[name], re.M).groups()
         _, _, _, model, needs, _, _ = rows[name]
         assert recipe["model_id"].removeprefix("Qwen/") in model and re.findall(r"[\d.]+", needs)[0] == gpus, name
@@ -556,3 +478,32 @@ def test_the_reward_for_a_schema_of_ones_own_counts_as_the_page_says(tmp_path, m
         for one in fits([[{"role": "assistant", "content": text}] for text in said], [json.dumps(wanted)] * 7)
     ]
     assert scores == pytest.approx([1, 0.2 + 0.25, 0.2 + 0.5 / 3, 0, 0, 0, 0])
+
+
+# ---- data sets of pictures ------------------------------------------------------------------------------------------
+
+PICTURE = Image.new("RGB", (200, 100))
+COLUMNS = {
+    "leonardPKU/clevr_cogen_a_train": {"problem": "How many items are there?", "solution": "<answer> 3 </answer>"},
+    "lmms-lab/RefCOCO": {"bbox": [20.0, 10.0, 100.0, 50.0], "answer": ["the dog", "a dog"], "question": "?"},
+    "hiyouga/geometry3k": {"problem": "<image>Find x.", "answer": "2\\sqrt{3}"},
+}
+
+
+def test_rows_of_pictures_from_the_hub(monkeypatch):
+    """On data sets of the published columns, in place of the hub."""
+    pictures = load_function(f"{ROOT}/recipes/pictures.py:clevr").__globals__
+
+    def load(name, config, split):
+        seen = {"images": [[PICTURE]] * 5} if "geometry" in name else {"image": [PICTURE] * 5}
+        return datasets.Dataset.from_dict(seen | {key: [value] * 5 for key, value in COLUMNS[name].items()})
+
+    monkeypatch.setitem(pictures["published"].__globals__, "load_hub", load)
+    clevr, refcoco, geometry3k = (pictures[name] for name in ("clevr", "refcoco", "geometry3k"))
+    assert (len(clevr("train")), len(clevr("test"))) == (4, 1)
+    row = clevr("test")[0]
+    assert row["answer"] == "3" and row["prompt"].startswith("How many") and row["image"].size == (200, 100)
+    row = refcoco("train")[0]
+    assert row["box"] == [100, 100, 600, 600] and "Where is: the dog?" in row["prompt"]
+    row = geometry3k()[0]
+    assert row["prompt"] == "Find x. Put the result into \\boxed{}." and len(row["images"]) == 1

@@ -1,9 +1,10 @@
-"""Models that see: every family through one loop, images processed once a prompt, equal however the batch is cut."""
+"""Models that see: log-probs and gradients of every family through one loop, pixels, pictures of rows and of turns."""
 
 import asyncio
 import base64
 import contextlib
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,27 +14,29 @@ import numpy as np
 import pytest
 import tiny_vlms
 import torch
-import transformers
-from fastapi import HTTPException
-from live import running, trainer
 from PIL import Image
+from ranks import on_ranks
 from safetensors.torch import load_file
-from server_fixture import make_tiny
+from test_turns import config
 from tiny_vlms import batch_of, picture, rows_of
-from transformers import AutoTokenizer
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import data
 import train_grpo as script
 import train_ppo
-import vllm_server
 from config import PRESETS, ConfigError, TrainConfig
+from envs import Environment
 from inputs import packing, pictures, prompts
 from inputs.processor import load_processor
-from rollouts import single_turn
+from rollouts import play, single_turn
 from runlog import checkpoints
 from runlog.reading import read_metrics
 
-FAMILIES = list(tiny_vlms.MARK)
+# Positions along three axes and packed patches; images that see themselves in both directions, two kinds of attention.
+FAMILIES = [
+    pytest.param(family, marks=() if family in ("qwen2_5_vl", "gemma3") else pytest.mark.slow)
+    for family in tiny_vlms.MARK
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -152,14 +155,6 @@ def test_adapters_and_checkpoints(tiny, tmp_path):
     assert type(load_processor(str(folder))) is type(tiny.generator.tokenizer)
 
 
-def test_a_model_without_an_image_encoder_has_none_to_freeze():
-    """transformers gives the model itself for it, which would be frozen as a whole."""
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_vlms.TEXT, vocab_size=32))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no image encoder of its own"):
-        script.image_encoder(model)
-
-
 # ---- the whole loop --------------------------------------------------------------------------------------------------
 
 ROWS = """
@@ -175,7 +170,7 @@ def even(completion_ids, image, **_):
 """
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_both_scripts_train_it(algorithm, tmp_path):
     """Text rows among rows with images; every image is processed once a step, however often it is sampled."""
     (tmp_path / "task.py").write_text(ROWS, encoding="utf-8")
@@ -210,74 +205,109 @@ def test_both_scripts_train_it(algorithm, tmp_path):
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
-def run_worker(strategy: str, ranks: int, out: Path, folders: list[str]) -> dict:
-    flags = [strategy, str(out), *folders]
-    with running(trainer(out.with_suffix(".log"), *flags, ranks=ranks, script="tests/vision_worker.py")) as worker:
-        assert worker.end() == 0, worker.text
-    return torch.load(out)
+def gradients_of_a_rank(strategy: str, folder: str) -> dict:
+    """Whole gradients, with and without the prompt shared. Of three groups, with one image, two, and none, the last is
+    all that a second rank has."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cfg = TrainConfig(model_id=folder, strategy=strategy, compute_dtype="float32", beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    generator = SimpleNamespace(tokenizer=load_processor(folder), rope_index=prompts.rope_index_of(inner.hf_model))
+    batch, found = batch_of(rows_of(""), generator, cfg), {}
+    groups = batch.groups.tolist()
+    batch = batch.select([row for row, group in enumerate(groups) if world == 1 or (group == 2) == (rank == 1)])
+    for shared in (True, False):
+        policy.zero_grad()
+        script.accumulate_gradients(policy, batch, replace(cfg, shared_prefix=shared, tokens_per_microbatch=60))
+        whole = FSDP.summon_full_params(policy, with_grads=True) if strategy == "fsdp" else contextlib.nullcontext()
+        with whole:
+            named = [(script.clean_name(name), p.grad) for name, p in policy.named_parameters() if p.grad is not None]
+            found[shared] = {name: script.full(gradient).clone() for name, gradient in named}
+    return found
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """One process's gradients of families that stack images by row, leave part of a tower unused, pack patches."""
-    folder = tmp_path_factory.mktemp("ranks")
-    folders = [str(tiny_vlms.make(family, folder / family)) for family in ("idefics3", "llava", "qwen2_5_vl")]
-    return folders, run_worker("ddp", 1, folder / "one.pt", folders)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
-def test_a_rank_without_images(alone, strategy, tmp_path):
+@pytest.mark.parametrize(
+    "family, strategy",
+    [
+        ("qwen2_5_vl", "fsdp2"),
+        *(pytest.param(f, s, marks=pytest.mark.slow) for f in ("idefics3", "llava") for s in ("ddp", "fsdp", "fsdp2")),
+    ],
+)
+def test_a_rank_without_images(family, strategy, tmp_path):
     """One of two ranks has text only: nothing waits, and the gradient is that of one process."""
-    folders, one = alone
-    two = run_worker(strategy, 2, tmp_path / "two.pt", folders)
-    assert two.keys() == one.keys()
-    for case, gradient in two.items():
-        size = sum(g.double().pow(2).sum() for g in one[case].values())
-        names = one[case].keys() | {name for name, g in gradient.items() if g.abs().max() > 0}
-        distance = sum((gradient[name] - one[case][name]).double().pow(2).sum() for name in names)
-        assert (distance / size).sqrt() < 1e-5, case
+    folder = str(tiny_vlms.make(family, tmp_path / "model"))
+    (alone,), (two, _) = (on_ranks(n, gradients_of_a_rank, s, folder) for n, s in ((1, "ddp"), (2, strategy)))
+    for shared, wanted in alone.items():
+        distance = sum((two[shared][name] - gradient).double().pow(2).sum() for name, gradient in wanted.items())
+        size = sum(gradient.double().pow(2).sum() for gradient in wanted.values())
+        assert (distance / size).sqrt() < 1e-5, shared
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- pictures of an environment --------------------------------------------------------------------------------------
 
 
-def bomb(path: Path) -> Path:
-    Image.new("L", (10_000, 5_000)).save(path)
-    return path
+class Pictures(Environment):
+    """Answers every turn with a picture, or two, of its own."""
+
+    def reset(self, row, seed):
+        self.given = []
+        return super().reset(row, seed)
+
+    async def step(self, text):
+        seeds = [10 * len(self.given) + n for n in range(1 + len(self.given) % 2)]
+        shown = [picture(seed, 56 + 28 * n, 56) for n, seed in enumerate(seeds)]
+        self.given += shown
+        parts = [{"type": "image", "image": image} for image in shown]
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": "And now?"}]}], 0.0, False, {}
 
 
-def half(kind: str) -> bytes:
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("idefics3", "llava", "gemma3", "gemma4"))],
+)
+def test_images_of_rows_and_of_an_environment(family, tmp_path):
+    """Shown to the model in their order and trained on as they were shown, beside rows that have none."""
+    folder = str(tiny_vlms.make(family, tmp_path / "model"))
+    settings = dict(model_id=folder, env="x", tools=[], generator="hf", compute_dtype="float32", num_generations=2)
+    cfg = config(**settings, max_turns=4, max_completion_length=400, max_turn_length=40, beta=0.0)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    cfg.shared_prefix = packing.why_not_shared(inner.hf_model, cfg) is None
+    processor = load_processor(folder)
+    generator = script.make_generator(cfg, inner.hf_model, processor, torch.device("cpu"))
+    generator.eos_ids |= set(range(0, 4096, 8))  # a random model seldom ends a turn
+    own = [picture(1), picture(2)]
+    parts = [{"type": "image", "image": own[0]}, {"type": "text", "text": "then"}, {"type": "image"}]
+    rows = [{"prompt": "Look.", "images": own}, {"prompt": [{"role": "user", "content": parts}], "image": own[1]}]
+    environments = [Pictures() for _ in range(6)]
+
+    async def run():
+        played = zip([*rows, {"prompt": "Wait."}] * 2, [0, 1, 2] * 2, environments, strict=True)
+        return await asyncio.gather(*(play(row, group, env, generator, cfg) for row, group, env in played))
+
+    trajectories = asyncio.run(run())
+    assert max(len(t.images) for t in trajectories) >= 4
+    for t, environment in zip(trajectories, environments, strict=True):
+        assert len(t.token_ids) == len(t.loss_mask) == len(t.logprobs)
+        shown = (own * (t.group < 2) + environment.given)[: len(t.images)]
+        if family == "qwen2_5_vl" and shown:
+            wanted = processor.image_processor(images=shown, return_tensors="pt")["pixel_values"]
+            assert torch.equal(t.info["model_inputs"]["pixel_values"], wanted)
+            marks = (t.prompt_ids + t.token_ids).count(processor.tokenizer.convert_tokens_to_ids("<|vision_start|>"))
+            assert marks == len(t.images)
+    batch = script.collate(sorted(trajectories, key=lambda t: t.group), 0, torch.device("cpu"))
+    for shared in {cfg.shared_prefix, False}:
+        for budget in (100_000, 200):
+            cut = TrainConfig(**vars(cfg) | {"shared_prefix": shared, "tokens_per_microbatch": budget})
+            logprobs = script.all_logprobs(policy, batch, cut)[0]
+            assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4, (shared, budget)
+
+
+# ---- pixels ----------------------------------------------------------------------------------------------------------
+
+
+def file_of(image: Image.Image, kind: str, **options) -> bytes:
     buffer = io.BytesIO()
-    picture(0, 200, 200).save(buffer, kind)
-    return buffer.getvalue()[: len(buffer.getvalue()) // 2]
-
-
-MISTAKES = {
-    "a JPEG cut short": (lambda folder: {"image": half("JPEG")}, "truncated"),
-    "a PNG cut short": (lambda folder: {"image": half("PNG")}, "truncated"),
-    "missing file": (lambda folder: {"image": str(folder / "none.png")}, "is neither a file nor base64"),
-    "corrupt": (lambda folder: {"image": b"not an image"}, "cannot identify image file"),
-    "huge": (lambda folder: {"image": str(bomb(folder / "big.png"))}, "10000 x 5000 pixels; at most 20,000,000"),
-    "a number": (lambda folder: {"image": 7}, "a int; allowed: PIL image, path, bytes, base64"),
-    "more placeholders": (
-        lambda folder: {"image": picture(0), "prompt": [{"role": "user", "content": [{"type": "image"}] * 2}]},
-        "2 image placeholders in `prompt` for 1 images",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_bad_image_names_its_row(name, tmp_path):
-    make, message = MISTAKES[name]
-    rows = [{"prompt": "What?", "image": picture(0)}, {"prompt": "What?"} | make(tmp_path)]
-    with pytest.raises(ConfigError, match="rows.jsonl, row 1") as error:
-        prompts.check_images(rows, "rows.jsonl", SimpleNamespace(image_processor=None))
-    assert message in str(error.value)
-
-
-def test_images_for_a_model_without_eyes():
-    with pytest.raises(ConfigError, match="row 0 has images, and the model of --model_id takes none"):
-        prompts.check_images([{"prompt": "What?", "image": picture(0)}], "rows", object())
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def test_an_image_in_every_form_is_the_same(tmp_path):
@@ -301,22 +331,6 @@ def test_pixels_are_bounded_for_trainer_and_server_alike():
         assert Image.open(io.BytesIO(sent)).size == image.size
 
 
-# ---- pixels ----------------------------------------------------------------------------------------------------------
-
-
-def file_of(image: Image.Image, kind: str, **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def grey(kind: type, value: float, other: float) -> Image.Image:
-    """An image of one number, a corner of it another one, so that its range can be told."""
-    values = np.full((8, 8), value, kind)
-    values[0, 0] = other
-    return Image.fromarray(values)
-
-
 def see_through(mode: str) -> Image.Image:
     """Nothing on the left, black on the right."""
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
@@ -326,52 +340,12 @@ def see_through(mode: str) -> Image.Image:
     return image.convert(mode)
 
 
-def keyed(mode: str) -> bytes:
-    """A PNG whose black, by its tRNS chunk, is transparent; its right half is grey."""
-    image = Image.new("RGB", (8, 8))
-    image.paste((128, 128, 128), (4, 0, 8, 8))
-    if mode == "I;16":
-        values = np.zeros((8, 8), np.uint16)
-        values[:, 4:] = 128 * 257
-        return file_of(Image.fromarray(values), "PNG", transparency=0)
-    return file_of(image.convert(mode), "PNG", transparency=0 if mode == "L" else (0, 0, 0))
-
-
-PIXELS = {  # a picture, and what its left and its right half must look like
-    "16 bits, PNG": (file_of(grey(np.uint16, 32768, 65535), "PNG"), 128, 128),
-    "16 bits, TIFF": (file_of(grey(np.uint16, 32768, 65535), "TIFF"), 128, 128),
-    "16 bits that use the lower ones alone": (file_of(grey(np.uint16, 255, 0), "PNG"), 1, 1),
-    "whole numbers of 32 bits, to 65535": (grey(np.int32, 32768, 65535), 128, 128),
-    "whole numbers of 32 bits, to 255": (file_of(grey(np.int32, 128, 255), "TIFF"), 128, 128),
-    "floats to 1": (file_of(grey(np.float32, 0.5, 1), "TIFF"), 128, 128),
-    "floats to 255": (file_of(grey(np.float32, 128, 255), "TIFF"), 128, 128),
-    "RGBA": (file_of(see_through("RGBA"), "PNG"), 255, 0),
-    "LA": (file_of(see_through("LA"), "PNG"), 255, 0),
-    "a palette with transparency": (file_of(see_through("P"), "PNG"), 255, 0),
-    "PA, in memory": (see_through("P").convert("PA"), 255, 0),
-    "RGBa, in memory": (see_through("RGBA").convert("RGBa"), 255, 0),
-    "La, in memory": (see_through("LA").convert("La"), 255, 0),
-    "a GIF with transparency": (file_of(see_through("RGBA"), "GIF"), 255, 0),
-    "a WEBP with transparency": (file_of(see_through("RGBA"), "WEBP", lossless=True), 255, 0),
-    "RGB with a transparent colour": (keyed("RGB"), 255, 128),
-    "grey with a transparent value": (keyed("L"), 255, 128),
-    "16 bits with a transparent value": (keyed("I;16"), 255, 128),
-    "CMYK": (file_of(Image.new("CMYK", (8, 8), (0, 0, 0, 255)), "TIFF"), 0, 0),
-    "a CMYK JPEG": (file_of(Image.new("CMYK", (8, 8), (0, 0, 0, 0)), "JPEG"), 255, 255),
-    "one bit": (file_of(Image.new("1", (8, 8), 1), "PNG"), 255, 255),
-}
-
-
-@pytest.mark.parametrize("name", PIXELS)
-def test_every_kind_of_pixel_is_shown_as_it_is_meant_to_trainer_and_server(name):
-    source, left, right = PIXELS[name]
-    image, sent = prompts.load_image(source, TrainConfig())
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white_to_trainer_and_server(mode):
+    image, sent = prompts.load_image(file_of(see_through(mode), "PNG"), TrainConfig())
     shown = np.asarray(image)
-    assert image.mode == "RGB"
-    assert abs(shown[2:6, 2].astype(int) - left).max() <= 1 and abs(shown[2:6, 6].astype(int) - right).max() <= 1
-    for file in (sent, source):  # what the trainer sends, and what a client of one's own might
-        if isinstance(file, bytes):
-            assert np.array_equal(np.asarray(vllm_server.decode_image(base64.b64encode(file).decode())), shown)
+    assert image.mode == "RGB" and (shown[2:6, 2] == 255).all() and (shown[2:6, 6] == 0).all()
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent)).convert("RGB")), shown)
 
 
 def test_photographs_are_turned_upright_and_sent_so():
@@ -382,84 +356,30 @@ def test_photographs_are_turned_upright_and_sent_so():
         got, sent = prompts.load_image(file_of(image, "PNG", exif=exif), TrainConfig())
         assert got.getpixel(corner) == (255, 0, 0) and got.size == ((40, 20) if turn < 5 else (20, 40))
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent))), np.asarray(got))
-        eyes = SimpleNamespace(image_processor=None)
-        for kind in ("JPEG", "WEBP", "TIFF"):
-            file = file_of(image, kind, exif=exif)
-            wanted = prompts.load_image(file)[0].size
-            assert prompts.check_images([{"prompt": "What?", "image": file}], "rows", eyes) == [[wanted[::-1]]]
-    broken = file_of(image, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\xff" * 40)
-    assert prompts.load_image(broken, TrainConfig())[0].size == (40, 20)
 
 
-FRAMES = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
-REFUSED = {
-    "a GIF that moves": (file_of(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "an animation"),
-    "a PNG that moves": (file_of(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]), "an animation"),
-    "a WEBP that moves": (file_of(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "an animation"),
-    "pages": (file_of(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:]), "a file of several pages"),
-    "nothing": (Image.new("RGB", (0, 0)), "0 x 0 pixels"),
-    "floats below 0": (grey(np.float32, -1, 1), "numbers from -1 to 1; scale them"),
-    "floats that are none": (grey(np.float32, np.nan, 1), "numbers from nan to nan"),
-    "a bomb": (Image.new("1", (20_000, 20_000)), "20000 x 20000 pixels"),
-    "a bomb in a file": (file_of(Image.new("1", (20_000, 20_000)), "PNG"), "pixels"),
-    "an address": ("https://example.org/a.png", "nothing is fetched; download it"),
-    "a data: URL of something else": ("data:text/plain,hello", "neither a file nor base64"),
-    "a folder": (Path("/"), "is no file"),
-    "no image": (b"hello", "cannot identify image file; read are PNG"),
-    "a damaged PNG": (tiny_vlms.damaged(file_of(picture(1), "PNG")), "broken"),
-}
+@pytest.mark.parametrize(
+    "image, message",
+    [
+        ("https://example.org/a.png", "nothing is fetched; download it"),
+        ("none.png", "is neither a file nor base64"),
+        (b"hello", "cannot identify image file"),
+        (tiny_vlms.damaged(file_of(picture(1), "PNG")), "broken"),
+        (7, "a int; allowed: PIL image, path, bytes, base64"),
+        (Image.new("1", (20_000, 20_000)), "20000 x 20000 pixels"),
+    ],
+    ids=["address", "no file", "no image", "damaged", "number", "bomb"],
+)
+def test_a_bad_image_names_its_row(image, message):
+    rows = [{"prompt": "What?", "image": picture(0)}, {"prompt": "What?", "image": image}]
+    with pytest.raises(ConfigError, match=f"rows.jsonl, row 1.*{message}"):
+        prompts.check_images(rows, "rows.jsonl", SimpleNamespace(image_processor=None), "all")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_shown_is_refused_in_words(name):
-    source, message = REFUSED[name]
-    with pytest.raises(pictures.PictureError, match=message):
-        prompts.load_image(source, TrainConfig())
-    if isinstance(source, bytes):
-        with pytest.raises(HTTPException, match=message) as error:
-            vllm_server.decode_image(base64.b64encode(source).decode())
-        assert error.value.status_code == 400
-
-
-def test_one_photograph_with_others_behind_it_is_one_picture():
-    data = file_of(FRAMES[0], "MPO", save_all=True, append_images=FRAMES[1:])
-    assert prompts.load_image(data, TrainConfig())[0].getpixel((4, 4))[0] > 250
-
-
-def test_plain_base64_of_our_own_pictures_is_no_path():
-    files = sorted((Path(__file__).parent.parent / "docs").rglob("*.png"))
-    assert len(files) >= 4
-    for file in files:
-        plain = base64.b64encode(file.read_bytes()).decode()
-        wanted = np.asarray(prompts.load_image(file, TrainConfig())[0])
-        for text in (plain, base64.encodebytes(file.read_bytes()).decode(), f"file://{file}"):
-            assert np.array_equal(np.asarray(prompts.load_image(text, TrainConfig())[0]), wanted)
-        with pytest.raises(pictures.PictureError, match="neither a file nor base64"):
-            prompts.load_image(f"file://{file}", TrainConfig(), local_files=False)
-
-
-def test_a_line_of_pixels_stays_within_its_bounds():
-    image, _ = prompts.load_image(Image.new("RGB", (100_000, 1)), TrainConfig(max_pixels=1000))
-    assert image.size == (1000, 1)
-
-
-def one_vision() -> transformers.ProcessorMixin:
-    """LLaVA-OneVision's: one image is cut into tiles, of several none is."""
-    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
-    side = {"height": 56, "width": 56}
-    images = transformers.LlavaOnevisionImageProcessor(size=side, image_grid_pinpoints=[[56, 112], [112, 112]])
-    videos = transformers.LlavaOnevisionVideoProcessor(size=side)
-    template = tiny_vlms.TEMPLATE.replace("MARK", "<image>")
-    how = dict(num_image_tokens=16, vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9")
-    return transformers.LlavaOnevisionProcessor(images, tokenizer, videos, chat_template=template, **how)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "llava_onevision"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_are_measured_with_the_images_that_are_shown(family):
-    """Scaled as --max_pixels says; of processors that cannot tell from an image's size (SmolVLM's), or leave out what
-    stands around it (Gemma's), too."""
-    processor = one_vision() if family == "llava_onevision" else tiny_vlms.processor_of(family)
+    """Scaled as --max_pixels says; of processors that cannot tell from an image's size, too."""
+    processor = tiny_vlms.processor_of(family)
     rows = [{"prompt": "What?", "image": picture(1, 300, 200)}]
     rows += [{"prompt": "Which?", "images": [picture(2, 80, 160), picture(3, 200, 90)]}, rows[0]]
     for cfg in (TrainConfig(), TrainConfig(max_pixels=3000)):
@@ -467,21 +387,6 @@ def test_prompts_are_measured_with_the_images_that_are_shown(family):
         lengths = prompts.prompt_lengths(rows, "rows", processor, cfg)
         assert prompts.COUNTS["images"] == 0
         assert lengths == [len(prompts.vision_prompt(row, processor, None, cfg).token_ids) for row in rows]
-
-
-def test_images_by_cross_attention_are_refused_where_rows_are_measured():
-    """Llama 3.2 Vision: its mask ended at the prompt, and the first step in an error of torch over shapes."""
-    tokenizer = tiny_vlms.processor_of("llava").tokenizer
-    tokenizer.add_tokens("<|image|>", special_tokens=True)
-    template = tiny_vlms.TEMPLATE.replace("MARK", "<|image|>")
-    images = transformers.MllamaImageProcessor(size={"height": 28, "width": 28}, max_image_tiles=2)
-    processor = transformers.MllamaProcessor(images, tokenizer, chat_template=template)
-    row = {"prompt": "What?", "image": picture(1)}
-    with pytest.raises(ConfigError, match="rows, row 0: the model looks at images by cross-attention.*Choose a model"):
-        prompts.prompt_lengths([row], "rows", processor, TrainConfig())
-
-
-# ---- the parts of a message ------------------------------------------------------------------------------------------
 
 
 def test_every_form_of_an_image_in_a_prompt_is_the_column(tmp_path):
@@ -521,15 +426,6 @@ def test_the_texts_of_an_environment_name_no_file(tmp_path):
     assert len(prompts.vision_prompt(shown, processor, None, TrainConfig(), {"prompt": "Look."}).images) == 1
 
 
-def test_an_empty_text_is_no_image(tmp_path):
-    """As rows without a picture have it among others in a .csv file."""
-    picture(1).save(tmp_path / "a.png")
-    (tmp_path / "rows.csv").write_text(f"prompt,image\nWhat?,{tmp_path / 'a.png'}\nSay it.,\n", encoding="utf-8")
-    rows, processor = data.load_rows(str(tmp_path / "rows.csv")), tiny_vlms.processor_of("idefics3")
-    assert [len(prompts.image_sources(row)) for row in rows] == [1, 0]
-    assert prompts.prompt_lengths(rows, "rows.csv", processor, TrainConfig())[0] > 0
-
-
 def test_images_of_the_column_and_of_the_parts_stand_in_their_order():
     own = {"type": "image", "image": "own"}
     row = {"prompt": [{"role": "user", "content": [{"type": "image"}, own, {"type": "image"}]}], "images": ["a", "b"]}
@@ -542,9 +438,6 @@ def test_images_of_the_column_and_of_the_parts_stand_in_their_order():
         prompts.prompt_lengths([row], "rows", tiny_vlms.processor_of("idefics3"), TrainConfig())
 
 
-# ---- damaged pictures ------------------------------------------------------------------------------------------------
-
-
 def test_a_damaged_picture_is_found_at_start(tmp_path):
     """Of as many as can be decoded in a few seconds; with --check_images of all. A header says nothing of damage."""
     eyes = tiny_vlms.processor_of("idefics3")
@@ -553,16 +446,6 @@ def test_a_damaged_picture_is_found_at_start(tmp_path):
     prompts.check_images(rows, "rows", eyes)
     with pytest.raises(ConfigError, match="row 5, image 0: cannot be read: .*2 other rows .*: row 9, image 0; row 11"):
         prompts.check_images(rows, "rows", eyes, "all")
-
-
-@pytest.mark.parametrize("decode", ["some", "all"])
-def test_a_large_data_set_is_decoded_in_part(decode, monkeypatch, capsys):
-    monkeypatch.setattr(prompts, "DECODED", 3 * 64 * 64)
-    bad = tiny_vlms.damaged(file_of(picture(1), "PNG"))
-    rows = [{"prompt": "What?", "image": bad if n == 5 else file_of(picture(n), "PNG")} for n in range(12)]
-    with contextlib.nullcontext() if decode == "some" else pytest.raises(ConfigError, match="row 5, image 0"):
-        prompts.check_images(rows, "rows", tiny_vlms.processor_of("idefics3"), decode)
-        assert "the images of 3 rows of 12 were decoded; --check_images decodes all" in capsys.readouterr().out
 
 
 def test_a_data_set_of_files_is_opened_and_not_decoded(tmp_path):
@@ -628,3 +511,8 @@ def test_a_damaged_picture_costs_its_row_not_the_run(tmp_path, monkeypatch, capl
     assert [line["rollout/failed"] for line in again] == [line["rollout/failed"] for line in steps]
     with pytest.raises(RuntimeError, match="image 0 of a row cannot be read"):
         script.train(TrainConfig(**settings | dict(run_name="strict", env_errors="stop")))
+
+
+def test_images_for_a_model_without_eyes():
+    with pytest.raises(ConfigError, match="row 0 has images, and the model of --model_id takes none"):
+        prompts.check_images([{"prompt": "What?", "image": picture(0)}], "rows", object())
