@@ -1,7 +1,7 @@
 """A real MCP server whose tools misbehave on request, and remember what they are told.
 
 usage: mcp_server.py                            over stdio
-       mcp_server.py PORT [TRANSPORT] [TOKEN]   streamable-http, sse or stateless; with a token, it wants that as bearer
+       mcp_server.py PORT [TRANSPORT] [TOKEN]   streamable-http or sse; with a token, it wants that as bearer
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import io
 import os
 import sys
 
-import uvicorn
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import (
@@ -18,13 +17,11 @@ from mcp_types import (
     BlobResourceContents,
     CallToolResult,
     EmbeddedResource,
-    ImageContent,
     ResourceLink,
     TextContent,
     TextResourceContents,
 )
 from PIL import Image as Picture
-from starlette.responses import PlainTextResponse
 
 server = MCPServer("misbehaving")
 remembered: dict[str, list[str]] = {}  # by session, or "" over stdio
@@ -49,19 +46,6 @@ def remember(text: str, ctx: Context) -> str:
 def surroundings(name: str) -> str:
     """Its arguments, folder, and an environment variable."""
     return f"{sys.argv[1:]} {os.getcwd()} {os.environ.get(name)}"
-
-
-@server.tool()
-def chatter(text: str) -> str:
-    """Writes to stderr."""
-    print(text, file=sys.stderr, flush=True)
-    return "said"
-
-
-@server.tool()
-def odd_names(tool: str, server: str, self: str) -> str:
-    """Arguments whose names are also those of the client's own parameters."""
-    return tool + server + self
 
 
 @server.tool()
@@ -90,13 +74,6 @@ def die() -> str:
     os._exit(1)
 
 
-@server.tool()
-def garbage() -> str:
-    """Writes what is no message before its answer."""
-    os.write(1, b"{]garbage\xff\xfe\n")
-    return "after the garbage"
-
-
 def png() -> bytes:
     out = io.BytesIO()
     Picture.new("RGB", (8, 8), "red").save(out, "PNG")
@@ -107,12 +84,6 @@ def png() -> bytes:
 def look() -> Image:
     """A red picture."""
     return Image(data=png(), format="png")
-
-
-@server.tool()
-def image_data(data: str) -> CallToolResult:
-    """An image part with the given text where base64 belongs."""
-    return CallToolResult(content=[ImageContent(data=data, mime_type="image/png")])
 
 
 @server.tool()
@@ -144,6 +115,8 @@ def everything() -> CallToolResult:
 def guarded(app, token: str):
     """The app for those who send the bearer token, and 401 for others."""
 
+    from starlette.responses import PlainTextResponse
+
     async def check(scope, receive, send):
         headers = dict(scope.get("headers", ()))
         if scope["type"] == "http" and headers.get(b"authorization") != f"Bearer {token}".encode():
@@ -159,6 +132,7 @@ if __name__ == "__main__":
     if port is None or not port.isdigit():
         server.run("stdio")
     else:
-        stateless = transport == "stateless"
-        app = server.sse_app() if transport == "sse" else server.streamable_http_app(stateless_http=stateless)
+        import uvicorn
+
+        app = server.sse_app() if transport == "sse" else server.streamable_http_app()
         uvicorn.run(guarded(app, token) if token else app, host="127.0.0.1", port=int(port), log_level="error")

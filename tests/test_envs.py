@@ -1,14 +1,12 @@
 """Environments of ours and of others: rules, seeds, and a training run with a class written for TRL."""
 
 import asyncio
-import json
 import random
 import subprocess
 import sys
 from collections import deque
 from pathlib import Path
 
-import numpy as np
 import pytest
 from server_fixture import make_tiny
 from test_judge import served  # noqa: F401 - a fixture
@@ -24,7 +22,6 @@ from runlog.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
-import visual_crop  # noqa: E402
 
 
 def step(environment, text):
@@ -111,21 +108,6 @@ def test_sokoban_costs():
     level.place, level.boxes, level.targets, level.blocked = (2, 2), {(2, 3)}, {(2, 3)}, set()
     assert step(level, "<answer>right</answer>")[1] == pytest.approx(-1.1)  # off its target
     assert level.boxes == {(2, 4)} and step(level, "<answer>right</answer>")[3]["effective"] == 0.0  # a wall behind it
-
-
-def test_a_closer_look_shows_the_part_that_was_asked_for():
-    row = visual_crop.rows("test", 42)[0]
-    environment = visual_crop.Crop()
-    (told,) = environment.reset(row, 0)
-    assert [part["type"] for part in told["content"]] == ["image", "text"]
-    ((message,), reward, done, _) = step(environment, json.dumps({"bbox": row["box"]}))
-    part, (x, y, *_) = message["content"][0]["image"], row["box"]
-    assert (reward, done, environment.shown) == (0.0, False, row["box"])
-    assert np.array_equal(part, row["image"].crop((32 * x, 32 * y, 32 * x + 64, 32 * y + 64)))
-    for box in ("[9, 9, 9, 9]", "[5, 5, 2, 2]", "[1, null, 3, 4]"):
-        message, reward, done, _ = step(environment, '{"bbox": ' + box + "}")
-        assert message[0]["content"] == "That is no box in the picture." and not done, box
-    assert step(environment, row["answer"])[1:3] == (1.0, True) and step(environment, "no idea")[1:3] == (0.0, True)
 
 
 # ---- other people's -------------------------------------------------------------------------------------------------

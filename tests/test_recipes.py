@@ -265,17 +265,6 @@ def test_schemas_and_calls_are_read(monkeypatch):
     assert calls[3] == [] and calls[4][0]["arguments"] == {"city": "Rome, [Get Weather(]"}
 
 
-def test_a_call_of_toolace_that_cannot_be_read_is_no_refusal():
-    read = load_function(f"{ROOT}/recipes/toolace.py:calls")
-    assert read("[Get Weather (city='Oslo')]", ["Get Weather"]) == [
-        {"name": "Get Weather", "arguments": {"city": "Oslo"}}
-    ]
-    assert read("[1] is no number of an order.", ["f"]) == read("Which city?", ["f"]) == read("[Note] No.", ["f"]) == []
-    for answer in ("[getWeather(city='Oslo')]", "[get_weather('Oslo', 3)]", "[get_weather(city=)]", "[g(), f(a=1)]"):
-        with pytest.raises((ValueError, SyntaxError)):
-            read(answer, ["get_weather", "f"])
-
-
 def test_a_database_cannot_begin_a_turn(databases, tmp_path):
     lines = ["question,query,db_id", *4 * ["How many?,SELECT count(*) FROM t,hostile"]]
     (tmp_path / "mine.csv").write_text("\n".join(lines), encoding="utf-8")
@@ -456,28 +445,6 @@ def test_what_a_recipe_says_of_itself_and_the_docs_say_of_it():
         _, _, _, model, needs, _, _ = rows[name]
         assert recipe["model_id"].removeprefix("Qwen/") in model and re.findall(r"[\d.]+", needs)[0] == gpus, name
         assert needs.split(",")[-1].strip() == hours, name
-
-
-def test_the_reward_for_a_schema_of_ones_own_counts_as_the_page_says(tmp_path, monkeypatch):
-    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    block = re.search(r"^```python\n(# my_json.py.*?)^```", page, re.M | re.S)[1]
-    (tmp_path / "my_json.py").write_text(block, encoding="utf-8")
-    fields = {"item": {"type": "string"}, "count": {"type": "integer", "minimum": 1}}
-    schema = {"type": "object", "properties": fields, "required": ["item", "count"], "additionalProperties": False}
-    (tmp_path / "my_schema.json").write_text(json.dumps(schema), encoding="utf-8")
-    wanted = {"item": "mug", "count": 3}
-    lines = [json.dumps({"text": f"{n}: three mugs", "wanted": wanted}) for n in range(25)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    rows, fits = (load_function(f"{tmp_path}/my_json.py:{name}") for name in ("rows", "fits"))
-    assert [len(list(rows(split, 0))) for split in ("train", "test")] == [5, 20]
-    said = ['{"item": "mug", "count": 3}', '{"item": "mug", "count": 0}', '{"item": "mug", "count": true, "more": 1}']
-    said += ['[{"item": "mug", "count": 3}]', '```json\n{"item": "mug", "count": 3}\n```', "[" * 100_000, ""]
-    scores = [
-        sum(one.values())
-        for one in fits([[{"role": "assistant", "content": text}] for text in said], [json.dumps(wanted)] * 7)
-    ]
-    assert scores == pytest.approx([1, 0.2 + 0.25, 0.2 + 0.5 / 3, 0, 0, 0, 0])
 
 
 # ---- data sets of pictures ------------------------------------------------------------------------------------------

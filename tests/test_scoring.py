@@ -1,7 +1,6 @@
 """Rewards that take processes or a model: math, reasoning-gym, code in the sandbox, a reward model; IFEval's checks."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from server_fixture import free_port, make_tiny
 
 from config import ConfigError, TrainConfig, check
 from data import load_rows
-from plugins import load_function
 from rewards import REWARDS, code_tests
 from safety import sandbox
 from safety.calls import WorkerPool
@@ -168,19 +166,6 @@ def test_code_in_the_sandbox(monkeypatch):
         code_tests([right], [[3]])
     monkeypatch.setattr(sandbox.sys, "executable", "/nowhere/python")
     assert code_tests([right], [tests]) == [{"reward": 0.0, "timeout": 0.0, "error": 1.0}]
-
-
-def test_the_coding_example(monkeypatch):
-    """What each task asks for passes its tests, and something else does not."""
-    monkeypatch.setattr(sandbox, "allow_uncontained", True)
-    rows = load_function("examples/coding.py:rows")("test", 0)[:10]
-    wanted = ["x + {}", "{} * x", "x - {}", None, "x ** 2 - {}", "x % {}", "max(x, {})", "x > {}", "[x, {}]"]
-    right = [w and f"def f(x):\n    return {w}" for w in wanted]
-    asked = [[int(n) for n in re.findall(r"\d+", row["prompt"][0]["content"])] for row in rows]
-    programs = [p.format(a[0]) for p, a in zip(right, asked, strict=False) if p]
-    tests = [row["tests"] for row, p in zip(rows, right, strict=False) if p]
-    assert [score["reward"] for score in code_tests(programs, tests)] == [1.0] * 8
-    assert all(score["reward"] < 1 for score in code_tests(["def f(x):\n    return 77"] * 8, tests))
 
 
 # ---- instructions ---------------------------------------------------------------------------------------------------

@@ -398,13 +398,9 @@ def test_every_form_of_an_image_in_a_prompt_is_the_column(tmp_path):
     assert len(wanted.images) == 1
     for part in (
         {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
-        {"type": "image_url", "image_url": url},
-        {"type": "image_url", "image_url": {"url": str(tmp_path / "a.png")}, "text": None},
         {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}},
         {"type": "image", "image": picture(1)},
-        {"type": "image", "url": url, "path": None},
-        {"type": "image", "path": str(tmp_path / "a.png")},
-        {"type": "image", "base64": url.partition(",")[2]},
+        {"type": "image", "path": str(tmp_path / "a.png"), "url": None},
     ):
         row = {"prompt": [{"role": "user", "content": [part, ask]}]}
         (length,) = prompts.prompt_lengths([row], "rows", processor, TrainConfig(), "all")
@@ -436,16 +432,6 @@ def test_images_of_the_column_and_of_the_parts_stand_in_their_order():
     with pytest.raises(ConfigError, match="row 0: `prompt` has no user message to put its 1 images into"):
         row = {"prompt": [{"role": "system", "content": "Look."}], "image": picture(0)}
         prompts.prompt_lengths([row], "rows", tiny_vlms.processor_of("idefics3"), TrainConfig())
-
-
-def test_a_damaged_picture_is_found_at_start(tmp_path):
-    """Of as many as can be decoded in a few seconds; with --check_images of all. A header says nothing of damage."""
-    eyes = tiny_vlms.processor_of("idefics3")
-    bad = tiny_vlms.damaged(file_of(picture(1), "PNG"))
-    rows = [{"prompt": "What?", "image": bad if n in (5, 9, 11) else file_of(picture(n), "PNG")} for n in range(12)]
-    prompts.check_images(rows, "rows", eyes)
-    with pytest.raises(ConfigError, match="row 5, image 0: cannot be read: .*2 other rows .*: row 9, image 0; row 11"):
-        prompts.check_images(rows, "rows", eyes, "all")
 
 
 def test_a_data_set_of_files_is_opened_and_not_decoded(tmp_path):
@@ -482,6 +468,7 @@ def even(completion_ids, image, **_):
 """
 
 
+@pytest.mark.slow
 def test_a_damaged_picture_costs_its_row_not_the_run(tmp_path, monkeypatch, caplog):
     """One that nobody looked at, in a step of four prompts; before and after a resume, and in an evaluation."""
     monkeypatch.setattr(prompts, "DECODED", 1)  # that no more than one row is decoded at start
