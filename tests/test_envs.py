@@ -21,7 +21,6 @@ from envs.games import MOVES, Sokoban
 from runlog.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "examples"))
 
 
 def step(environment, text):
