@@ -122,15 +122,14 @@ print(row.info["reward_timeouts"])
 
 
 def test_reasoning_gym_scores_with_the_parameters_of_the_row():
-    rows = [
-        load_rows(f"reasoning_gym:{task}&size=1", seed=1)[0]
-        for task in ("chain_sum?min_terms=2", "puzzle24?max_value=6")
-    ]
+    tasks = ("chain_sum?size=1", "puzzle24?max_value=6&size=1", "countdown?size=1")
+    rows = [load_rows(f"reasoning_gym:{task}", seed=1)[0] for task in tasks]
     function, answer = REWARDS["reasoning_gym"], rows[0]["answer"]
     columns = {key: [row.get(key) for row in rows] for key in rows[0]}
-    said = [f"<think>hm</think><answer>{answer}</answer>", rows[1]["answer"]]
-    assert function(completions=said, **columns) == [1, 1]
-    assert function(completions=["garbage (", rows[1]["answer"] + " + 1"], **columns)[1] < 0.1
+    said = [f"<think>hm</think><answer>{answer}</answer>", rows[1]["answer"], rows[2]["answer"]]
+    assert function(completions=said, **columns) == [1, 1, 1]
+    _, above_6, other_numbers = function(completions=["", "9 + 9 + 3 + 3", rows[2]["answer"] + " + 0"], **columns)
+    assert above_6 < 0.1 and other_numbers < 0.1
     several = {key: [value] * 3 for key, value in rows[0].items()}
     right, wrong, sentence = function(completions=[answer, "x", f"It is {answer}."], **several)
     assert right == 1 and wrong == 0 and 0 < sentence < 1
