@@ -143,7 +143,7 @@ def groups_of(path: str) -> dict:
 def test_optimizer_groups_of_the_pages_are_the_same_however_the_model_is_sharded(page, tmp_path):
     """By shapes (README) and by names (ideas): FSDP1's pieces are flat, and whatever wraps the model renames."""
     (block,) = [block for block in blocks(ROOT / page, "python") if "def make_optimizer" in block]
-    first, second = on_ranks(2, groups_of, str(with_optimizer(tmp_path, block)))
+    first, second = on_ranks(2, groups_of, str(with_optimizer(tmp_path, block)), limit=250)
     alone = first["ddp"]
     assert [scale for scale, _ in alone] == [1, 0.1] and all(names for _, names in alone)
     if page == "README.md":
@@ -157,7 +157,7 @@ def test_parameters_that_no_group_trains_are_refused(tmp_path):
     block = """def make_optimizer(module, cfg):
     return torch.optim.AdamW([p for p in module.parameters() if p.ndim > 1], lr=cfg.learning_rate)
 """
-    (found,) = on_ranks(1, groups_of, str(with_optimizer(tmp_path, block)))
+    (found,) = on_ranks(1, groups_of, str(with_optimizer(tmp_path, block)), limit=250)
     assert re.search(r"trained parameters are in no group, first 'model.*norm.*requires_grad_", found["ddp"])
 
 
