@@ -221,13 +221,17 @@ def say(environment, name: str, **arguments) -> tuple[str, dict]:
 
 def test_rows_choose_tools_and_arguments():
     """What a row fixes the model neither sees nor gives, and no cached result of another row answers it."""
-    environment = tool_environment(config(tool_cache=True), add, Tool("other", "", object_of(), print))
+    takes_all = Tool("other", "", object_of(user={}) | {"additionalProperties": True}, dict)
+    environment = tool_environment(config(tool_cache=True), add, takes_all)
     for b, total, cached in ((10, "11", 0), (20, "21", 0), (10, "11", 1)):
         environment.reset({"prompt": "?", "tools": ["add"], "tools_kwargs": {"add": {"a": None, "b": b}}}, 0)
         assert list(environment.tools) == ["add"] and list(environment.tools["add"].parameters["properties"]) == ["a"]
         answer, event = say(environment, "add", a=1)
         assert (answer, event["cached"]) == (total, cached)
     assert say(environment, "add", a=1, b=2)[0] == "Error: add takes a, not b"
+    environment.reset({"prompt": "?", "tools_kwargs": {"other": {"user": "me"}}}, 0)
+    assert say(environment, "other", x=1)[0] == '{"user": "me", "x": 1}'
+    assert say(environment, "other", user="you")[0] == "Error: other takes no arguments, not user"
     environment.reset({"prompt": "?", "tools": []}, 0)
     assert environment.instructions == "" and environment.tools == {}
     for row, message in (
