@@ -89,7 +89,7 @@ def make(path, tool_timeout: float = START, **settings) -> Toolbox:
 
 
 def wait_for(port: int) -> None:
-    for _ in range(200):
+    for _ in range(1200):
         try:
             requests.get(f"http://127.0.0.1:{port}/", timeout=1)
             return
