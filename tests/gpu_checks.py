@@ -1,20 +1,26 @@
 """What scripts/gpu_check.py tries, in order: plain functions of the machine that return a line of figures.
 
-CHECKS, at the end, lists them. Most run what tests run, on the device that the machine has: `utils.init_distributed`
-chooses it, and CUDA_VISIBLE_DEVICES="" makes it the CPU.
+CHECKS, at the end, lists them. `utils.init_distributed` chooses the device; CUDA_VISIBLE_DEVICES="" makes it the CPU.
+CASES are functions of a batch that tests/test_device.py runs, too, with tensors that claim to be on a GPU.
+
+usage on ranks: gpu_checks.py OUT.pt [flags of TrainConfig]      the gradient of one update, for `sharded`
 """
 
-import functools
 import gc
 import importlib.metadata
 import importlib.util
 import json
 import os
+import secrets
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,27 +28,29 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from live import EVEN, ROOT, SMALL, Process, running
 
-from runlog.reading import PHASES, read_metrics
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-SMOLLM, TINY = ROOT / "models" / "SmolLM2-135M-Instruct", ROOT / "models" / "tiny"
+import train_grpo as script  # noqa: E402
+import train_ppo  # noqa: E402
+import utils  # noqa: E402
+from config import TrainConfig, load_config  # noqa: E402
+from rollouts import Trajectory  # noqa: E402
+from runlog.reading import PHASES, read_metrics  # noqa: E402
+
+TINY, SMOLLM = ROOT / "models" / "tiny", ROOT / "models" / "SmolLM2-135M-Instruct"
 CPU = torch.device("cpu")
-SLOW = 1.5  # times what was planned
 
 
 class Skipped(Exception):
     """Why a check cannot be made here."""
 
 
-class Slower(Exception):
-    """Figures of a check that worked, and took longer than planned."""
-
-
 @dataclass(frozen=True)
 class Machine:
     device: torch.device
-    ids: tuple[str, ...]  # of the GPUs, as CUDA_VISIBLE_DEVICES has them
+    ids: tuple[str, ...]  # of the GPUs, as CUDA_VISIBLE_DEVICES has them; none on CPUs
     folder: Path  # for what the checks of a process write
     patience: float  # by which time limits are multiplied
 
@@ -56,29 +64,127 @@ class Machine:
         return len(self.ids) if self.gpu else 2
 
     @property
-    def dtype(self) -> str:
-        """Of servers. CPUs show exactly whether weights arrived; on GPUs kernels want bfloat16."""
-        return "bfloat16" if self.gpu else "float32"
-
-    @property
     def near(self) -> float:
         """Relative difference that float32 may make between two orders of one sum."""
         return 1e-4 if self.gpu else 1e-5
 
-    def visible(self, ids) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.gpu else {}
-
 
 @dataclass
 class Check:
-    run: Callable[[Machine], str]  # figures; raises Skipped, Slower, or what went wrong
+    run: Callable[[Machine], str]  # figures; raises Skipped or what went wrong
     says: str  # what is tried
-    seconds: float = 120  # time limit, the start of its process aside
+    seconds: float = 120  # time limit
     gpus: int = 1  # at least
-    shares: str = ""  # checks with the same word share a process, and the server that it has started
+    group: str = ""  # checks of one group share a process; unset: a process of its own
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- a batch with every field, and what is computed of it ------------------------------------------------------------
+
+
+def trajectories() -> list[Trajectory]:
+    """3 prompts x 3 completions of one to three turns in an environment with states, rewards in the middle, texts of
+    tools, one row that is a demonstration, one cut off, and what remax and gdpo want."""
+    random, made = torch.Generator().manual_seed(0), []
+    for group in range(3):
+        prompt = [10 + group] * (3 + 2 * group)
+        for member in range(3):
+            mask = ([1, 1, 1, 0] * 3)[: 2 + 4 * (group + member > 1) + member]
+            n = len(mask)
+            ids = torch.randint(10, 1000, (n,), generator=random).tolist()
+            rewards = [float(m and t % 4 == 2 and (member + t) % 3) for t, m in enumerate(mask)]
+            rewards[n - 1 - mask[::-1].index(1)] += float(member == group)
+            info = {"states": [("cell", t // 4 + member % 2) if m else None for t, m in enumerate(mask)]}
+            info |= {"baselines": 0.5, "reward_components": [float(member), float(group == member)]}
+            logprobs = [float("nan") if group == member == 2 else -7.0 * m for m in mask]
+            reason = "length" if member == 0 else "stop"
+            row = Trajectory({}, group, prompt, ids, mask, logprobs, rewards, finish_reason=reason, info=info)
+            made.append(row)
+    return made
+
+
+def settings(**options) -> train_ppo.TrainConfig:
+    base = dict(num_generations=3, compute_dtype="float32", advantage="dr_grpo", max_steps=2, beta=0.05)
+    return train_ppo.TrainConfig(**(base | dict(kl_in_reward=False, tokens_per_microbatch=50) | options))
+
+
+def complete_batch(device: torch.device) -> script.Batch:
+    """Laid out on the device; what a batch gets later is made on the CPU and sent."""
+    batch, on_cpu = (script.collate(trajectories(), 0, where) for where in (device, CPU))
+    mask, wave = on_cpu.loss_mask, on_cpu.input_ids.float().sin()
+    later = dict(old_logprobs=0.2 * wave - 7, ref_logprobs=0.3 * wave - 7, entropy=6.0, sum_pi_squared=0.01, values=0.1)
+    later |= dict(returns=0.1 + wave, advantages=wave)
+    return replace(batch, **{name: (mask * value).to(device) for name, value in later.items()})
+
+
+def logprobs_of(batch: script.Batch) -> torch.Tensor:
+    return (batch.old_logprobs + 0.1 * batch.input_ids.float().cos() * batch.loss_mask).requires_grad_()
+
+
+def advantages(cfg, batch: script.Batch) -> list[torch.Tensor]:
+    script.add_advantages(batch, cfg)
+    return [batch.advantages]
+
+
+def loss(cfg, batch: script.Batch) -> list[torch.Tensor]:
+    if choose := getattr(script.POLICY_LOSSES[cfg.policy_loss], "choose", None):
+        batch.chosen = choose(logprobs_of(batch), batch, cfg)
+    leaf = logprobs_of(batch)
+    per_token, stats = script.POLICY_LOSSES[cfg.policy_loss](leaf, batch, cfg)
+    per_token.sum().backward()
+    return [per_token, leaf.grad, *stats.values()]
+
+
+def divergence(name: str, batch: script.Batch) -> list[torch.Tensor]:
+    leaf = logprobs_of(batch)
+    per_token = script.KL_ESTIMATORS[name](leaf, batch.ref_logprobs)
+    per_token.sum().backward()
+    return [per_token, leaf.grad]
+
+
+def weights(mode: str, batch: script.Batch) -> list[torch.Tensor]:
+    return [script.token_weights(batch.loss_mask, mode, num_tokens=30.0, num_sequences=9.0, max_tokens=20)]
+
+
+def corrections(cfg, batch: script.Batch) -> list[torch.Tensor]:
+    ratios = script.correction(logprobs_of(batch), batch, cfg)
+    return [ratios, *script.mismatch_statistics(logprobs_of(batch), ratios, batch, cfg).values()]
+
+
+def shaped(cfg, batch: script.Batch) -> list[torch.Tensor]:
+    script.shape_rewards(batch, cfg, {})
+    return [batch.rewards]
+
+
+def left_out(cfg, batch: script.Batch) -> list[torch.Tensor]:
+    script.leave_out(batch, trajectories(), cfg)
+    return [batch.advantages, batch.loss_mask]
+
+
+CHOSEN = {  # so that tokens are chosen in a batch as small as this
+    "clip_cov": dict(clip_cov_ratio=0.2, clip_cov_min=0.0, clip_cov_max=9.0),
+    "kl_cov": dict(kl_cov_ratio=0.2),
+}
+KINDS_OF_MEAN = ("none", "group", "batch", "running")
+
+CASES: dict[str, Callable[[script.Batch], list[torch.Tensor]]] = {}
+for name, scale in product(script.ADVANTAGES, ("group", "batch", "none")):
+    gamma = 0.9 if scale == "none" else 1.0
+    CASES[f"advantage {name}, {scale}"] = partial(
+        advantages, settings(advantage=name, scale_rewards=scale, gamma=gamma)
+    )
+for name, old in product(script.POLICY_LOSSES, ("recompute", "sampler", "current")):
+    CASES[f"loss {name}, {old}"] = partial(loss, settings(policy_loss=name, old_logprobs=old, **CHOSEN.get(name, {})))
+CASES |= {f"KL {name}": partial(divergence, name) for name in script.KL_ESTIMATORS}
+CASES |= {f"weights {mode}": partial(weights, mode) for mode in ("token_mean", "seq_mean", "seq_sum", "constant")}
+for mode, outside in product(("none", "token", "sequence"), ("clamp", "mask")):
+    cfg = settings(correction=mode, correction_mode=outside, reject_below=0.5, off_policy_threshold=0.1)
+    CASES[f"correction {mode}, {outside}"] = partial(corrections, cfg)
+for mean, std, kl in product(KINDS_OF_MEAN, KINDS_OF_MEAN, (False, True)):
+    cfg = settings(reward_mean=mean, reward_std=std, kl_in_reward=kl)
+    CASES[f"rewards less {mean} by {std}{', KL' * kl}"] = partial(shaped, cfg)
+CASES["rows and tokens left out"] = partial(
+    left_out, settings(mask_truncated=True, group_std_min=0.1, top_entropy_quantile=0.5)
+)
 
 
 def apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -99,84 +205,13 @@ def within(largest: dict[str, float], limit: float, of: str) -> str:
     return f"{len(largest)} {of}: largest relative difference {max(largest.values()):.0e}"
 
 
-def on_both(machine: Machine, cases: dict[str, Callable], of: str) -> str:
-    """Each case, a function of a batch in which every field is filled, on the device and on the CPU."""
-    from test_device import complete_batch, sent
-
-    complete, largest = complete_batch(), {}
-    for name, case in cases.items():
-        ours, expected = (case(sent(complete, device)) for device in (machine.device, CPU))
+def numbers(machine: Machine) -> str:
+    largest = {}
+    for name, case in CASES.items():
+        ours, expected = (case(complete_batch(device)) for device in (machine.device, CPU))
         assert all(x.device.type == machine.device.type for x in ours), f"{name} left the device"
         largest[name] = apart(ours, expected)
-    return within(largest, machine.near, of)
-
-
-def advantages(machine: Machine) -> str:
-    from test_device import script, settings
-
-    def case(cfg, batch) -> list:
-        script.add_advantages(batch, cfg)
-        return [batch.advantages]
-
-    ways = (dict(), dict(scale_rewards="batch"), dict(scale_rewards="none", gamma=0.9))
-    all_of = product(sorted(script.ADVANTAGES), ways)
-    cases = {f"{name} {way or ''}".strip(): partial(case, settings(advantage=name, **way)) for name, way in all_of}
-    return on_both(machine, cases, "cases")
-
-
-def losses(machine: Machine) -> str:
-    from ragged import MODES, SETTINGS
-    from test_device import logprobs_of, script, settings
-
-    def loss(name, cfg, batch) -> list:
-        if choose := getattr(script.POLICY_LOSSES[name], "choose", None):
-            batch.chosen = choose(logprobs_of(batch), batch, cfg)
-        leaf = logprobs_of(batch)
-        per_token, stats = script.POLICY_LOSSES[name](leaf, batch, cfg)
-        per_token.sum().backward()
-        return [per_token, leaf.grad, *stats.values()]
-
-    def kl(name, batch) -> list:
-        leaf = logprobs_of(batch)
-        per_token = script.KL_ESTIMATORS[name](leaf, batch.ref_logprobs)
-        per_token.sum().backward()
-        return [per_token, leaf.grad]
-
-    def weights(mode, batch) -> list:
-        return [script.token_weights(batch.loss_mask, mode, num_tokens=30.0, num_sequences=9.0, max_tokens=20)]
-
-    cases = {}
-    for name, old in product(sorted(script.POLICY_LOSSES), ("recompute", "sampler", "current")):
-        cfg = settings(policy_loss=name, old_logprobs=old, **SETTINGS.get(name, {}))
-        cases[f"{name}, old log-probs: {old}"] = partial(loss, name, cfg)
-    cases |= {f"KL {name}": partial(kl, name) for name in script.KL_ESTIMATORS}
-    cases |= {f"weights {mode}": partial(weights, mode) for mode in MODES}
-    return on_both(machine, cases, "losses, KL estimators and weights, with their gradients")
-
-
-def corrections(machine: Machine) -> str:
-    from test_device import logprobs_of, script, settings, trajectories
-
-    def correction(cfg, batch) -> list:
-        weights = script.correction(logprobs_of(batch), batch, cfg)
-        return [weights, *script.mismatch_statistics(logprobs_of(batch), weights, batch, cfg).values()]
-
-    def shaped(cfg, batch) -> list:
-        script.shape_rewards(batch, cfg, {})
-        return [batch.rewards]
-
-    def left_out(batch) -> list:
-        script.leave_out(batch, trajectories(), settings(mask_truncated=True, top_entropy_quantile=0.5))
-        return [batch.advantages, batch.loss_mask]
-
-    cases, kinds = {"rows and tokens left out": left_out}, ("none", "group", "batch", "running")
-    for mode, outside in product(("none", "token", "sequence"), ("truncate", "mask")):
-        cfg = settings(correction=mode, correction_mode=outside, reject_below=0.5, off_policy_threshold=0.1)
-        cases[f"correction {mode}, {outside}"] = partial(correction, cfg)
-    for mean, std, kl in product(kinds, kinds, (False, True)):
-        cfg = settings(reward_mean=mean, reward_std=std, kl_in_reward=kl)
-        cases[f"rewards less {mean} by {std}{', KL' * kl}"] = partial(shaped, cfg)
-    return on_both(machine, cases, "corrections and shaped rewards")
+    return within(largest, machine.near, "cases")
 
 
 # ---- attention and whole models --------------------------------------------------------------------------------------
@@ -224,49 +259,158 @@ def attention(machine: Machine) -> str:
         whole = partial(attention_in_full, table=table, **how)
         expected = forward_and_backward(whole, [x.float() for x in drawn], wave)
         largest[dtype][f"{kernel}, width {width}, window {window}{', sinks' * sink}"] = apart(found, expected)
-    kernels[0] = "torch's varlen_attn" if machine.gpu else "torch's kernel for CPUs"
-    of = f"cases of {' and '.join(kernels)}, forward and backward, in"
-    return "; ".join(within(largest[kind], limits[kind], f"{of} {str(kind).removeprefix('torch.')}") for kind in limits)
+    return "; ".join(
+        within(largest[dtype], limits[dtype], f"cases in {dtype}, forward and backward") for dtype in limits
+    )
 
 
-@functools.cache
-def families_table():
-    """benchmarks/families.py; tests have a module of that name."""
-    spec = importlib.util.spec_from_file_location("families_table", ROOT / "benchmarks" / "families.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SMALL_SHAPE = dict(
+    vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+    num_key_value_heads=2, max_position_embeddings=512,
+)  # fmt: skip
+WINDOW, EXPERTS = dict(sliding_window=8), dict(num_local_experts=4, num_experts_per_tok=4)
+LATENT = dict(head_dim=8, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+LATENT |= dict(n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1, moe_intermediate_size=32)
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+# All experts are chosen, as bfloat16 may choose others of nearly equal ones.
+FAMILIES = {
+    "llama": ("plain", {}),
+    "gemma3_text": ("sliding windows", WINDOW | dict(layer_types=["sliding_attention", "full_attention"])),
+    "gpt_oss": ("sinks, windows, experts", WINDOW | EXPERTS),
+    "deepseek_v3": ("latent attention, experts", LATENT | dict(first_k_dense_replace=1)),
+    "qwen3_5_text": ("recurrent layers", LINEAR | dict(layer_types=["linear_attention", "full_attention"])),
+}
+
+
+def random_model(family: str, dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SMALL_SHAPE | FAMILIES[family][1])
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def settled(cfg: TrainConfig, inner) -> TrainConfig:
+    """As train_grpo.start leaves it: some models, and float32 on GPUs, take plain rows."""
+    return cfg if script.why_not_shared(inner.hf_model, cfg) is None else replace(cfg, shared_prefix=False)
 
 
 def rows(family: str, machine: Machine) -> str:
-    families, folder = families_table(), Path(tempfile.mkdtemp(dir=machine.folder))
-    # All experts, as bfloat16 may choose others of nearly equal ones.
-    families.saved(family, folder / "model", **families.sizes(family), num_experts_per_tok=4)
-    exact = families.rows(family, folder, machine.device)
-    for what in ("logprobs", "gradient"):
-        assert exact[what] < 10 * machine.near, f"float32: {what} {exact[what]:.1e} from those of single rows"
-    said = [f"float32: log-probs {exact['logprobs']:.0e}, gradient {exact['gradient']:.0e} from single rows"]
-    rough = families.rows(family, folder, machine.device, exact=False)
-    assert rough["shared"] == "yes", f"prompts are not shared: {rough['shared']}"
-    for what in ("logprobs", "gradient"):
-        ours, plain = rough[what], rough["plain"][what]
-        said.append(f"{what} {ours:.0e} (plain rows {plain:.0e})")
-        assert ours < max(3 * plain, 0.05), f"bfloat16: {what} {ours:.1e} from exact ones, in plain rows {plain:.1e}"
-    return f"{said[0]}; bfloat16, shared prompts: {', '.join(said[1:])}"
+    """Log-probs of a batch and their gradient against each row by itself in transformers' own forward pass."""
+    batch = script.collate(trajectories(), 0, machine.device)
+    sampled, said, exact = batch.loss_mask.bool(), [], None
+
+    def of_policy(dtype: str, shared: bool) -> tuple[list[torch.Tensor], bool]:
+        cfg = settings(compute_dtype=dtype, shared_prefix=shared, tokens_per_microbatch=1000)
+        script.load_hf_model = lambda cfg, dtype, config=None: random_model(family, dtype)
+        policy, inner = script.load_policy(cfg, machine.device)
+        cfg = settled(cfg, inner)
+        found = script.compute_logprobs(policy, batch, cfg)[0][sampled]
+        return [found.detach(), gradient_of(found, inner.hf_model)], cfg.shared_prefix
+
+    def gradient_of(found: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:
+        (found * torch.linspace(-1, 1, len(found), device=found.device)).sum().backward()
+        named = sorted((name, p) for name, p in model.named_parameters() if p.grad is not None)
+        return torch.cat([p.grad.flatten() for _, p in named])
+
+    def alone() -> list[torch.Tensor]:
+        model, found = random_model(family, torch.float32).to(machine.device).train(), []
+        for ids, mask, row in zip(batch.input_ids, batch.attention_mask.bool(), sampled, strict=True):
+            logits = model(input_ids=ids[mask][None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            found.append(logits.gather(1, ids[mask][1:, None])[:, 0][row[mask][1:]])
+        return [torch.cat(found).detach(), gradient_of(torch.cat(found), model)]
+
+    def distance(found: list[torch.Tensor]) -> dict[str, float]:
+        return dict(logprobs=float((found[0] - exact[0]).abs().max()),
+                    gradient=float((found[1] - exact[1]).norm() / exact[1].norm()))  # fmt: skip
+
+    exact = alone()
+    found, shared = of_policy("float32", True)
+    said.append(within(distance(found), 10 * machine.near, f"numbers in float32, {'shared' * shared or 'plain rows'}"))
+    plain = distance(of_policy("bfloat16", False)[0])
+    found, shared = of_policy("bfloat16", True)
+    for what, ours in distance(found).items():
+        assert ours < max(3 * plain[what], 0.05), f"bfloat16: {what} {ours:.1e} apart, in plain rows {plain[what]:.1e}"
+        said.append(f"bfloat16 {what} {ours:.0e} (plain rows {plain[what]:.0e})")
+    return "; ".join(said) + f"; prompts {'shared' if shared else 'not shared'}"
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def in_ranks(machine: Machine, ranks: int, words: list[str], seconds: float, ids=None, **env: str) -> str:
+def called(words: list, log: Path, seconds: float, **env: str) -> tuple[int | None, str]:
+    """(exit status, what it printed) of a command; a status of None: ended, as it was not done in time."""
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            [str(word) for word in words], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env,
+        )  # fmt: skip
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:  # with what it started, also when this process is interrupted
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    return status, log.read_text(errors="replace", encoding="utf-8")
+
+
+def visible(machine: Machine, ids: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
+
+
+def in_ranks(machine: Machine, ranks: int, words: list, seconds: float, ids=None, **env: str) -> str:
     """What a script prints, on so many ranks, by torchrun; AssertionError with its last lines."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     log = Path(tempfile.mkdtemp(dir=machine.folder)) / "log"
-    env |= machine.visible(machine.ids[:ranks] if ids is None else ids)
-    with running(Process([sys.executable, *launch, *words], log, **env)) as process:
-        status = process.end(seconds * machine.patience)
-        assert status == 0, f"{Path(words[0]).name} ended with status {status}:\n{process.text[-6000:]}"
-        return process.text
+    env |= visible(machine, machine.ids[:ranks] if ids is None else ids)
+    status, text = called([sys.executable, *launch, *words], log, seconds * machine.patience, **env)
+    how = f"was not done in {seconds * machine.patience:.0f} s" if status is None else f"ended with status {status}"
+    assert status == 0, f"{Path(str(words[0])).name} {how}:\n{text[-6000:]}"
+    return text
+
+
+def gradient(flags: list[str], rank: int, world: int, device: torch.device, **more) -> dict:
+    """Of one update: each parameter's whole gradient, their norm, and names of what a push sends. Groups are dealt out
+    over the ranks."""
+    cfg = load_config(TrainConfig, ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", *flags])
+    script.load_hf_model = lambda cfg, dtype, config=None: random_model("llama", dtype)
+    original = script.shard
+
+    def woken(policy, *rest, **more):  # B of an adapter starts at zero, which would leave A without gradient
+        torch.manual_seed(1)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+        return original(policy, *rest, **more)
+
+    script.shard = woken
+    policy, inner = script.load_policy(cfg, device)
+    script.shard, cfg = original, replace(settled(cfg, inner), **more)
+    mine = [t for t in trajectories() if t.group % world == rank] or trajectories()[:1]
+    batch = script.collate(mine, 0, device)
+    if rank >= 3:  # no group is left
+        batch.loss_mask = torch.zeros_like(batch.loss_mask)
+    batch.advantages = script.dr_grpo(batch, cfg)
+    batch.old_logprobs, batch.ref_logprobs = (
+        batch.loss_mask * (batch.input_ids.float().sin() * a - 7) for a in (0.2, 0.3)
+    )
+    script.accumulate_gradients(policy, batch, cfg)
+    if cfg.strategy == "fsdp":
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        with FSDP.summon_full_params(policy, with_grads=True):
+            found = {name: p.grad.cpu().clone() for name, p in policy.named_parameters() if p.grad is not None}
+    else:
+        found = {name: script.full(p.grad).cpu() for name, p in policy.named_parameters() if p.grad is not None}
+    norm = script.clip_gradients(policy, 1e9)
+    sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]
+    return {
+        "gradient": {script.clean_name(name): g for name, g in found.items()}, "norm": norm, "sent": sorted(sent)
+    }  # fmt: skip
 
 
 def difference(found: dict, expected: dict) -> float:
@@ -277,39 +421,29 @@ def difference(found: dict, expected: dict) -> float:
 
 
 def one_process(machine: Machine) -> str:
-    from sharding_worker import found
-
     flags = ["--no-shared_prefix"]  # which GPUs have not in float32: "rows" has it in bfloat16
-    ours, expected = (found(flags, 0, 1, device)["gradient"] for device in (machine.device, CPU))
+    ours, expected = (gradient(flags, 0, 1, device)["gradient"] for device in (machine.device, CPU))
     return within({"gradient": difference(ours, expected)}, machine.near, "policy update")
 
 
 def every_loss(machine: Machine) -> str:
-    import ragged as worker
-    from test_device import script
-
-    from config import TrainConfig
-
-    original, script.load_hf_model = script.shard, worker.small_llama
-    script.shard = lambda policy, *rest, **more: (worker.wake_adapters(policy), original(policy, *rest, **more))[1]
     largest = {}
-    for use_peft in (False, True):
-        cfg = TrainConfig(compute_dtype="float32", use_peft=use_peft, beta=0.05)
-        made = worker.all_gradients(cfg, 0, 1, machine.device)
-        for (*case, cut), gradient in made.items():
-            if cut != "one":
-                largest[f"{case[0]}, {case[1]}, {cut}{', LoRA' * use_peft}"] = difference(gradient, made[*case, "one"])
+    for name, adapters in product(sorted(script.POLICY_LOSSES), (False, True)):
+        flags = ["--use_peft"] * adapters
+        how = dict(policy_loss=name, beta=0.05, **CHOSEN.get(name, {}))
+        whole = gradient(flags, 0, 1, machine.device, tokens_per_microbatch=10_000, **how)
+        for cut, more in (("cut", {}), ("plain rows", dict(shared_prefix=False))):
+            found = gradient(flags, 0, 1, machine.device, **how, **more)
+            largest[f"{name}, {cut}{', LoRA' * adapters}"] = difference(found["gradient"], whole["gradient"])
     return within(largest, machine.near, "gradients, each of a loss cut otherwise than in one pass")
 
 
 def sharded(flags: str, machine: Machine) -> str:
-    from sharding_worker import found
-
     ranks = machine.ranks - ("N/2" in flags and machine.ranks % 2)
     flags = flags.replace("N/2", str(ranks // 2)).split()
-    alone = found(["--use_peft"] * ("--use_peft" in flags), 0, 1, machine.device)
+    alone = gradient(["--use_peft"] * ("--use_peft" in flags), 0, 1, machine.device)
     out = Path(tempfile.mkdtemp(dir=machine.folder)) / "gradient.pt"
-    in_ranks(machine, ranks, ["tests/sharding_worker.py", str(out), *flags], 200)
+    in_ranks(machine, ranks, [__file__, out, *flags], 200)
     result = torch.load(out)
     assert result["sent"] == alone["sent"], "a push would send other weights"
     largest = {"gradient": difference(result["gradient"], alone["gradient"])}
@@ -317,11 +451,19 @@ def sharded(flags: str, machine: Machine) -> str:
     return within(largest, machine.near, f"numbers (gradient, norm) on {ranks} rank(s)")
 
 
-# ---- training in one process -----------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
+
+EVEN = "def even(completion_ids, **_):\n    return [sum(t % 2 == 0 for t in i) / len(i) for i in completion_ids]\n"
 
 
-def steps_of(folder: Path) -> list[dict]:
-    return [line for line in read_metrics(folder) if "reward" in line]
+def run_steps(machine: Machine, name: str, words: list, seconds: float, ranks: int = 1, ids=None, **env) -> list[dict]:
+    """The steps of a run of a train script on models/tiny, whose reward (even token ids) changes the weights."""
+    (machine.folder / "even.py").write_text(EVEN, encoding="utf-8")
+    usual = f"--model_id {TINY} --dataset_id examples/sums.py:rows --reward_funcs {machine.folder}/even.py:even "
+    usual += "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 8 "
+    usual += f"--learning_rate 1e-3 --print_samples_every 0 --no-log_completions --output_dir {machine.folder} "
+    in_ranks(machine, ranks, [words[0], *usual.split(), "--run_name", name, *words[1:]], seconds, ids, **env)
+    return [line for line in read_metrics(machine.folder / name) if "reward" in line]
 
 
 def by_phase(lines: list[dict]) -> str:
@@ -331,93 +473,30 @@ def by_phase(lines: list[dict]) -> str:
     return ", ".join(f"{name.removeprefix('time/')} {value:.2f} s" for name, value in means.items() if value)
 
 
+HF = "train_grpo.py --generator hf --compute_dtype float32".split()
+
+
 def learns(machine: Machine) -> str:
-    import check
-
-    words = [str(ROOT / "train_grpo.py"), *check.toy_task(), *check.FLAGS, "--output_dir", str(machine.folder)]
-    in_ranks(machine, 1, [*words, "--run_name", "toy"], 100)
-    lines = steps_of(machine.folder / "toy")
+    lines = run_steps(machine, "toy", [*HF, "--max_steps", "20", "--num_generations", "8"], 150)
     rewards = [line["reward"] for line in lines]
-    last = sum(rewards[-3:]) / 3
-    assert last > check.LEARNED, f"reward {rewards[0]:.2f} -> {last:.2f}: above {check.LEARNED} expected"
-    return f"reward {rewards[0]:.2f} -> {last:.2f} in {len(rewards)} steps; {by_phase(lines)}"
-
-
-def small_task(machine: Machine) -> list[str]:
-    """Flags of a run on models/tiny, whose reward (even token ids) changes the weights."""
-    (machine.folder / "even.py").write_text(EVEN, encoding="utf-8")
-    return [*SMALL.split(), "--reward_funcs", f"{machine.folder}/even.py:even", "--output_dir", str(machine.folder)]
+    first, last = (sum(part) / 3 for part in (rewards[:3], rewards[-3:]))
+    assert last > first + 0.25, f"reward {first:.2f} -> {last:.2f}: .5 -> above .8 is usual"
+    logged = {name: lines[-1].get(name) for name in ("memory/peak_gb", "perf/tflops")}
+    assert all(logged.values()) or not machine.gpu, f"on a GPU {logged} is logged"
+    return f"reward {first:.2f} -> {last:.2f} in {len(rewards)} steps; {by_phase(lines)}"
 
 
 def resumed(machine: Machine) -> str:
-    words = ["train_grpo.py", *small_task(machine), "--max_steps", "4", "--save_steps", "2"]
-    in_ranks(machine, 1, [*words, "--run_name", "whole"], 100)
-    whole, again = machine.folder / "whole", machine.folder / "again"
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "step_4")
-    in_ranks(machine, 1, [*words, "--run_name", "again", "--resume"], 100)
+    words = [*HF, "--max_steps", "4", "--save_steps", "2"]
+    whole, folder = run_steps(machine, "whole", words, 100), machine.folder / "again"
+    shutil.copytree(machine.folder / "whole", folder)
+    shutil.rmtree(folder / "checkpoints" / "step_4")
     largest = {}
-    for mine, theirs in zip(steps_of(again)[2:], steps_of(whole)[2:], strict=True):
+    for mine, theirs in zip(run_steps(machine, "again", [*words, "--resume"], 100)[2:], whole[2:], strict=True):
         for key in ("reward", "grad_norm", "loss", "entropy"):
             largest[f"{key} of step {mine['step']}"] = abs(mine[key] - theirs[key]) / max(abs(theirs[key]), 1e-3)
     # On GPUs sums may differ from run to run, and with them a sampled token now and then.
     return within(largest, 0.05 if machine.gpu else 1e-3, "numbers of steps 3 and 4, resumed after step 2")
-
-
-# ---- beside a server -------------------------------------------------------------------------------------------------
-
-CLOSE: list[Callable] = []  # what this process has started
-
-
-def serve(machine: Machine, *words: str, gpus: int = 1, share: float = 0.3, **env: str):
-    """A server of models/tiny on the last GPUs, ready; the only one has the trainer, too."""
-    if not importlib.util.find_spec("vllm"):
-        raise Skipped("vLLM is not installed")
-    from server_fixture import make_tiny, start_server
-
-    usual = ["--dtype", machine.dtype, "--max-model-len", "512"]
-    if machine.gpu:
-        usual += ["--enforce-eager", "--gpu-memory-utilization", str(share)]
-    live = start_server(make_tiny(), *usual, *words, **machine.visible(machine.ids[-gpus:]), **env)
-    CLOSE.append(live.stop)
-    os.environ["VLLM_SERVER_TOKEN"] = live.token
-    return live.wait(240 * machine.patience)
-
-
-@functools.cache
-def shared_server(machine: Machine):
-    return serve(machine)
-
-
-def server_starts(machine: Machine) -> str:
-    begin = time.monotonic()
-    live = shared_server(machine)
-    seconds, info = time.monotonic() - begin, live.request("GET", "/server_info").json()
-    mean = families_table().loaded_as_saved(TINY, live, machine.dtype)
-    assert mean < (0.05 if machine.gpu else 1e-4), f"mean |log-prob - transformers'| {mean:.4f}"
-    return f"vLLM {info['vllm_version']}, ready after {seconds:.0f} s; mean |log-prob - transformers'| {mean:.0e}"
-
-
-def pushed(over: str, use_peft: bool, machine: Machine) -> str:
-    import push_worker
-
-    if over == "nccl" and len(machine.ids) < 2:
-        raise Skipped("NCCL wants trainer and server on different GPUs")
-    live, begin = shared_server(machine), time.monotonic()
-    kind = (str(TINY), live.url, machine.dtype, "ddp", use_peft, machine.device, over)
-    return arrived(push_worker.one_case(10, *kind), machine, begin)
-
-
-def arrived(result: dict, machine: Machine, begin: float) -> str:
-    """What push_worker.py found of one case. AssertionError unless both pushes arrived."""
-    limit = 0.05 if machine.gpu else 1e-4
-    assert result["before"] > 0.1, f"the edit was too small to be seen: {result}"
-    assert max(result["after"], result["later"]) < limit, f"the weights did not arrive: {result}"
-    assert result["version"] and result["untouched"] and result["saved"], result
-    return (
-        f"mean |log-prob difference| {result['before']:.2f} before, {result['after']:.0e} after the push, "
-        f"{result['later']:.0e} after one of changes; {time.monotonic() - begin:.0f} s"
-    )
 
 
 def beside(machine: Machine, taken: int = 1) -> tuple[str, ...]:
@@ -426,104 +505,73 @@ def beside(machine: Machine, taken: int = 1) -> tuple[str, ...]:
     return free[: next((n for n in (4, 2) if n <= len(free)), 1)]
 
 
-def pushed_from_shards(machine: Machine) -> str:
-    live, out = shared_server(machine), Path(tempfile.mkdtemp(dir=machine.folder)) / "out.json"
-    ids = beside(machine)
-    words = ["tests/push_worker.py", str(TINY), live.url, machine.dtype, str(out)]
-    begin, ranks = time.monotonic(), len(ids) if machine.gpu else 2
-    in_ranks(machine, ranks, words, 200, ids, VLLM_SERVER_TOKEN=live.token)
-    results = json.loads(out.read_text(encoding="utf-8"))
-    for result in results:
-        arrived(result, machine, begin)
-    worst = max(result["after"] for result in results)
-    return f"{', '.join(r['case'] for r in results)} on {ranks} rank(s): at most {worst:.0e} apart after the push"
-
-
-def broken_off(machine: Machine) -> str:
-    import push_worker
-    from test_device import script
-
-    live = shared_server(machine)
-    policy, cfg, generator = push_worker.connected(str(TINY), live.url, machine.dtype, "ddp", False, machine.device)
-    script.push_weights(policy, generator, 1, 4)
-    push_worker.edit(policy, 1)
-    generator.begin_push()
-    generator.send_bucket(next(script.weight_buckets(policy, 2**20, generator.weight_dtype)))
-    generator.abort_push()
-    answer = live.request("POST", "/generate", json={"prompt_ids": [5, 6, 7], "max_tokens": 2})
-    assert answer.status_code == 503, f"a server with half of a push answered {answer.status_code}"
-    script.push_weights(policy, generator, 2, 4)
-    apart, versions = push_worker.difference(policy, cfg, generator)
-    generator.close()
-    assert apart < (0.05 if machine.gpu else 1e-4) and versions == {2}, (apart, versions)
-    return f"refused to sample meanwhile; after a whole push the log-probs are {apart:.0e} apart"
-
-
-def trained(script: str, flags: str, machine: Machine, live=None, ids=None) -> str:
-    """Three steps of a train script beside a server: log-probs agree, and where the time goes."""
-    live, ids = live or shared_server(machine), beside(machine) if ids is None else ids
-    name = f"{Path(script).stem}-{len(list(machine.folder.iterdir()))}"
-    words = small_task(machine) + f"--generator vllm --server_urls {live.url} --max_steps 3 {flags}".split()
-    words += ["--run_name", name, "--compute_dtype", machine.dtype]
-    ranks = 1 if "--colocate" in flags else len(ids) if machine.gpu else 2
-    in_ranks(machine, ranks, [script, *words], 150, ids, VLLM_SERVER_TOKEN=live.token)
-    lines = steps_of(machine.folder / name)
+def served(words: str, flags: str, gpus: int, machine: Machine) -> str:
+    """Three steps of a train script beside a vLLM server on the last `gpus` GPUs; its log-probs of the tokens sampled
+    after each push are the trainer's only if the weights arrived."""
+    if not (importlib.util.find_spec("vllm") and (machine.gpu or gpus == 1 and "sleep" not in flags)):
+        raise Skipped("vLLM is not installed" if machine.gpu else "wants vLLM, and a GPU or two")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url, port = f"http://127.0.0.1:{free.getsockname()[1]}", free.getsockname()[1]
+    dtype, token = "bfloat16" if machine.gpu else "float32", secrets.token_hex(8)
+    command = f"vllm_server.py --model {TINY} --port {port} --dtype {dtype} --max-model-len 512 --enforce-eager {flags}"
+    command += f" --gpu-memory-utilization {0.5 if 'sleep' in flags else 0.3}" if machine.gpu else ""
+    env = {"VLLM_SERVER_TOKEN": token, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with open(machine.folder / "server.log", "wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, *command.split()], cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+            env=os.environ | env | visible(machine, machine.ids[-gpus:]),
+        )  # fmt: skip
+    try:
+        wait_ready(server, f"{url}/health", token, 240 * machine.patience, machine.folder / "server.log")
+        name, ids = f"run-{secrets.token_hex(4)}", machine.ids[-1:] if "--colocate" in words else beside(machine, gpus)
+        flags = [*words.split(), "--generator", "vllm", "--server_urls", url, "--max_steps", "3", "--compute_dtype"]
+        ranks = 1 if "--colocate" in words else len(ids) if machine.gpu else 2
+        lines = run_steps(machine, name, [*flags, dtype], 150, ranks, ids, **env)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
     assert [line["step"] for line in lines] == [1, 2, 3], f"steps {[line['step'] for line in lines]}"
     worst = max(line["sampling/logprob_diff_mean"] for line in lines)
+    assert worst < (0.05 if machine.gpu else 1e-3) or "async" in words, f"mean |log-prob difference| {worst:.4f}"
     return f"{ranks} rank(s); mean |log-prob difference| at most {worst:.0e}; {by_phase(lines)}"
 
 
-def by_turns(machine: Machine) -> str:
-    import cpu_sleep
-
-    folder = machine.folder / "plugin"
-    folder.mkdir(exist_ok=True)
-    stand_in = {} if machine.gpu else cpu_sleep.installed(folder)
-    live = serve(machine, "--enable-sleep-mode", share=0.5, **stand_in)
-    said = trained("train_grpo.py", "--colocate --beta 0.1", machine, live, machine.ids[-1:])
-    return said + "; asleep by a stand-in, as vLLM's sleep mode wants a GPU" * (not machine.gpu)
-
-
-def tensor_parallel(machine: Machine) -> str:
-    if not machine.gpu:
-        raise Skipped("vLLM splits a model over GPUs")
-    words = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
-    return trained("train_grpo.py", "", machine, serve(machine, *words, gpus=2), beside(machine, 2))
+def wait_ready(server: subprocess.Popen, url: str, token: str, seconds: float, log: Path) -> None:
+    request, deadline = (
+        urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"}),
+        time.monotonic() + seconds,
+    )
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise AssertionError(f"the server was not ready in {seconds:.0f} s:\n{log.read_text(errors='replace')[-6000:]}")
 
 
 def demo(machine: Machine) -> str:
-    if not SMOLLM.is_dir():
-        raise Skipped(f"{SMOLLM.relative_to(ROOT)} is not there: python scripts/make_models.py smollm2 {SMOLLM.name}")
-    if not importlib.util.find_spec("vllm"):
-        raise Skipped("vLLM is not installed")
-    name, ids = f"gpu-check-{time.strftime('%m%d-%H%M%S')}", (*beside(machine), *machine.ids[-1:])
+    if not (SMOLLM.is_dir() and importlib.util.find_spec("vllm")):
+        raise Skipped(f"wants vLLM and {SMOLLM.relative_to(ROOT)} (scripts/make_models.py)")
+    name, ids = f"gpu-check-{secrets.token_hex(4)}", (*beside(machine), *machine.ids[-1:])
     words = f"{name} {SMOLLM} 512 train_grpo.py --config examples/sums.yaml --max_steps 10".split()
-    visible = machine.visible(dict.fromkeys(ids)) or {"CUDA_VISIBLE_DEVICES": ""}
-    command = ["env", "-u", "OMP_NUM_THREADS", "bash", "scripts/serve_and_train.sh", *words]
-    with running(Process(command, machine.folder / "demo.log", **visible)) as process:
-        status = process.end(CHECKS["demo"].seconds * machine.patience)
-        assert status == 0, f"status {status}:\n{process.text[-6000:]}"
-    lines, run = steps_of(ROOT / "runs" / name), read_metrics(ROOT / "runs" / name)
-    first, last = ([line["eval/mean@4"] for line in run if "eval/mean@4" in line][i] for i in (0, -1))
-    assert last > first + 0.1, f"held-out sums right: {first:.2f} -> {last:.2f}; .03 -> .4 to .7 is usual"
-    return f"held-out sums right {first:.2f} -> {last:.2f} (.03 -> .4 to .7 is usual); {by_phase(lines)}"
+    command, limit = ["bash", "scripts/serve_and_train.sh", *words], CHECKS["demo"].seconds * machine.patience
+    status, text = called(command, machine.folder / "demo.log", limit, **visible(machine, tuple(dict.fromkeys(ids))))
+    assert status == 0, f"status {status}:\n{text[-6000:]}"
+    means = [line["eval/mean@4"] for line in read_metrics(ROOT / "runs" / name) if "eval/mean@4" in line]
+    assert means[-1] > means[0] + 0.1, f"held-out sums right: {means[0]:.2f} -> {means[-1]:.2f}; .03 -> .5 is usual"
+    return f"held-out sums right {means[0]:.2f} -> {means[-1]:.2f} (.03 -> .4 to .7 is usual)"
 
 
 # ---- sizes and speed -------------------------------------------------------------------------------------------------
 
-RATES: dict[str, float] = {}  # that the checks of this process have measured, by plan.py's flags
 
-
-def shaped(machine: Machine) -> Path:
+def shaped_folder(machine: Machine) -> Path:
     """A folder with the config of a model: as wide as Qwen2.5-1.5B, with 4 of its 28 layers; on CPUs a small one."""
-    from test_plan import SHAPE
-
-    import plan
-
-    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
-    kind, *sizes, tied = plan.SHAPES["Qwen/Qwen2.5-1.5B"]
-    shape = dict(zip(names.split(), sizes, strict=True)) | dict(model_type=kind, tie_word_embeddings=tied)
-    shape = shape | dict(num_hidden_layers=4) if machine.gpu else SHAPE
+    shape = dict(hidden_size=1536, intermediate_size=8960, num_attention_heads=12, vocab_size=151936)
+    small = dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, vocab_size=4000)
+    shape = (shape if machine.gpu else small) | dict(num_hidden_layers=4, num_key_value_heads=2, model_type="qwen2")
+    shape |= dict(tie_word_embeddings=machine.gpu, architectures=["Qwen2ForCausalLM"])
     folder = Path(tempfile.mkdtemp(dir=machine.folder))
     (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     return folder
@@ -532,15 +580,14 @@ def shaped(machine: Machine) -> Path:
 def sizes(machine: Machine) -> str:
     from memory_worker import predicted
 
-    from config import TrainConfig, load_config
-
-    folder, off, most = shaped(machine), {}, 0
+    folder, off, most = shaped_folder(machine), {}, 0
     for strategy, ranks in (("ddp", 1), ("fsdp2", machine.ranks)):
+        length = 256 if machine.gpu else 64
         words = f"--model_id {folder} --strategy {strategy} --prompts_per_step {4 * ranks} --num_generations 4 "
-        words += "--max_prompt_length 256 --max_completion_length 256" if machine.gpu else "--max_completion_length 64 "
-        words += "" if machine.gpu else "--max_prompt_length 64 --tokens_per_microbatch 320 --push_bucket_mb 1"
+        words += f"--max_prompt_length {length} --max_completion_length {length} "
+        words += "" if machine.gpu else "--tokens_per_microbatch 320 --push_bucket_mb 1"
         out = folder / f"{strategy}.json"
-        in_ranks(machine, ranks, ["tests/memory_worker.py", str(out), *words.split()], 200)
+        in_ranks(machine, ranks, ["tests/memory_worker.py", out, *words.split()], 200)
         for more, critic, measured in json.loads(out.read_text(encoding="utf-8")):
             cfg = replace(load_config(TrainConfig, words.split()), **more)
             said = " ".join(name for name, value in (more | dict(critic=critic)).items() if value) or "all weights"
@@ -551,18 +598,15 @@ def sizes(machine: Machine) -> str:
                 most = max(most, measured[what])
     wrong = {name: value for name, value in off.items() if not abs(value) < 0.15}
     assert not wrong, "measured against planned: " + ", ".join(f"{n} {v:+.0%}" for n, v in wrong.items())
-    said = (
-        f"{len(off)} peaks of up to {most / 2**20:.0f} MiB, {min(off.values()):+.0%} to {max(off.values()):+.0%} from "
-    )
-    return said + "what plan.py says"
+    spread = f"{min(off.values()):+.0%} to {max(off.values()):+.0%}"
+    return f"{len(off)} peaks of up to {most / 2**20:.0f} MiB, {spread} from what plan.py says"
 
 
 def fastest(call: Callable, machine: Machine, rounds: int = 5) -> float:
     """Seconds of the fastest of some calls, after one to warm up."""
-    best = float("inf")
+    best, wait = float("inf"), torch.cuda.synchronize if machine.gpu else lambda: None
     for number in range(1 + rounds):
         gc.collect()
-        wait = torch.cuda.synchronize if machine.gpu else lambda: None
         wait()
         begin = time.perf_counter()
         call()
@@ -572,76 +616,52 @@ def fastest(call: Callable, machine: Machine, rounds: int = 5) -> float:
 
 
 def speed(machine: Machine) -> str:
-    """Bare rates of the GPU, then an update of a policy against plan.py's arithmetic: half of the matrix rate."""
+    """Bare rates of the GPU, then an update of a policy as a share of the matrix rate."""
     import memory_worker
-    from test_device import script
 
-    import plan
+    from runlog import gpu
 
-    n, dtype = (8192, torch.bfloat16) if machine.gpu else (1024, torch.float32)
+    n, dtype = (8192, torch.bfloat16) if machine.gpu else (512, torch.float32)
     a, b = (torch.randn(n, n, device=machine.device, dtype=dtype) for _ in range(2))
     matrix = 2 * n**3 / fastest(lambda: a @ b, machine) / 1e12
     token = torch.randn(n, 8, device=machine.device, dtype=dtype)  # a weight is read once for 8 sequences
-    rates = {"memory_bandwidth": 8 * a.nbytes / fastest(lambda: [a @ token for _ in range(8)], machine) / 1e9}
+    said = f"matrices {matrix:.3g} TFLOP/s, reading weights "
+    said += f"{8 * a.nbytes / fastest(lambda: [a @ token for _ in range(8)], machine) / 1e9:.0f} GB/s"
     if machine.gpu:
         host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(2**28, dtype=torch.uint8, device=machine.device)
-        rates["cpu_bandwidth"] = 2 * host.nbytes / fastest(lambda: host.copy_(there.copy_(host)), machine) / 1e9
-    lengths = dict(prompt=256, completion=512) if machine.gpu else dict(prompt=32, completion=32)
-    cfg = plan.PlanConfig(
-        model_id=str(shaped(machine)), strategy="ddp", prompts_per_step=4, num_generations=8, tflops=matrix / 2,
-        tokens_per_microbatch=16384, max_steps=9, max_prompt_length=lengths["prompt"], learning_rate=1e-5,
-        max_completion_length=lengths["completion"], compute_dtype=str(dtype).removeprefix("torch."), **lengths,
+        both = fastest(lambda: host.copy_(there.copy_(host)), machine)
+        said += f", CPU memory there and back {2 * host.nbytes / both / 1e9:.0f} GB/s"
+    prompt, completion = (256, 512) if machine.gpu else (16, 16)
+    cfg = TrainConfig(
+        model_id=str(shaped_folder(machine)), prompts_per_step=4, num_generations=8, max_prompt_length=prompt,
+        max_completion_length=completion, compute_dtype=str(dtype).removeprefix("torch."), max_steps=9, strategy="ddp",
     )  # fmt: skip
     script.load_hf_model = memory_worker.random_model
     policy, inner = script.load_policy(cfg, machine.device)
+    cfg = settled(cfg, inner)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, machine.device)
-    seconds = {"update": fastest(lambda: script.update(policy, optimizer, batch, cfg, 0), machine, 3)}
-    seconds["logprobs"] = fastest(lambda: script.all_logprobs(policy, batch, cfg), machine, 3)
-    parameters = sum(p.numel() for p in policy.parameters())
-    planned = plan.seconds(cfg, inner.hf_model.config, parameters, 1)["update"]
-    rates["tflops"] = cfg.tflops * planned / seconds["update"]
-    RATES.update(rates)
-    said = f"matrices {matrix:.3g} TFLOPS, reading weights {rates['memory_bandwidth']:.0f} GB/s; "
-    said += f"update {seconds['update']:.3f} s where half of that rate makes {planned:.3f} s, log-probs "
-    said += f"{seconds['logprobs']:.3f} s; the update achieves {rates['tflops']:.3g} TFLOPS"
-    if seconds["update"] > SLOW * planned:
-        raise Slower(said)
-    return said
+    seconds = fastest(lambda: script.update(policy, optimizer, batch, cfg, 0), machine, 3)
+    flops = gpu.update_flops(gpu.sizes(inner.hf_model), [(prompt, [completion] * 8)] * 4, cfg.shared_prefix)
+    rate = flops / seconds / 1e12
+    return f"{said}; an update {seconds:.3f} s, {rate:.3g} TFLOP/s, {rate / matrix:.0%} of the matrices'"
 
 
-def gather_rate(machine: Machine) -> str:
-    from server_fixture import free_port
-
-    ranks, out = machine.ranks, machine.folder / "gathered.json"
-    torch.multiprocessing.spawn(gather, (ranks, free_port(), str(out), machine), ranks)
-    rate = json.loads(out.read_text(encoding="utf-8"))
-    RATES["link_bandwidth"] = rate
-    return f"{ranks} ranks: each gathers {rate:.3g} GB/s of the others' shards"
+def gathering(machine: Machine) -> str:
+    out = machine.folder / "gathered.json"
+    in_ranks(machine, machine.ranks, [__file__, out, "gather"], 60)
+    return f"{machine.ranks} ranks: each gathers {json.loads(out.read_text()):.3g} GB/s of the others' shards"
 
 
-def gather(rank: int, ranks: int, port: int, out: str, machine: Machine) -> None:
-    import utils
-
-    where = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.environ |= {name: str(value) for name, value in where.items()}
-    _, _, device = utils.init_distributed(60)
-    shard = torch.ones((64 if machine.gpu else 4) * 2**20, device=device)
-    whole = torch.empty(ranks * len(shard), device=device)
-    best = fastest(lambda: torch.distributed.all_gather_into_tensor(whole, shard), machine)
-    if rank == 0:
-        Path(out).write_text(json.dumps(shard.nbytes * (ranks - 1) / best / 1e9), encoding="utf-8")
-    utils.end_process(0)
+def gather(rank: int, ranks: int, device: torch.device) -> float:
+    shard = torch.ones((64 if device.type == "cuda" else 4) * 2**20, device=device)
+    whole, group = torch.empty(ranks * len(shard), device=device), torch.distributed.group.WORLD
+    machine = Machine(device, (), Path(), 1)
+    best = fastest(lambda: group.allgather_into_tensor_coalesced([whole], [shard]).wait(), machine)
+    return shard.nbytes * (ranks - 1) / best / 1e9
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
-
-
-def version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def asked(*command: str) -> str:
@@ -654,8 +674,9 @@ def asked(*command: str) -> str:
 
 
 def machine_is(machine: Machine) -> str:
-    names = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "flash-attn", "liger-kernel")
-    versions = [f"{name} {found}" for name in names if (found := version(name)) != "none"]
+    installed = {found.name.lower(): found.version for found in importlib.metadata.distributions()}
+    names = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "flash-attn")
+    versions = [f"{name} {installed[name]}" for name in names if name in installed]
     versions.append(f"Python {sys.version.split()[0]}")
     if not machine.gpu:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -664,14 +685,9 @@ def machine_is(machine: Machine) -> str:
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     versions += [f"CUDA {torch.version.cuda}", f"NCCL {nccl}", f"driver {driver or 'unknown'}"]
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    said = {f"{g.name}, {g.total_memory / 2**30:.0f} GiB, compute capability {g.major}.{g.minor}": 0 for g in gpus}
-    pairs = [(i, j) for i in range(len(gpus)) for j in range(len(gpus)) if i != j]
-    reach = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
+    kinds = {f"{g.name}, {g.total_memory / 2**30:.0f} GiB, compute capability {g.major}.{g.minor}" for g in gpus}
     print(asked("nvidia-smi", "topo", "-m"))  # to the page, below the table
-    free = [f"{torch.cuda.mem_get_info(i)[0] / 2**30:.0f}" for i in range(len(gpus))]
-    said = f"{len(gpus)} x {' and '.join(said)}; free GiB: {' '.join(free)}; "
-    said += f"{reach} of {len(pairs)} pairs read each other's memory; " if pairs else ""
-    return said + ", ".join(versions)
+    return f"{len(gpus)} x {' and '.join(kinds)}; {', '.join(versions)}"
 
 
 # ---- all checks, in order --------------------------------------------------------------------------------------------
@@ -686,45 +702,55 @@ SHARDINGS = {  # name: flags, GPUs it needs
     "fsdp2 activations in CPU memory": ("--strategy fsdp2 --offload_activations", 1),
     "fsdp2 compiled": ("--strategy fsdp2 --compile", 1),
 }
-KINDS = {"qwen3": "plain", "gemma3_text": "sliding windows", "gpt_oss": "sinks, windows, experts"}
-KINDS |= {"deepseek_v3": "latent attention, experts", "qwen3_5_text": "recurrent layers"}
-SAME = "as on the CPU"
+SERVED = {  # name: script and its flags, the server's flags, the server's GPUs
+    "beside a server": ("train_grpo.py", "", 1),
+    "beside a server, fsdp2": ("train_grpo.py --strategy fsdp2", "", 1),
+    "beside a server, LoRA": ("train_grpo.py --use_peft", "", 1),
+    "while sampling": ("train_async.py --logprob_diff_limit 1", "", 1),
+    "by turns with a server": ("train_grpo.py --colocate", "--enable-sleep-mode", 1),
+    "server on two GPUs": ("train_grpo.py", "--tensor-parallel-size 2 --distributed-executor-backend mp", 2),
+}
 
 CHECKS: dict[str, Check] = {
-    "machine": Check(machine_is, "versions, GPUs and how they are connected", 60),
-    "advantages": Check(advantages, f"every --advantage: {SAME}", shares="numbers"),
-    "losses": Check(losses, f"every --policy_loss, --kl and --loss_agg, with gradients: {SAME}", shares="numbers"),
-    "corrections": Check(corrections, f"importance weights, shaped rewards, rows left out: {SAME}", shares="numbers"),
-    "attention": Check(attention, "attention behind shared prompts (windows, sinks) against a full mask in float32",
-                       shares="numbers"),
-    **{f"rows {family}": Check(partial(rows, family), f"a tiny {family} ({kind}): a batch against each row by itself",
-                              shares="rows")
-       for family, kind in KINDS.items()},
-    "gradient of one process": Check(one_process, "gradient of an update on the device against the CPU's",
-                                     shares="gradient"),
+    "machine": Check(machine_is, "versions and GPUs", 60, group="numbers"),
+    "numbers": Check(numbers, "advantages, losses, corrections, shaped rewards: as on the CPU", group="numbers"),
+    "attention": Check(
+        attention, "attention behind shared prompts (windows, sinks) against a full mask in float32", group="numbers"
+    ),
+    **{
+        f"rows {family}": Check(partial(rows, family), f"{kind}: a batch against each row by itself", group="rows")
+        for family, (kind, _) in FAMILIES.items()
+    },
+    "gradient of one process": Check(one_process, "gradient on the device against the CPU's", group="gradient"),
     "gradient of every loss": Check(every_loss, "every loss in one pass, in small ones, with plain rows", 240),
-    **{f"gradient {name}": Check(partial(sharded, flags), f"gradient with {flags} on all GPUs against one process's",
-                                 300, gpus, "gradient") for name, (flags, gpus) in SHARDINGS.items()},
-    "learning": Check(learns, "20 steps of a random model on a toy, sampled in the process: the reward rises"),
-    "resume": Check(resumed, "a run resumed from a checkpoint goes on as the one that was not stopped", 240),
-    "server starts": Check(server_starts, "a server starts; its log-probs are transformers'", 300, shares="server"),
-    **{f"push over {over}{' LoRA' * lora}": Check(
-        partial(pushed, over, lora), f"changed weights{' of adapters' * lora} reach the server by --push_over {over}, "
-        "whole and as changes", shares="server")
-       for over, lora in (("auto", False), ("memory", False), ("gloo", False), ("nccl", False), ("auto", True))},
-    "push from shards": Check(pushed_from_shards, "the same from ddp, fsdp and fsdp2, with and without LoRA, on ranks",
-                              240, shares="server"),
-    "push broken off": Check(broken_off, "after half of a push the server refuses to sample, until a whole one",
-                             shares="server"),
-    "training beside a server": Check(partial(trained, "train_grpo.py", ""), "three steps, a push after each", 180,
-                                      shares="server"),
-    "training while sampling": Check(partial(trained, "train_async.py", "--logprob_diff_limit 1"),
-                                     "train_async.py, on tokens of weights up to a push older", 180, shares="server"),
-    "server and trainer by turns": Check(by_turns, "three steps with --colocate: the server sleeps, a push wakes it",
-                                         420),
-    "server on two GPUs": Check(tensor_parallel, "three steps beside a server with --tensor-parallel-size 2", 420, 2),
+    **{
+        f"gradient {name}": Check(partial(sharded, flags), f"gradient with {flags} against one process's", 240, gpus)
+        for name, (flags, gpus) in SHARDINGS.items()
+    },
+    "learning": Check(learns, "20 steps of a random model, sampled in the process: the reward rises", 160),
+    "resume": Check(resumed, "a run resumed from a checkpoint goes on as the one that was not stopped", 220),
+    **{
+        name: Check(partial(served, *how), "three steps, a push after each: the server's log-probs are the policy's",
+                    420, how[2])
+        for name, how in SERVED.items()
+    },
     "demo": Check(demo, "ten steps of scripts/demo.sh: a real model, evaluated before and after", 900),
-    "sizes": Check(sizes, "peak memory of updates and pushes against what plan.py says", 400),
-    "speed": Check(speed, "matrix products, memory, and an update against plan.py's arithmetic", 200),
-    "gathering": Check(gather_rate, "how fast GPUs gather each other's shards", gpus=2),
+    "sizes": Check(sizes, "peak memory of updates and pushes against what plan.py says", 420),
+    "speed": Check(speed, "matrix products, memory, and an update", 200),
+    "gathering": Check(gathering, "how fast GPUs gather each other's shards", 60, 2),
 }  # fmt: skip
+
+
+def main(out: str, flags: list[str]) -> None:
+    rank, world, device = utils.init_distributed(60)
+    if flags == ["gather"]:
+        Path(out).write_text(json.dumps(gather(rank, world, device)), encoding="utf-8")
+    else:
+        result = gradient(flags, rank, world, device)
+        if rank == 0:
+            torch.save(result, out)
+    utils.end_process(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

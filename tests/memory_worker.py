@@ -91,11 +91,13 @@ class Sender(VLLMClient):
         self._settle()
 
 
-def random_model(cfg, dtype):
+def random_model(cfg, dtype, config=None):
+    """On the GPU if there is one, where a billion random numbers take a second; on the meta device within it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(cfg.model_id)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config, here = AutoConfig.from_pretrained(cfg.model_id), torch.get_default_device()
+    with torch.device("cuda" if here.type == "cpu" and torch.cuda.is_available() else here):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def batch_of(cfg: TrainConfig, world: int, device: torch.device) -> script.Batch:
