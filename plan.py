@@ -7,10 +7,7 @@ arithmetic on the rates given below, which are assumptions about your GPUs: meas
 """
 # ruff: noqa: E402 - as in train_grpo.py, mistakes on the command line answer before torch is imported
 
-import json
-import os
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Literal
 
 from config import ConfigError, TrainConfig, parse_args
@@ -31,7 +28,6 @@ class PlanConfig(TrainConfig):
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
     overlap: bool = False  # train_async.py: sampling and update at the same time
     critic: bool = False  # train_ppo.py: a critic as large as the model
-    rates: str | None = None  # file of the next ones, from scripts/gpu_check.sh; unset: what it has left in ~/.cache
     tflops: float | None = None  # 10^12 operations a second of a GPU in bfloat16; unset: 350 (H100: 40 % of 989)
     memory_bandwidth: float | None = None  # GB/s of a GPU reading its memory; unset: 2000 (H100: 60 % of 3350)
     link_bandwidth: float | None = None  # GB/s at which a GPU gathers or reduces shards in a machine; unset: 150
@@ -48,25 +44,13 @@ class PlanConfig(TrainConfig):
         self.max_completion_length = max(self.max_completion_length, self.completion)
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = True
-        for name, rate in (RATES | measured_rates(self.rates)).items():
+        for name, rate in RATES.items():
             if getattr(self, name, 0) is None:
                 setattr(self, name, rate)
 
 
-MEASURED = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_rates.json")
 RATES = dict(tflops=350.0, memory_bandwidth=2000.0, link_bandwidth=150.0, node_bandwidth=40.0)
 RATES |= dict(cpu_bandwidth=25.0, push_bandwidth=2.0)
-
-
-def measured_rates(path: str | None) -> dict:
-    """What scripts/gpu_check.sh has measured: rates by flag, and "measured on". {} if no file is given, and none lies
-    in its usual place."""
-    if path is None and not MEASURED.is_file():
-        return {}
-    try:
-        return dict(json.loads(Path(path or MEASURED).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--rates={path or MEASURED}: no file of rates ({error}); gpu_check.sh writes one.") from None
 
 
 CONFIG = parse_args(PlanConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -551,9 +535,6 @@ def say(found: SimpleNamespace) -> int:
         return say_one_gpu(found.ways, cfg)
     best, plans = found.best, found.plans
     print(f"{cfg.model_id}: {sum(sizes) / 1e9:.2f} B parameters, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
-    rates = measured_rates(cfg.rates)
-    if used := [f"--{name} {getattr(cfg, name):g}" for name in RATES if rates.get(name) == getattr(cfg, name)]:
-        print(f"Measured on {rates.get('measured on')} ({cfg.rates or MEASURED}): {' '.join(used)}\n")
     print(table(best, cfg))
     if len(plans) > 1:
         print("\nserver GPUs   trainer GPUs   strategy          peak GiB   s a step   completions/s")
