@@ -353,7 +353,7 @@ def push(gigabytes: str, day: Day) -> None:
     _, _, device = utils.init_distributed(300)
     layers = max(1, round(float(gigabytes) * 1e9 / 2 / (4 * 2048**2 + 3 * 2048 * 5632)))
 
-    def model(cfg, dtype, config=None):
+    def model(cfg, dtype, **_):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         shape = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=16)

@@ -302,7 +302,7 @@ def rows(family: str, machine: Machine) -> str:
 
     def of_policy(dtype: str, shared: bool) -> tuple[list[torch.Tensor], bool]:
         cfg = settings(compute_dtype=dtype, shared_prefix=shared, tokens_per_microbatch=1000)
-        script.load_hf_model = lambda cfg, dtype, config=None: random_model(family, dtype)
+        script.load_hf_model = lambda cfg, dtype, **_: random_model(family, dtype)
         policy, inner = script.load_policy(cfg, machine.device)
         cfg = settled(cfg, inner)
         found = script.compute_logprobs(policy, batch, cfg)[0][sampled]
@@ -377,7 +377,7 @@ def gradient(flags: list[str], rank: int, world: int, device: torch.device, **mo
     """Of one update: each parameter's whole gradient, their norm, and names of what a push sends. Groups are dealt out
     over the ranks."""
     cfg = load_config(TrainConfig, ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", *flags])
-    script.load_hf_model = lambda cfg, dtype, config=None: random_model("llama", dtype)
+    script.load_hf_model = lambda cfg, dtype, **_: random_model("llama", dtype)
     original = script.shard
 
     def woken(policy, *rest, **more):  # B of an adapter starts at zero, which would leave A without gradient

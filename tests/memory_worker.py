@@ -91,7 +91,7 @@ class Sender(VLLMClient):
         self._settle()
 
 
-def random_model(cfg, dtype, config=None):
+def random_model(cfg, dtype, **_):
     """On the GPU if there is one, where a billion random numbers take a second; on the meta device within it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -39,7 +39,7 @@ def gpu():
 @pytest.fixture
 def small(monkeypatch):
     llama = gpu_checks.random_model
-    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, config=None: llama("llama", dtype))
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: llama("llama", dtype))
 
 
 def on_the_gpu(batch) -> bool:
