@@ -269,7 +269,8 @@ SMALL_SHAPE = dict(
     num_key_value_heads=2, max_position_embeddings=512,
 )  # fmt: skip
 WINDOW, EXPERTS = dict(sliding_window=8), dict(num_local_experts=4, num_experts_per_tok=4)
-LATENT = dict(head_dim=8, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+LATENT = dict(head_dim=8, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, v_head_dim=16)
+LATENT |= dict(qk_rope_head_dim=8, qk_nope_head_dim=8)
 LATENT |= dict(n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1, moe_intermediate_size=32)
 LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
 # All experts are chosen, as bfloat16 may choose others of nearly equal ones.
