@@ -51,6 +51,7 @@ from gpu_checks import CHECKS, TINY, Machine, Skipped, asked, called
 import utils
 
 START = 120  # seconds until a process has imported everything
+SCRIPT = __file__  # that processes run; a script with checks of its own puts itself here
 
 
 @dataclass
@@ -99,7 +100,7 @@ def run_group(names: list[str], machine: Machine) -> list[Result]:
         answers, limit = folder / "answers", machine.patience * (START + sum(CHECKS[name].seconds for name in rest))
         words = ["--device", machine.device.type, "--patience", machine.patience, "--work", answers, *rest]
         env = {"CUDA_VISIBLE_DEVICES": ",".join(machine.ids)}
-        status, log = called([sys.executable, sys.argv[0], *words], folder / "log", limit, **env)
+        status, log = called([sys.executable, SCRIPT, *words], folder / "log", limit, **env)
         found = answers.read_text(encoding="utf-8").splitlines() if answers.exists() else []
         results += [Result(**json.loads(line)) for line in found]
         if results and results[-1].name in ("machine", rest[0]) and log.strip():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from claimed import GPU, Refused, claimed_gpu
-from collectives_worker import Collectives
+from collectives import Collectives
 from gpu_checks import settings, trajectories
 from server_fixture import make_tiny
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -18,6 +18,8 @@ sys.path.insert(0, {scripts!r})
 import gpu_check
 from gpu_checks import CHECKS, Check, Skipped
 
+gpu_check.SCRIPT = __file__
+
 def fails(machine):
     raise RuntimeError("refused | by the test")
 
