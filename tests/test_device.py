@@ -25,7 +25,7 @@ import train_ppo
 from inputs.attention import attend_in_one_call
 from inputs.processor import load_processor
 from runlog.tokens import token_columns
-from safety import limits
+from safety import calls
 
 pytestmark = pytest.mark.quick
 
@@ -203,14 +203,14 @@ def test_a_micro_batch_waits_a_fixed_number_of_times(shared, gpu, small):
 def test_rewards_run_in_threads_with_the_ranks_gpu(kind, monkeypatch):
     """torch.cuda.set_device holds for one thread: a reward that calls .cuda() would land on GPU 0 on every rank."""
     current = threading.local()
-    monkeypatch.setattr(limits, "NEW_THREADS", [lambda: setattr(current, "device", 3)])
-    monkeypatch.setattr(limits, "_loops", [])
+    monkeypatch.setattr(calls, "NEW_THREADS", [lambda: setattr(current, "device", 3)])
+    monkeypatch.setattr(calls, "_loop", None)
 
     async def asynchronous():
         return current.device
 
     functions = {"plain": lambda: current.device, "async": asynchronous}
-    assert asyncio.run(limits.run_limited(functions[kind], {}, 10)) == (3, None)
+    assert asyncio.run(calls.run_limited(functions[kind], {}, 10)) == (3, None)
 
 
 def test_shards_in_cpu_memory_travel_from_the_gpu(gpu):
