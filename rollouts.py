@@ -50,6 +50,7 @@ from inputs.prompts import (
     image_sources,
     is_vision,
     observed,
+    own_schemas,
     prompt_lengths,
     prompt_messages,
     render,
@@ -65,7 +66,7 @@ from inputs.trajectory import (
     same_row,
     trajectory_fault,
 )
-from safety.calls import MARGIN, leave, run_limited, unread, warn_once
+from safety.calls import MARGIN, leave, run_limited, say_once, unread, warn_once
 from safety.storable import calls_in, text_of
 from serving.experts import joined
 
@@ -439,6 +440,8 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     """
     adapters.check_rows(rows, cfg)
     group_sizes(rows, cfg)
+    if not (cfg.tools or cfg.mcp_config or cfg.env) and len(rows) and rows[0].get("tools") and not own_schemas(rows[0]):
+        say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")
     # A resumed run has to have the rows that it had, damaged ones too.
     decode = "all" if cfg.check_images else "none" if cfg.resume else "some"
     lengths = prompt_lengths(rows, name, processor, cfg, decode)
