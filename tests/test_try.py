@@ -1,0 +1,46 @@
+"""scripts/try.py: the row, completions and tool of a run before it starts, by the training's own functions."""
+
+import importlib
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from config import ConfigError
+
+pytestmark = pytest.mark.quick
+
+tried = importlib.import_module("scripts.try")
+FLAGS = "--model_id models/tiny --dataset_id examples/sums.py:rows --reward_funcs exact_match".split()
+
+
+def answer(capsys, *words: str) -> dict:
+    tried.main([*FLAGS, "--json", *words])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_prompt_is_the_tokenizers_and_advantages_are_the_groups(capsys, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "And 2 + 2?", "answer": "4"}\n')
+    found = answer(capsys, "--dataset_id", str(rows), "--row", "1", "--completion", "4", "--completion", "5")
+    tokenizer = AutoTokenizer.from_pretrained("models/tiny")
+    messages = [{"role": "user", "content": "And 2 + 2?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert found["prompt"] == [tokenizer.decode([number]) for number in ids]
+    assert [one["reward"] for one in found["completions"]] == [1, 0]
+    # (1 - .5) / (std of [1, 0], unbiased, + 1e-6)
+    assert [one["advantage"] for one in found["completions"]] == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    assert found["completions"][0]["tokens"] == ["4", tokenizer.eos_token] and found["rows"] == 2
+
+
+def test_a_tool_answers(capsys):
+    found = answer(capsys, "--tools", "calculator", "--call", 'calculator {"expression": "6 * 7"}')
+    assert (found["answer"], found["failed"]) == ("42", False)
+    with pytest.raises(ConfigError, match="JSON"):
+        answer(capsys, "--tools", "calculator", "--call", "calculator 6 * 7")
+
+
+def test_mistakes_are_told(capsys):
+    for words in (["--row", "9999"], ["--prompts_per_stp", "2"], ["none.py"]):
+        with pytest.raises(ConfigError):
+            tried.main([*words[:1], *FLAGS] if words == ["none.py"] else [*FLAGS, *words])
