@@ -3,29 +3,21 @@
 It keeps its own copy of the model in the compute dtype, LoRA folded in: decoding needs neither autocast nor gathering,
 and sharded policies need no care. The copy gets its weights through the same push as a server does. Of a base in 4 bits
 there is no copy: `PolicyGenerator`.
-Prompts are run once and their cache is repeated for the n samples, if the model's cache lets itself be repeated: see
-`Way`.
+Prompts are run once and their cache is repeated for the n samples, where the model has transformers' plain cache.
 """
 
 import asyncio
 import contextlib
 import inspect
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -74,30 +66,7 @@ def use_decode_attention(model: torch.nn.Module) -> None:
     model.set_attn_implementation("decode")
 
 
-@dataclass(frozen=True)
-class Way:
-    """What a model's cache can do, so how sequences are decoded together.
-
-    select: the cache's method that picks sequences, "" for a list of tensors. None: it has none that is right. Then it
-    is kept whole: a prompt is run once per sample, and sequences that have ended are carried on to the end.
-    pads: whether prompts of different lengths can stand in one batch, the shorter ones behind padding. Recurrent layers
-    must leave padding out of their state, and not all do.
-    masked: whether each step is given the attention mask of all tokens so far. A model of recurrent layers alone may
-    take it for the mask of the step's one token; then it is given none.
-    cached: else all tokens are run again for each new one.
-    """
-
-    select: str | None = "batch_select_indices"
-    pads: bool = True
-    masked: bool = True
-    cached: bool = True
-
-
-SELECTS = ("batch_select_indices", "reorder_cache", "", None)
-WAYS = [Way(select, pads, masked) for pads in (True, False) for masked in (True, False) for select in SELECTS]
-NO_CACHE = Way(pads=False, cached=False)
-PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}  # keys and values alone: the first way is right
-RECURRENT = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer}
+PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}  # keys and values alone
 
 
 class Roomy(DynamicLayer):
@@ -124,22 +93,19 @@ class Roomy(DynamicLayer):
         return self.keys, self.values
 
 
-def give_room(cache):
-    """The cache, plain layers of which copy themselves less often from now on."""
-    if type(cache) is DynamicCache:
-        for layer in cache.layers:
-            if type(layer) is DynamicLayer:
-                layer.__class__ = Roomy
+def give_room(cache: DynamicCache) -> DynamicCache:
+    """The cache, layers of which copy themselves less often from now on."""
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer:
+            layer.__class__ = Roomy
     return cache
 
 
-def select_sequences(cache, select: str, rows: Tensor):
-    """The cache of these sequences alone, each as often as it is named."""
+def select_sequences(cache: DynamicCache | Tensor, rows: Tensor):
+    """The cache of these sequences alone, each as often as it is named; or their tokens, where there is no cache."""
     if isinstance(cache, Tensor):
         return cache[rows]
-    if isinstance(cache, list):
-        return [part[rows] for part in cache]
-    getattr(cache, select)(rows)
+    cache.batch_select_indices(rows)
     return cache
 
 
@@ -268,7 +234,7 @@ class HFGenerator:
             length = max(longest, len(request.prompt_ids))
             tokens = max(most, request.max_tokens)
             fits = sequences + request.n <= self.max_sequences or not batch
-            fits = fits and (self.way.pads or len(request.prompt_ids) == len(queue[0].prompt_ids))
+            fits = fits and (self.cached or len(request.prompt_ids) == len(queue[0].prompt_ids))
             # Padding takes places, too, and some models have tables of no more than the window's.
             fits = fits and (not self.window or length + tokens <= self.window)
             if request.options == queue[0].options and fits:
@@ -286,48 +252,42 @@ class HFGenerator:
 
     def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):
         """Decode all requests of a batch together; sequences that ended leave it."""
-        way, rows = self.way, batch
-        if not way.cached and any(request.model_inputs for request in batch):
+        if not self.cached and any(request.model_inputs for request in batch):
             raise ValueError(f"{type(self.model).__name__} samples no prompts with images here; use --generator vllm")
-        if way.select is None:
-            rows = [replace(request, n=1) for request in batch for _ in range(request.n)]
-        inputs, positions = self._inputs(rows)
+        inputs, positions = self._inputs(batch)
         mask, longest = inputs["attention_mask"], inputs["input_ids"].shape[1]  # [P, T]
-        out, experts = self._noted(partial(self.backbone, **self._taken(inputs), use_cache=way.cached), len(rows))
-        repeat = torch.tensor([row for row, request in enumerate(rows) for _ in range(request.n)], device=self.device)
-        cache = give_room(self._cache(out)) if way.cached else inputs["input_ids"]
-        if way.select is not None:
-            cache = select_sequences(cache, way.select, repeat)
+        out, experts = self._noted(partial(self.backbone, **self._taken(inputs), use_cache=self.cached), len(batch))
+        repeat = [row for row, request in enumerate(batch) for _ in range(request.n)]
+        repeat = torch.tensor(repeat, device=self.device)  # [S]
+        cache = select_sequences(give_room(out.past_key_values) if self.cached else inputs["input_ids"], repeat)
         logits = logits_of(self.model, out.last_hidden_state[:, -1])[repeat]  # [S, V]
         mask = mask[repeat]  # [S, T]
         position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
-        most = torch.tensor([request.max_tokens for request in rows])[repeat.cpu()].tolist()
+        most = torch.tensor([request.max_tokens for request in batch])[repeat.cpu()].tolist()
         tokens: list[list[int]] = [[] for _ in repeat]
         logprobs: list[list[float]] = [[] for _ in repeat]
-        alive, ended = list(range(len(repeat))), set()
+        alive = list(range(len(repeat)))  # sequences that have not ended
         paths: list[list] = [[] for _ in repeat]  # experts of each token that was run
         if experts is not None:
-            paths = [[experts[row, longest - len(rows[row].prompt_ids) :]] for row in repeat.tolist()]
+            paths = [[experts[row, longest - len(batch[row].prompt_ids) :]] for row in repeat.tolist()]
         for count in range(max(most)):
             scores = self._scores(logits, temperature, top_p, top_k, min_p, blocked=count < min_tokens)  # [S, V]
             token = self._draw(scores)  # [S, 1]
             logprob = scores.gather(1, token)
             for index, t, lp in zip(alive, token[:, 0].tolist(), logprob[:, 0].tolist(), strict=True):
-                if index not in ended:
-                    tokens[index].append(t)
-                    logprobs[index].append(lp)
-            ended |= {k for k in alive if tokens[k][-1] in self.eos_ids or len(tokens[k]) == most[k]}
-            keep = [i for i, k in enumerate(alive) if k not in ended]
+                tokens[index].append(t)
+                logprobs[index].append(lp)
+            keep = [i for i, k in enumerate(alive) if tokens[k][-1] not in self.eos_ids and len(tokens[k]) < most[k]]
             if not keep:
                 break
-            if len(keep) < len(alive) and way.select is not None:
+            if len(keep) < len(alive):
                 chosen = torch.tensor(keep, device=self.device)
-                cache = select_sequences(cache, way.select, chosen)
+                cache = select_sequences(cache, chosen)
                 token, mask, position = token[chosen], mask[chosen], position[:, chosen]
                 alive = [alive[i] for i in keep]
             position = position + 1
             mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-            step = partial(self._next, self.model, way, token, mask, position, cache)
+            step = partial(self._next, token, mask, position, cache)
             (out, cache), experts = self._noted(step, len(alive))
             for place, index in enumerate(alive if experts is not None else ()):
                 paths[index].append(experts[place, -1:])
@@ -366,100 +326,37 @@ class HFGenerator:
         inputs |= {name: given.to(self.device) for name, given in types.items()}
         return inputs | dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions)), positions
 
-    def _next(self, module, way: Way, token: Tensor, mask: Tensor, position: Tensor, cache) -> tuple:
-        """`module`'s output for one more token of each sequence, and the cache with it.  token [S, 1], mask [S, T]"""
-        if not way.cached:  # nor padding: the prompts of a batch are equally long then
+    def _next(self, token: Tensor, mask: Tensor, position: Tensor, cache) -> tuple:
+        """The model's output for one more token of each sequence, and the cache with it.  token [S, 1], mask [S, T]"""
+        if not self.cached:  # nor padding: the prompts of a batch are equally long then
             ids = torch.cat([cache, token], dim=1)
-            return module(input_ids=ids, use_cache=False, **self.last_only), ids
-        step = dict(input_ids=token, position_ids=self._axes(position))
-        step |= dict(attention_mask=mask) if way.masked else {}
-        out = module(**self._taken(step), **{self.cache_name: cache}, use_cache=True)
-        return out, self._cache(out)
+            return self.model(input_ids=ids, use_cache=False, **self.last_only), ids
+        step = dict(input_ids=token, position_ids=self._axes(position), attention_mask=mask)
+        out = self.model(**self._taken(step), past_key_values=cache, use_cache=True)
+        return out, out.past_key_values
 
     def _taken(self, inputs: dict) -> dict:
         """Those that the model knows. Some take no positions: they count, or need none."""
         return {name: x for name, x in inputs.items() if name in self.known or "kwargs" in self.known}
 
-    def _cache(self, out):
-        """What the next pass is given back of an output: past_key_values, cache_params, state; models differ."""
-        return getattr(out, self.cache_name or "", None)
-
-    # ---- what the model's cache can do ----
-
     @cached_property
-    def way(self) -> Way:
-        """The first of WAYS whose hidden states are those of plain passes, tried once, at the first batch."""
-        with self._passes():
-            way = self._find_way()
-        said = []
-        if not way.cached:
-            said.append("runs all tokens again for each new one, as its cache gives other results than a plain pass")
-        elif way.select is None:
-            said.append("runs a prompt once per sample and a batch to the end of its longest one")
-        said += ["takes prompts of different lengths one length after another"] if not way.pads else []
-        if said and utils.is_main():
-            print(f"--generator hf: {type(self.model).__name__} {' and '.join(said)}.")
-        return way
-
-    def _find_way(self) -> Way:
-        inputs, _ = self._inputs([self._trial(3)])
+    def cached(self) -> bool:
+        """Whether the model keeps keys and values in transformers' plain cache. Others (of recurrent layers, or such as
+        count tokens) differ in what can be repeated, selected and padded: then all tokens are run again for each new
+        one, which is right everywhere, and slow."""
+        allowed = next(token for token in range(self.vocab_size) if token not in (self.never or ()))
+        inputs, _ = self._inputs([_Request([allowed] * 3, {}, 1, 1, (), None)])
         try:
-            out = self.backbone(**self._taken(inputs), use_cache=True)
+            with self._passes():
+                cache = getattr(self.backbone(**self._taken(inputs), use_cache=True), "past_key_values", None)
         except (AttributeError, LookupError, TypeError, ValueError):  # such as Kimi-Linear without full attention
-            return NO_CACHE  # if the model itself is broken, a plain pass says so
-        self.cache_name = next((name for name in out.keys() if name in self.known), None)
-        if (cache := self._cache(out)) is None:
-            return NO_CACHE
-        layers = {type(layer) for layer in getattr(cache, "layers", ())}
-        if type(cache) is DynamicCache and layers <= PLAIN and "position_ids" in self.known:
-            return Way()
-        pads = layers <= {*PLAIN, *RECURRENT}  # others may count tokens, or choose among more than a trial has
-        selects = {None, *(name for name in SELECTS if (hasattr(cache, name) if name else type(cache) is list))}
-        close, errors = 1e-3 if self.weight_dtype == torch.float32 else 0.05, {}
-        for way in (way for way in WAYS if way.select in selects and pads >= way.pads):
-            errors[way] = self._error(way)
-            if errors[way] < close:
-                return way
-        if self.weight_dtype == torch.float32:
-            return NO_CACHE
-        best = min(0.15, *errors.values())  # many layers, or experts chosen by a hair, round to more than is close
-        return next((way for way, error in errors.items() if error < 2 * best), NO_CACHE)
-
-    def _trial(self, length: int) -> _Request:
-        allowed = sorted(set(range(min(self.vocab_size, 1000))) - self.eos_ids - set(self.never or ()))
-        ids = [allowed[(37 * place * place + length) % len(allowed)] for place in range(length)]
-        return _Request(ids, {}, 1, 1, (), None)
-
-    def _error(self, way: Way) -> float:
-        """How far, relative to their length, hidden states of two prompts' samples are from those of plain passes, when
-        a third sample has ended before them. inf: it cannot be done."""
-        long = min(200, (self.window or 400) // 2)  # more than any window into which a cache cuts its tokens
-        prompts = [self._trial(long // 2), self._trial(long if way.pads else long // 2)]
-        a, b, c, d = self._trial(4).prompt_ids
-        more = [[a, b], [a, c], [c, d]]  # two tokens of each sample
-        samples, rows = [0, 0, 1], prompts
-        try:
-            if way.select is None:
-                rows, samples = [prompts[row] for row in samples], [0, 1, 2]
-            inputs, positions = self._inputs(rows)
-            out = self.backbone(**self._taken(inputs), use_cache=True)
-            cache, mask, position = self._cache(out), inputs["attention_mask"], positions.amax((0, 2), keepdim=True)
-            token = torch.tensor(more, device=self.device)
-            for column, chosen in enumerate((samples, [1, 2])):
-                chosen = torch.tensor(chosen, device=self.device)
-                if way.select is not None:
-                    cache = select_sequences(cache, way.select, chosen)
-                    mask, position, token = mask[chosen], position[:, chosen], token[-len(chosen) :]
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-                position = position + 1
-                out, cache = self._next(self.backbone, way, token[:, column : column + 1], mask, position, cache)
-            found = out.last_hidden_state[-2:, -1].float()  # [2, H]
-        except Exception:  # whatever the model's own code raises where its cache cannot do this
-            return torch.inf
-        plain = [prompt.prompt_ids + tokens for prompt, tokens in zip(prompts, more[1:], strict=True)]
-        plain = [self.backbone(input_ids=torch.tensor([ids], device=self.device), use_cache=False) for ids in plain]
-        plain = torch.stack([out.last_hidden_state[0, -1] for out in plain]).float()
-        return float(((found - plain).norm(dim=1) / plain.norm(dim=1)).max().nan_to_num(torch.inf))
+            cache = None  # if the model itself is broken, a plain pass says so
+        plain = type(cache) is DynamicCache and {type(layer) for layer in cache.layers} <= PLAIN
+        plain = plain and "position_ids" in self.known  # else it would count the padding
+        if not plain and utils.is_main():
+            name = type(self.model).__name__
+            print(f"--generator hf: {name} has no plain cache, so all tokens are run again for each new one: slow.")
+        return plain
 
     def _axes(self, positions: Tensor) -> Tensor:
         """[axes, S, T] as the model wants it: without the first dimension if there is one axis."""
