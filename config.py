@@ -91,17 +91,12 @@ class TrainConfig:
     generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
     server_token: str | None = field(default=None, repr=False)  # `ps` shows it: rather set VLLM_SERVER_TOKEN
-    server_ca: str | None = None  # PEM file that an https:// server's certificate is checked by; unset: SSL_CERT_FILE
-    client_cert: str | None = None  # PEM file, certificate and key, for a server that asks for one (--ssl-cert-reqs 2)
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     colocate: bool = False  # server and trainer take turns on one GPU; the server needs --enable-sleep-mode
     push_steps: int = 1  # push weights every N steps; before an evaluation and a checkpoint in any case
     push_bucket_mb: int | None = None  # weights travel in buckets, a push takes three; unset: 256, from 30B on 1024
-    push_over: Literal["auto", "memory", "nccl", "gloo"] = "auto"  # how weights travel; auto: the fastest that works
     push_lora: Literal["auto", "adapters", "folded"] = "auto"  # what of LoRA travels; auto: adapters if the server can
-    adapter: str | None = None  # name of this run's adapter on a server that runs share; unset: the run's name
-    push_changes: bool = False  # after the first push only changed values travel; both ends keep a copy of the weights
 
     # --- tools and environments ---
     env: str | None = (
@@ -473,13 +468,6 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         (c.push_lora != "auto" and not (c.use_peft and c.generator == "vllm"),
          f"--push_lora={c.push_lora} says how LoRA travels to a server; add --use_peft, and --generator vllm, or leave "
          "it out."),
-        (c.adapter is not None and (not c.use_peft or c.generator != "vllm" or c.push_lora == "folded"),
-         f"--adapter={c.adapter} names LoRA that travels alone to a server; add --use_peft, and --generator hf and "
-         "--push_lora folded are to be left out, or leave --adapter out."),
-        (c.adapter is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", c.adapter),
-         f"--adapter={c.adapter!r:.80}: at most 64 letters, digits, and any of _ . -."),
-        (c.push_lora == "adapters" and c.push_changes,
-         "--push_lora adapters --push_changes: adapters travel whole, and nothing else does; leave one out."),
         (c.load_in and not c.use_peft,
          "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
         (c.load_in and (c.strategy == "fsdp" or c.offload),
@@ -508,8 +496,6 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"--distill_jsd={c.distill_jsd} is a kind of the term over the teacher's top tokens; add --distill_topk 20."),
         (c.generator == "vllm" and not c.server_urls,
          "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
-        *((path and not os.path.isfile(path), f"--{name}={path}: there is no such file; give a PEM file.")
-          for name, path in (("server_ca", c.server_ca), ("client_cert", c.client_cert))),
         (c.push_to_hub and not c.hub_repo_id, "--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO."),
         (c.push_to_hub and c.eval_only, "--eval_only makes nothing to upload; leave out --push_to_hub."),
         (c.eval_split is None and (c.eval_steps or c.eval_only) and not c.domain,

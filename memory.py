@@ -22,7 +22,6 @@ from inputs import four_bits
 from inputs.backbone import backbone
 from inputs.logits import chunk_size
 from inputs.packing import most_tokens, pack
-from serving.wire import PIECE
 
 GIB = 2**30
 SPARE = 0.1  # of a GPU's memory that is left to CUDA, NCCL and fragmentation
@@ -329,9 +328,9 @@ def push_bytes(table: list[tuple], cfg: TrainConfig, ranks: int, kept_gradients:
     """What a push takes beside what is kept, on the rank that sends it or on another one."""
     master, compute = itemsizes(cfg)
     numbers = [torch.Size(shape).numel() for shape, *_ in table]
-    if cfg.load_in or cfg.push_lora == "adapters":  # these alone travel: rounded copies, and the two buffers they fill
+    if cfg.load_in or cfg.push_lora == "adapters":  # these alone travel: rounded copies, on their way to a file
         buckets = bucket_bytes((n for n, (_, trained, *_) in zip(numbers, table, strict=True) if trained), cfg)
-        return sends * (sending(buckets, cfg) + checksum_bytes(buckets)) + 2 * max(buckets)
+        return 2 * max(buckets)
     units: Counter = Counter()  # elements of each unit of FSDP, and
     learning: Counter = Counter()  # those that are trained
     modules: Counter = Counter()  # elements that each has of its own: a bucket ends with one
@@ -345,14 +344,13 @@ def push_bytes(table: list[tuple], cfg: TrainConfig, ranks: int, kept_gradients:
     # A layer's update is folded in: float32 weights, their change or how they are rounded, and the sum.
     fold = cfg.use_peft * 12 * max(n for n, row in zip(numbers, table, strict=True) if row[2] >= 0)
     buckets = bucket_bytes(modules.values(), cfg)
-    buffers = sends * sending(buckets, cfg)
     if cfg.strategy == "ddp":  # live weights, but for what is folded: a bucket, and the one before
-        gathering, full = buffers + cfg.use_peft * (2 * bucket + fold // 6) + fold, 0
+        gathering, full = cfg.use_peft * (2 * bucket + fold // 6) + fold, 0
     elif cfg.strategy == "fsdp2":  # a bucket's shards are rounded, and laid out to be gathered; or one is folded
         full, rounded = max(buckets), master != compute and not cfg.offload  # in CPU memory, then
         gathering = max(
-            sends * (sending(buckets[:n], cfg) + last) + size + max(size // ranks * (1 + rounded), fold // ranks)
-            for n, (last, size) in enumerate(zip([0, *buckets], buckets, strict=False))
+            sends * last + size + max(size // ranks * (1 + rounded), fold // ranks)
+            for last, size in zip([0, *buckets], buckets, strict=False)
         )
     else:  # units are gathered whole, the root first, and lose their gradients; rounded copies fill the bucket
         full = min(bucket + compute * max(numbers), compute * whole)
@@ -360,8 +358,8 @@ def push_bytes(table: list[tuple], cfg: TrainConfig, ranks: int, kept_gradients:
         at_root = (master + compute) * root - (4 if cfg.use_peft else master) * of_root // ranks
         at_root += compute * root // ranks * (master == compute)
         at_layer = min(bucket, compute * (whole - layer)) + (master + compute) * layer + fold - kept_gradients
-        gathering = buffers + max(at_root, at_layer) + before
-    return max(gathering, sends * (buffers + full + checksum_bytes(buckets)))
+        gathering = max(at_root, at_layer) + before
+    return max(gathering, sends * (sending(buckets, cfg) + full))
 
 
 def itemsizes(cfg: TrainConfig) -> tuple[int, int]:
@@ -391,24 +389,15 @@ def bucket_bytes(sizes: Iterable[int], cfg: TrainConfig) -> list[int]:
 
 
 def sending(buckets: list[int], cfg: TrainConfig) -> int:
-    """Bytes on rank 0's GPU of the two buffers of a push: one is packed while the other travels. What does not go by
-    NCCL is packed in CPU memory."""
-    if cfg.generator != "vllm" or cfg.colocate or cfg.push_over not in ("auto", "nccl"):
-        return 0
-    return max(buckets[::2], default=0) + max(buckets[1::2], default=0)
-
-
-def checksum_bytes(buckets: list[int]) -> int:
-    """Of a piece of a bucket in float64."""
-    return 2 * min(PIECE["cuda"], max(buckets))
+    """Bytes on rank 0's GPU of the packed bucket of a push. What goes by gloo is packed in CPU memory."""
+    return 0 if cfg.generator != "vllm" or cfg.colocate else max(buckets, default=0)
 
 
 def receiving(sizes: list[int], cfg: TrainConfig, split: int) -> int:
     """Bytes that a push takes on each GPU of a server that splits the model over `split` GPUs: the largest bucket,
-    which is sent whole, and beside it the layer that vLLM's reload makes anew, or a piece that is checksummed."""
-    buckets, itemsize = bucket_bytes(sizes, cfg), getattr(torch, cfg.compute_dtype).itemsize
-    kept = sum(buckets) * cfg.push_changes
-    return kept + max(buckets) + max(itemsize * max(sizes) // split, checksum_bytes(buckets))
+    which is sent whole, and beside it the layer that vLLM's reload makes anew."""
+    itemsize = getattr(torch, cfg.compute_dtype).itemsize
+    return max(bucket_bytes(sizes, cfg)) + itemsize * max(sizes) // split
 
 
 def kept(need: Counter) -> int:

@@ -501,7 +501,7 @@ def weighed(cfg: PlanConfig) -> SimpleNamespace:
         sizes = [p.numel() for p in whole]
         experts, chosen = experts_of(config)  # of whose weights, [experts, ...], a token meets a few
         idle = sum(p.numel() * (experts - chosen) // experts for p in whole if p.ndim == 3 and len(p) == experts)
-        if cfg.use_peft and cfg.generator == "vllm" and cfg.push_lora == "auto" and not cfg.push_changes:
+        if cfg.use_peft and cfg.generator == "vllm" and cfg.push_lora == "auto":
             cfg = replace(cfg, push_lora="adapters")  # what the lines to type let the server have
         alone = cfg.push_lora == "adapters"
         adapters = sum(p.numel() for p in make_policy(cfg).parameters() if p.requires_grad) if alone else 0

@@ -63,12 +63,12 @@ from inputs.trajectory import (
     Trajectory,
     TrajectoryError,
     failed_trajectory,
+    joined,
     same_row,
     trajectory_fault,
 )
 from safety.calls import MARGIN, leave, run_limited, say_once, unread, warn_once
 from safety.storable import calls_in, text_of
-from serving.experts import joined
 
 
 def sampling_options(cfg: TrainConfig) -> dict:

@@ -33,7 +33,6 @@ from safety import secrets
 from safety.calls import run_limited, unread
 from safety.http import origin
 from serving.teacher import TeacherError, TeacherServers
-from vllm_client import encode_image
 
 
 def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
@@ -100,11 +99,10 @@ def own_server(cfg: TrainConfig) -> bool:
 
 
 def servers(cfg: TrainConfig) -> TeacherServers:
-    token, files, own = secrets.read("TEACHER_TOKEN"), (None, None), own_server(cfg)
-    if own:  # its token and certificates are for no other server
+    token = secrets.read("TEACHER_TOKEN")
+    if own_server(cfg):  # its token is for no other server
         token = token or secrets.read("VLLM_SERVER_TOKEN", cfg.server_token)
-        files = cfg.server_ca, cfg.client_cert
-    return _servers(tuple(cfg.teacher_urls), cfg.teacher_model, token or None, cfg.teacher_timeout, *files, own)
+    return _servers(tuple(cfg.teacher_urls), cfg.teacher_model, token, cfg.teacher_timeout)
 
 
 @functools.cache
@@ -187,8 +185,8 @@ def later_images(trajectory: Trajectory) -> list:
 async def ask(trajectory: Trajectory, shown: Prompt, cfg: TrainConfig) -> None:
     began, mask = time.perf_counter(), trajectory.loss_mask
     _, after, _ = trajectory.info.get("sent", (None, trajectory.token_ids, None))
-    images, expanded = [encode_image(image) for image in shown.images], shown.token_ids + trajectory.token_ids
-    said = await servers(cfg).score(shown.sent_ids + after, cfg.distill_topk, images, expanded)
+    expanded = shown.token_ids + trajectory.token_ids
+    said = await servers(cfg).score(shown.sent_ids + after, cfg.distill_topk, shown.images, expanded)
     start = len(shown.token_ids) - 1  # said[0] is of the second token
     trajectory.teacher_logprobs = [p if m else 0.0 for p, m in zip(said.logprobs[start:], mask, strict=True)]
     if cfg.distill_topk:

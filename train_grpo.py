@@ -182,6 +182,7 @@ from runlog.log import RunLog, clock, close_all, completion_rows, describe, eval
 from runlog.rollout_metrics import check_failed, counts_by_origin, domain_metrics, eval_metrics, rollout_metrics, solved
 from runlog.tokens import keeps_tokens, write_vocabulary
 from safety import sandbox
+from serving import servers
 
 # ==== 1 what an algorithm says about itself ==========================================================================
 
@@ -1336,11 +1337,11 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
     4 bits no copy is made: the policy itself samples.
 
     One of your own has: `generate` (as VLLMClient's), `seed` (for --generator hf), receives_weights, weight_dtype,
-    changes (None), image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close; for a mixture of
-    experts can_tell_experts, for --colocate sleep.
+    image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close; for a mixture of experts
+    can_tell_experts, for --colocate sleep.
     """
     if cfg.generator == "vllm":
-        generator = utils.connect_servers(cfg, hf_model, device)
+        generator = servers.connect(cfg, hf_model, device)
     else:
         from hf_generator import HFGenerator, PolicyGenerator
 
@@ -1360,12 +1361,9 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
     finish. All ranks call it.
 
     `generator.receives_weights` tells whether this rank talks to the generator: every rank for the in-process one,
-    rank 0 for servers. After each bucket the ranks agree that it was handed over (that it arrived is known at the next
-    one, of the last at the end); an error on one is raised on all.
-    With --push_changes the ranks first compare their own shards with the last push. Where little has changed, that
-    alone is gathered and sent.
+    rank 0 for servers. After each bucket the ranks agree that it is in place; an error on one is raised on all.
     """
-    active, dtype = generator.receives_weights, generator.weight_dtype
+    active, dtype, size = generator.receives_weights, generator.weight_dtype, bucket_mb * 2**20
 
     def attempt(call, *args):
         try:
@@ -1376,22 +1374,16 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
             return caught
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
-    compares, size = generator.changes is not None, bucket_mb * 2**20
     alone = getattr(generator, "adapter", None) is not None  # optional in a generator of your own
-    buckets = adapter_buckets(policy, size, dtype) if alone else weight_buckets(policy, size, dtype, active, compares)
-    for number, bucket in enumerate(buckets):
-        # None: there is more that changed than is worth picking out, or the server lacks what it was changed from.
-        found = generator.changes.find(number, bucket, dtype, generator.can_change(number)) if compares else None
-        if found is None:
-            error = attempt(generator.send_bucket, gathered(bucket, active))  # unsharded tensors pass through
-        else:
-            error = attempt(generator.send_changes, found)
-        utils.raise_together(error, "Sending weights")
+    adapters = (gathered(bucket, active) for bucket in adapter_buckets(policy, size, dtype))
+    for bucket in adapters if alone else weight_buckets(policy, size, dtype, active):
+        utils.raise_together(attempt(generator.send_bucket, bucket), "Sending weights")
     utils.raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
+    generator.version = version
 
 
 def weight_buckets(
-    model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True, as_shards: bool = False
+    model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
 
@@ -1400,8 +1392,7 @@ def weight_buckets(
     model whose checkpoints hold tensors of a layer joined: a bucket ends with a module, or with such a layer.
     LoRA is folded in. What is sharded or folded comes in `dtype`; other tensors are the live weights in their own
     dtype: use them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With
-    keep=False a rank only takes part in the gathering. as_shards: FSDP2's tensors come as shards, for `gathered`, on
-    every rank.
+    keep=False a rank only takes part in the gathering.
     """
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass without a backward one the root is still gathered
@@ -1414,7 +1405,7 @@ def weight_buckets(
     for name, unit in units:
         layer = utils.layer_of(f"{name}.")
         if size >= max_bytes and not (layers_whole and layer == last):
-            yield bucket if as_shards else gathered(bucket, keep)
+            yield gathered(bucket, keep)
             bucket, size = [], 0
         last = layer
         with contextlib.ExitStack() as whole:
@@ -1432,7 +1423,7 @@ def weight_buckets(
                     elif keep:
                         bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
     if size:
-        yield bucket if as_shards else gathered(bucket, keep)
+        yield gathered(bucket, keep)
 
 
 def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: torch.dtype) -> tuple[Iterator, object]:
@@ -1584,7 +1575,7 @@ def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict
 def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bool) -> TrainConfig:
     """Settings that were left open, chosen to fit the device's free memory; prints a warning if nothing fits."""
     if cfg.colocate:  # the server has the GPU at first: what is free when it sleeps is what a step has
-        utils.reach_servers(cfg).sleep()
+        servers.reach(cfg).sleep()
     largest = max(group_sizes(rows, cfg), default=cfg.num_generations)  # the largest group of any row must fit
     asked, world = replace(cfg, num_generations=largest), utils.world_size()
     fitting, warning = settled(empty_policy, asked, world, utils.free_memory(device), critic=critic)
@@ -1756,9 +1747,7 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
                     utils.move(run, torch.device("cpu"))
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
-                    used = getattr(generator, "used", {})  # what its servers have counted until now
                     push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
-                    metrics |= utils.server_usage(generator, used)
                     collector.pushed(pushed, cfg)
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:

@@ -89,6 +89,7 @@ from rewards import get_reward_functions, score
 from runlog.checkpoints import save_model
 from runlog.log import RunLog, clock, close_all, completion_rows, name_run
 from runlog.rollout_metrics import eval_metrics, rollout_metrics
+from serving import servers
 
 # ---- 1 prompts ------------------------------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ def train(cfg: Settings) -> dict[str, float]:
     model = DistributedDataParallel(bare) if world > 1 else bare
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":
-        generator = utils.connect_servers(cfg, bare, device)  # waits for them, and checks that they serve this model
+        generator = servers.connect(cfg, bare, device)  # waits for them, and checks that they serve this model
     else:
         # In compute_dtype, as a server usually is. It is never trained: only a push changes it.
         copy = load_whole(AutoModelForCausalLM, cfg.model_id, dtype=getattr(torch, cfg.compute_dtype)).to(device)

@@ -1,6 +1,6 @@
-"""What nobody edits to try an idea: process groups, the connection to servers, what a run refuses, how it ends.
+"""What nobody edits to try an idea: process groups, how weights lie, what a run refuses, how it ends.
 
-Four sections: 1 ranks, 2 servers, 3 checks of a run, 4 failures. Checkpoints are in
+Four sections: 1 ranks, 2 weights, 3 checks of a run, 4 failures. Checkpoints are in
 runlog/checkpoints.py.
 """
 
@@ -13,14 +13,11 @@ import math
 import os
 import re
 import resource
-import socket
 import sys
 import threading
 import traceback
-import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -34,11 +31,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
 
 from config import ConfigError, TrainConfig
-from inputs import lora
 from inputs.precision import slow_in_bfloat16
 from safety import calls
 from safety.storable import text_of, visible
-from vllm_client import ServerError, VLLMClient
+from vllm_client import ServerError
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -331,104 +327,7 @@ def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]
     return total / count, (max(squares - total**2 / count, 0) / max(count - 1, 1)) ** 0.5
 
 
-# ---- 2 servers ------------------------------------------------------------------------------------------------------
-
-
-def reach_servers(cfg: TrainConfig):
-    """The client of --server_urls, once they are ready; with --colocate they can sleep."""
-    options = dict(timeout=cfg.server_timeout, request_timeout=cfg.request_timeout)
-    options |= dict(over=cfg.push_over, changes_only=cfg.push_changes, ca=cfg.server_ca, client_cert=cfg.client_cert)
-    client = VLLMClient(cfg.server_urls, cfg.server_token, **options)
-    if is_main():
-        if any(word.startswith("--server_token") for word in sys.argv):
-            print("torchrun shows --server_token in `ps`; rather set VLLM_SERVER_TOKEN or VLLM_SERVER_TOKEN_FILE")
-        print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
-    client.wait_ready(cfg.server_timeout)
-    if cfg.colocate and not all(info["can_sleep"] for info in client.server_info()):
-        raise ConfigError(f"--colocate: start the server at {client.urls[0]} with --enable-sleep-mode.")
-    return client
-
-
-def connect_servers(cfg: TrainConfig, hf_model: nn.Module, device: torch.device):
-    """The client of --server_urls, once they serve this model and can take its weights. Collective."""
-    client = reach_servers(cfg)
-    check_servers(client, hf_model.config.get_text_config(), cfg.max_prompt_length + cfg.max_completion_length)
-    client.receives_weights, client.convert = is_main(), functools.partial(as_in_a_checkpoint, hf_model)
-    client.run = cfg.run_name
-    if cfg.use_peft and cfg.push_lora != "folded":
-        push_adapters(client, hf_model, cfg)
-    client.weight_dtype = getattr(torch, client.server_info()[0]["dtype"])
-    if client.receives_weights:
-        client.connect_weights(device)
-    client.instances = gather_objects(client.instances)[0]  # every rank looks whether its answers are theirs
-    return client
-
-
-def push_adapters(client, hf_model: nn.Module, cfg: TrainConfig) -> None:
-    """Have adapters alone travel, where every server can put them in place. Else LoRA is folded into the weights, which
-    is said; ConfigError under --push_lora adapters. Collective."""
-    shapes = lora.shapes_of(hf_model)
-    reason = lora.why_not_alone(hf_model) or why_no_adapters(client, getattr(cfg, "max_staleness", 0) + 2, cfg.colocate)
-    if reason is None:
-        try:
-            client.check_adapters(shapes)
-        except Exception as error:  # it says which server refused, and why
-            reason = str(error)
-    reason = next(filter(None, gather_objects(reason)), None)  # the same on every rank
-    if reason is None:
-        client.adapter, client.adapter_shapes, client.convert = adapter_name(cfg), shapes, lambda named: named
-        if cfg.run_name:  # the folder is locked: who has it is this run, before and after a resumption
-            folder = Path(cfg.output_dir).resolve() / cfg.run_name
-            client.owner = uuid.uuid5(uuid.NAMESPACE_URL, f"{socket.gethostname()}:{folder}").hex
-        client.versions = getattr(cfg, "max_staleness", 0) + 1
-        client.changes = None  # of --push_changes: every matrix of an adapter changes
-    elif cfg.load_in:
-        raise ConfigError(f"--load_in {cfg.load_in}: {reason}. Adapters must travel alone, or use --generator hf.")
-    elif cfg.push_lora == "adapters":
-        raise ConfigError(f"--push_lora adapters: {reason}. Or have LoRA folded into the weights: --push_lora folded.")
-    elif is_main():
-        print(f"LoRA is folded into the weights that are pushed: {reason}.")
-
-
-def server_usage(generator, before: dict[str, float]) -> dict[str, float]:
-    """Metrics of what this run used of a server that runs share, since `before` = generator.used; {} elsewhere."""
-    used = getattr(generator, "used", {})
-    return {f"server/{key}": value - before.get(key, 0) for key, value in used.items()}
-
-
-def adapter_name(cfg: TrainConfig) -> str:
-    """Under which the servers know this run's adapter: letters, digits, - . and _, at most 64."""
-    return cfg.adapter or re.sub(r"[^\w.-]", "-", cfg.run_name or "policy", flags=re.ASCII)[:64]
-
-
-def why_no_adapters(client, versions: int, colocate: bool) -> str | None:
-    """Why a server cannot have adapters of this run: so many of its versions at a time, the arriving one included."""
-    for url, info in zip(client.urls, client.server_info(), strict=True):
-        if (held := info.get("adapters")) is None:
-            return f"{url} was started without --enable-lora"
-        if held["slots"] < versions:
-            return f"{url} holds {held['slots']} versions, and here are up to {versions}: --max-loras {versions} there"
-        if info.get("weights_replaced"):
-            by = f" by run {info['weights_run']}" if info.get("weights_run") else ""
-            return f"{url} has the weights of an earlier push{by} in place of its own: start it anew"
-    return "with --colocate the server drops its weights at each step, so all are pushed" if colocate else None
-
-
-def check_servers(client, config, window: int) -> None:
-    """Do the servers serve the model that is trained, with room for prompt and completion? Raises ValueError."""
-    ours = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_layers": config.num_hidden_layers}
-    for url, info in zip(client.urls, client.server_info(), strict=True):
-        theirs = {key: info[key] for key in ours}
-        if theirs != ours:
-            raise ValueError(
-                f"{url} serves {info['model']} with {theirs}; the trainer trains {config._name_or_path} with {ours}. "
-                "Start the server with the trainer's --model_id as its --model."
-            )
-        if info["max_model_len"] < window:
-            raise ValueError(
-                f"{url} has a window of {info['max_model_len']} tokens; prompts and completions need up to {window} "
-                f"(--max_prompt_length + --max_completion_length). Lower those, or serve with --max-model-len {window}."
-            )
+# ---- 2 weights ------------------------------------------------------------------------------------------------------
 
 
 def window_of(config) -> int | None:

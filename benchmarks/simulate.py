@@ -68,7 +68,6 @@ from inputs.processor import load_processor, takes_images  # noqa: E402
 from memory import GIB  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 from runlog import checkpoints  # noqa: E402
-from serving import wire  # noqa: E402
 
 GPU, aten = claimed.GPU, torch.ops.aten
 
@@ -437,7 +436,6 @@ def simulated(cfg: SimulateConfig):
             mock.patch.object(dist, "all_gather_object", gather),
             mock.patch.object(dist.ProcessGroup, "set_timeout", lambda *_: None),
             mock.patch.object(script, "CPUOffloadPolicy", partial(script.CPUOffloadPolicy, pin_memory=True)),
-            mock.patch.dict(wire.PIECE, {GPU.type: wire.PIECE["cuda"]}),
             torch.autograd.set_multithreading_enabled(False),
             FakeTensorMode(allow_non_fake_inputs=True),
             Machine(cfg) as machine,
@@ -451,18 +449,12 @@ def simulated(cfg: SimulateConfig):
 
 
 class Server(memory_worker.Sender):
-    """Takes a push at --push_bandwidth: a bucket travels while the next one is packed."""
+    """Takes a push at --push_bandwidth."""
 
-    def __init__(self, rank: int):
-        super().__init__(rank)
-        self._transport, self.arrived = torch.device("cpu") if Machine.now.cfg.colocate else GPU, 0.0
-
-    def _send(self, described, bucket: Tensor, changed: int | None) -> None:
-        self._checksums += described.checksums
-        self.arrived = Machine.now.host + len(bucket) / (Machine.now.cfg.push_bandwidth * 1e9)
-
-    def _settle(self) -> None:
-        Machine.now.host = max(Machine.now.host, self.arrived)
+    def send_bucket(self, named: list) -> None:
+        super().send_bucket(named)
+        size = sum(tensor.numel() for _, tensor in named) * self.weight_dtype.itemsize
+        Machine.now.host += size / (Machine.now.cfg.push_bandwidth * 1e9)
 
 
 @cache

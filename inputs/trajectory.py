@@ -4,6 +4,8 @@ import math
 import numbers
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from config import TrainConfig
 from data import shorten
 from safety.calls import LARGEST
@@ -152,3 +154,17 @@ def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, s
         remedy = "'stop', or 'length' where a limit cut it: see Completion."
         return f"finish_reason is {shorten(t.finish_reason)}", remedy
     return None
+
+
+def joined(known: np.ndarray | None, completion) -> np.ndarray | None:
+    """The experts of a conversation's tokens so far, and those that came with its next turn. What was sampled earlier
+    keeps the experts it was sampled with; a completion's last token has gone through no layer yet.
+    [tokens, layers, k] int16"""
+    if completion.routed_experts is None:
+        return None
+    tokens = len(completion.prompt_ids) + len(completion.token_ids)
+    out = np.full((tokens, *completion.routed_experts.shape[1:]), -1, np.int16)
+    out[: len(completion.routed_experts)] = completion.routed_experts
+    if known is not None:
+        out[: len(known)] = np.where(known >= 0, known, out[: len(known)])
+    return out

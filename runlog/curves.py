@@ -33,12 +33,6 @@ PANELS = [
     ("Importance weights", "trainer / generator; near 1 is good", ["sampling/ratio_mean", "sampling/ess"]),
     ("Loss", "no measure of progress: watch the reward", ["loss"]),
     ("Learning rate", "", ["lr"]),
-    ("Tokens from a server that runs share", "sampled for this run, from push to push", ["server/tokens"]),
-    (
-        "Time at a server that runs share",
-        "seconds of all requests together: sampling, and waiting for their turn behind other runs",
-        ["server/sampling_seconds", "server/waited_seconds"],
-    ),
     ("Held-out reward", "mean score", ["eval/reward"]),
     ("Held-out length", "tokens", ["eval/mean_length"]),
 ]

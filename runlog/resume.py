@@ -26,8 +26,8 @@ from runlog.log import claim_run, code_files, package_versions
 
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (
-    "resume strict_resume keep_going run_name output_dir server_urls server_token server_ca client_cert server_timeout "
-    "request_timeout push_bucket_mb push_changes push_over adapter dist_timeout save_total_limit log_steps "
+    "resume strict_resume keep_going run_name output_dir server_urls server_token server_timeout "
+    "request_timeout push_bucket_mb dist_timeout save_total_limit log_steps "
     "log_completions log_unique_prompts log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
     "wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset check_images"
 ).split()

@@ -16,10 +16,10 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 # Files that take longest, first: several run at a time, and the last ones should be short.
-LONGEST = ["push", "limits", "resume", "sandbox", "failures", "mcp", "server_processes", "gradient", "vision_server"]
+LONGEST = ["runs", "server", "limits", "resume", "sandbox", "mcp", "gradient", "vision_server"]
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.
-SERVED = ("push", "push_changes", "server", "serving", "async", "freshness", "colocate")
+SERVED = ("server", "runs", "async")
 SERVED = [f"test_{name}" for name in SERVED]
 
 

@@ -1,4 +1,4 @@
-"""Pushes edited weights from ddp, fsdp and fsdp2, with and without LoRA, to a live server. Run by test_push.py.
+"""Pushes edited weights from ddp, fsdp and fsdp2, with and without LoRA, to a live server. Run by test_runs.py.
 
 usage: push_worker.py MODEL_DIR URL COMPUTE_DTYPE OUT.json        (VLLM_SERVER_TOKEN in the environment)
 """
@@ -6,6 +6,7 @@ usage: push_worker.py MODEL_DIR URL COMPUTE_DTYPE OUT.json        (VLLM_SERVER_T
 import asyncio
 import ctypes
 import json
+import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -55,7 +56,7 @@ def difference(policy, cfg, generator) -> tuple[float, set[int]]:
     return float(total), {t.policy_version for t in trajectories}
 
 
-def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_peft: bool, device, over="auto"):
+def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_peft: bool, device):
     """(policy, its config, the client of the server)"""
     cfg = TrainConfig(
         model_id=model_dir,
@@ -67,8 +68,6 @@ def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_p
         max_completion_length=24,
         max_prompt_length=64,
         push_bucket_mb=4,
-        push_changes=True,
-        push_over=over,
     )
     policy, inner = script.load_policy(cfg, device)
     cfg, tokenizer = settled(cfg, inner), script_tokenizer(model_dir)
@@ -76,36 +75,26 @@ def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_p
 
 
 def one_case(version: int, *kind) -> dict:
-    """Before and after a push of `version`, and one of changes. kind: as `connected` takes it."""
+    """Before and after a push of `version`. kind: as `connected` takes it."""
     policy, cfg, generator = connected(*kind)
     edit(policy, version)
-    before, _ = difference(policy, cfg, generator)  # the server still has other weights
+    generator.run, run = None, generator.run  # the server still has other weights
+    before, _ = difference(policy, cfg, generator)
+    generator.run = run
     original = snapshot(policy)
     script.push_weights(policy, generator, version, cfg.push_bucket_mb)
     after, versions = difference(policy, cfg, generator)
     untouched = all(torch.equal(a, b) for a, b in zip(original, snapshot(policy), strict=True))
-    whole = generator.sent_bytes
-    for name, parameter in policy.named_parameters():
-        if "norm" in name:
-            parameter.data.mul_(1.5)
-    script.push_weights(policy, generator, version + 1, cfg.push_bucket_mb)  # only what has changed
-    later, _ = difference(policy, cfg, generator)
+    utils.gather_objects(None)  # other ranks sample, too
     generator.close()
-    return {
-        "case": f"{cfg.strategy}{' lora' if cfg.use_peft else ''}",
-        "before": before,
-        "after": after,
-        "later": later,
-        "saved": utils.is_main() and generator.sent_bytes < whole,
-        "version": versions == {version},
-        "untouched": untouched,
-    }
+    name = f"{cfg.strategy}{' lora' if cfg.use_peft else ''}"
+    return dict(case=name, before=before, after=after, version=versions == {version}, untouched=untouched)
 
 
 class Packer:
     """Takes a push as a client does, into a bucket for the wire, and drops it."""
 
-    receives_weights, weight_dtype, changes, adapter = True, torch.float32, None, None
+    receives_weights, weight_dtype = True, torch.float32
 
     def begin_push(self) -> None:
         self.received = 0
@@ -146,16 +135,24 @@ def script_tokenizer(model_dir: str):
     return AutoTokenizer.from_pretrained(model_dir)
 
 
-def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
-    rank, _, device = utils.init_distributed(60)
+CASES = list(product(("ddp", "fsdp", "fsdp2"), (False, True)))
+
+
+def memory_of_pushes() -> list[float]:
+    """`extra_memory` of each case. In a process of its own: what others freed would be taken before the peak rises."""
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD, bytes: what is freed goes back at once, so a peak is one
-    cases = list(product(("ddp", "fsdp", "fsdp2"), (False, True)))
-    # First: what others freed would be taken before the peak rises. Once is enough.
-    extra = [extra_memory(*case) if compute_dtype == "float32" else 0.0 for case in cases]
-    results = []
-    for number, (case, megabytes) in enumerate(zip(cases, extra, strict=True)):
-        results.append(one_case(100 + number, model_dir, url, compute_dtype, *case, device) | {"extra_mb": megabytes})
-    if rank == 0:
+    return [extra_memory(*case) for case in CASES]
+
+
+def all_cases(model_dir: str, url: str, token: str, compute_dtype: str) -> list[dict]:
+    os.environ["VLLM_SERVER_TOKEN"] = token
+    rank, _, device = utils.init_distributed(60)
+    return [one_case(100 + n, model_dir, url, compute_dtype, *case, device) for n, case in enumerate(CASES)]
+
+
+def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
+    results = all_cases(model_dir, url, os.environ["VLLM_SERVER_TOKEN"], compute_dtype)
+    if utils.is_main():
         Path(out).write_text(json.dumps(results), encoding="utf-8")
     utils.end_process(0)
 

@@ -84,8 +84,8 @@ def make_tiny():
 
 @pytest.fixture(scope="session")
 def server():
-    """A live server of the tiny random Llama in fp32, window 512."""
-    live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512")
+    """A live server of the tiny random Llama in fp32, window 512, with adapters."""
+    live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512", "--enable-lora")
     try:
         yield live.wait()
     finally:

@@ -68,7 +68,7 @@ def test_two_engines_take_a_push():
         live.wait(400)
         client = VLLMClient([live.url], live.token, timeout=60)
         (info,) = client.server_info()
-        assert info["world_size"] == 2 and info["devices"] == ["cpu", "cpu"]
+        assert info.world_size == 2
         client.connect_weights("cpu")
         model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
         move(model)
@@ -77,7 +77,7 @@ def test_two_engines_take_a_push():
         check_logprobs(client, model, 3)
         client.begin_push()
         client.send_bucket(named[:-1])
-        with pytest.raises(ServerError, match="missing"):
+        with pytest.raises(ServerError, match="left out weights"):
             client.finish_push(4)
         client.close()
     finally:

@@ -19,7 +19,7 @@ import train_grpo as script
 import utils
 from config import ConfigError, TrainConfig
 from inputs import packing, routing
-from serving import experts
+from inputs import trajectory as experts
 from vllm_client import Completion
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4)

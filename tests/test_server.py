@@ -1,775 +1,464 @@
-"""vllm_server.py and vllm_client.py against live servers: access, generation, weight pushes, and what may go wrong."""
+"""vllm_server.py and vllm_client.py against one live server: access, sampling, pushes of weights and of adapters."""
 
 import asyncio
-import contextlib
-import functools
-import http.server
-import socket
+import json
+import os
+import signal
 import subprocess
 import sys
-import threading
 import time
-from types import SimpleNamespace
+from pathlib import Path
 
-import psutil
 import pytest
 import requests
 import torch
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
-from server_fixture import ROOT, free_port
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import vllm_client
-from config import TrainConfig
-from rollouts import multi_turn
-from scoring import judge
-from serving import shared, wire
-from serving.transfer import Pushes
-from serving.wire import CHUNK, checksum
+from config import ConfigError, TrainConfig
+from serving import servers, wire
 from vllm_client import ServerError, VLLMClient
-from vllm_server import generate_route
 
-PROMPT = list(range(100, 140))
-NORM, K_PROJ, UP = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
-
-
-def load(model_dir):
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+PROMPT = [5, 6, 7, 8]
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    client = VLLMClient([server.url], server.token, timeout=30, request_timeout=120)
-    client.wait_ready(10)
-    client.connect_weights("cpu")
-    yield client
-    client.close()
+def model(server):
+    return AutoModelForCausalLM.from_pretrained(server.model_dir, dtype=torch.float32)
 
 
 @pytest.fixture
-def model(server, client):
-    """The model as it is on disk, here and on the server."""
-    model = load(server.model_dir)
-    push(client, model, 0)
-    return model
-
-
-def edit(model, seed=0):
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
-def push(client, model, version, named=None):
-    """In two buckets, as named_parameters gives them (tied weights once)."""
-    named = list(model.named_parameters()) if named is None else named
-    client.begin_push()
-    client.send_bucket(named[:5])
-    client.send_bucket(named[5:])
-    client.finish_push(version)
-
-
-def generate(client, prompt=PROMPT, **options):
-    return asyncio.run(client.generate(prompt, **({"max_tokens": 12} | options)))
-
-
-def model_logprobs(model, completion, temperature=1.0):
-    """Log-probs of the completion's tokens under `model`.  [tokens]"""
-    ids = torch.tensor([completion.prompt_ids + completion.token_ids])
-    with torch.no_grad():
-        logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
-    first = len(completion.prompt_ids)
-    return logprobs[first - 1 : -1].gather(-1, ids[0, first:, None])[:, 0]
-
-
-def difference(model, completions, temperature=1.0):
-    """Largest |model - server| over the completions' tokens."""
-    return max(
-        float((model_logprobs(model, one, temperature) - torch.tensor(one.logprobs)).abs().max()) for one in completions
-    )
-
-
-# ---- access ---------------------------------------------------------------------------------------------------------
-
-
-def test_every_route_wants_the_token(server):
-    paths = server.request("GET", "/openapi.json").json()["paths"]
-    assert {"/generate", "/server_info", "/health", "/metrics", "/pause", "/v1/chat/completions"} <= paths.keys()
-    routes = [(method, path) for path, methods in paths.items() for method in methods]
-    routes += [("GET", "/docs"), ("GET", "/redoc"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("OPTIONS", "/v1")]
-    for method, path in routes:
-        assert requests.request(method, server.url + path, timeout=10).status_code == 401, (method, path)
-    for header in ("Bearer wrong", f"Basic {server.token}", "Bearer", f"Bearer {server.token}x"):
-        answer = requests.get(server.url + "/health", headers={"Authorization": header}, timeout=10)
-        assert answer.status_code == 401, header
-    assert server.request("GET", "/health").status_code == 200
-
-
-BAD_REQUESTS = {
-    "no samples": {"n": 0},
-    "absurd n": {"n": 10**9},
-    "absurd max_tokens": {"max_tokens": 10**9},
-    "no tokens asked for": {"max_tokens": 0},
-    "empty prompt": {"prompt_ids": []},
-    "text prompt": {"prompt_ids": "hello"},
-    "token outside the vocabulary": {"prompt_ids": [1, 10**6]},
-    "negative token": {"prompt_ids": [-1]},
-    "stop token outside the vocabulary": {"stop_token_ids": [10**6]},
-    "negative temperature": {"temperature": -1},
-    "top_p of 0": {"top_p": 0},
-    "top_p above 1": {"top_p": 1.5},
-    "min_tokens above max_tokens": {"min_tokens": 5},
-    "misspelt option": {"temprature": 1.0},
-    "number as text": {"n": "2"},
-    "image for a text model": {"images": ["aGVsbG8="]},
-}
-
-
-@pytest.mark.parametrize("what", BAD_REQUESTS)
-def test_bad_generate_requests_are_refused(server, what):
-    body = {"prompt_ids": PROMPT, "max_tokens": 4} | BAD_REQUESTS[what]
-    answer = server.request("POST", "/generate", json=body)
-    assert 400 <= answer.status_code < 500, answer.text
-    assert answer.json()["error"]["message"]
-
-
-def test_other_bad_requests_are_refused_and_the_server_lives(server, client):
-    json_type = {"Content-Type": "application/json"}
-    for path in ("/generate", "/v1/chat/completions", "/v1/completions", "/update_weights"):
-        for text in ('{"prompt_ids": [1, 2', "[]", '{"prompt_ids": [1], "max_tokens": NaN}', "\x00\xff"):
-            answer = server.request("POST", path, data=text.encode("latin-1"), headers=json_type)
-            assert 400 <= answer.status_code < 500, (path, text, answer.text)
-    chat = {"model": str(server.model_dir), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    for wrong in ({"n": 10**6}, {"max_tokens": 10**9}, {"messages": "hi"}):
-        answer = server.request("POST", "/v1/chat/completions", json=chat | wrong)
-        assert 400 <= answer.status_code < 500, (wrong, answer.text)
-    assert server.request("POST", "/generate", headers={"Content-Length": str(10**12)}).status_code == 413
-    assert server.request("POST", "/generate", data=iter([b"{", b"}"])).status_code == 411
-    assert len(generate(client, max_tokens=2)) == 1
-
-
-def test_refusals_before_the_model_is_loaded(server, monkeypatch):
-    """A taken port, an open address without a token, arguments that would undo the server's own."""
-    monkeypatch.delenv("VLLM_SERVER_TOKEN", raising=False)
-    port = server.url.rpartition(":")[2]
-    cases = [
-        (["--port", port], [port, "another --port"]),
-        (["--host", "0.0.0.0", "--port", str(free_port())], ["0.0.0.0", "--token"]),
-        (["--token", " "], ["empty"]),
-        (["--api-key", "x"], ["--api-key", "--token"]),
-        (["--port", "99999"], ["99999", "65535"]),
-    ]
-    for arguments, words in cases:
-        start = time.monotonic()
-        command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", "models/tiny", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
-        seconds = time.monotonic() - start
-        assert done.returncode != 0 and all(word in done.stderr for word in words), done.stderr
-        assert "Traceback" not in done.stderr
-        assert seconds < 10, seconds  # about 1 on an idle machine
-
-
-# ---- generation -----------------------------------------------------------------------------------------------------
-
-
-def test_logprobs_are_those_of_the_model(client, model):
-    assert difference(model, generate(client, n=4)) < 1e-4
-    assert difference(model, generate(client, n=4, temperature=0.6), temperature=0.6) < 1e-4
-    (greedy,) = generate(client, temperature=0.0)
-    ids = torch.tensor([greedy.prompt_ids + greedy.token_ids])
-    with torch.no_grad():
-        best = model(ids).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
-    assert best.tolist() == greedy.token_ids
-
-
-def test_logprobs_are_of_the_truncated_distribution(client, model):
-    """With top_k the sampler draws from k renormalised tokens; its log-probs say so."""
-    for completion in generate(client, n=4, top_k=5):
-        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(PROMPT) - 1 : -1]
-        values, tokens = logits.topk(5)
-        place = (tokens == torch.tensor(completion.token_ids)[:, None]).float()
-        assert place.sum(-1).eq(1).all()
-        expected = (values.log_softmax(-1) * place).sum(-1)
-        assert torch.allclose(expected, torch.tensor(completion.logprobs), atol=1e-4)
-
-
-def test_samples_seeds_and_finish_reasons(client, model):
-    samples = generate(client, n=3, max_tokens=6, seed=5)
-    assert len({tuple(one.token_ids) for one in samples}) == 3
-    assert all(one.prompt_ids == PROMPT and one.finish_reason == "length" for one in samples)
-    assert all(len(one.token_ids) == len(one.logprobs) == 6 for one in samples)
-    assert [one.token_ids for one in generate(client, n=3, max_tokens=6, seed=5)] == [o.token_ids for o in samples]
-    assert [one.token_ids for one in generate(client, n=3, max_tokens=6, seed=6)] != [o.token_ids for o in samples]
-    third = samples[0].token_ids[2]
-    stopped = generate(client, n=3, max_tokens=6, seed=5, stop_token_ids=[third])[0]
-    assert stopped.token_ids == samples[0].token_ids[:3] and stopped.finish_reason == "stop"  # the token is part of it
-    everything = list(range(0, 4096, 49))
-    reasons = generate(client, n=16, max_tokens=450, seed=1, stop_token_ids=everything)
-    assert {one.finish_reason for one in reasons} == {"stop"}
-    assert all(one.token_ids[-1] in everything for one in reasons)
-    late = generate(client, n=16, max_tokens=200, min_tokens=20, stop_token_ids=everything)
-    assert min(len(one.token_ids) for one in late) >= 20
-
-
-def test_several_turns(server, client, model, monkeypatch):
-    """FrozenLake, eight trajectories at a time: what was sampled in each turn is scored alike by the model itself, all
-    tokens before it, answers included, being what the server saw."""
-    cfg = TrainConfig(
-        env="frozenlake",
-        num_generations=4,
-        max_turns=4,
-        max_turn_length=40,
-        max_completion_length=250,
-        compute_dtype="float32",
-        tokenization_check="off",
-    )
-    monkeypatch.setattr(client, "tokenizer", AutoTokenizer.from_pretrained(server.model_dir), raising=False)
-    monkeypatch.setattr(client, "rope_index", None, raising=False)
-    stops = list(range(0, 4096, 12))  # a random model seldom ends a turn by itself
-    monkeypatch.setattr(client, "generate", functools.partial(client.generate, stop_token_ids=stops))
-    rows = [{"prompt": "lake", "seed": 1}, {"prompt": "lake", "seed": 2}]
-    trajectories = asyncio.run(multi_turn(rows, client, cfg))
-    assert max(t.turns for t in trajectories) > 2 and {t.policy_version for t in trajectories} == {0}
-    for t in trajectories:
-        ids = torch.tensor([t.prompt_ids + t.token_ids])
-        with torch.no_grad():
-            logprobs = model(input_ids=ids).logits[0].log_softmax(-1)[len(t.prompt_ids) - 1 : -1]
-        expected = logprobs.gather(-1, ids[0, len(t.prompt_ids) :, None])[:, 0]
-        mask = torch.tensor(t.loss_mask, dtype=torch.bool)
-        assert torch.allclose(expected[mask], torch.tensor(t.logprobs)[mask], atol=1e-4)
-
-
-class Engine:
-    """As much of vLLM's as POST /generate needs. finish_reason: of every sample. rendering: called meanwhile."""
-
-    def __init__(self, finish_reason: str = "stop", rendering=lambda: None):
-        self.finish_reason, self.rendering, self.renderer, self.asked = finish_reason, rendering, self, []
-        self.vllm_config = SimpleNamespace(aux_output_config=SimpleNamespace(enable_return_routed_experts=False))
-        self.model_config = SimpleNamespace(max_model_len=100, max_logprobs=20, is_encoder_decoder=False)
-        self.model_config.get_vocab_size = lambda: 100
-
-    async def render_cmpl_async(self, prompts):
-        await asyncio.sleep(0)
-        self.rendering()
-        return [{"type": "token"} | prompt for prompt in prompts]
-
-    async def generate(self, prompt, *args, **kwargs):
-        self.asked.append(prompt)
-        logprobs = SimpleNamespace(logprobs=[-0.5], start_indices=[0])
-        output = SimpleNamespace(index=0, finish_reason=self.finish_reason, token_ids=[7], logprobs=logprobs)
-        yield SimpleNamespace(outputs=[output], prompt_token_ids=[5, 6], num_cached_tokens=0)
-
-
-def answer_of(engine: Engine, pushes: Pushes):
-    app = FastAPI()
-    app.post("/generate")(generate_route(engine, pushes, SimpleNamespace(pick=lambda name: None), []))
-    return TestClient(app).post("/generate", json={"prompt_ids": [5, 6], "max_tokens": 3})
-
-
-def test_what_the_engine_could_not_run_may_be_asked_again():
-    """Such as a picture that has left vLLM's cache."""
-    answer = answer_of(Engine("error"), Pushes())
-    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-
-
-def test_a_push_while_a_prompt_is_prepared_is_counted():
-    pushes = Pushes()
-
-    def a_push():
-        pushes.version += 1
-
-    engine = Engine(rendering=a_push)
-    answer = answer_of(engine, pushes).json()
-    assert answer["policy_version"] == answer["policy_version_last"] == 1
-    assert engine.asked == [{"type": "token", "prompt_token_ids": [5, 6]}]  # nothing is left for the engine to prepare
-
-
-def test_a_push_that_breaks_off_while_a_prompt_is_prepared_is_told():
-    pushes = Pushes()
-    engine = Engine(rendering=lambda: setattr(pushes, "broken", "half of the weights came"))
-    assert "half of the weights" in answer_of(engine, pushes).text and not engine.asked
-
-
-def test_prompt_longer_than_the_window(client):
-    with pytest.raises(ServerError, match=r"600 tokens.*512.*--max-model-len"):
-        generate(client, prompt=[5] * 600)
-    with pytest.raises(ServerError, match=r"prompt 500 \+ max_tokens 40 .*512.*max_tokens=12"):
-        generate(client, prompt=[5] * 500, max_tokens=40)
-
-
-def test_openai_chat_route(server, model):
-    body = {
-        "model": str(server.model_dir),
-        "messages": [{"role": "user", "content": "Say something."}],
-        "max_completion_tokens": 6,
-        "n": 2,
-        "logprobs": True,
-        "return_token_ids": True,
-        "temperature": 0.8,
-    }
-    answer = server.request("POST", "/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    content = answer.json()
-    assert len(content["choices"]) == 2
-    for choice in content["choices"]:
-        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        one = vllm_client.Completion(choice["token_ids"], logprobs, "length", 0, content["prompt_token_ids"])
-        assert difference(model, [one], temperature=0.8) < 1e-4
-
-
-def test_requests_go_to_the_least_loaded_server(server, monkeypatch):
-    """The same server under two names; each gets half of the sequences, not half of the requests."""
-    client = VLLMClient([server.url, server.url.replace("127.0.0.1", "localhost")], server.token)
-    sent, call = [], client._call
-
-    def record(url, method, path, body=None, *more):
-        sent.append((url, body["n"]))
-        return call(url, method, path, body, *more)
-
-    monkeypatch.setattr(client, "_call", record)
-
-    async def many():
-        await asyncio.gather(*(client.generate(PROMPT, n=n, max_tokens=8) for n in (6, 2, 2, 2)))
-
-    asyncio.run(many())
-    by_server = {url: sorted(n for u, n in sent if u == url) for url in client.urls}
-    assert sorted(by_server.values()) == [[2, 2, 2], [6]]
-    assert client._load == [0, 0]
-
-
-# ---- weight pushes --------------------------------------------------------------------------------------------------
-
-
-def test_checksum_sees_every_change():
-    torch.manual_seed(0)
-    for size in (4, 16, 4 * CHUNK, 4 * CHUNK * 3 + 16):
-        data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        before = checksum(data)
-        flipped, swapped = data.clone(), data.clone()
-        flipped[size // 2] ^= 128
-        swapped[0], swapped[-1] = data[-1], data[0]
-        assert checksum(flipped) != before
-        assert checksum(data.clone()) == before
-        assert checksum(swapped) != before or data[0] == data[-1]
-        assert checksum(data.roll(4)) != before or size == 4
-    # Sign flips that cancel in a plain weighted sum: +a and -a in exchanged places.
-    signs = torch.tensor([1.0, -1.0, 1.0, 1.0])
-    assert checksum(signs.view(torch.uint8)) != checksum(signs[[1, 0, 2, 3]].view(torch.uint8))
-    assert checksum(torch.zeros(8, dtype=torch.uint8)) == checksum(torch.zeros(8, dtype=torch.uint8))
-
-
-def test_checksums_are_exact_and_know_places():
-    """Against python's own integers; with the largest words there are, and whatever is exchanged across rows."""
-    for fill in (-(2**31), 2**31 - 1, None):
-        rows = torch.randint(-(2**31), 2**31, (6, CHUNK), dtype=torch.int32)
-        rows = rows if fill is None else torch.full_like(rows, fill)
-        words, starts = rows.flatten().tolist(), [0, wire.ALIGN, 4 * wire.ALIGN, 4 * wire.ALIGN]
-        ends = [CHUNK, 4 * CHUNK, 4 * CHUNK, 6 * CHUNK]
-        expected = [
-            sum((i + 1) * words[i] for i in range(start // 4, end)) % 2**64
-            for start, end in zip(starts, ends, strict=True)
-        ]
-        assert wire.checksums(rows.view(torch.uint8).flatten(), starts) == expected
-    rows[0, 0], rows[1, 0], rows[0, 1], rows[1, 1] = 5, -(2**31), 6, 7
-    before = checksum(rows.view(torch.uint8).flatten())
-    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for a in places:
-        for b in places[: places.index(a)]:
-            other = rows.clone()
-            other[a], other[b] = rows[b], rows[a]
-            assert checksum(other.view(torch.uint8).flatten()) != before, (a, b)
-    negated = rows.view(torch.float32).neg().view(torch.uint8)
-    assert checksum(negated.flatten()) != before
-
-
-def test_a_bucket_is_checked_by_few_operations():
-    """On a GPU each costs a launch; 64 MiB took 2,050."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counter(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += not func.is_view
-            return func(*args, **(kwargs or {}))
-
-    with Counter() as counter:
-        wire.checksums(torch.zeros(64 << 20, dtype=torch.uint8), [0, 32 << 20])
-    assert counter.count < 3 * 16 + 20, counter.count
-
-
-def test_weights_really_arrive(server, client, model):
-    before = generate(client, n=4)
-    edit(model)
-    assert difference(model, before) > 0.5  # the edit is large: weights that stayed behind could not go unnoticed
-    push(client, model, 7)
-    after = generate(client, n=4, max_tokens=40)
-    assert difference(model, after) < 1e-4
-    assert {one.policy_version for one in after} == {7}
-    (info,) = client.server_info()
-    assert info["policy_version"] == 7 and info["weights_error"] is None
-    assert server.request("GET", "/weight_info").json()["weight_version"] == "7"  # vLLM's own route agrees
-
-
-def test_a_push_empties_the_prefix_cache(client, model):
-    prompt = [i % 1000 + 50 for i in range(400)]  # several blocks of the cache
-    generate(client, prompt=prompt)
-    assert difference(model, generate(client, prompt=prompt)) < 1e-4
-    edit(model)
-    push(client, model, 8)
-    assert difference(model, generate(client, prompt=prompt)) < 1e-4
-
-
-def test_sequences_under_way_go_on_with_the_new_weights(client, model):
-    old = load(model.config._name_or_path)
-    edit(model)
-
-    async def push_meanwhile(seconds):
-        running = asyncio.create_task(client.generate(PROMPT, n=4, max_tokens=400))
-        await asyncio.sleep(seconds)
-        await asyncio.to_thread(push, client, model, 9)
-        return await running
-
-    divided = 0
-    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6):  # how many tokens there are by then depends on the machine
-        push(client, old, 0)
-        for one in asyncio.run(push_meanwhile(seconds)):
-            reported = torch.tensor(one.logprobs)
-            by_old, by_new = (model_logprobs(m, one) - reported for m in (old, model))
-            switch = int((by_old.abs() > 1e-3).float().argmax())  # first token that is not the old model's
-            if by_old[switch].abs() > 1e-3:  # else it ended before the push
-                assert by_old[:switch].abs().lt(1e-4).all() and by_new[switch:].abs().max() < 1e-4
-                assert switch == 0 or one.policy_version == 0  # the oldest weights that sampled any of the tokens
-                divided += switch > 0
-        if divided:
-            break
-    assert divided
-
-
-def named_with(model, **changes):
-    """named_parameters with replacements; None leaves a name out, a new name is added at the end."""
-    named = dict(model.named_parameters())
-    named |= {name.replace("/", "."): value for name, value in changes.items()}
-    return [(name, value) for name, value in named.items() if value is not None]
-
-
-def broken_pushes(model):
-    named = dict(model.named_parameters())
-    return {
-        "missing": (named_with(model, **{K_PROJ: None}), rf"missing: {K_PROJ}"),
-        "missing vector": (named_with(model, **{NORM: None}), rf"missing: {NORM}"),
-        "missing embedding": (named_with(model, **{"model.embed_tokens.weight": None}), "missing: model.embed_tokens"),
-        "short": (named_with(model, **{UP: named[UP][:-1]}), UP),
-        "long": (named_with(model, **{UP: torch.cat([named[UP]] * 2)}), UP),
-        "transposed": (named_with(model, **{UP: named[UP].T}), UP),
-        "unknown": (named_with(model, **{"model.layers.0.foo.weight": torch.zeros(8)}), r"model.layers.0.foo.weight"),
-        "unknown bias": (named_with(model, **{K_PROJ[:-6] + "bias": torch.zeros(64)}), rf"unknown.*{K_PROJ[:-6]}bias"),
-        "layer too many": (named_with(model, **{K_PROJ.replace("1", "2"): named[K_PROJ]}), K_PROJ.replace("1", "2")),
-        "twice": ([*named.items(), (K_PROJ, named[K_PROJ])], rf"twice.*{K_PROJ}"),
-        "tied": (named_with(model, **{"lm_head.weight": named["model.embed_tokens.weight"]}), "lm_head.weight"),
-    }
-
-
-def test_broken_pushes_name_the_culprit_and_a_good_one_recovers(server, client, model):
-    edit(model)
-    chat = {"model": str(server.model_dir), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    for what, (named, message) in broken_pushes(model).items():
-        start = time.monotonic()
-        with pytest.raises(ServerError, match=message):
-            push(client, model, 10, named)
-        assert time.monotonic() - start < 20, what
-        with pytest.raises(ServerError, match=rf"503.*did not complete.*{message}"):
-            generate(client)
-        assert server.request("POST", "/v1/chat/completions", json=chat).status_code == 503
-        assert server.request("GET", "/health").status_code == 200
-        assert client.server_info()[0]["policy_version"] == 0
-    push(client, model, 11)
-    assert difference(model, generate(client, n=2)) < 1e-4
-    assert server.request("POST", "/v1/chat/completions", json=chat).status_code == 200
-
-
-@pytest.fixture(params=["memory", "gloo"])
-def way(request, server):
-    """A client whose buckets travel in a way of its own."""
-    client = VLLMClient([server.url], server.token, timeout=30, request_timeout=120, over=request.param)
-    client.connect_weights("cpu")
+def client(server):
+    client = VLLMClient([server.url], server.token, run="run", timeout=30, request_timeout=120)
+    client.wait_ready(60)
     yield client
     client.close()
 
 
-def test_weights_arrive_either_way(way, client, server):
-    """In shared memory and over gloo, from buffers that are used again: the server copies what it still waits for."""
-    model = load(server.model_dir)
-    assert way._links[0].shares == (way.over == "memory")
-    for version in range(2):
-        edit(model, version)
-        way.begin_push()
-        for named in model.named_parameters():  # the server's layers are of several of these
-            way.send_bucket([named])
-        way.finish_push(version)
-        assert difference(model, generate(way, n=4)) < 1e-4
-    client.close()
+def named(model) -> list:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def test_the_fastest_way_that_works_is_taken(server, client, monkeypatch, caplog):
-    client.connect_weights("cpu")
-    assert client._links[0].shares and client.over == "auto"
-    real = shared.probe
-
-    def out_of_reach():
-        memory = real()
-        memory.place[1] = 10**6
-        return memory
-
-    monkeypatch.setattr(shared, "probe", out_of_reach)
-    client.close()
-    with pytest.raises(ServerError, match="cannot read this process's memory.*--push_over"):
-        VLLMClient([server.url], server.token, over="memory").connect_weights("cpu")
-    with pytest.raises(ServerError, match="nccl wants.*different GPUs"):
-        VLLMClient([server.url], server.token, over="nccl").connect_weights("cpu")
-    model = load(server.model_dir)
-    push(client, model, 3)
-    assert not client._links[0].shares
-    push(client, model, 4)
-    client.close()
-    push(client, model, 5)
-    assert caplog.text.count("cannot read this process's memory") == 1
-    assert difference(model, generate(client)) < 1e-4
-    client.close()
+def push(client, weights: list, version: int, *buckets: int) -> None:
+    """The weights in one bucket, or cut before these numbers."""
+    if client.device is None:
+        client.connect_weights("cpu")
+    client.begin_push()
+    for start, end in zip((0, *buckets), (*buckets, len(weights)), strict=True):
+        client.send_bucket(weights[start:end])
+    client.finish_push(version)
 
 
-def test_a_flipped_byte_is_seen(way, client, model, monkeypatch):
-    way.connect_weights("cpu")  # `model` has pushed since
-    named = list(model.named_parameters())
-    starts, _, _ = wire.layout([p.dtype for _, p in named[5:]], [list(p.shape) for _, p in named[5:]])
-    victim = [name for name, _ in named[5:]].index(K_PROJ)
-    send = way._send
-
-    def damage(described, bucket, changed):
-        bucket[starts[victim] + 1] ^= 1
-        send(described, bucket, changed)
-
-    way.begin_push()
-    way.send_bucket(named[:5])
-    monkeypatch.setattr(way, "_send", damage)
-    with pytest.raises(ServerError, match=rf"{K_PROJ} arrived damaged"):
-        way.send_bucket(named[5:])
-        way.finish_push(12)  # which waits for the bucket
-    monkeypatch.undo()
-    with pytest.raises(ServerError, match="503.*arrived damaged"):
-        generate(way)
-    push(way, model, 12)
-    assert difference(model, generate(way, n=2)) < 1e-4
-    client.close()
+@torch.no_grad()
+def moved(model, seed: int):
+    """The model with other weights."""
+    torch.manual_seed(seed)
+    other = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    other.load_state_dict(model.state_dict())
+    for parameter in other.parameters():
+        parameter += torch.randn_like(parameter) * parameter.abs().mean()
+    return other
 
 
-def resident(processes):
-    """MiB held by them."""
-    return sum(process.memory_info().rss for process in processes) / 2**20
+@torch.no_grad()
+def logprobs(model, completion, temperature: float = 1.0, endless: bool = False) -> torch.Tensor:
+    """What transformers says of a completion's tokens. endless: where it was not allowed to end (min_tokens)."""
+    start = len(completion.prompt_ids)
+    logits = model(torch.tensor([completion.prompt_ids + completion.token_ids])).logits[0, start - 1 : -1]
+    if endless:
+        logits[:, model.generation_config.eos_token_id] = -torch.inf
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
-def test_fifty_pushes_do_not_grow_memory(server, client, model):
-    """A tenth of a bucket kept at each push would make five. Less proves nothing: a bucket of this model has 3 MiB, and
-    the server's processes, which hold 2.4 GiB, drift by as much (measured once: 4 MiB in 60 pushes)."""
-    bucket = sum(p.numel() * 4 for p in model.parameters()) / 2**20
-    there = psutil.Process(server.process.pid)
-    groups = [[psutil.Process()], [there, *there.children(recursive=True)]]
-    readings = []
-    for version in range(60):
-        push(client, model, version)
-        readings.append([resident(group) for group in groups])
-    for who, values in zip(("trainer", "server"), zip(*readings, strict=True), strict=True):
-        first, last = min(values[5:15]), min(values[-10:])
-        assert last - first < 5 * bucket, f"{who}: {first:.0f} -> {last:.0f} MiB in 50 pushes of {bucket:.0f} MiB"
+def sample(client, prompt=PROMPT, **how) -> list:
+    return asyncio.run(client.generate(list(prompt), **{"n": 2, "max_tokens": 12} | how))
 
 
-def test_the_last_trainer_that_connects_may_push(server, client, model):
-    second = VLLMClient([server.url], server.token, timeout=30)
-    second.connect_weights("cpu")
-    edit(model)
-    push(second, model, 13)
-    assert difference(model, generate(second)) < 1e-4
-    with pytest.raises(ServerError, match="another trainer has connected"):
-        generate(client)  # these weights are not its own
-    with pytest.raises(ServerError, match="another trainer"):
-        client.begin_push()
-    push(client, model, 14)  # it connects again; now the second is the one that is turned away
-    with pytest.raises(ServerError, match="another trainer"):
-        second.begin_push()
-    assert difference(model, generate(client)) < 1e-4
-    second.close()
+def agrees(model, completion, **how) -> bool:
+    return torch.allclose(logprobs(model, completion, **how), torch.tensor(completion.logprobs), atol=1e-5)
 
 
-DYING_TRAINER = """
-import os, sys, time
-sys.path.insert(0, {root!r})
-import torch
-from vllm_client import VLLMClient
-client = VLLMClient([{url!r}], {token!r}, timeout=4, over={over!r})
-client.connect_weights("cpu")
-client.begin_push()
-client.send_bucket([("model.norm.weight", torch.ones(128))])
-print("half", flush=True)
-time.sleep(60)
-"""
+# ---- access ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("over", ["memory", "gloo"])
-def test_a_trainer_that_dies_in_mid_push(server, client, model, over):
-    script = DYING_TRAINER.format(root=str(ROOT), url=server.url, token=server.token, over=over)
-    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, encoding="utf-8")
-    assert trainer.stdout.readline() == "half\n"
-    trainer.kill()
-    trainer.wait()
+def test_no_route_answers_without_the_token(server):
+    """All that the app itself lists, the pages of its documentation, and what it does not have."""
+    paths = server.request("GET", "/openapi.json").json()["paths"]
+    asked = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    asked += [("GET", path) for path in ("/docs", "/redoc", "/openapi.json", "/health", "/nothing")]
+    assert len(asked) > 40 and {path for _, path in asked} > {"/update_weights", "/pause", "/inference/v1/generate"}
+    for method, path in asked:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": server.token}):
+            answer = requests.request(method, server.url + path, headers=headers, timeout=20)
+            assert answer.status_code == 401, (method, path)
+    assert server.request("GET", "/health").status_code == 200
+
+
+def test_no_websocket_opens_without_the_token(server):
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    answer = requests.get(
+        server.url + "/v1/realtime", headers=upgrade | {"Sec-WebSocket-Key": "MTIzNDU2Nzg5MDEyMzQ1Ng=="}, timeout=20
+    )
+    assert answer.status_code in (401, 403)
+
+
+def test_a_wrong_token_is_said_at_once(server):
     start = time.monotonic()
-    # Its last bucket may have been under way.
-    how = "silent for 4 s|Connection reset|Connection closed|the trainer's process .* is gone"
-    with pytest.raises(ServerError, match=f"503.*did not complete.*({how})"):  # the request waits for the end
-        generate(client)
-    assert time.monotonic() - start < 15
-    edit(model)
-    client.close()
-    push(client, model, 15)  # the resumed trainer
-    assert difference(model, generate(client)) < 1e-4
-
-
-def test_a_bucket_that_is_never_read(server, client, model):
-    """In shared memory, by workers that have stopped. What they read when they go on is still there."""
-    hurried = VLLMClient([server.url], server.token, timeout=1, over="memory")
-    hurried.connect_weights("cpu")
-    hurried.begin_push()
-    workers = psutil.Process(server.process.pid).children(recursive=True)
-    for process in workers:
-        process.suspend()
-    start = time.monotonic()
-    try:
-        with pytest.raises(ServerError, match="no answer to POST /update_weights within 11 s"):
-            hurried.send_bucket([(NORM, torch.ones(128))])
-            hurried._settle()
-        assert time.monotonic() - start < 25
-        hurried.close()
-    finally:
-        for process in workers:
-            process.resume()
-    with pytest.raises(ServerError, match="503"):
-        generate(client)
-    client.close()
-    push(client, model, 15)
-    assert difference(model, generate(client)) < 1e-4
-
-
-def test_a_bucket_that_never_comes(server, client, model, monkeypatch):
-    hurried = VLLMClient([server.url], server.token, timeout=3)
-    hurried.connect_weights("cpu")
-    hurried.begin_push()
-    update = {"names": [NORM], "dtypes": ["float32"], "shapes": [[128]], "checksums": [0]}
-    start = time.monotonic()
-    with pytest.raises(ServerError, match="422.*waited 3 s for the trainer"):
-        body = {"session": hurried._links[0].session, "update_info": update}
-        hurried._call(server.url, "POST", "/update_weights", body, timeout=30)
+    with pytest.raises(ServerError, match="refuses the token.*VLLM_SERVER_TOKEN"):
+        VLLMClient([server.url], "wrong").wait_ready(60)
     assert time.monotonic() - start < 20
-    with pytest.raises(ServerError, match="503"):
-        generate(client)
-    client.close()
-    push(client, model, 16)
-    assert difference(model, generate(client)) < 1e-4
-    hurried.close()
 
 
-# ---- servers that are not there -------------------------------------------------------------------------------------
-
-
-def test_no_server_at_the_address(server):
-    nobody = VLLMClient([server.url, f"http://127.0.0.1:{free_port()}"], server.token, timeout=2)
-    start = time.monotonic()
-    with pytest.raises(ServerError, match=rf"{nobody.urls[1]} was not ready within 1 s"):
-        nobody.wait_ready(1)
-    with pytest.raises(ServerError, match=rf"{nobody.urls[1]} is gone.*resume"):
-        nobody.server_info()
-    assert time.monotonic() - start < 10
-    with pytest.raises(ServerError, match="refuses the token"):
-        VLLMClient([server.url], "wrong").wait_ready(30)
-
-
-def test_a_server_that_accepts_but_never_answers(server):
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        client = VLLMClient([f"http://127.0.0.1:{mute.getsockname()[1]}"], "t", timeout=2)
-        with pytest.raises(ServerError, match="no answer to GET /server_info within 2 s"):
-            client.server_info()
+def test_it_listens_on_loopback_alone(server):
+    address = wire.local_address("192.0.2.1")  # of this machine, towards others; nothing is sent
+    port = server.url.rpartition(":")[2]
+    if not address.startswith("127."):
+        with pytest.raises(requests.ConnectionError):
+            requests.get(f"http://{address}:{port}/health", timeout=5)
 
 
 @pytest.mark.parametrize(
-    "path, message",
+    "flags, token, message",
     [
-        ("page", "answered GET /page with '<html>'.* Is another program at this address"),
-        ("list", r"answered GET /list with \[1, 2\].* Is another program at this address"),
-        ("endless", "over 64 MiB.* Is another program at this address"),
-        ("drops", "gave no answer to GET /drops within 1 s"),
-        ("fails", r"answered GET /fails with 500: it broke.* start it again if it has ended, and resume the run"),
+        (["--host", "0.0.0.0"], None, "wants a token of your choice"),
+        (["--host", "::"], None, "wants a token of your choice"),
+        ([], "", "the token is empty"),
+        (["--token-file", "/no/such/file"], None, "cannot be read"),
+        (["--port", "{port}"], "t", "cannot listen on"),
     ],
 )
-def test_answers_of_another_program(path, message):
-    """Neither believed, nor kept in memory, nor waited for beyond the limit."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(500 if self.path == "/fails" else 200)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                for piece, pause in {
-                    "/page": [(b"<html>", 0)],
-                    "/list": [(b"[1, 2]", 0)],
-                    "/endless": [(b" " * 2**20, 0)] * 500,
-                    "/drops": [(b" ", 0.1)] * 100,
-                    "/fails": [(b'{"error": "it broke"}', 0)],
-                }[self.path]:
-                    self.wfile.write(piece)
-                    time.sleep(pause)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
-        other.daemon_threads = True
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        client, start = VLLMClient([f"http://127.0.0.1:{other.server_port}"], "t"), time.monotonic()
-        with pytest.raises(ServerError, match=message):
-            client._call(client.urls[0], "GET", f"/{path}", timeout=1 if path == "drops" else 30)
-        assert time.monotonic() - start < 5
-        other.shutdown()
+def test_a_server_that_must_not_or_cannot_start_says_so_before_loading(server, flags, token, message):
+    flags = [flag.format(port=server.url.rpartition(":")[2]) for flag in flags]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_SERVER_TOKEN")}
+    env |= {} if token is None else {"VLLM_SERVER_TOKEN": token}
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", "m", *flags]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode and message in ended.stderr and "loading" not in ended.stdout
 
 
-def test_a_server_that_drops_the_connection():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = VLLMClient([f"http://127.0.0.1:{listener.getsockname()[1]}"], "t", timeout=2)
+# ---- sampling --------------------------------------------------------------------------------------------------------
 
-        def drop():
-            connection, _ = listener.accept()
-            listener.close()
-            connection.recv(100)
-            connection.close()
 
-        dropping = vllm_client.in_thread(drop)
+def test_what_is_sampled_has_the_log_probs_of_transformers(client, model):
+    client.run = None
+    push(client, named(model), 0)
+    for how in ({}, {"temperature": 0.7}, {"n": 5}):
+        completions = sample(client, **how)
+        assert len(completions) == how.get("n", 2)
+        for completion in completions:
+            assert completion.prompt_ids == PROMPT and len(completion.token_ids) == len(completion.logprobs) <= 12
+            assert agrees(model, completion, temperature=how.get("temperature", 1.0))
+
+
+def test_log_probs_are_of_the_distribution_that_was_drawn_from(client):
+    client.run = None
+    (greedy,) = sample(client, n=1, top_k=1)
+    assert max(map(abs, greedy.logprobs)) < 1e-6  # one token is left, so it is certain
+    assert sample(client, n=1, temperature=0)[0].token_ids == greedy.token_ids
+
+
+def test_completions_end_as_they_are_asked_to(client):
+    client.run = None
+    first = sample(client, n=1, temperature=0)[0].token_ids[0]
+    (stopped,) = sample(client, n=1, temperature=0, stop_token_ids=[first])
+    assert (stopped.token_ids, stopped.finish_reason) == ([first], "stop")
+    (cut,) = sample(client, n=1, max_tokens=3, min_tokens=3)
+    assert (len(cut.token_ids), cut.finish_reason) == (3, "length")
+
+
+def test_tokens_that_are_never_to_be_sampled_are_not(client):
+    client.run = None
+    (free,) = sample(client, n=1, temperature=0)
+    client.never = sorted({*free.token_ids})
+    assert not {*client.never} & {*sample(client, n=1, temperature=0)[0].token_ids}
+
+
+def test_a_seed_repeats_a_sample(client):
+    client.run = None
+    one, two, other = (sample(client, n=1, seed=seed)[0].token_ids for seed in (1, 1, 2))
+    assert one == two != other
+
+
+def test_what_the_server_cannot_take_is_an_error_with_its_address(client, server):
+    with pytest.raises(ServerError, match=f"{server.url}.*512"):
+        sample(client, prompt=[5] * 600)
+    with pytest.raises(ServerError, match=server.url):
+        sample(client, temperature=-1)
+
+
+def test_a_cancelled_request_is_ended_on_the_server(client):
+    client.run = None
+
+    async def cancelled() -> float:
+        task = asyncio.ensure_future(client.generate(PROMPT, n=8, max_tokens=300, min_tokens=300))
+        await asyncio.sleep(1)
+        task.cancel()
         start = time.monotonic()
-        with pytest.raises(ServerError, match="is gone"):
-            generate(client)
-        assert time.monotonic() - start < 10
-        dropping.result(5)
+        await asyncio.to_thread(client._all, "POST", "/pause?mode=wait")  # until what is under way has ended
+        return time.monotonic() - start
+
+    start = time.monotonic()
+    sample(client, n=8, max_tokens=300, min_tokens=300)
+    whole = time.monotonic() - start
+    try:
+        assert asyncio.run(cancelled()) < whole / 2
+    finally:
+        client._all("POST", "/resume")
 
 
-def test_a_judge_keeps_to_its_form_on_a_real_server(server):
-    """Even a random model does: vLLM takes response_format. Of its answers those that come to an end count."""
-    cfg = TrainConfig(judge_url=f"{server.url}/v1", judge_model=str(server.model_dir), judge_max_tokens=200)
-    cfg.server_urls, cfg.server_token, cfg.reward_timeout, said = [server.url], server.token, 60, []
-    found = judge.judge(["4"] * 4, ["What is 2 + 2?"] * 4, cfg, log_extra=lambda name, texts: said.extend(texts))
-    assert not judge.UNSTRUCTURED and all(one["unanswered"] == 0 for one in found)
-    texts = [text.removeprefix("(not counted: cut off at --judge_max_tokens=200; raise it) ") for text in said]
-    assert all(
-        text.startswith("{") and (one["reward"] is None) == one["unread"]
-        for text, one in zip(texts, found, strict=True)
-    )
+# ---- pushes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 2, 9), tuple(range(1, 20))])
+def test_a_push_puts_the_weights_in_place_however_it_is_cut(client, model, cuts):
+    new = moved(model, len(cuts))
+    push(client, named(new), 7, *cuts)
+    for completion in sample(client):
+        assert agrees(new, completion) and not agrees(model, completion)
+        assert completion.policy_version == completion.policy_version_last == 7
+
+
+def test_a_push_in_mid_generation_is_told_by_spans(client, model):
+    """Tokens before it have the old weights' log-probs, those behind it the new ones'."""
+    old, new = moved(model, 1), moved(model, 2)
+    push(client, named(old), 1)
+
+    async def across():
+        task = asyncio.ensure_future(client.generate(PROMPT, n=2, max_tokens=400, min_tokens=400))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(push, client, named(new), 2)
+        return await task
+
+    for completion in asyncio.run(across()):
+        assert (completion.policy_version, completion.policy_version_last) == (1, 2)
+        given = torch.tensor(completion.logprobs)
+        right = [(logprobs(weights, completion, endless=True) - given).abs() < 1e-4 for weights in (old, new)]
+        changed = int(right[0].long().argmin())
+        assert 0 < changed < 400 and right[0][:changed].all() and right[1][changed:].all()
+
+
+def test_what_a_push_lacks_or_has_too_much_of_is_refused_by_name_and_nothing_answers_until_the_next(client, model):
+    weights = named(model)
+    push(client, weights, 1)
+    without = [pair for pair in weights if pair[0] != "model.layers.1.self_attn.k_proj.weight"]
+    misshapen = [(name, torch.zeros(3) if name == "model.norm.weight" else weight) for name, weight in weights]
+    for wrong, message in (
+        (without, r"layers\.1\.self_attn\.qkv_proj"),
+        ([*weights, ("model.layers.2.odd", torch.zeros(3))], r"model\.layers\.2\.odd"),
+        (misshapen, r"model\.norm\.weight"),
+    ):
+        with pytest.raises(ServerError, match=message):
+            push(client, wrong, 2)
+        client.abort_push()
+        assert client._all("GET", "/is_paused") == [{"is_paused": True}]
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(client.generate(PROMPT, max_tokens=2), 2))
+    new = moved(model, 5)
+    push(client, named(new), 3)
+    assert all(agrees(new, completion) for completion in sample(client))
+
+
+KILLED = """
+import sys
+from transformers import AutoModelForCausalLM
+from vllm_client import VLLMClient
+url, token, folder = sys.argv[1:]
+client = VLLMClient([url], token, run="killed", timeout=20)
+client.connect_weights("cpu")
+weights = list(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+client.begin_push()
+client.send_bucket([(name, 2 * weight.detach()) for name, weight in weights[:10]])
+print("half", flush=True)
+what = dict(names=["x"], dtype_names=["float32"], shapes=[[4]], size=16)
+client._begin("POST", "/update_weights", {"update_info": what})
+sys.stdin.read()
+"""
+
+
+def test_a_trainer_killed_in_the_middle_of_a_push_leaves_no_half_new_weights_answering(client, server, model):
+    """The worker waits for a bucket just then. The next trainer's push mends it."""
+    push(client, named(model), 1)
+    command = [sys.executable, "-c", KILLED, server.url, server.token, str(server.model_dir)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "half\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert client._all("GET", "/is_paused") == [{"is_paused": True}]
+    client.abort_push()  # its group is not the server's any more
+    new = moved(model, 3)
+    push(client, named(new), 2)
+    assert all(agrees(new, completion) for completion in sample(client))
+
+
+def test_tokens_of_other_weights_than_this_runs_are_refused(client, server, model):
+    push(client, named(model), 4)
+    other = VLLMClient([server.url], server.token, run="another")
+    with pytest.raises(ServerError, match="run:4.*run another has not pushed"):
+        sample(other)
+    push(other, named(model), 1)
+    with pytest.raises(ServerError, match="another:1"):
+        sample(client)
+    client._all("POST", "/update_weight_version", {"new_version": "default"})  # as a server that was started anew
+    with pytest.raises(ServerError, match="'default'"):
+        sample(client)
+    other.close()
+
+
+def test_a_server_of_another_model_or_with_too_small_a_window_is_refused(client, model):
+    infos, config = client.server_info(), model.config
+    servers.check_model(client.urls, infos, config, 512)
+    with pytest.raises(ConfigError, match="--max-model-len 513"):
+        servers.check_model(client.urls, infos, config, 513)
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        other = type(config).from_dict(config.to_dict() | {name: 2 * getattr(config, name)})
+        with pytest.raises(ConfigError, match="serves .*Start the server with the trainer's --model_id"):
+            servers.check_model(client.urls, infos, other, 512)
+
+
+def test_an_unreachable_server_is_an_error_in_seconds(server):
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="127.0.0.1:9 was not ready within 1 s"):
+        VLLMClient(["http://127.0.0.1:9"], "t").wait_ready(1)
+    client = VLLMClient([server.url, "http://127.0.0.1:9"], server.token, timeout=5)
+    with pytest.raises(ServerError, match="127.0.0.1:9"):
+        client.connect_weights("cpu")
+    assert time.monotonic() - start < 60
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapted(model, seed: int):
+    """The model with LoRA of rank 4 on all linear layers, and what a push of it sends."""
+    import peft
+
+    from inputs import lora
+
+    base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    base.load_state_dict(model.state_dict())
+    torch.manual_seed(seed)
+    wanted = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    policy = peft.get_peft_model(base, wanted)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return policy.eval(), sum(lora.adapter_buckets(policy, 2**20, torch.float32), [])
+
+
+@pytest.fixture
+def adapters(client, model):
+    """A client whose server has the base, and takes adapters of `adapted`."""
+    from inputs import lora
+
+    client.connect_weights("cpu")
+    push(client, named(model), 0)
+    client._all("POST", "/update_weight_version", {"new_version": "default"})
+    client.abort_push()
+    assert client.why_no_adapters(lora.shapes_of(adapted(model, 0)[0])) is None
+    return client
+
+
+def test_adapters_travel_alone_and_are_peft_s(adapters, model):
+    for version in (1, 2, 3):
+        policy, bucket = adapted(model, version)
+        push(adapters, bucket, version)
+        for completion in sample(adapters):
+            assert completion.policy_version == version and agrees(policy, completion)
+    listed = {card["id"] for card in adapters._all("GET", "/v1/models")[0]["data"]}
+    assert {"run-2", "run-3"} < listed and "run-1" not in listed  # the newest, and one that may still be sampled
+    assert sorted(adapters.folders) == [2, 3]
+    kept = load_file(adapters.folders[3] / "adapter_model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in bucket} == {name: tuple(t.shape) for name, t in kept.items()}
+    adapters.close()
+    assert not adapters.folders
+
+
+def test_a_completion_keeps_the_adapter_that_it_began_with(adapters, model):
+    (old, before), (new, after) = adapted(model, 1), adapted(model, 2)
+    push(adapters, before, 1)
+
+    async def across():
+        task = asyncio.ensure_future(adapters.generate(PROMPT, n=1, max_tokens=200, min_tokens=200))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(push, adapters, after, 2)
+        return await task, await adapters.generate(PROMPT, n=1, max_tokens=8)
+
+    (first,), (second,) = asyncio.run(across())
+    assert (first.policy_version, second.policy_version) == (1, 2)
+    assert agrees(old, first, endless=True) and agrees(new, second)
+
+
+def test_why_a_server_takes_no_adapters_is_said(client, model):
+    shapes = {"base_model.model.model.layers.0.self_attn.q_proj": (256, 128, 128)}
+    client._all("POST", "/update_weight_version", {"new_version": "default"})
+    assert "ranks up to 64, and here --lora_r is 256" in client.why_no_adapters(shapes)
+    odd = {"base_model.model.model.layers.0.odd": (4, 128, 128)}
+    assert client.why_no_adapters(odd) and client.adapter is None
+    push(client, named(model), 1)
+    assert "weights run:1 of an earlier push" in client.why_no_adapters({next(iter(shapes)): (4, 128, 128)})
+
+
+# ---- without a server ------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_unpacked_as_it_was_packed():
+    torch.manual_seed(0)
+    tensors = [("a", torch.randn(3, 5)), ("b", torch.randn(7)), ("c", torch.arange(3)), ("d", torch.randn(2, 1).half())]
+    bucket, what = wire.pack(tensors, torch.bfloat16, torch.device("cpu"))
+    what = json.loads(json.dumps(what))
+    assert what.pop("size") == len(bucket)
+    for (name, sent), (found, tensor) in zip(tensors, wire.unpack(bucket, **what), strict=True):
+        assert name == found and torch.equal(tensor, sent.bfloat16() if name == "a" else sent)
+
+
+def test_a_request_goes_to_the_server_with_the_fewest_sequences(monkeypatch):
+    asked = []
+
+    def answer(self, method, url, seconds, body, using):
+        asked.append((url.partition("/inference")[0], body["sampling_params"]["n"]))
+        one = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
+        time.sleep(0.05)
+        choices = [one | {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]}]
+        return {"choices": choices * body["sampling_params"]["n"], "prompt_token_ids": body["token_ids"]}
+
+    monkeypatch.setattr(vllm_client.VLLMClient, "_ask", answer)
+    client = VLLMClient(["http://a:1", "http://b:1"], "t", run="r")
+
+    async def all_at_once():
+        await asyncio.gather(*(client.generate([1], n=n, max_tokens=1) for n in (6, 1, 1, 1, 1, 1)))
+
+    asyncio.run(all_at_once())
+    totals = {url: sum(n for place, n in asked if place == url) for url in client.urls}
+    assert sorted(totals.values()) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logprobs": {"content": [{"logprob": -9999.0}]}},
+        {"logprobs": {"content": []}},
+        {"finish_reason": "abort"},
+        {"token_ids": None},
+        {"weight_versions": [{"version": "other:3", "start": 0, "end": 1}]},
+        {"weight_versions": None},
+    ],
+)
+def test_answers_that_cannot_be_trained_on_are_refused(monkeypatch, wrong):
+    one = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
+    one |= {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]} | wrong
+    answer = {"choices": [one], "prompt_token_ids": [1]}
+    monkeypatch.setattr(vllm_client.VLLMClient, "_ask", lambda *_: answer)
+    with pytest.raises(ServerError):
+        sample(VLLMClient(["http://a:1"], "t", run="r"), prompt=[1], n=1)
+
+
+def test_lora_is_folded_where_adapters_cannot_travel(capsys):
+    client = VLLMClient(["http://a:1"], "t")
+    cpu = vllm_client.Served("m", "float32", 512, 1, True, "torch", 64, False, False)
+    cfg = TrainConfig(use_peft=True)
+    servers.choose_adapters(client, [cpu], torch.nn.Linear(1, 1).requires_grad_(False), cfg)
+    assert client.adapter is None and "LoRA is folded" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""Training beside live servers, as users start it: on ranks, beside several servers, by turns; and how runs end."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+
+import cpu_sleep
+import psutil
+import pytest
+import requests
+import torch
+from forks import free_port
+from live import EVEN, Process, running, torchrun, trainer
+from push_worker import CASES, all_cases, memory_of_pushes
+from ranks import on_ranks
+from server_fixture import make_tiny, start_server
+from transformers import AutoModelForCausalLM
+
+from runlog.reading import read_metrics
+from vllm_client import VLLMClient
+
+PROMPT = list(range(100, 140))
+
+
+@pytest.fixture
+def flags(tmp_path, server):
+    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
+    words = "--model_id models/tiny --compute_dtype float32 --dataset_id examples/sums.py:rows --prompts_per_step 4 "
+    words += "--num_generations 4 --max_prompt_length 64 --max_completion_length 8 --learning_rate 1e-3 --max_steps 2 "
+    words += f"--print_samples_every 0 --eval_split none --reward_funcs {tmp_path}/even.py:even --run_name x "
+    return [*words.split(), "--output_dir", str(tmp_path), "--server_urls", server.url]
+
+
+def metrics(tmp_path, name: str) -> list[float]:
+    return [row[name] for row in read_metrics(tmp_path / "x" / "metrics.jsonl") if name in row]
+
+
+def trains(tmp_path, server, *words: str, script: str = "train_grpo.py", start=trainer, steps: int = 2) -> str:
+    """What a run printed, in which server and trainer agreed at every step."""
+    env = dict(VLLM_SERVER_TOKEN=server.token)
+    command = [*words] if start is trainer else [script, *words]
+    how = dict(script=script) if start is trainer else {}
+    with running(start(tmp_path / "log", *command, **how, **env)) as process:
+        assert process.end() == 0, process.text
+    apart = metrics(tmp_path, "sampling/logprob_diff_mean")
+    assert len(apart) == steps and max(apart) < 1e-3, (apart, process.text)
+    assert server.token not in process.text
+    return process.text
+
+
+def test_it_trains_beside_vllm_server(server, flags, tmp_path):
+    text = trains(tmp_path, server, *flags)
+    assert "weights travel by the server's 'torch' engine" in text
+
+
+def test_it_trains_adapters_alone(server, flags, tmp_path):
+    """The server's base must be the one it was started with: a push of others' weights is undone first."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
+    client = VLLMClient([server.url], server.token)
+    client.connect_weights("cpu")
+    client.begin_push()
+    client.send_bucket(list(model.named_parameters()))
+    client.finish_push(0)
+    client._all("POST", "/update_weight_version", {"new_version": "default"})
+    client.close()
+    text = trains(tmp_path, server, *flags, "--use_peft", "--lora_r", "4", "--push_lora", "adapters")
+    assert "LoRA travels as adapters alone" in text
+    listed = server.request("GET", "/v1/models").json()["data"]
+    assert [card["id"] for card in listed] == [str(make_tiny())]  # nothing is left loaded
+
+
+def test_sampling_and_training_overlap(server, flags, tmp_path):
+    env = dict(VLLM_SERVER_TOKEN=server.token)
+    words = [*flags, "--max_steps", "4", "--max_staleness", "1", "--logprob_diff_limit", "1"]
+    with running(trainer(tmp_path / "log", *words, script="train_async.py", **env)) as process:
+        assert process.end() == 0, process.text
+    assert max(metrics(tmp_path, "staleness/max")) == 1
+
+
+def test_ranks_push_what_they_train_and_no_more(server):
+    """ddp, fsdp and fsdp2, with LoRA folded in and without: the log-probs of both ends agree only behind the push."""
+    first, second = on_ranks(2, all_cases, str(make_tiny()), server.url, server.token, "float32", limit=240)
+    assert [result["case"] for result in first] == [f"{kind}{' lora' * lora}" for kind, lora in CASES]
+    for result in first + second:
+        assert result["before"] > 0.1 and result["after"] < 1e-4, result
+        assert result["version"] and result["untouched"], result
+
+
+@pytest.mark.slow
+def test_a_push_takes_a_bucket_and_a_module_of_memory():
+    """Of 164 MiB, in buckets of 4: a packed bucket, the largest tensor (8), a gathered layer (13)."""
+    for extra in on_ranks(2, memory_of_pushes, limit=300):
+        assert max(extra) < 60, extra
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_it_trains_under_torchrun(server, flags, tmp_path, strategy):
+    trains(tmp_path, server, *flags, "--strategy", strategy, start=torchrun)
+
+
+@pytest.fixture(scope="module")
+def stock(server, tmp_path_factory):
+    """vLLM's own server with the flags of docs/serving.md. (`vllm serve` wants a distribution of the name vllm.)"""
+    port = free_port()
+    words = f"--model {make_tiny()} --port {port} --api-key {server.token} --enable-scale-out --enforce-eager "
+    words += "--logprobs-mode processed_logprobs --worker-extension-cls serving.weights.Worker --dtype float32 "
+    words += "--max-model-len 512 --distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor "
+    transfer = ["--weight-transfer-config", json.dumps({"backend": "torch"})]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split(), *transfer]
+    env = dict(PYTHONPATH=".", VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+    with running(Process(command, tmp_path_factory.mktemp("stock") / "log", **env)) as process:
+        process.url = f"http://127.0.0.1:{port}"
+        process.until(lambda: answers(process.url))
+        yield process
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=2).ok
+    except requests.ConnectionError:
+        time.sleep(0.2)
+        return False
+
+
+def test_it_trains_beside_a_stock_server(server, stock, flags, tmp_path):
+    trains(tmp_path, server, *flags, "--server_urls", stock.url)
+
+
+def test_it_trains_beside_two_servers(server, stock, flags, tmp_path):
+    trains(tmp_path, server, *flags, "--server_urls", server.url, stock.url)
+
+
+def test_ctrl_c_ends_a_run_and_leaves_the_server_to_the_next(server, flags, tmp_path):
+    with running(trainer(tmp_path / "log", *flags, "--max_steps", "999", VLLM_SERVER_TOKEN=server.token)) as process:
+        process.until(lambda: "step 2/" in process.text)
+        family = process.children()
+        process.members[0].send_signal(signal.SIGINT)
+        assert process.end(60) == 130, process.text
+    assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    trains(tmp_path / "next", server, *flags, "--output_dir", str(tmp_path / "next"))
+
+
+def test_a_server_that_is_killed_ends_the_run_in_seconds_by_name(server, stock, flags, tmp_path):
+    words = [*flags, "--server_urls", stock.url, "--max_steps", "999"]
+    with running(trainer(tmp_path / "log", *words, VLLM_SERVER_TOKEN=server.token)) as process:
+        process.until(lambda: "step 2/" in process.text)
+        stock.kill()
+        start = time.monotonic()
+        assert process.end(90) == 1
+    assert time.monotonic() - start < 60 and stock.url in process.text and "Traceback" not in process.text
+
+
+# ---- by turns --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sleeper(tmp_path_factory):
+    """(server, file in which its worker notes when it slept and woke)"""
+    folder = tmp_path_factory.mktemp("plugin")
+    words = ["--dtype", "float32", "--max-model-len", "512", "--enable-sleep-mode"]
+    live = start_server(make_tiny(), *words, **cpu_sleep.installed(folder))
+    try:
+        yield live.wait(), folder / "log"
+    finally:
+        live.stop()
+
+
+def test_a_sleeping_server_has_no_weights_and_a_push_wakes_it(sleeper):
+    """Weights first, and the KV cache when they are complete."""
+    server, log = sleeper
+    client = VLLMClient([server.url], server.token, run="turns")
+    client.connect_weights("cpu")
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
+    for version in (1, 2):
+        client.sleep()
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(client.generate(PROMPT, max_tokens=2), 1))
+        log.write_text("", encoding="utf-8")
+        client.begin_push()
+        client.send_bucket(list(model.named_parameters()))
+        assert log.read_text(encoding="utf-8").split("\n")[:-1] == ["wake weights"]
+        client.finish_push(version)
+        assert log.read_text(encoding="utf-8").split("\n")[:-1] == ["wake weights", "wake kv_cache"]
+        (one,) = asyncio.run(client.generate(PROMPT, max_tokens=8))
+        ids = torch.tensor([PROMPT + one.token_ids])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
+        expected = logprobs.gather(-1, ids[0, len(PROMPT) :, None])[:, 0]
+        assert torch.allclose(expected, torch.tensor(one.logprobs), atol=1e-4) and one.policy_version == version
+    client.close()
+
+
+def test_server_and_trainer_take_turns(sleeper, flags, tmp_path):
+    server, log = sleeper
+    log.write_text("", encoding="utf-8")
+    trains(tmp_path, server, *flags, "--server_urls", server.url, "--colocate")
+    turn = ["sleep 2", "wake weights", "wake kv_cache"]
+    assert log.read_text(encoding="utf-8").split("\n")[:-1] == turn * 3  # at start, and in two steps
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_a_server_leaves_no_process_behind(sleeper, how):
+    """The sleeper ends here; killed, vLLM's own processes notice by themselves."""
+    server = sleeper[0]
+    if how == "SIGKILL":
+        server = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "256")
+        deadline = time.monotonic() + 200
+        while not (family := psutil.Process(server.process.pid).children(recursive=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(5)
+        family = psutil.Process(server.process.pid).children(recursive=True)
+    else:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+    assert family
+    os.kill(server.process.pid, getattr(signal, how))
+    server.process.wait(60)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
