@@ -74,6 +74,12 @@ class ServerError(RuntimeError):
     """A server is gone, refused, or gave a wrong answer. The message names it, the cause and what to do."""
 
 
+def failed(error: Exception) -> ServerError:
+    """Of a server that gave no usable answer (safety/http.py, NoAnswer)."""
+    remedy = "Its terminal says why; start it again if it has ended, and resume the run."
+    return ServerError(f"{str(error).rstrip('.?')}. {remedy}")
+
+
 def encode_image(image) -> str:
     """A data: URL of an image file given as bytes, or of a PIL image, as PNG: the server decodes the same pixels."""
     if not isinstance(image, bytes):
@@ -212,8 +218,7 @@ class VLLMClient:
         except self.http.NoAnswer as error:
             if error.status == 200:  # done, and said in plain text: of adapters
                 return {}
-            remedy = "Its terminal says why; start it again if it has ended, and resume the run."
-            raise ServerError(f"{str(error).rstrip('.?')}. {remedy}") from error.__cause__
+            raise failed(error) from error.__cause__
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
@@ -254,19 +259,21 @@ class VLLMClient:
         place = min(range(count), key=lambda i: (self.load[i], (i - self.turn) % count))
         self.turn, url = place + 1, self.urls[place]
         self.load[place] += n
-        call = partial(self._ask, "POST", url + "/inference/v1/generate", self.request_timeout, body, self.session)
+        route = url + "/inference/v1/generate"
+        call = partial(self.http.ask, "POST", route, self.request_timeout, body, using=self.session)
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self.pool, call)
+            return self._completions(answer, len(prompt_ids), n, version)
         except asyncio.CancelledError:  # nobody waits for the answer any more
             ended = {"request_ids": [f"generate-tokens-{body['request_id']}"]}
             self.pool.submit(self._ask, "POST", url + "/inference/v1/abort_requests", 10, ended, self.session)
             raise
-        finally:
-            self.load[place] -= n
-        try:
-            return self._completions(answer, len(prompt_ids), n, version)
+        except self.http.NoAnswer as error:
+            raise failed(error) from error.__cause__
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise ServerError(f"{url} answered a request for {n} completions with what is none: {error!r}") from None
+        finally:
+            self.load[place] -= n
 
     def _completions(self, answer: dict, length: int, n: int, version: int) -> list[Completion]:
         """ValueError for what cannot be trained on; ServerError for tokens of weights that are not this run's."""
@@ -277,41 +284,33 @@ class VLLMClient:
                 raise ValueError(f"one ended by {choice['finish_reason']!r}: was the server stopped or put to sleep?")
             if len(tokens) != len(logprobs) or not all(-9000 < p < math.inf for p in logprobs):  # -9999: nan there
                 raise ValueError("log-probs that are missing or not finite: its weights or logits hold nan or inf")
-            labels = [span["version"] for span in choice["weight_versions"] or []]
-            versions = (
-                [version]
-                if self.adapter is not None
-                else [int(label.rpartition(":")[2]) for label in labels if ":" in label]
-            )
-            if self.run is not None:
-                self._check_labels(labels)
+            versions = [] if self.adapter is None else [version]
+            for label in [span["version"] for span in choice["weight_versions"] or [{"version": "none"}]]:
+                whose, _, number = label.rpartition(":")
+                ours = whose == self.run if self.adapter is None else label == self.base_label
+                if self.run is not None and not ours:
+                    raise ServerError(
+                        f"tokens were sampled by weights {label!r}, which run {self.run} has not pushed: the server "
+                        "was started anew, or another run pushes to it. Give each run a server of its own, and resume "
+                        "this one."
+                    )
+                if self.adapter is None:
+                    versions.append(int(number) if whose else 0)
             experts = choice.get("routed_experts") if self.tells_experts else None
             completions.append(
                 Completion(
                     tokens,
                     logprobs,
                     choice["finish_reason"],
-                    min(versions, default=0),
+                    min(versions),
                     answer["prompt_token_ids"],
-                    max(versions, default=0),
+                    max(versions),
                     experts and np.load(io.BytesIO(base64.b64decode(experts))).astype(np.int16),
                 )
             )
         if len(completions) != n or len(answer["prompt_token_ids"]) < length:
             raise ValueError(f"{len(completions)} of them, for {len(answer['prompt_token_ids'])} tokens of {length}")
         return completions
-
-    def _check_labels(self, labels: list[str]) -> None:
-        """ServerError unless these weights are this run's."""
-        known = (lambda label: label == self.base_label) if self.adapter is not None else self._is_ours
-        if other := next((label for label in labels or ["none"] if not known(label)), None):
-            raise ServerError(
-                f"tokens were sampled by weights {other!r}, which run {self.run} has not pushed: the server was "
-                "started anew, or another run pushes to it. Give each run a server of its own, and resume this one."
-            )
-
-    def _is_ours(self, label: str) -> bool:
-        return label.rpartition(":")[0] == self.run
 
     # ---- pushing -------------------------------------------------------------------------------------------------
 

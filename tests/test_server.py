@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import vllm_client
 from config import ConfigError, TrainConfig
+from safety import http
 from serving import servers, wire
 from vllm_client import ServerError, VLLMClient
 
@@ -418,14 +419,14 @@ def test_a_bucket_is_unpacked_as_it_was_packed():
 def test_a_request_goes_to_the_server_with_the_fewest_sequences(monkeypatch):
     asked = []
 
-    def answer(self, method, url, seconds, body, using):
+    def answer(method, url, seconds, body, using):
         asked.append((url.partition("/inference")[0], body["sampling_params"]["n"]))
         one = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
         time.sleep(0.05)
         choices = [one | {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]}]
         return {"choices": choices * body["sampling_params"]["n"], "prompt_token_ids": body["token_ids"]}
 
-    monkeypatch.setattr(vllm_client.VLLMClient, "_ask", answer)
+    monkeypatch.setattr(http, "ask", answer)
     client = VLLMClient(["http://a:1", "http://b:1"], "t", run="r")
 
     async def all_at_once():
@@ -451,7 +452,7 @@ def test_answers_that_cannot_be_trained_on_are_refused(monkeypatch, wrong):
     one = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
     one |= {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]} | wrong
     answer = {"choices": [one], "prompt_token_ids": [1]}
-    monkeypatch.setattr(vllm_client.VLLMClient, "_ask", lambda *_: answer)
+    monkeypatch.setattr(http, "ask", lambda *_, **__: answer)
     with pytest.raises(ServerError):
         sample(VLLMClient(["http://a:1"], "t", run="r"), prompt=[1], n=1)
 
