@@ -4,6 +4,7 @@
     python scripts/check.py my_grpo.py --advantage best_of_group       # your copy; flags go to the script
     python scripts/check.py train_ppo.py
     python scripts/check.py --gpu                                      # another one, for GPUs: see gpu_check.py
+    python scripts/check.py my_grpo.py --dump FOLDER                   # neither: one update, to be recomputed by hand
 
 First it runs the real script on a toy: a random model of 0.8 M parameters earns reward for tokens whose number ends in
 0 (benchmarks/toy.py). By chance it gets about 0.14, at most 0.95. The reward of the last steps has to be above 0.5: the
@@ -14,10 +15,14 @@ Then it trains two steps on the same completions four times (same_samples.py): a
 two ranks, and on two ranks with shards (--strategy fsdp). The gradient must not change by it. Where it does, a function
 takes a number over the rows that it happens to see.
 
+--dump leaves the weights before the first update as a `from_pretrained` folder, with the update's Batch and gradient
+(batch.safetensors, gradient.safetensors); docs/ideas.md recomputes it in ten lines of plain transformers.
+
 Rows of your own (--dataset_id) need --reward_funcs, too. Exit status 0: both hold.
 """
 
 import argparse
+import importlib.util
 import math
 import os
 import subprocess
@@ -54,6 +59,8 @@ WAYS = {
     "on two ranks": (2, "--tokens_per_microbatch 100000 --strategy ddp"),
     "on two ranks with shards": (2, "--tokens_per_microbatch 100000 --strategy fsdp"),
 }
+DUMPED = f"{TASK} --max_completion_length 12 --num_generations 6 --prompts_per_step 4 --max_steps 1".split()
+DUMPED += "--eval_steps none --strategy ddp --no-log_completions".split()
 COMPARED = ("grad_norm", "loss", "value/grad_norm", "advantages/abs_mean", "reward")
 TOLERANCES = (2e-5, 1e-3)  # relative, of the first step and of the one after an update
 PARTS = """    A policy loss and own_term see one micro-batch, which may hold part of a group: what is of a group or of
@@ -140,6 +147,37 @@ def compared(steps: list[list[dict]]) -> int:
     return 0
 
 
+def dump(script: str, task: list[str], flags: tuple[str, ...], folder: str) -> int:
+    """Exit status of a step of the script, in this process, whose first update is left in the folder."""
+    from safetensors.torch import save_file
+    from torch import Tensor
+
+    spec = importlib.util.spec_from_file_location("dumped", script)
+    module = sys.modules["dumped"] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    spec.loader.exec_module(module)
+    if not hasattr(module, "accumulate_gradients"):
+        sys.exit(f"check: {script} has no update of its own to dump; give train_grpo.py or a copy of it")
+    original = module.accumulate_gradients
+
+    def accumulate_gradients(policy, batch, cfg, loss_of=None):
+        module.accumulate_gradients = original
+        sums = original(policy, batch, cfg, loss_of)
+        policy.model.save_pretrained(folder)
+        gradients = {module.clean_name(name): p.grad for name, p in policy.named_parameters() if p.grad is not None}
+        for name, values in ("gradient", gradients), ("batch", vars(batch) | batch.extras):
+            tensors = {key: value.clone() for key, value in values.items() if isinstance(value, Tensor)}
+            save_file(tensors, Path(folder) / f"{name}.safetensors")
+        return sums
+
+    module.accumulate_gradients = accumulate_gradients
+    with tempfile.TemporaryDirectory() as runs:
+        given = [*task, *DUMPED, *flags, "--output_dir", runs]
+        module.train(module.parse_args(module.TrainConfig, given))
+    print(f"in {folder}: {', '.join(sorted(path.name for path in Path(folder).iterdir()))}")
+    return 0
+
+
 def toy_task() -> list[str]:
     model, toy = ROOT / "models" / "tiny", ROOT / "benchmarks" / "toy.py"
     if not model.exists():
@@ -162,5 +200,12 @@ if __name__ == "__main__":
     if "--gpu" in arguments:
         arguments.remove("--gpu")
         os.execv(sys.executable, [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), *arguments])
-    has_script = bool(arguments) and not arguments[0].startswith("--")
-    sys.exit(main(*arguments) if has_script else main(str(ROOT / "train_grpo.py"), *arguments))
+    if not arguments or arguments[0].startswith("--"):
+        arguments.insert(0, str(ROOT / "train_grpo.py"))
+    if "--dump" in arguments:
+        at = arguments.index("--dump")
+        if not arguments[at + 1 :]:
+            sys.exit("check: --dump needs a folder: --dump FOLDER")
+        script, *flags = arguments[:at] + arguments[at + 2 :]
+        sys.exit(dump(script, toy_task(), flags, *arguments[at + 1 : at + 2]))
+    sys.exit(main(*arguments))
