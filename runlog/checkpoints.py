@@ -603,6 +603,14 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict, class
     if rng_file.exists():  # absent when resumed on more ranks than it was saved from
         _set_rng_state(rng_file)
     memory_file = rng_file.with_name(rng_file.name.replace("rng", "memory"))
+    kept, ranks = sorted(rng_file.parent.glob("memory_*.pt")), len([*rng_file.parent.glob("rng_*.pt")])
+    if kept and utils.world_size() > ranks:
+        if len(kept) < ranks or len({file.read_bytes() for file in kept}) > 1:
+            raise ConfigError(
+                f"--resume: the {ranks} ranks that saved {path} had different `memory` (after_rollout), so there is "
+                "none for another rank. Resume on as many, or fill it alike on all (utils.gather_objects) in a new run."
+            )
+        memory_file = kept[0]
     if memory_file.exists():
         with torch.serialization.safe_globals(list(classes)):
             memory.update(torch.load(memory_file, weights_only=True))

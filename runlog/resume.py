@@ -71,8 +71,7 @@ def begin(cfg: TrainConfig, rows, held_out, lr_at: Callable):
             continue
         if utils.is_main():
             lines = differences(state, made_with, start, cfg, lr_at, verified)
-            before = state.get("made_with", {}).get("ranks", utils.world_size())
-            lines += memory_differences(checkpoints.folder_of(run_dir, start), before, utils.world_size())
+            lines += memory_differences(checkpoints.folder_of(run_dir, start), utils.world_size())
             error = say_differences(lines, cfg, start)
         utils.raise_together(error, "Resuming")
         break
@@ -306,14 +305,12 @@ def follows(name: str, old: dict, start: int, cfg: TrainConfig, lr_at: Callable)
     return ""
 
 
-def memory_differences(folder: Path, before: int, ranks: int) -> list[str]:
-    """What the `memory` of after_rollout, which is each rank's own, lacks on another number of ranks."""
+def memory_differences(folder: Path, ranks: int) -> list[str]:
+    """What the `memory` of after_rollout, which is each rank's own, lacks on fewer ranks."""
     kept = sorted(folder.glob("trainer/memory_*.pt"), key=lambda path: int(path.stem.partition("_")[2]))
     lost = [path.name for path in kept if int(path.stem.partition("_")[2]) >= ranks]
     if lost:
         return [f"`memory` of after_rollout: {', '.join(lost)}, which no rank reads: what is in them is forgotten"]
-    if kept and ranks > before:
-        return [f"`memory` of after_rollout: ranks from {before} on begin with an empty one"]
     return []
 
 
