@@ -42,8 +42,9 @@ class Batch:
     groups: Tensor  # [B] int64: rows of one prompt share it; unique over all ranks
     sampling_logprobs: Tensor | None = None  # [B, T] the generator's, 0 where loss_mask is 0
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
+    current_logprobs: Tensor | None = None  # [B, T] before the update under way, if a function asks
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if beta is 0
-    teacher_logprobs: Tensor | None = None  # [B, T] of a teacher; nan where none was asked, None without any
+    teacher_logprobs: Tensor | None = None  # [B, T] of a teacher; nan on tokens of which none was asked; None without
     teacher_top: Tensor | None = None  # [B, T, k] int64: the tokens that it finds likeliest (--distill_topk), and
     teacher_top_logprobs: Tensor | None = None  # [B, T, k] their log-probs; -inf: fewer are known
     top_logprobs: Tensor | None = None  # [B, T, k] the policy's of the same tokens, with gradient; `compute_logprobs`
@@ -165,18 +166,19 @@ def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
 
 
 def collated_teacher(trajectories: list, length: int) -> dict[str, Tensor]:
-    """What teachers' servers have said, as fields of Batch: nan, and -inf, for trajectories of which none was asked."""
+    """What teachers' servers have said, as fields of Batch: nan, and -inf, for tokens of which none was asked."""
     known, rows = {}, len(trajectories)
     if any(t.teacher_logprobs is not None for t in trajectories):
-        known["teacher_logprobs"] = torch.full((rows, length), math.nan)
+        known["teacher_logprobs"] = torch.zeros(rows, length)
     if top := [t.teacher_top for t in trajectories if t.teacher_top is not None]:
         k = top[0][0].shape[1]
         known["teacher_top"] = torch.zeros(rows, length, k, dtype=torch.int64)
         known["teacher_top_logprobs"] = torch.full((rows, length, k), -math.inf)
     for row, t in enumerate(trajectories):
         span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids))
-        if t.teacher_logprobs is not None:
-            known["teacher_logprobs"][row, span] = torch.tensor(t.teacher_logprobs, dtype=torch.float)
+        if "teacher_logprobs" in known:
+            unasked = [math.nan if sampled else 0.0 for sampled in t.loss_mask]
+            known["teacher_logprobs"][row, span] = torch.tensor(t.teacher_logprobs or unasked, dtype=torch.float)
         if t.teacher_top is not None:
             known["teacher_top"][row, span], known["teacher_top_logprobs"][row, span] = t.teacher_top
     return known
@@ -272,6 +274,11 @@ def group_index(groups: Tensor) -> tuple[Tensor, Tensor]:
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:
     """For each row the mean over its group, in float64: equal values must have exactly their own mean.  [B] -> [B]"""
     index, size = group_index(groups)
+    if values.shape != groups.shape:
+        raise ValueError(
+            f"a statistic of a group takes one value a completion, [{len(groups)}]; got {[*values.shape]}. Of values "
+            "for each token take one of each completion first: row_mean(values, loss_mask)[:, 0]."
+        )
     return torch.zeros_like(values, dtype=torch.float64).index_add(0, index, values.double())[index] / size
 
 

@@ -416,6 +416,12 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
             logprobs = [float(p) if m else 0.0 for p, m in zip(t.logprobs, t.loss_mask, strict=True)]
             t = replace(t, token_rewards=list(t.token_rewards), logprobs=logprobs, info=dict(t.info))
             if "completion" not in t.info:
+                if t.loss_mask[:1] == [0]:
+                    warn_once(
+                        f"rollout {cfg.rollout!r}: a completion begins with tokens that were not sampled (loss_mask "
+                        "0); rewards get the text and ids behind them alone. What is to be scored goes into "
+                        'info["completion"]; all ids are in trajectories[i].token_ids.'
+                    )
                 sampled = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
                 t.info["completion"] = generator.tokenizer.decode(sampled, skip_special_tokens=True)
         checked.append(t)

@@ -201,7 +201,7 @@ def complete(batch: Batch, cfg: TrainConfig) -> None:
     """The same fields on every rank, also where no server was asked: nan, and no likeliest tokens."""
     mask = batch.loss_mask
     if batch.teacher_logprobs is None:
-        batch.teacher_logprobs = torch.full_like(mask, math.nan)
+        batch.teacher_logprobs = torch.zeros_like(mask).masked_fill(mask > 0, math.nan)
     if cfg.distill_topk and batch.teacher_top is None:
         batch.teacher_top = mask.new_zeros(*mask.shape, cfg.distill_topk, dtype=torch.int64)
         batch.teacher_top_logprobs = mask.new_full(batch.teacher_top.shape, -math.inf)

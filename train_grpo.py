@@ -96,6 +96,7 @@ from algorithms.checks import (
     check_term,
     computed,
     explained,
+    logged,
     prepared,
     read_once,
     say_without_effect,
@@ -190,11 +191,13 @@ from serving import servers
 #
 #     mine.needs = ("entropy",)         fields of Batch computed beforehand, constants without gradient: old_logprobs,
 #                                       ref_logprobs, entropy, sum_pi_squared, baselines (score of a greedy completion),
-#                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk)
+#                                       teacher_logprobs, teacher_top (of a teacher's likeliest tokens: --distill_topk),
+#                                       current_logprobs (before this very update; for losses and own_term)
 #     mine.prepare = function           (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what needs whole
 #                                       groups or all ranks, computed once a step and found as batch.extras[name], which
 #                                       is cut into micro-batches like the rest. An advantage's `prepare` runs before
-#                                       there are advantages, that of a loss or own_term after, both before `leave_out`
+#                                       there are advantages, that of a loss after, both before `leave_out`; that of
+#                                       own_term before each update, on the rows of this update
 #     mine.compares_group = False       an advantage that works with one completion a prompt (default True); may be a
 #                                       function cfg -> bool
 #     mine.choose = function            selects the tokens that a loss treats differently, once per update, before it is
@@ -203,6 +206,10 @@ from serving import servers
 #
 # `needs`, `prepare` and `check` can be set on `own_term`, too; `needs` and `check` on a KL estimator, which sees no
 # batch.
+#
+# Numbers to log, of an advantage, `after_rollout` and `leave_out`, are {name: value}. A value has a number for each
+# completion [B] or token [B, T] (with loss_mask 1), or for whatever else; a single number stands for all completions
+# of its rank. Logged is the mean of all on all ranks; where the name ends in _sum their sum, in _max the largest.
 
 
 def tables() -> dict[str, dict[str, Callable]]:
@@ -244,7 +251,6 @@ def check_algorithm(cfg: TrainConfig) -> None:
 
 # batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index look
 # at this rank alone; whiten and normalize take all ranks together, so every rank has to call them.
-# Statistics are logged as their mean over the ranks that have one of the name.
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -343,8 +349,9 @@ def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -
 
     Gets log-probs [B, T] of the sampled tokens and their entropy [B, T], both with gradient, and the micro-batch:
     `part.rows` are its data rows, `part.step` the step, `part.scores` [B] the scores as the reward functions gave them.
-    Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss. What
-    else it needs it says as other functions do (section 1).
+    Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss. With
+    `own_term.weights = "sum"` below it, it is added up as it is: a term of completions or pairs divides by their number
+    over all ranks, which `prepare` finds. What else it needs it says as other functions do (section 1).
     """
     return None, {}
 
@@ -613,8 +620,8 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None
     """(the policy wrapped by DDP or FSDP, to be called; the bare Policy). kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # for the first values of adapters
     with utils.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
-        body = not getattr(kind, "reads_head", True)
-        model = to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), body=body), cfg)
+        load = load_hf_model if getattr(kind, "reads_head", True) else partial(load_hf_model, body=True)
+        model = to_train(load(cfg, getattr(torch, cfg.dtype)), cfg)
     inner = (kind or Policy)(model, cfg, autocasts(cfg))
     return shard(inner, cfg, device, trained=True), inner
 
@@ -795,6 +802,13 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     return differs and cfg.group_mean_min <= mean <= cfg.group_mean_max
 
 
+def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
+    """Edit me: what a step is sampled and scored with, where that changes by step: replace(cfg, temperature=...), or
+    max_completion_length. Sampling alone sees it, no evaluation and no loss; only the temperature is the policy's, too.
+    cfg: the run's, or that of a row's domain."""
+    return cfg
+
+
 def sample_step(
     rows: list[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, versions=None
 ) -> Awaitable[tuple[list[tuple], dict]]:
@@ -806,7 +820,7 @@ def sample_step(
     rounds = cfg.resample_rounds if cfg.dynamic_sampling else 0
     first = list(sampler.next(step))
     further = [number for round in range(rounds) for number in sampler.extra(step, round, len(first))]
-    return sample_rows(rows, first, further, generator, reward_functions, cfg, versions or range(step, step + 1))
+    return sample_rows(rows, first, further, generator, reward_functions, cfg, versions or range(step, step + 1), step)
 
 
 def with_baseline(group: list[Trajectory], greedy: Trajectory) -> None:
@@ -819,7 +833,7 @@ def with_baseline(group: list[Trajectory], greedy: Trajectory) -> None:
 
 
 async def sample_rows(
-    rows: list[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions: range
+    rows: list[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
 ) -> tuple[list[tuple], dict]:
     """What this rank samples for a step: [(group, whether it is silent, its times)] in the order in which prompts were
     drawn; and counts: groups resampled, silent and unused, and, for each domain, prompts that ended and how many of
@@ -832,11 +846,12 @@ async def sample_rows(
     """
     begun = time.perf_counter()
     ended = dict.fromkeys([f"{own.prefix}{what}" for own in cfg.by_domain() for what in ("prompts", "solved")], 0.0)
-    greedy = replace(cfg, num_generations=1, temperature=0.0, purpose="baseline")
 
     async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
-        settings = [cfg, greedy] if "baselines" in needs(cfg) else [cfg]
-        calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in settings)
+        own = settings_at(step, cfg.of(rows[number]))
+        greedy = replace(own, num_generations=1, temperature=0.0, purpose="baseline")
+        several = [own, greedy] if "baselines" in needs(cfg) else [own]
+        calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in several)
         (groups, seconds), *others = await asyncio.gather(*calls)
         (group,) = groups  # there is one row
         seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]  # from the start of the step
@@ -844,7 +859,6 @@ async def sample_rows(
             trajectory.info["row_number"] = number
         for greedy_groups, _ in others:
             with_baseline(group, greedy_groups[0][0])
-        own = cfg.of(rows[number])
         if known := known_scores(group):
             ended[f"{own.prefix}prompts"] += 1  # silent or not: `weight: success` has to know what is always solved
             ended[f"{own.prefix}solved"] += sum(solved(score, own) for score in known) / len(known)
@@ -905,7 +919,7 @@ class Collector:
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
     """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, at
-    least one; or (trajectories, {name: number}), of which rank 0's numbers are logged.
+    least one; or (trajectories, {name: numbers to log}), see section 1.
 
     `memory` is a dict of yours, on each rank, that checkpoints keep: tensors, numbers and arrays, texts, trajectories,
     lists and dicts of them. The prompt sampler sees it, too. A trajectory knows its row, t.row, its number among the
@@ -951,11 +965,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 
 
 def set_temperature(policy: nn.Module, cfg: TrainConfig) -> None:
-    """The policy below its wrapper computes at the temperature of cfg. It may change from step to step:
-    cfg = replace(cfg, temperature=f(step)) where the loop of `train` begins a step (not in train_async.py)."""
-    inner = getattr(policy, "module", policy)
-    if isinstance(inner, Policy):
-        inner.temperature = cfg.temperature
+    """The policy below its wrapper computes at the temperature of cfg."""
+    getattr(policy, "module", policy).temperature = cfg.temperature
 
 
 @torch.no_grad()
@@ -1043,13 +1054,12 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     for own, rows, part in by_domain(batch, cfg):  # statistics over "batch" cover the rows of one domain
         advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
         whole = placed(advantages, rows, whole)
-        if rows:  # else this rank has none of the domain, and what `part` gave is thrown away
-            stats |= {own.prefix + name: float(value) for name, value in numbers.items()}
+        stats |= logged({own.prefix + name: value for name, value in numbers.items()}, part)
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
     there = torch.full_like(silent, not batch.stand_in)  # [B] 0: the row counts for nothing
-    return utils.means_of_ranks(stats) | {
+    return stats | {
         "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
         "advantages/frac_zero_groups": float(utils.global_mean(silent, there)),
     }
@@ -1057,8 +1067,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     """Edit me: what is sampled and compared, but not learned from. Completions are taken out of loss_mask and
-    advantages, tokens of low entropy (--top_entropy_quantile) out of the advantages only. Returns numbers to log,
-    {name: number}, of which rank 0's are logged."""
+    advantages, tokens of low entropy (--top_entropy_quantile) out of the advantages only. Returns {name: numbers to
+    log}, see section 1."""
     rows = [t.row for t in trajectories]
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
@@ -1147,11 +1157,13 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
     with explained("own_term", own_term, part):
         term, seen = own_term(logprobs, entropy, part, cfg)
-    if term is not None:
-        per_token = per_token + check_term("own_term", term, part)
     stats = stats | check_statistics("own_term", seen, part)
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
-    return (weights * per_token).sum(), stats | {"entropy": entropy}
+    loss = (weights * per_token).sum()
+    if term is not None:
+        own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else weights
+        loss = loss + (own_weights * check_term("own_term", term, part)).sum()
+    return loss, stats | {"entropy": entropy}
 
 
 @read_once()  # whether losses are finite is checked once, at the end: each check waits for the GPU
@@ -1170,7 +1182,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     """
     loss_of = loss_of or micro_loss
     set_temperature(policy, cfg)
-    batch = with_chosen(policy, batch, cfg)
+    batch = ready(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
         # For the view of a run's tokens: the record keeps each token's weight, -d loss / d logprob x num_tokens, which
@@ -1203,16 +1215,21 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     return sums
 
 
-def with_chosen(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
-    """The batch with the tokens that a loss chooses among all of the update's, if it does (NAME.choose)."""
+def ready(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
+    """The batch with what is known of an update before it is cut: what own_term prepares, and the tokens that a loss
+    chooses among all (NAME.choose)."""
     choose = getattr(POLICY_LOSSES[cfg.policy_loss], "choose", None)
-    if not choose or batch.advantages is None:  # a critic's update comes before the advantages
+    if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
-    now = all_logprobs(policy, batch, cfg)[0]
+    if choose or "current_logprobs" in needs(cfg):
+        batch = replace(batch, current_logprobs=all_logprobs(policy, batch, cfg)[0])
+    batch = replace(batch, extras=batch.extras | prepared({"own_term": own_term}, batch, cfg))
+    if not choose:
+        return batch
+    now = batch.current_logprobs
     old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
     old = now if old is None or cfg.old_logprobs == "current" else old.where(~old.isnan(), now)  # nan: not sampled
-    seen = replace(batch, old_logprobs=old)
-    return replace(batch, chosen=choose(now, seen, cfg))
+    return replace(batch, chosen=choose(now, replace(batch, old_logprobs=old), cfg))
 
 
 def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
@@ -1267,9 +1284,10 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
     number = step * cfg.num_iterations * cfg.num_minibatches
     for part in parts * cfg.num_iterations:
-        optimizer.zero_grad(set_to_none=True)
+        policy.zero_grad()  # all of it: the optimizer knows only what is in its groups, and the clip takes all
         for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
             total[name] = torch.maximum(total.get(name, value), value) if name.endswith("_max") else total[name] + value
+        utils.check_optimizer(optimizer, policy)
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
@@ -1280,34 +1298,24 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
             group["lr"] = lr_at(number, cfg) * group.get("lr_scale", 1.0)
         optimizer.step()
         number += 1
-    optimizer.zero_grad(set_to_none=True)
-    bad = utils.not_finite(policy)  # else broken weights would be pushed, evaluated and saved
-    sums, largest = over_ranks(total, not_finite=len(bad))
-    if sums.pop("not_finite"):
-        names = sum(utils.gather_objects(bad), [])
+    policy.zero_grad()
+    # Else broken weights would be pushed, evaluated and saved.
+    if names := sum(utils.gather_objects(utils.not_finite(policy)), []):
         raise RuntimeError(
             f"step {step}: the update made nan or infinity of {len(names)} weights, first of {names[0]}; they are not "
             f"used and not saved. Lower --learning_rate ({cfg.learning_rate:g}), and --resume from the last checkpoint."
         )
-    tokens, loss = sums.pop("tokens"), sums.pop("loss") / len(norms)
-    metrics = {name: value / tokens for name, value in sums.items() if tokens}  # no token was learned from: no mean
-    metrics |= {name: value for name, value in largest.items() if value > -math.inf}  # -inf: no token was sampled
+    mine = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True))  # one read of the GPU
+    tokens, loss = mine.pop("tokens"), float(utils.all_sum(torch.tensor(mine.pop("loss")))) / len(norms)
+    names = set().union(*utils.gather_objects([*mine]))  # a rank may lack one: its tokens count all the same
+    lacking = {name: -math.inf if name.endswith("_max") else 0.0 for name in names}
+    metrics = utils.over_ranks({name: (value, tokens) for name, value in (lacking | mine).items()})
     # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
     if squared := metrics.pop("sampling/ratio_squared", None):
         metrics["sampling/ess"] = metrics["sampling/ratio_mean"] ** 2 / squared
     rates = {"lr": optimizer.param_groups[0]["lr"]}
     rates |= {f"lr/{group.get('name', i)}": group["lr"] for i, group in enumerate(optimizer.param_groups[1:], 1)}
     return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms)} | rates
-
-
-def over_ranks(total: dict[str, Tensor], **counts: float) -> tuple[dict[str, float], dict[str, float]]:
-    """(sums over all ranks, of names that end in _max the largest). A statistic may exist on some ranks only."""
-    mine = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True)) | counts  # one read of the GPU
-    names = sorted(set().union(*utils.gather_objects([*mine])))
-    largest = {name: utils.all_max(mine.get(name, -math.inf)) for name in names if name.endswith("_max")}
-    names = [name for name in names if name not in largest]
-    sums = utils.all_sum(torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64)).tolist()
-    return dict(zip(names, sums, strict=True)), largest
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
@@ -1718,24 +1726,24 @@ def train(cfg: TrainConfig, make_critic: Callable | None = None, make_collector:
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
             metrics |= domain_metrics(trajectories, cfg)
             state |= run.mixture.ended(step, metrics)  # what was drawn of each domain, and how often it was solved
-            trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg))
+            trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg), trajectories)
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)
             metrics |= (foreign := counts_by_origin(trajectories))  # of all ranks
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
-            metrics |= add_teacher(batch, run, trajectories, pad_id, cfg)
+            as_sampled = replace(cfg, temperature=settings_at(step, cfg).temperature)
+            metrics |= add_teacher(batch, run, trajectories, pad_id, as_sampled)
             with clock(metrics, "logprobs"):
-                add_logprobs(batch, policy, run.reference, run.inner, cfg)
+                add_logprobs(batch, policy, run.reference, run.inner, as_sampled)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            later = {flag: function for flag, function in in_use(cfg).items() if not flag.startswith("--advantage")}
-            batch.extras |= prepared(later, batch, cfg)
-            metrics |= leave_out(batch, trajectories, cfg) or {}
+            batch.extras |= prepared({f"--policy_loss {cfg.policy_loss}": POLICY_LOSSES[cfg.policy_loss]}, batch, cfg)
+            metrics |= logged(leave_out(batch, trajectories, cfg) or {}, batch)
             if with_tokens and learns:
                 start_record(batch)
             with clock(metrics, "update"):
-                metrics |= update(policy, run.optimizer, batch, cfg, step) if learns else {}
+                metrics |= update(policy, run.optimizer, batch, as_sampled, step) if learns else {}
                 metrics |= routing.metrics(run.inner.routing, batch, cfg)
             if learns and run.size:
                 metrics |= gpu.gpu_metrics(run.size, trajectories, cfg, metrics["time/update"], run.device)

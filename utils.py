@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -312,11 +314,22 @@ def global_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return global_moments(values, mask)[1]
 
 
-def means_of_ranks(numbers: dict[str, float]) -> dict[str, float]:
-    """The mean of each number over the ranks that have one of its name. Collective."""
-    everyone = gather_objects(numbers)
-    found = {name: [of_rank[name] for of_rank in everyone if name in of_rank] for of in everyone for name in of}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+def over_ranks(numbers: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """This rank's {name: (sum, count)} -> {name: mean over all ranks}, without names of which nothing was counted. Of a
+    name that ends in _sum it is the sum, of one in _max the largest. Ranks may have different names. Collective.
+
+    The one rule for numbers that are logged: a mean of means would change with how rows are dealt to ranks.
+    """
+    everyone, out = gather_objects(numbers), {}
+    for name in sorted(set().union(*everyone)):
+        sums, counts = zip(*(of_rank[name] for of_rank in everyone if name in of_rank), strict=True)
+        if name.endswith("_max"):
+            out |= {name: max(sums)} if max(sums) > -math.inf else {}
+        elif name.endswith("_sum"):
+            out[name] = math.fsum(sums)
+        elif sum(counts):
+            out[name] = math.fsum(sums) / sum(counts)
+    return out
 
 
 def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]:
@@ -460,7 +473,8 @@ def check_finite(model: torch.nn.Module, model_id: str) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """ConfigError for a group without parameters, and for what would never change."""
+    """ConfigError for a group without parameters, and for what is trained and would never change or, unknown to DDP or
+    FSDP, differ by rank. At start and in each update: what is trained may change."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if empty := [group.get("name", n) for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
         raise ConfigError(
@@ -471,7 +485,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     if lost := [name for name, p in module.named_parameters() if p.requires_grad and p not in held]:
         raise ConfigError(
             f"make_optimizer: {len(lost)} of {len(trained)} trained parameters are in no group, first {lost[0]!r}: "
-            "they would never change. Put them into one, or freeze them: requires_grad_(False) in load_hf_model."
+            "they would never change. Put them into one, also what is trained later on; or freeze them: "
+            "requires_grad_(False) in load_hf_model."
+        )
+    wrapped = isinstance(module, DistributedDataParallel | FSDP | FSDPModule)
+    at_start = module.__dict__.setdefault("trained_at_start", {*trained})
+    if late := [name for name in trained if wrapped and name not in at_start]:
+        raise ConfigError(
+            f"{len(late)} parameters are trained that were frozen at start, first {late[0]!r}: DDP and FSDP add up "
+            "over ranks gradients of what was trained then. Have them require gradients in to_train, and leave it so."
         )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,13 +16,14 @@ from torch import Tensor
 import cli
 import utils
 from config import ConfigError, TrainConfig, known_name
-from inputs.trajectory import stands_in
+from inputs.trajectory import same_row, stands_in
 from plugins import function_path
 from safety.calls import say_once, warn_once
 
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
 # Of Batch, if a function asks.
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
+FIELDS += ("current_logprobs",)
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers"}  # they read no knob of ours
 
@@ -136,7 +138,8 @@ def say_without_effect(tables: dict[str, dict], used: dict[str, Callable], scrip
 
 
 def check_needs(name: str, function: Callable) -> None:
-    """ConfigError if `needs` below a function is no tuple of known fields."""
+    """ConfigError if `needs` below a function is no tuple of known fields, or `weights` no known way."""
+    known_name(f"{name}: .weights", getattr(function, "weights", "agg"), ("agg", "sum"))
     asked = getattr(function, "needs", ())
     if isinstance(asked, str):
         raise ConfigError(f'{name}: .needs = "{asked}" is text; write a tuple, .needs = ("{asked}",).')
@@ -241,30 +244,53 @@ def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     return check_term(name, result[0], batch), check_statistics(name, result[1], batch)
 
 
-def with_numbers(returned) -> tuple[list, dict]:
-    """What after_rollout returned: trajectories, or (trajectories, {name: number to log}). Where it added some to the
-    placeholder of a rank on which all had failed, that goes."""
+def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
+    """(trajectories, metrics) of what after_rollout returned for those that were sampled. One that has the row of a
+    sampled one has its row number, too. Where some were added to the placeholder of a rank on which all had failed,
+    that goes. Collective."""
     trajectories, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(trajectories, list) or not isinstance(numbers, dict):
         raise TypeError(
             f"after_rollout must return a list of trajectories, or that and a dict of numbers; got {type(returned)}."
         )
-    trajectories = [t for t in trajectories if not stands_in(t)] or trajectories
-    warn_of_mixed_groups(trajectories)
-    return trajectories, numbers
+    played = [t for t in trajectories if not stands_in(t)]
+    row_numbers = {id(t.row): t.info["row_number"] for t in reversed(sampled) if "row_number" in t.info}
+    for t in played:
+        t.info = t.info | ({"row_number": row_numbers[id(t.row)]} if id(t.row) in row_numbers else {})
+    warn_of_mixed_groups(played)
+    return played or trajectories, over_ranks(numbers, len(played))
+
+
+def logged(numbers: dict, batch) -> dict[str, float]:
+    """`over_ranks` of what a function gave to log of a batch. Of values [B, T] the sampled tokens count. Collective."""
+    sampled, size = batch.loss_mask > 0, batch.loss_mask.shape
+    of_tokens = {n: v[sampled] for n, v in numbers.items() if isinstance(v, Tensor) and v.shape == size}
+    return over_ranks(numbers | of_tokens, 0 if batch.stand_in else len(batch))
+
+
+def over_ranks(numbers: dict, rows: int) -> dict[str, float]:
+    """{name: a number, or numbers for each of something} over all ranks, by the rule of `utils.over_ranks`. One number
+    stands for all `rows`, this rank's completions; a rank without any has nothing to say. Collective."""
+    mine = {}
+    for name, value in numbers.items() if rows else ():
+        value = torch.as_tensor(value, dtype=torch.float64)
+        if name.endswith("_max"):
+            mine[name] = max(value.flatten().tolist(), default=-math.inf), 1
+        else:
+            alike = 1 if value.ndim or name.endswith("_sum") else rows
+            mine[name] = float(value.sum()) * alike, value.numel() * alike
+    return utils.over_ranks(mine)
 
 
 def warn_of_mixed_groups(trajectories: list) -> None:
     """A warning where completions of different data rows have one group number: a remembered trajectory keeps the one
     that it had in its own step, where another prompt had it."""
-    members: dict[int, dict] = {}  # row number -> what has it, by group
+    first: dict[int, object] = {}  # of each group
     for t in trajectories:
-        if (row := t.info.get("row_number")) is not None:
-            members.setdefault(t.group, {}).setdefault(row, t)
-    for group, rows in members.items():
-        if len(rows) > 1:
+        rows = [one.info.get("row_number") for one in (first.setdefault(t.group, t), t)]
+        if None not in rows and rows[0] != rows[1] and not same_row(t.row, first[t.group].row):
             warn_once(
-                f"after_rollout: completions of rows {' and '.join(map(str, [*rows][:2]))} are in one group ({group}), "
+                f"after_rollout: completions of rows {rows[0]} and {rows[1]} are in one group ({t.group}), "
                 "so advantages compare answers to different prompts. A remembered trajectory still has the number of "
                 "its own step: give it that of a group of its row in this one, replace(t, group=...), or a free one.",
                 kind="mixed groups",
@@ -298,6 +324,13 @@ def check_statistics(name: str, statistics: dict, batch) -> dict:
     return statistics
 
 
+def unknown_in(batch) -> list[str]:
+    """Fields of Batch that are nan on some sampled tokens: of a teacher that was not asked, of a demonstration."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    by_token = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.shape == batch.loss_mask.shape}
+    return [f"batch.{name}" for name, value in by_token.items() if value[batch.loss_mask > 0].isnan().any()]
+
+
 def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
     shape = tuple(batch.loss_mask.shape)
     if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
@@ -305,11 +338,12 @@ def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
         raise ValueError(f"{name} returned {got}; it must be a value per token, {shape}: {remedy}.")
     matrix = matrix.where(batch.loss_mask > 0, 0)  # elsewhere log-probs are 0: log(1 - p) would be inf, times 0 nan
     with read_once():
-        _finite.append((name, torch.isfinite(matrix.detach()).all()))
+        _finite.append((name, batch, torch.isfinite(matrix.detach()).all()))
     return matrix
 
 
-_finite: list[tuple[str, Tensor]] = []  # of what was checked: whose it is, and whether it is finite, not read yet
+# Of what was checked: whose it is, the batch, and whether it is finite, not read yet.
+_finite: list[tuple[str, object, Tensor]] = []
 _open = 0  # `read_once` blocks around us
 
 
@@ -321,10 +355,11 @@ def read_once() -> Iterator[None]:
     try:
         yield
         if _open == 1 and _finite:
-            good = torch.stack([finite for _, finite in _finite]).tolist()
+            good = torch.stack([finite for *_, finite in _finite]).tolist()
             if not all(good):
-                name = _finite[good.index(False)][0]
-                why = "Does it divide by a std or a length of 0?"
+                name, batch, _ = _finite[good.index(False)]
+                unknown = " and ".join(unknown_in(batch))
+                why = f"{unknown} has nan on some." if unknown else "Does it divide by a std or a length of 0?"
                 raise ValueError(f"{name} returned nan or infinity on a sampled token. {why}")
     finally:
         _open -= 1

@@ -56,9 +56,9 @@ def by_completion(trajectories: list[Trajectory]) -> dict[str, list[float]]:
 
 
 def means_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
-    """Collective."""
-    moments = {name: utils.global_moments(torch.tensor(v, dtype=torch.float64)) for name, v in values.items()}
-    return {name: float(mean) for name, (count, mean, _) in moments.items() if count}
+    """By the rule of `utils.over_ranks`, so of names in _sum and _max the sum and the largest. Collective."""
+    add = {name: max if name.endswith("_max") else math.fsum for name in values}
+    return utils.over_ranks({name: (add[name](numbers), len(numbers)) for name, numbers in values.items() if numbers})
 
 
 def solved(score: float, cfg: TrainConfig) -> bool:
@@ -148,38 +148,33 @@ def reward_means(trajectories: list[Trajectory]) -> dict:
     keys = on_any_rank({key for t in trajectories for key in t.info["rewards"]})  # components may differ by row
     components = {key for key in keys if "/" in key}
     keys = keys - components | bounded("names of rewards' components", components)
-    return {f"rewards/{key}/mean": mean for key, mean in means_where_given(trajectories, "rewards", keys).items()}
+    return means_where_given(trajectories, "rewards", {key: f"rewards/{key}/mean" for key in keys})
 
 
 def reward_seconds(trajectories: list[Trajectory]) -> dict:
     """Seconds that a call of each reward function took, on average, over all ranks, which all call it."""
-    names = on_any_rank({name for t in trajectories for name in t.info.get("reward_seconds", ())})
+    names = {name: f"time/reward/{name}/mean" for t in trajectories for name in t.info.get("reward_seconds", ())}
     means = means_where_given(trajectories, "reward_seconds", names)
-    return {f"time/reward/{name}": mean for name, mean in means.items()}
+    return {name.removesuffix("/mean"): mean for name, mean in means.items()}
 
 
 def on_any_rank(names: set[str]) -> set[str]:
     return set().union(*utils.gather_objects(names))
 
 
-def means_where_given(trajectories: list[Trajectory], entry: str, keys: set[str]) -> dict[str, float]:
-    """Means over all ranks of the numbers in info[entry] by key; of those that are there and not nan."""
-    out = {}
-    for key in sorted(keys):
-        values = [t.info.get(entry, {}).get(key, math.nan) for t in trajectories]
-        values = torch.tensor(values, dtype=torch.float64)
-        count, mean, _ = utils.global_moments(values.nan_to_num(), ~values.isnan())
-        out |= {key: float(mean)} if count else {}
-    return out
+def means_where_given(trajectories: list[Trajectory], entry: str, names: dict[str, str]) -> dict[str, float]:
+    """Means over all ranks of the numbers in info[entry], which are there and not nan, by {key: the metric's name}."""
+    given = {name: [t.info.get(entry, {}).get(key, math.nan) for t in trajectories] for key, name in names.items()}
+    return means_over_ranks({name: [x for x in values if not math.isnan(x)] for name, values in given.items()})
 
 
 def logged_by_rewards(trajectories: list[Trajectory]) -> dict:
     """Means of what reward functions gave to `log_metric`, over all ranks, which all call it."""
-    mine = [pair for t in trajectories for pair in t.info.get("logged", ())]
     values: dict[str, list[float]] = {}
-    for name, value in sum(utils.gather_objects(mine), []):
+    for name, value in (pair for t in trajectories for pair in t.info.get("logged", ())):
         values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(values[name]) for name in sorted(bounded("names given to log_metric", {*values}))}
+    names = bounded("names given to log_metric", on_any_rank({*values}))
+    return means_over_ranks({name: values[name] for name in names & values.keys()})
 
 
 MOST_NAMES = 100

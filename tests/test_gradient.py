@@ -64,7 +64,7 @@ def statistics() -> dict:
 
 def test_an_advantage_may_have_a_statistic_on_some_ranks_alone():
     """Of a kind of group, say: its mean over the ranks that have it, the same on every rank."""
-    assert on_ranks(2, statistics) == [{"all": 1.5, "rank_0": 5.0, "rank_1": 5.0}] * 2
+    assert on_ranks(2, statistics) == [{"all": 4 / 3, "rank_0": 5.0, "rank_1": 5.0}] * 2
 
 
 @pytest.mark.parametrize("case", ["ppo", "reinforce", "foreign", "foreign term", "entropy", "kl"])

@@ -128,13 +128,14 @@ def test_a_rank_of_demonstrations_alone(found):
 def test_a_demonstration_takes_the_place_of_the_placeholder():
     placeholder, demonstration = empty_trajectory({}, TrainConfig()), Trajectory({}, 0, [1], [2], [1], [0.0], [1.0])
     assert with_numbers([placeholder, demonstration]) == ([demonstration], {})
-    assert with_numbers(([placeholder], {"seen": 1})) == ([placeholder], {"seen": 1})
+    assert with_numbers(([placeholder], {"seen": 1})) == ([placeholder], {})  # of no completion
 
 
 def test_a_remembered_completion_in_the_group_of_another_prompt_is_told(caplog):
     """It keeps the group number of its own step: advantages compared it with answers to another prompt, in silence."""
     now, old = (
-        Trajectory({}, 0, [0], [0], [1], [0.0], [1.0], info={"row_number": row, "origin": "replay"}) for row in (3, 8)
+        Trajectory({"prompt": row}, 0, [0], [0], [1], [0.0], [1.0], info={"row_number": row, "origin": "replay"})
+        for row in (3, 8)
     )
     demonstration = Trajectory({}, 0, [0], [0], [1], [0.0], [1.0])  # of no row that is known
     with_numbers([now, demonstration, replace(old, group=1), replace(now)])
