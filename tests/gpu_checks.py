@@ -30,7 +30,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from ragged import SETTINGS, gradients, relative_difference, settled, wake_adapters  # noqa: E402
 
 import train_grpo as script  # noqa: E402
 import train_ppo  # noqa: E402
@@ -160,10 +162,6 @@ def left_out(cfg, batch: script.Batch) -> list[torch.Tensor]:
     return [batch.advantages, batch.loss_mask]
 
 
-CHOSEN = {  # so that tokens are chosen in a batch as small as this
-    "clip_cov": dict(clip_cov_ratio=0.2, clip_cov_min=0.0, clip_cov_max=9.0),
-    "kl_cov": dict(kl_cov_ratio=0.2),
-}
 KINDS_OF_MEAN = ("none", "group", "batch", "running")
 
 CASES: dict[str, Callable[[script.Batch], list[torch.Tensor]]] = {}
@@ -173,7 +171,7 @@ for name, scale in product(script.ADVANTAGES, ("group", "batch", "none")):
         advantages, settings(advantage=name, scale_rewards=scale, gamma=gamma)
     )
 for name, old in product(script.POLICY_LOSSES, ("recompute", "sampler", "current")):
-    CASES[f"loss {name}, {old}"] = partial(loss, settings(policy_loss=name, old_logprobs=old, **CHOSEN.get(name, {})))
+    CASES[f"loss {name}, {old}"] = partial(loss, settings(policy_loss=name, old_logprobs=old, **SETTINGS.get(name, {})))
 CASES |= {f"KL {name}": partial(divergence, name) for name in script.KL_ESTIMATORS}
 CASES |= {f"weights {mode}": partial(weights, mode) for mode in ("token_mean", "seq_mean", "seq_sum", "constant")}
 for mode, outside in product(("none", "token", "sequence"), ("clamp", "mask")):
@@ -291,11 +289,6 @@ def random_model(family: str, dtype: torch.dtype) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
-def settled(cfg: TrainConfig, inner) -> TrainConfig:
-    """As train_grpo.start leaves it: some models, and float32 on GPUs, take plain rows."""
-    return cfg if script.why_not_shared(inner.hf_model, cfg) is None else replace(cfg, shared_prefix=False)
-
-
 def rows(family: str, machine: Machine) -> str:
     """Log-probs of a batch and their gradient against each row by itself in transformers' own forward pass."""
     batch = script.collate(trajectories(), 0, machine.device)
@@ -380,62 +373,34 @@ def gradient(flags: list[str], rank: int, world: int, device: torch.device, **mo
     cfg = load_config(TrainConfig, ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", *flags])
     script.load_hf_model = lambda cfg, dtype, **_: random_model("llama", dtype)
     original = script.shard
-
-    def woken(policy, *rest, **more):  # B of an adapter starts at zero, which would leave A without gradient
-        torch.manual_seed(1)
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.05)
-        return original(policy, *rest, **more)
-
-    script.shard = woken
+    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
     policy, inner = script.load_policy(cfg, device)
     script.shard, cfg = original, replace(settled(cfg, inner), **more)
-    mine = [t for t in trajectories() if t.group % world == rank] or trajectories()[:1]
-    batch = script.collate(mine, 0, device)
-    if rank >= 3:  # no group is left
-        batch.loss_mask = torch.zeros_like(batch.loss_mask)
-    batch.advantages = script.dr_grpo(batch, cfg)
-    batch.old_logprobs, batch.ref_logprobs = (
-        batch.loss_mask * (batch.input_ids.float().sin() * a - 7) for a in (0.2, 0.3)
-    )
-    script.accumulate_gradients(policy, batch, cfg)
-    if cfg.strategy == "fsdp":
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-        with FSDP.summon_full_params(policy, with_grads=True):
-            found = {name: p.grad.cpu().clone() for name, p in policy.named_parameters() if p.grad is not None}
-    else:
-        found = {name: script.full(p.grad).cpu() for name, p in policy.named_parameters() if p.grad is not None}
+    batch = script.collate([t for t in trajectories() if t.group % world == rank] or trajectories()[:1], 0, device)
+    batch.loss_mask *= rank < 3  # of more ranks the last have no group
+    batch.advantages, wave = script.dr_grpo(batch, cfg), batch.input_ids.float().sin()
+    batch.old_logprobs, batch.ref_logprobs = (batch.loss_mask * (wave * a - 7) for a in (0.2, 0.3))
+    found = gradients(policy, inner, batch, cfg)
     norm = script.clip_gradients(policy, 1e9)
     sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]
-    return {
-        "gradient": {script.clean_name(name): g for name, g in found.items()}, "norm": norm, "sent": sorted(sent)
-    }  # fmt: skip
-
-
-def difference(found: dict, expected: dict) -> float:
-    """Of two gradients by parameter, relative to the length of the second."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    squares = sum(float((found[name] - expected[name]).double().square().sum()) for name in found)
-    return (squares / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
+    return {"gradient": found, "norm": norm, "sent": sorted(sent)}
 
 
 def one_process(machine: Machine) -> str:
     flags = ["--no-shared_prefix"]  # which GPUs have not in float32: "rows" has it in bfloat16
     ours, expected = (gradient(flags, 0, 1, device)["gradient"] for device in (machine.device, CPU))
-    return within({"gradient": difference(ours, expected)}, machine.near, "policy update")
+    return within({"gradient": relative_difference(ours, expected)}, machine.near, "policy update")
 
 
 def every_loss(machine: Machine) -> str:
     largest = {}
     for name, adapters in product(sorted(script.POLICY_LOSSES), (False, True)):
         flags = ["--use_peft"] * adapters
-        how = dict(policy_loss=name, beta=0.05, **CHOSEN.get(name, {}))
+        how = dict(policy_loss=name, beta=0.05, **SETTINGS.get(name, {}))
         whole = gradient(flags, 0, 1, machine.device, tokens_per_microbatch=10_000, **how)
         for cut, more in (("cut", {}), ("plain rows", dict(shared_prefix=False))):
             found = gradient(flags, 0, 1, machine.device, **how, **more)
-            largest[f"{name}, {cut}{', LoRA' * adapters}"] = difference(found["gradient"], whole["gradient"])
+            largest[f"{name}, {cut}{', LoRA' * adapters}"] = relative_difference(found["gradient"], whole["gradient"])
     return within(largest, machine.near, "gradients, each of a loss cut otherwise than in one pass")
 
 
@@ -447,7 +412,7 @@ def sharded(flags: str, machine: Machine) -> str:
     in_ranks(machine, ranks, [__file__, out, *flags], 200)
     result = torch.load(out)
     assert result["sent"] == alone["sent"], "a push would send other weights"
-    largest = {"gradient": difference(result["gradient"], alone["gradient"])}
+    largest = {"gradient": relative_difference(result["gradient"], alone["gradient"])}
     largest["norm"] = abs(result["norm"] / alone["norm"] - 1)
     return within(largest, machine.near, f"numbers (gradient, norm) on {ranks} rank(s)")
 
@@ -648,20 +613,6 @@ def speed(machine: Machine) -> str:
     return f"{said}; an update {seconds:.3f} s, {rate:.3g} TFLOP/s, {rate / matrix:.0%} of the matrices'"
 
 
-def gathering(machine: Machine) -> str:
-    out = machine.folder / "gathered.json"
-    in_ranks(machine, machine.ranks, [__file__, out, "gather"], 60)
-    return f"{machine.ranks} ranks: each gathers {json.loads(out.read_text()):.3g} GB/s of the others' shards"
-
-
-def gather(rank: int, ranks: int, device: torch.device) -> float:
-    shard = torch.ones((64 if device.type == "cuda" else 4) * 2**20, device=device)
-    whole, group = torch.empty(ranks * len(shard), device=device), torch.distributed.group.WORLD
-    machine = Machine(device, (), Path(), 1)
-    best = fastest(lambda: group.allgather_into_tensor_coalesced([whole], [shard]).wait(), machine)
-    return shard.nbytes * (ranks - 1) / best / 1e9
-
-
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
@@ -738,18 +689,14 @@ CHECKS: dict[str, Check] = {
     "demo": Check(demo, "ten steps of scripts/demo.sh: a real model, evaluated before and after", 900),
     "sizes": Check(sizes, "peak memory of updates and pushes against what plan.py says", 420),
     "speed": Check(speed, "matrix products, memory, and an update", 200),
-    "gathering": Check(gathering, "how fast GPUs gather each other's shards", 60, 2),
 }  # fmt: skip
 
 
 def main(out: str, flags: list[str]) -> None:
     rank, world, device = utils.init_distributed(60)
-    if flags == ["gather"]:
-        Path(out).write_text(json.dumps(gather(rank, world, device)), encoding="utf-8")
-    else:
-        result = gradient(flags, rank, world, device)
-        if rank == 0:
-            torch.save(result, out)
+    result = gradient(flags, rank, world, device)
+    if rank == 0:
+        torch.save(result, out)
     utils.end_process(0)
 
 
