@@ -92,29 +92,36 @@ def work(names: list[str], machine: Machine, answers: Path) -> None:
     utils.end_process(0)
 
 
-def run_group(names: list[str], machine: Machine) -> list[Result]:
-    """Results of checks that share a process; a new one for those behind a check that ended it."""
+def run_group(names: list[str], machine: Machine, deadline: float) -> list[Result]:
+    """Results of checks that share a process; a new one for those behind a check that ended it. deadline: of
+    time.monotonic, at which what still runs is ended."""
     results: list[Result] = []
     while rest := names[len(results) :]:
+        if (left := deadline - time.monotonic()) <= 0:
+            return results + [Result(name, "skipped", "no time was left", 0.0) for name in rest]
         folder = Path(tempfile.mkdtemp(dir=machine.folder))
         answers, limit = folder / "answers", machine.patience * (START + sum(CHECKS[name].seconds for name in rest))
         words = ["--device", machine.device.type, "--patience", machine.patience, "--work", answers, *rest]
         env = {"CUDA_VISIBLE_DEVICES": ",".join(machine.ids)}
-        status, log = called([sys.executable, SCRIPT, *words], folder / "log", limit, **env)
+        status, log = called([sys.executable, SCRIPT, *words], folder / "log", min(limit, left), **env)
         found = answers.read_text(encoding="utf-8").splitlines() if answers.exists() else []
-        results += [Result(**json.loads(line)) for line in found]
-        if results and results[-1].name in ("machine", rest[0]) and log.strip():
-            results[-1].details += f"\n{log[-4000:]}"
+        for result in (Result(**json.loads(line)) for line in found):
+            if result.verdict == "failed" or result.name == "machine":
+                result.details += f"\n{log[-4000:]}"
+            results.append(result)
         if len(found) < len(rest) and not (found and results[-1].verdict == "failed"):
             name = rest[len(found)]
             cause = f"not done in {CHECKS[name].seconds * machine.patience:.0f} s" if "Timeout (" in log else ""
-            cause = cause or f"its process ended with status {status}"
+            cause = cause or ("not done in time" if status is None else f"its process ended with status {status}")
             results.append(Result(name, "failed", f"{cause}; below, what it last said", 0.0, log[-6000:]))
     return results
 
 
-def run_all(names: Iterable[str], machine: Machine, at_once: int = 1) -> Iterator[Result]:
-    """Every check's result, as they end; `at_once`: so many processes beside each other."""
+def run_all(
+    names: Iterable[str], machine: Machine, at_once: int = 1, seconds: float = float("inf")
+) -> Iterator[Result]:
+    """Every check's result, as they end; `at_once`: so many processes beside each other, for so many seconds."""
+    deadline = time.monotonic() + seconds
     groups: dict[str, list[str]] = {}
     for name in names:
         if machine.gpu and CHECKS[name].gpus > len(machine.ids):
@@ -122,7 +129,7 @@ def run_all(names: Iterable[str], machine: Machine, at_once: int = 1) -> Iterato
         else:
             groups.setdefault(CHECKS[name].group or name, []).append(name)
     with ThreadPoolExecutor(at_once) as pool:
-        for done in as_completed([pool.submit(run_group, group, machine) for group in groups.values()]):
+        for done in as_completed([pool.submit(run_group, group, machine, deadline) for group in groups.values()]):
             yield from done.result()
 
 

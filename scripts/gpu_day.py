@@ -374,7 +374,8 @@ def push(gigabytes: str, day: Day) -> None:
 def checks(names: list[str], day: Day) -> None:
     """Checks of gpu_check.py; on a GPU all of them beside each other, for which it and 16 cores have room."""
     machine = gpu_check.this_machine("cuda" if day.gpu else "cpu", 1 if day.gpu else 9)
-    for result in gpu_check.run_all(names, machine, at_once=len(names) if day.gpu else 1):
+    how = dict(at_once=len(names), seconds=110) if day.gpu else {}
+    for result in gpu_check.run_all(names, machine, **how):
         figures = dict(check=result.name, verdict=result.verdict, said=result.said, seconds=round(result.seconds, 1))
         note(**figures, details=result.details[-1500:] * (result.verdict == "failed"))
 

@@ -40,6 +40,7 @@ import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 from runlog.reading import PHASES, read_metrics  # noqa: E402
+from safety.orphans import ends_with_us  # noqa: E402
 
 TINY, SMOLLM = ROOT / "models" / "tiny", ROOT / "models" / "SmolLM2-135M-Instruct"
 CPU = torch.device("cpu")
@@ -332,11 +333,15 @@ def rows(family: str, machine: Machine) -> str:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
+# Ends with this process, and what it has started with it.
+ALONE = dict(start_new_session=True, preexec_fn=ends_with_us())
+
+
 def called(words: list, log: Path, seconds: float, **env: str) -> tuple[int | None, str]:
     """(exit status, what it printed) of a command; a status of None: ended, as it was not done in time."""
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [str(word) for word in words], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+            [str(word) for word in words], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, **ALONE,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env,
         )  # fmt: skip
     try:
@@ -484,7 +489,7 @@ def served(words: str, flags: str, gpus: int, machine: Machine) -> str:
     env = {"VLLM_SERVER_TOKEN": token, "VLLM_CPU_KVCACHE_SPACE": "1"}
     with open(machine.folder / "server.log", "wb") as log:
         server = subprocess.Popen(
-            [sys.executable, *command.split()], cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+            [sys.executable, *command.split()], cwd=ROOT, stdout=log, stderr=log, **ALONE,
             env=os.environ | env | visible(machine, machine.ids[-gpus:]),
         )  # fmt: skip
     try:
