@@ -123,7 +123,8 @@ def test_it_trains_on_two_pictures(server, tmp_path):
     flags += (
         f"--reward_funcs {tmp_path}/pictures.py:even --eval_split none --compute_dtype float32 --output_dir {tmp_path} "
     )
-    flags += f"--prompts_per_step 2 --num_generations 2 --max_completion_length 8 --server_urls {server.url}"
+    flags += f"--prompts_per_step 2 --num_generations 2 --max_completion_length 8 --server_urls {server.url} "
+    flags += "--max_prompt_length 256"
     env = dict(VLLM_SERVER_TOKEN=server.token, PYTHONPATH="tests")
     with running(trainer(tmp_path / "log", *flags.split(), **env)) as process:
         assert process.end() == 0, process.text
