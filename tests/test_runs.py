@@ -138,7 +138,7 @@ def test_ctrl_c_ends_a_run_and_leaves_the_server_to_the_next(server, flags, tmp_
     with running(trainer(tmp_path / "log", *flags, "--max_steps", "999", VLLM_SERVER_TOKEN=server.token)) as process:
         process.until(lambda: "step 2/" in process.text)
         family = process.children()
-        process.members[0].send_signal(signal.SIGINT)
+        os.kill(process.members[0].pid, signal.SIGINT)
         assert process.end(60) == 130, process.text
     assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     trains(tmp_path / "next", server, *flags, "--output_dir", str(tmp_path / "next"))
