@@ -442,7 +442,7 @@ def log_metric(trajectories: list) -> Callable:
 OWN_METRICS = """step reward reward_std frac_reward_zero_std frac_singleton_groups reward_timeouts unrewarded
     reward_without_token num_tokens policy_lag loss grad_norm lr entropy kl beta entropy_coef solved prompts""".split()
 OWN_GROUPS = """eval time rewards completions turns tools images rollout dynamic_sampling ranks advantages lr clip_ratio
-    kl_cov sampling routing value log_metric distill server staleness async""".split()
+    kl_cov sampling routing value log_metric distill server staleness async memory perf""".split()
 
 
 def is_own_metric(name: str) -> bool:

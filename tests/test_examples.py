@@ -54,19 +54,22 @@ def test_trains_two_steps(name, tmp_path):
     assert len(lines) == 2 and ("turns/mean" in lines[0] or not several)
 
 
+@pytest.mark.slow
 def test_run_py_trains_and_compares_before_and_after():
-    """The whole of it on the smallest model, in process. Its runs lie in runs/."""
-    make_tiny()
-    command = [sys.executable, "examples/run.py", "sums", *"--generator hf --max_steps 1 --eval_steps 1".split()]
-    command += "--prompts_per_step 4 --num_generations 4 --save_steps none".split()
-    run = dict(cwd=ROOT, capture_output=True, text=True, timeout=250)
-    done = subprocess.run(command, env=os.environ | {"SEEDS": "7", "OMP_NUM_THREADS": "1"}, **run)
+    """The whole of it, in process. Its runs lie in runs/."""
+    flags = "--generator hf --max_steps 1 --eval_steps 1 --prompts_per_step 1 --num_generations 4 --save_steps none"
+    command = [sys.executable, "examples/run.py", "sums", *flags.split(), "--max_completion_length", "4"]
+    env = os.environ | {"SEEDS": "7", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     folders = {name for name in re.findall(r"runs/(sums-[\w-]+-seed7)", done.stdout) if (ROOT / "runs" / name).is_dir()}
     for name in folders:
         shutil.rmtree(ROOT / "runs" / name)
     assert done.returncode == 0 and len(folders) == 1, done.stderr[-3000:]
-    (table,) = re.findall(r"(?m)^  runs/sums-\S+: (eval/mean@\d+) ([\d.]+) -> ([\d.]+)$", done.stdout)
-    assert table[0] == "eval/mean@1" or table[0].startswith("eval/mean@")
+    assert re.search(r"(?m)^  runs/sums-\S+: eval/mean@\d+ [\d.]+ -> [\d.]+$", done.stdout), done.stdout[-1000:]
+
+
+def test_run_py_names_mistakes_before_it_starts():
+    run = dict(cwd=ROOT, capture_output=True, text=True, timeout=250)
     wrong = subprocess.run([sys.executable, "examples/run.py", "sums", "--max_step", "3"], **run)
     assert wrong.returncode == 2 and "Did you mean --max_steps?" in wrong.stderr
     listed = subprocess.run([sys.executable, "examples/run.py"], **run)
