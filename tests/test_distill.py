@@ -1,27 +1,22 @@
 """On-policy distillation: the signals against independent loops, a teacher in this process, and live teachers."""
 
 import asyncio
-import contextlib
 import functools
 import json
 import math
 import shutil
-import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pandas
 import pytest
-import requests
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live import EVEN, SMALL, Process, running, trainer
-from server_fixture import free_port, make_tiny, start_server
+from live import EVEN, SMALL, running, trainer
+from server_fixture import make_tiny, start_server
 
 import teachers
 import train_grpo as script
@@ -328,37 +323,6 @@ def test_a_sharded_teacher_says_the_same(strategy, said_by):
     assert said_by(strategy, 2) == pytest.approx(said_by("ddp", 1), rel=0.2)  # other samples of the same prompts
 
 
-def test_the_policy_is_its_own_teacher_behind_another_prompt(tmp_path):
-    """Of one domain a column, of another what a function makes of rewards, and of the third nothing."""
-    (tmp_path / "hints.py").write_text(
-        "def shown(trajectory):\n"
-        "    assert trajectory.info['rewards']\n"
-        "    return f\"Say {trajectory.row['answer']}.\" if len(trajectory.row['answer']) == 2 else None\n",
-        encoding="utf-8",
-    )
-    sums = "dataset_id: 'examples/sums.py:rows'"
-    (tmp_path / "three.yaml").write_text(
-        "domains:\n"
-        f"  - {{name: column, {sums}, teacher_prompt: answer}}\n"
-        f"  - {{name: function, {sums}, teacher_prompt: '{tmp_path}/hints.py:shown'}}\n"
-        f"  - {{name: nothing, {sums}}}\n",
-        encoding="utf-8",
-    )
-    flags = TAUGHT.replace("--dataset_id examples/sums.py:rows ", "")
-    flags += f"--max_steps 2 --prompts_per_step 6 --advantage distill --config {tmp_path}/three.yaml "
-    flags += f"--output_dir {tmp_path} --run_name x"
-    with running(trainer(tmp_path / "log", *flags.split())) as process:
-        assert process.end() == 0, process.text
-    assert learned(tmp_path / "x", "distill/reverse_kl")[0] != 0
-    told = dict.fromkeys(("column", "function", "nothing"), 0)
-    for file in (tmp_path / "x" / "completions").glob("step_*.parquet"):
-        for row in pandas.read_parquet(file).to_dict("records"):
-            known = row["tokens/teacher_logprob"] is not None and not numpy.isnan(row["tokens/teacher_logprob"]).all()
-            assert not (known and row["domain"] == "nothing")
-            told[row["domain"]] += known
-    assert told["column"] and told["function"], told
-
-
 def test_another_vocabulary_is_refused_token_by_token(tmp_path):
     folder = tmp_path / "other"
     shutil.copytree("models/tiny", folder)
@@ -385,26 +349,6 @@ def teacher():
         server.stop()
 
 
-@pytest.fixture(scope="module")
-def plain(teacher, tmp_path_factory):
-    """vLLM's own server of the same model and token, without any of our code."""
-    port = free_port()
-    # `vllm serve` itself wants a distribution of the name vllm; the CPU build is called otherwise.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(teacher.model_dir)]
-    command += f"--port {port} --api-key={teacher.token} --dtype float32 --max-model-len 2048 --enforce-eager".split()
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    with running(Process(command, tmp_path_factory.mktemp("plain") / "log", **env)) as process:
-        url = f"http://127.0.0.1:{port}"
-        process.until(lambda: serves(url))
-        yield SimpleNamespace(url=url, token=teacher.token, kill=process.kill)
-
-
-def serves(url: str) -> bool:
-    with contextlib.suppress(requests.ConnectionError):
-        return requests.get(f"{url}/health", timeout=2).ok
-    time.sleep(0.2)
-
-
 def asked(server, **how) -> TeacherServers:
     tokenizer = script.load_processor("models/tiny")
     found = TeacherServers([server.url], token=server.token, **how)
@@ -413,40 +357,16 @@ def asked(server, **how) -> TeacherServers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whose", ["ours", "vLLM's own"])
-def test_a_server_says_what_its_model_says(whose, request, tiny):
+def test_a_server_says_what_its_model_says(teacher, tiny):
     _, run = tiny
     ids = list(range(40, 80))
-    said = asyncio.run(asked(request.getfixturevalue("teacher" if whose == "ours" else "plain")).score(ids, 5))
+    said = asyncio.run(asked(teacher).score(ids, 5))
     logprobs = all_logits(run.inner.hf_model, ids)
     assert len(said.logprobs) == 39 and said.top_ids.shape == (39, 5)
     for place, token in enumerate(ids[1:]):
         assert said.logprobs[place] == pytest.approx(float(logprobs[place, token]), abs=1e-4)
         assert torch.allclose(said.top_logprobs[place], logprobs[place].topk(5).values, atol=1e-4)
         assert torch.allclose(logprobs[place, said.top_ids[place]], said.top_logprobs[place], atol=1e-4)
-
-
-def answered(server) -> float:
-    """Requests that vLLM's own server has answered."""
-    text = requests.get(f"{server.url}/metrics", timeout=10).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total"))
-
-
-@pytest.mark.slow
-def test_two_servers_share_the_asking_and_one_that_dies_is_named(teacher, plain, tmp_path):
-    """The other takes over: every completion is scored. A step has 16."""
-    flags = f"{TAUGHT} --max_steps 8 --advantage distill --distill_topk 3 --teacher_urls {plain.url} {teacher.url} "
-    flags += f"--output_dir {tmp_path} --run_name x"
-    before = answered(plain)
-    with running(trainer(tmp_path / "log", *flags.split(), TEACHER_TOKEN=teacher.token)) as process:
-        process.until(lambda: "step 2/8" in process.text)
-        share = answered(plain) - before
-        done = process.text.count("/8")
-        plain.kill()
-        assert process.end() == 0, process.text
-    assert 8 <= share <= 16 * (done + 1) - 8, (share, done)
-    assert learned(tmp_path / "x", "distill/asked") == [1] * 8
-    assert abs(learned(tmp_path / "x", "distill/reverse_kl")[0]) < 1e-3
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """PPO: GAE and value loss against the published numbers and a plain loop; the critic learns, warms up and resumes."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -60,17 +59,6 @@ def test_gae_on_sampled_tokens_alone_is_the_textbook_recursion():
             following, next_value = delta + 0.9 * 0.8 * following, value
             assert float(advantages[row, t]) == pytest.approx(following, abs=1e-9)
             assert float(returns[row, t]) == pytest.approx(following + value, abs=1e-9)
-
-
-def test_a_reward_after_an_observation_reaches_the_first_turn():
-    mask = torch.tensor([[1, 1, 0, 0, 1], [1, 1, 0, 0, 1.0]])
-    rewards = torch.zeros(2, 5)
-    rewards[0, 4] = 1
-    batch = Batch(mask.long(), torch.ones(2, 5), mask, rewards, torch.arange(2), values=torch.zeros(2, 5))
-    advantages, _ = gae_returns(batch, TrainConfig())
-    assert (advantages[0, :2] == 1).all() and (advantages[1] == 0).all()
-    late = replace(batch, rewards=torch.tensor([[0, 0, 0, 1.0, 0], [0, 0, 0, 0, 0]]))  # on the observation itself
-    assert (gae_returns(late, TrainConfig())[0][0, :2] == 1).all()
 
 
 def test_a_critic_of_another_vocabulary_is_refused(tmp_path):

@@ -264,23 +264,6 @@ def test_a_completion_without_a_reward_is_left_out(monkeypatch, advantage):
     assert first < 0 < last and (advantage != "grpo" or first == pytest.approx(-(0.5**0.5), abs=1e-4))
 
 
-def test_what_has_no_reward_gives_a_group_no_signal():
-    def group(*scores):
-        return [Trajectory({}, 0, [0], [0], [1], [0.0], [s or 0], info={"unrewarded": int(s is None)}) for s in scores]
-
-    cfg = TrainConfig(num_generations=3)
-    assert not script.has_signal(group(1.0, None, 1.0), cfg) and not script.has_signal(group(None, None), cfg)
-    assert script.has_signal(group(1.0, None, 0.5), cfg)
-
-
-@pytest.mark.parametrize("rewards, speaks", [(["zero"], True), (["digit_sum"], False)])
-def test_where_only_a_teacher_counts_every_group_has_signal(rewards, speaks):
-    """In a mixture all groups of a domain that only distils were drawn again."""
-    cfg = TrainConfig(reward_funcs=rewards, teacher_urls=["http://127.0.0.1:1"], advantage="distill")
-    group = [Trajectory({}, 0, [0], [0], [1], [0.0], [0.0], info={"unrewarded": 0}) for _ in range(3)]
-    assert script.has_signal(group, cfg) == speaks
-
-
 def test_resampling_is_bounded_and_what_is_left_is_counted(monkeypatch):
     rows = [{"prompt": str(n), "speaks": 0} for n in range(40)]
     trajectories, metrics, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=2)
