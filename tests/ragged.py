@@ -71,7 +71,7 @@ def gradients(policy, inner, batch, cfg, loss_of=script.micro_loss) -> dict[str,
     return full_gradients(policy)
 
 
-def small_llama(cfg, dtype) -> torch.nn.Module:
+def small_llama(cfg, dtype, **_) -> torch.nn.Module:
     """Grouped-query attention, untied output layer, 1,000 words."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -38,7 +38,7 @@ WINDOWED = ["gemma2", "gemma3_text", "olmo3", "mistral", "cohere2", "exaone4", "
 def family(name: str):
     """`load_hf_model` of a tiny model of this family."""
 
-    def load(cfg, dtype):
+    def load(cfg, dtype, **_):
         torch.manual_seed(0)
         tokens = dict(vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=2)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **tokens | SHAPE | FAMILIES[name]))

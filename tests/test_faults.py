@@ -34,14 +34,13 @@ def data(body: str) -> dict:
 
 
 def environment(reset: str = "return [{'role': 'user', 'content': 'Go.'}]", step: str = "return [], 1.0, True, {}"):
-    lines = (
-        f"class Own:\n    def reset(self, row, seed):\n        {reset}\n\n    def step(self, text):\n        {step}\n"
-    )
-    return {"own.py": f"import os, time\n\n\n{lines}\n    def score(self):\n        return 1.0\n"}
+    methods = [("reset(self, row, seed)", reset), ("step(self, text)", step), ("score(self)", "return 1.0")]
+    return {"own.py": "import time\n\n\nclass Own:\n" + "".join(f"    def {m}:\n        {b}\n\n" for m, b in methods)}
 
 
-FILE, OWN_DATA = "--dataset_id {at}/rows.jsonl --test_size 2", "--dataset_id {at}/own.py:own"
-REWARD, ENV, TOOL = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own", "--tools {at}/own.py:own"
+TURNS = "--max_completion_length 64 --max_turn_length 8 --max_turns 2"
+FILE, OWN_DATA = "--dataset_id {at}/rows.jsonl", "--dataset_id {at}/own.py:own"
+REWARD, ENV, TOOL = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own " + TURNS, "--tools {at}/own.py:own"
 LENGTH = "--reward_funcs length"
 
 DATA = [
@@ -143,7 +142,6 @@ def test_a_fault_is_survived_or_named(fault, tmp_path):
         ended = run.end(LIMIT)
     assert ended == status or (status is None and ended in (0, 1, 2)), run.text[-3000:]
     assert re.search(names.replace("{at}", re.escape(str(tmp_path))), run.text, re.S), run.text[-3000:]
-    assert ended == 0 or "Error" in run.text
     assert not (ended == 2 and "Traceback" in run.text), run.text[-3000:]
     assert not (tmp_path / "ran").exists()
 

@@ -122,7 +122,7 @@ def test_weights_and_gradient_are_of_the_layers_own_scores():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_every_cut_replays_the_same(checkpointing, monkeypatch):
     """Plain rows, shared prompts, micro-batches: one choice for each token; padding and the blank have none."""
-    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made("qwen3_moe", dtype))
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made("qwen3_moe", dtype))
     cfg = TrainConfig(compute_dtype="float32", gradient_checkpointing=checkpointing)
     policy, _ = script.load_policy(cfg, torch.device("cpu"))
     batch = local_batch(0, 1)
@@ -147,7 +147,7 @@ def test_every_cut_replays_the_same(checkpointing, monkeypatch):
 
 def test_generator_tells_what_its_tokens_went_through(monkeypatch):
     """In bfloat16 beside a trainer in float32: the difference is smaller with replay, and the choice exact."""
-    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made("qwen3_moe", dtype))
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made("qwen3_moe", dtype))
     generator = hf_generator.HFGenerator(made("qwen3_moe", torch.bfloat16), SimpleNamespace(eos_token_id=2))
     cfg = TrainConfig(generator="hf", compute_dtype="float32")
     routing.ask(generator, generator.model, cfg)
@@ -174,7 +174,7 @@ def gradient_of(policy) -> torch.Tensor:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_balancing_is_transformers_loss_over_the_tokens_learned_from(name, checkpointing, monkeypatch):
     """Value and gradient, against load_balancing_loss_func of the family with the tokens that predict as its mask."""
-    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made(name, dtype))
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made(name, dtype))
     cfg = TrainConfig(compute_dtype="float32", gradient_checkpointing=checkpointing, router_aux_coef=0.3, beta=0.0)
     cfg = replace(cfg, shared_prefix=False, tokens_per_microbatch=40)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
@@ -199,7 +199,7 @@ def test_balancing_is_transformers_loss_over_the_tokens_learned_from(name, check
 def test_no_cut_changes_how_experts_are_balanced(replay, monkeypatch):
     """Micro-batches, shared prompts, rows without advantage: one gradient; also with experts of the generator, which
     are known without a forward pass."""
-    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype: made("qwen3_moe", dtype))
+    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made("qwen3_moe", dtype))
     cfg = TrainConfig(compute_dtype="float32", router_aux_coef=0.3, beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     batch = local_batch(0, 1)
@@ -234,7 +234,7 @@ def test_no_cut_changes_how_experts_are_balanced(replay, monkeypatch):
 def balanced(strategy: str) -> dict:
     """Gradient and value of --router_aux_coef, without and with experts that the generator chose."""
     rank, world, device = utils.init_distributed(60)
-    script.load_hf_model = lambda cfg, dtype: made("qwen3_moe", dtype)
+    script.load_hf_model = lambda cfg, dtype, **_: made("qwen3_moe", dtype)
     cfg = TrainConfig(strategy=strategy, compute_dtype="float32", beta=0.0, router_aux_coef=0.3)
     cfg.tokens_per_microbatch, cfg.gradient_checkpointing = 40, True
     policy, inner = script.load_policy(cfg, device)

@@ -76,7 +76,7 @@ def counted(tied: bool, *flags: str) -> dict:
     base = ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", "--logprob_chunk", "4"]
     cfg = load_config(TrainConfig, [*base, "--prompts_per_step", "12", *flags])
     rank, world, device = utils.init_distributed(60)
-    script.load_hf_model = lambda cfg, dtype: llama(tied).to(dtype)
+    script.load_hf_model = lambda cfg, dtype, **_: llama(tied).to(dtype)
     policy, inner = script.load_policy(cfg, device)
     batch = sharding_worker.batch_of(rank, world, device)
     micro = max(utils.gather_objects(len(script.micro_batches(batch, cfg))))

@@ -122,7 +122,7 @@ def test_a_rank_of_demonstrations_alone(found):
     first, second = found[2]
     assert flat(second["remax"]) == [1.0] * 4 and first["remax"][0] == pytest.approx([0.5, 0.5])
     with pytest.raises(ValueError, match="compares each reward function's values, and a trajectory has none"):
-        advantages(demonstration(), advantage="gdpo")
+        advantages(group(0, [1.0, 0.0], 2) + demonstration(), advantage="gdpo")
 
 
 def test_a_demonstration_takes_the_place_of_the_placeholder():
