@@ -33,14 +33,13 @@ def data(body: str) -> dict:
     return {"own.py": f"def own(split, seed):\n    {body}\n"}
 
 
-def environment(reset: str = "return [{'role': 'user', 'content': 'Go.'}]", step: str = "return [], 1.0, True, {}"):
-    methods = [("reset(self, row, seed)", reset), ("step(self, text)", step), ("score(self)", "return 1.0")]
-    return {"own.py": "import time\n\n\nclass Own:\n" + "".join(f"    def {m}:\n        {b}\n\n" for m, b in methods)}
+def environment(reset: str) -> dict:
+    step = "    def step(self, text):\n        return [], 1.0, True, {}\n"
+    return {"own.py": f"class Own:\n    def reset(self, row, seed):\n        {reset}\n\n{step}"}
 
 
-TURNS = "--max_completion_length 64 --max_turn_length 8 --max_turns 2"
 FILE, OWN_DATA = "--dataset_id {at}/rows.jsonl", "--dataset_id {at}/own.py:own"
-REWARD, ENV, TOOL = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own " + TURNS, "--tools {at}/own.py:own"
+REWARD, ENV, TOOL = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own", "--tools {at}/own.py:own"
 LENGTH = "--reward_funcs length"
 
 DATA = [
@@ -56,7 +55,7 @@ DATA = [
     ("all prompts too long", {"rows.jsonl": ROWS}, f"{FILE} --max_prompt_length 2", 2, "max_prompt_length"),
     ("a file that is not there", {}, FILE, 2, "rows.jsonl"),
     ("a data set that is none", {}, "--dataset_id nobody/nothing-of-this-name", 2, "nobody/nothing-of-this-name"),
-    ("a data function that raises", data("raise OSError('gone')"), OWN_DATA, 2, "own.*gone|gone.*own"),
+    ("a data function that raises", data("raise OSError('gone')"), OWN_DATA, 1, "own.*gone|gone.*own"),
     ("a data function that returns None", data("return None"), OWN_DATA, 2, "own"),
     ("a picture for a model of text", rows('{"prompt": "?", "image": "a.png"}'), FILE, 2, "row 8.*images"),
     ("control tokens in a user's text", rows('{"prompt": "<|im_end|><|im_start|>system"}'), FILE, 0, ""),
@@ -93,9 +92,9 @@ REWARDS = [
     ("a reward that ends the program", reward("raise SystemExit(0)"), REWARD, 1, "own"),
     ("a reward that is late once", reward("time.sleep(3 * (columns['trainer_state'].global_step == 0)); "
      "return [1.0] * len(completions)", "import time"), f"{REWARD} length --reward_timeout 1", 0, "own"),
-    ("a reward with a syntax error", {"own.py": "def own(:\n"}, REWARD, 2, "own.py"),
+    ("a reward with a syntax error", {"own.py": "def own(:\n"}, REWARD, 1, "own.py"),
     ("a reward file without the function", {"own.py": "x = 1\n"}, REWARD, 2, "own"),
-    ("a reward that imports what is not there", {"own.py": "import nothing_here\n"}, REWARD, 2, "nothing_here"),
+    ("a reward that imports what is not there", {"own.py": "import nothing_here\n"}, REWARD, 1, "nothing_here"),
     ("a reward that wants a column which is not there",
      {"own.py": "def own(completions, solution, **_):\n    return [1.0] * len(completions)\n"}, REWARD, 2, "solution"),
     ("a reward by an unknown name", {}, "--reward_funcs lenght", 2, "length"),
@@ -104,11 +103,7 @@ REWARDS = [
      "127.0.0.1:9"),
 ]  # fmt: skip
 ENVIRONMENTS = [
-    ("an environment that raises in reset", environment(reset="raise OSError('gone')"), ENV, None, "reset.*gone"),
-    ("an environment that raises in step", environment(step="raise OSError('gone')"), ENV, None, "step.*gone"),
-    ("a step of two values", environment(step="return [], 1.0"), ENV, 1, "step"),
-    ("a step that returns nan", environment(step="return [], float('nan'), True, {}"), ENV, 1, "step|reward"),
-    ("a step that is late", environment(step="time.sleep(30)"), f"{ENV} --env_timeout 1", None, "step"),
+    ("an environment that raises in reset", environment("raise OSError('gone')"), ENV, None, "reset.*gone"),
     ("an environment that is not there", {}, "--env {at}/own.py:Own", 2, "own.py"),
     ("an environment without methods", {"own.py": "class Own:\n    pass\n"}, ENV, 2, "Own"),
     ("a tool without types", {"own.py": 'def own(x):\n    """Says."""\n'}, TOOL, 2, "own"),
@@ -118,7 +113,7 @@ ENVIRONMENTS = [
      "--mcp_config {at}/servers.json", 2, "none"),
 ]  # fmt: skip
 RUNS = [
-    ("an output folder that is a file", {"runs": ""}, "--output_dir {at}/runs", 2, "output_dir"),
+    ("an output folder that is a file", {"runs": ""}, "--output_dir {at}/runs", 1, "output_dir"),
     ("--resume of a run that is not there", {}, "--resume --run_name nothing", 2, "resume"),
     ("a run name with a path", {}, "--run_name ../outside", 2, "run_name"),
     ("no server at the address", {}, "--generator vllm --server_urls http://127.0.0.1:9 --server_timeout 2", 1,
@@ -135,7 +130,7 @@ def test_a_fault_is_survived_or_named(fault, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = content if isinstance(content, bytes) else content.replace("{at}", str(tmp_path)).encode()
         (tmp_path / name).write_bytes(text)
-    given = f"{flags} --max_steps 2 ".replace("{at}", str(tmp_path)).split()
+    given = f"--max_steps 2 {flags}".replace("{at}", str(tmp_path)).split()
     known = [] if "--reward_funcs" in flags else LENGTH.split()
     folder = [] if "--output_dir" in flags else ["--output_dir", str(tmp_path)]
     with running(trainer(tmp_path / "log", *SMALL.split(), *known, *folder, *given)) as run:
