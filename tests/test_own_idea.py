@@ -217,7 +217,10 @@ class Sampler:
     vocab_size = 1000
 
     def __init__(self):
-        self.tokenizer, self.asked = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))), []
+        self.tokenizer, self.asked = (
+            SimpleNamespace(chat_template=None, decode=lambda ids, **_: " ".join(map(str, ids))),
+            [],
+        )
 
     async def generate(self, prompt_ids, *, n, **options):
         self.asked.append(n)
