@@ -2,11 +2,7 @@
 
 import asyncio
 import json
-import os
 import shutil
-import threading
-import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ import tiny_vlms
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from server_fixture import TINY
 from steps import collected
@@ -25,14 +20,13 @@ import rollouts
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_data
-from envs import Environment, FrozenLake, Sokoban, adapters
-from envs.calls import take_environment
-from envs.tools import PARSERS, Call, Toolbox, as_content, from_function, named_tools
+from envs import Environment, FrozenLake, adapters
+from envs.tools import Call, Toolbox, named_tools
 from inputs.processor import load_processor
 from inputs.prompts import TYPES, build_prompt, observation_text, observed
-from inputs.special_tokens import END, MARKERS, clean, each_text, guard, special_texts, tokenize
+from inputs.special_tokens import END, MARKERS, clean, special_texts, tokenize
 from inputs.special_tokens import tokenizer_of as text_tokenizer
-from inputs.trajectory import RowPictureError, empty_trajectory, failed_trajectory, without_failed
+from inputs.trajectory import empty_trajectory, without_failed
 from plugins import load_function
 from rollouts import TrajectoryError, play
 from runlog import rollout_metrics
@@ -168,7 +162,6 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map
 TOKENIZERS = {}
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("template", ENDS)
 @given(text=TEXTS)
 @settings(max_examples=150, deadline=None)
@@ -180,20 +173,6 @@ def test_no_text_becomes_a_control_token(template, text):
     assert [i for i in ids if i in special] == [i for i in own if i in special]
     if text.replace("\n", "").isprintable() and text.isascii():  # this tokenizer's small vocabulary lacks some bytes
         assert f"a{clean(text)}b" in tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-
-def test_text_without_special_tokens_is_tokenised_as_always():
-    tokenizer = tokenizer_of("qwen3")
-    messages = [{"role": "user", "content": "What is 2 + 3? <b>Think</b>."}]
-    ours = tokenize(tokenizer.apply_chat_template(guard(messages, tokenizer), tokenize=False), tokenizer)
-    assert ours == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-
-
-def test_a_marker_in_a_result_cuts_nothing():
-    tokenizer = tokenizer_of("qwen2_5")
-    for marker in ("WHERE-THE-ANSWER-ENDS", END):
-        text = observation_text([{"role": "user", "content": f"before {marker} after"}], tokenizer)
-        assert "before" in text and text.count("<|im_start|>") == 2
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -232,23 +211,6 @@ def test_states_reach_gigpo():
 def turn_starts(t) -> list[int]:
     mask = [0, *t.loss_mask]
     return [len(t.prompt_ids) + i for i in range(len(t.loss_mask)) if mask[i + 1] and not mask[i]]
-
-
-def test_states_of_the_games():
-    level = Sokoban()
-    level.reset({}, 0)
-    before = level.state()
-    asyncio.run(level.step("no move"))
-    assert level.state() == before and hash(before) is not None
-
-
-def test_without_states_gigpo_says_so(caplog):
-    tokenizer, cfg = tokenizer_of("qwen2_5"), config()
-    t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg, add), Scripted(tokenizer, TURNS), cfg))
-    batch = script.collate([t, t], 0, torch.device("cpu"))
-    calls._WARNED.clear()
-    script.ADVANTAGES["gigpo"](batch, cfg)
-    assert batch.states is None and "the environment has no state()" in caplog.text
 
 
 # ---- a trajectory that fails -----------------------------------------------------------------------------------------
@@ -298,7 +260,7 @@ class Moody(Environment):
         self.fail(self.row, "close")
 
 
-FAULTS = ["reset", "step", "late", "junk", "score", "nan", "metrics", "state", "close", "none"]
+FAULTS = ["reset", "step", "late", "score", "nan", "close", "none"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -364,15 +326,6 @@ def test_a_failing_reward_costs_its_group():
         rollout_metrics.check_failed(groups, cfg)
 
 
-def test_one_prompt_of_its_own_size_with_a_damaged_picture_is_no_error():
-    row = {"prompt": "a", "num_generations": 3}
-    failed = [failed_trajectory(row, 0, RowPictureError("damaged", row)) for _ in range(3)]
-    cfg = config(env="x", num_generations=2, max_failed=0.0)
-    assert rollout_metrics.check_failed([failed], cfg) == 3
-    with pytest.raises(RowPictureError, match="6 of 6"):
-        rollout_metrics.check_failed([failed, failed], cfg)
-
-
 def test_a_rank_on_which_all_failed_has_a_row_that_counts_for_nothing():
     cfg = config(env="x", reward_funcs=["environment"], num_minibatches=2)
     batch = script.collate([empty_trajectory({"prompt": "?"}, cfg)], 0, torch.device("cpu"))
@@ -382,150 +335,7 @@ def test_a_rank_on_which_all_failed_has_a_row_that_counts_for_nothing():
     assert len(parts) == 2 and all(len(part) == 1 and part.loss_mask.sum() == 0 for part in parts)
 
 
-def test_an_environment_tried_at_the_start_is_closed(tmp_path):
-    (tmp_path / "held.py").write_text(
-        """
-from pathlib import Path
-from envs import Environment
-
-class Held(Environment):
-    def __init__(self):
-        self.place = Path(__file__).with_name("held")
-        self.place.touch()
-
-    def close(self):
-        self.place.rename(self.place.with_name("closed"))
-""",
-        encoding="utf-8",
-    )
-    rollouts.check_rollout(config(env=f"{tmp_path}/held.py:Held", tools=[]))
-    assert (tmp_path / "closed").exists() and not (tmp_path / "held").exists()
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_an_environment_that_comes_too_late_is_closed(cancelled):
-    begun, closed, cfg = threading.Event(), threading.Event(), config(tool_timeout=30 if cancelled else 0.1)
-
-    class Late(Environment):
-        def __init__(self):
-            begun.wait(10)
-
-        async def close(self):
-            closed.set()
-
-    async def taken():
-        task = asyncio.create_task(take_environment(lambda row: Late(), {"prompt": "?"}, cfg))
-        await asyncio.sleep(0.05)
-        if cancelled:
-            task.cancel()
-        await task
-
-    with pytest.raises(asyncio.CancelledError if cancelled else TrajectoryError):
-        asyncio.run(taken())
-    begun.set()
-    assert closed.wait(10)
-
-
-def test_nothing_holds_up_the_others():
-    """Constructors, score() and metrics() of .4 s each, eight at a time; instances are pooled on request."""
-
-    class Slow(Environment):
-        made = 0
-
-        def __init__(self):
-            time.sleep(0.4)
-            Slow.made += 1
-
-        def reset(self, row, seed):
-            return "Begin."
-
-        async def step(self, text):
-            return [], 0.0, True, {}
-
-        def score(self):
-            time.sleep(0.4)
-            return 1.0
-
-        async def metrics(self):
-            time.sleep(0.4)
-            return {}
-
-    adapters.ENVIRONMENTS["slow"] = Slow
-    cfg = config(env="slow", tools=[], num_generations=8)
-    generator = Scripted(tokenizer_of("qwen2_5"), ["Well."])
-    start = time.perf_counter()
-    asyncio.run(rollouts.multi_turn([{"prompt": "?"}], generator, cfg))
-    # metrics() blocks the loop of async functions: those go one after another, without holding up the sampling
-    assert time.perf_counter() - start < 0.4 + 0.4 + 8 * 0.4 + 1.5 and Slow.made == 8
-    Slow.pooled, Slow.metrics = True, Environment.metrics
-    for _ in range(3):
-        asyncio.run(rollouts.multi_turn([{"prompt": "?"}], generator, cfg))
-    assert Slow.made == 16
-    for number in range(2):  # the column chooses from a dict of environments, and this is none
-        asyncio.run(rollouts.multi_turn([{"prompt": "?", "environment": number}], generator, cfg))
-    assert Slow.made == 16
-    del adapters.ENVIRONMENTS["slow"]
-
-
 # ---- text that ends no run -------------------------------------------------------------------------------------------
-
-
-def run_tools(cfg, text, *functions, parser="hermes"):
-    toolbox = Toolbox({tool.name: tool for tool in map(from_function, functions)}, cfg)
-    return asyncio.run(toolbox.run(PARSERS[parser](text, toolbox.tools), toolbox.tools))
-
-
-def test_a_turn_of_two_hundred_calls():
-    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-    messages, events = run_tools(config(), call * 200, add)
-    assert len(messages) == 17 and "made 200 calls; only the first 16 were run" in messages[-1]["content"]
-    assert [event["failed"] for event in events] == [0] * 16 + [1]
-
-
-def test_invented_components_are_bounded_metrics(monkeypatch, caplog):
-    """The first hundred of a run, in every step the same; functions' own names are always there."""
-    monkeypatch.setattr(rollout_metrics, "_NAMED", {})
-    monkeypatch.setattr(calls, "_WARNED", set())
-    last = [SimpleNamespace(info={"rewards": {"mine": 1.0} | {f"mine/{n}": 1.0 for n in range(60)}})]
-    assert len(rollout_metrics.reward_means(last)) == 61 and not caplog.text
-    many = {f"mine/{n}": 1.0 for n in range(50, 170)}
-    means = rollout_metrics.reward_means([SimpleNamespace(info={"rewards": {"mine": 1.0, "yours": 1.0} | many})])
-    assert {"rewards/mine/mean", "rewards/yours/mean", "rewards/mine/59/mean"} <= means.keys() and len(means) == 52
-    assert "over 100 names of rewards' components" in caplog.text
-    rollout_metrics.reward_means([SimpleNamespace(info={"rewards": {f"mine/{n}": 1.0 for n in range(300, 420)}})])
-    assert caplog.text.count("over 100 names") == 1  # whatever the new ones are
-
-
-def test_invented_tools_are_no_metrics():
-    calls = "".join(f'<tool_call>{{"name": "made_up_{n}", "arguments": {{}}}}</tool_call>' for n in range(9))
-    _, events = run_tools(config(), calls + "<tool_call>{</tool_call>", add)
-    assert {event["name"] for event in events} == {"unknown", "unreadable"}
-
-
-RED = Image.new("RGB", (2, 2), "red")
-
-
-@pytest.mark.parametrize(
-    "returned, wanted",
-    [
-        ({("a", 1): 2}, "{('a', 1): 2}"),
-        ([{"type": "function", "name": "x"}], '[{"type": "function", "name": "x"}]'),
-        ([{"type": "text"}], '[{"type": "text"}]'),
-        (np.float32(1.5), "1.5"),
-        ({"a": np.arange(2), "é": None}, '{"a": [0, 1], "é": null}'),
-        ([{"type": "text", "text": "a"}], [{"type": "text", "text": "a"}]),
-        (RED, [{"type": "image", "image": RED}]),
-        (["a", RED], [{"type": "text", "text": "a"}, {"type": "image", "image": RED}]),
-    ],
-)
-def test_what_a_tool_returns(returned, wanted):
-    assert as_content(returned) == wanted
-
-
-def test_a_value_within_itself():
-    knot: list = []
-    knot.append(knot)
-    assert as_content(knot) == "[[...]]"
 
 
 def test_images_for_a_model_without_images(caplog):
@@ -540,256 +350,7 @@ def test_images_for_a_model_without_images(caplog):
     assert "user\n[an image]\nthis?" in tokenizer.decode(t.token_ids) and "takes none" in caplog.text
 
 
-def test_an_environment_that_talks_for_a_megabyte():
-    class Talks(Environment):
-        async def step(self, text):
-            return "word " * 200_000, 0.0, False, {}
-
-    tokenizer, cfg = tokenizer_of("qwen2_5"), config(env="x", max_turns=2, max_tool_result=100)
-    t = asyncio.run(play({"prompt": "?"}, 0, Talks(), Scripted(tokenizer, ["Yes?"]), cfg))
-    assert "... (999900 more characters)" in tokenizer.decode(t.token_ids)
-
-
-NESTED = "[" * 1100 + "]" * 1100
-SAMPLED = st.lists(
-    st.sampled_from(
-        ["<tool_call>", "</tool_call>", '{"name": "say", "arguments": {"text": ', '"\\ud83d"', "}}", NESTED, "9" * 4400]
-        + [
-            "<function=say>",
-            "<parameter=text>",
-            "</parameter>",
-            "</function>",
-            "<say>",
-            "</say>",
-            '"\\ud800"',
-            "{",
-            "[[",
-        ]
-    )
-    | st.text(max_size=8),
-    max_size=14,
-).map("".join)
-
-
-@pytest.mark.in_turn
-@pytest.mark.parametrize("parser", list(PARSERS))
-@given(text=SAMPLED)
-@settings(max_examples=100, deadline=None)
-def test_whatever_a_model_writes(parser, text):
-    """Parsed, run, answered, tokenised, scored, stored: nothing raises, and nothing stored holds half a character."""
-    tokenizer = TOKENIZERS.setdefault("qwen3", tokenizer_of("qwen3"))
-
-    def say(text: str, count: int = 1) -> dict:
-        """Says it.
-
-        Args:
-            text: what
-            count: how often
-        """
-        return {text: [text] * 2, "number": count}
-
-    cfg = config(tool_parser=parser, max_turns=2, max_completion_length=4000, tokenization_check="off")
-    text = each_text(text, clean)  # a tokenizer decodes nothing else
-    environment = tool_environment(cfg, say)
-    t = asyncio.run(play({"prompt": "?"}, 0, environment, Scripted(tokenizer, [text]), cfg))
-    asyncio.run(rewards.score([t], {"tool_use": rewards.tool_use}, cfg))
-    json.dumps(completion_rows([t], [0.0], [0.0]), ensure_ascii=False, default=str).encode()
-
-
-def test_a_call_nested_a_thousand_times(caplog):
-    for parser, text in (
-        ("hermes", f'<tool_call>{{"name": "add", "arguments": {NESTED}}}</tool_call>'),
-        ("hermes", f"<tool_call>{NESTED}</tool_call>"),
-        ("xml", f"<function=add><parameter=a>{NESTED}</parameter></function>"),
-        ("xml", f"<function=add><parameter=a>{'9' * 4400}</parameter></function>"),
-        ("tags", f"<add>{NESTED}</add>"),
-        ("hermes", '<tool_call>{"name": "\\ud83d", "arguments": {"\\ud83d": "\\ud83d"}}</tool_call>'),
-    ):
-        messages, events = run_tools(config(), text, add, parser=parser)
-        assert events[0]["failed"] and messages[0]["content"].startswith("Error: "), parser
-        json.dumps(messages, ensure_ascii=False).encode()
-
-
-def test_a_tool_that_changes_the_working_directory(tmp_path, monkeypatch):
-    """The run folder stays where it was."""
-    monkeypatch.chdir(tmp_path)
-    from runlog.log import RunLog
-
-    log = RunLog(TrainConfig(output_dir="here", run_name="run", max_steps=1))
-    os.chdir("/")
-    log.step(1, {"reward": 1.0}, [])
-    log.close()
-    assert (tmp_path / "here" / "run" / "report.html").exists()
-
-
 # ---- tools as other libraries have them ------------------------------------------------------------------------------
-
-TOOLS = """
-import dataclasses, enum, functools
-from pydantic import BaseModel
-
-
-class Query(BaseModel):
-    text: str
-    most: int = 3
-
-
-class Colour(enum.Enum):
-    RED = "red"
-
-
-@dataclasses.dataclass
-class Point:
-    x: int
-
-
-def search(query: Query, points: list[Point] | None = None, colour: Colour = Colour.RED) -> str:
-    '''Searches.
-
-    Args:
-        query: what for
-        points: where
-        colour: which
-    '''
-    return f"{query!r} {points} {colour!r}"
-
-
-def add(a: int, b: int, c: object = object()) -> int:
-    '''Adds.
-
-    Args:
-        a: one
-        b: another
-        c: not used
-    '''
-    return a + b
-
-
-class Adder:
-    more = 10
-
-    def __call__(self, a: int) -> int:
-        '''Adds ten.
-
-        Args:
-            a: to what
-        '''
-        return a + self.more
-
-    @classmethod
-    def of_class(cls, a: int) -> int:
-        '''Adds ten.
-
-        Args:
-            a: to what
-        '''
-        return a + cls.more
-
-
-def many(a: int, **more: int) -> int:
-    '''Adds.
-
-    Args:
-        a: one
-        more: others
-    '''
-
-
-def by_place(a: int, /) -> int:
-    '''Adds.
-
-    Args:
-        a: one
-    '''
-
-
-five, wrong, of_class = functools.partial(add, 5), functools.partial(add, z=1), Adder.of_class
-adder, seven = Adder(), functools.partial(Adder(), a=7)
-runs_code = functools.partial(add, b=1)
-add.executes_code = True
-nothing, listed, largest, bare = None, [add], max, lambda a: a
-
-
-class Forwarded:
-    '''Has what a tool of smolagents has.'''
-
-    name, description, output_type = "weather", "Says the weather.", "string"
-    inputs = {
-        "city": {"type": "string", "description": "where"},
-        "unit": {"type": "any", "description": "of degrees", "nullable": True},
-    }
-
-    def forward(self, city, unit=None):
-        return f"{city}: rain {unit}"
-
-    def __call__(self, *args, sanitize_inputs_outputs=False, **given):
-        return self.forward(*args, **given)
-
-
-class Pictured(Forwarded):
-    inputs = {"image": {"type": "image", "description": "of what"}}
-
-
-class Half:
-    name, inputs, forward = "half", {"a": 1}, print
-
-
-forwarded, pictured, half = Forwarded(), Pictured(), Half()
-"""
-
-
-@pytest.mark.parametrize(
-    "name, given, wanted",
-    [
-        ("search", dict(query={"text": "a"}), "Query(text='a', most=3) None <Colour.RED: 'red'>"),
-        ("search", dict(query={"text": "a"}, points=[{"x": 1}], colour="red"), "most=3) [Point(x=1)] <Colour.RED"),
-        ("search", dict(query={"most": 1}), "Error: search, query: 'text' is a required property"),
-        ("search", dict(query={"text": "a"}, colour="blue"), "Error: search, colour: 'blue' is not one of ['red']"),
-        ("five", dict(b=2), "7"),
-        ("five", dict(a=1, b=2), "Error: add takes b, c, not a"),
-        ("adder", dict(a=1), "11"),
-        ("seven", {}, "17"),
-        ("of_class", dict(a=2), "12"),
-        ("forwarded", dict(city="Rome"), "Rome: rain None"),
-        ("forwarded", dict(city="Rome", unit=3), "Rome: rain 3"),
-        ("forwarded", {}, "Error: weather needs city"),
-    ],
-)
-def test_what_can_be_called_is_a_tool(name, given, wanted, tmp_path):
-    (tmp_path / "mine.py").write_text(TOOLS, encoding="utf-8")
-    (tool,) = named_tools(cfg := config(tools=[f"{tmp_path}/mine.py:{name}"]))
-    json.dumps(tool.schema())
-    (message,), _ = asyncio.run(Toolbox({}, cfg).run([Call(tool.name, given)], {tool.name: tool}))
-    assert wanted in message["content"]
-
-
-def test_a_partial_still_executes_code(tmp_path):
-    (tmp_path / "mine.py").write_text(TOOLS, encoding="utf-8")
-    tools = named_tools(config(tools=[f"{tmp_path}/mine.py:{name}" for name in ("runs_code", "adder")]))
-    assert [executes_code(tool.call) for tool in tools] == [True, False]
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("many", r"'many' takes \*\*more, and calls name every argument; make it a list or a dict"),
-        ("by_place", "'by_place' takes a by position alone"),
-        ("wrong", "'add' is a functools.partial that cannot be called: got an unexpected keyword argument 'z'"),
-        ("nothing", "mine.py:nothing is None. Allowed are functions, functools.partial"),
-        ("listed", "mine.py:listed is .*in a function of your own, with type hints and a docstring"),
-        ("largest", "'max' does not say what it takes"),
-        ("bare", "'<lambda>' needs a type hint on every argument, and a docstring"),
-        ("Adder", "mine.py:Adder is a class: make an object of it in the file, and name that"),
-        ("Forwarded", "mine.py:Forwarded is a class"),
-        ("pictured", r"'weather' takes image \(image\), which no call can give. Allowed are"),
-        ("half", "mine.py:half: Half cannot be a tool .*'int' object has no attribute 'get'"),
-        ("there_is_none", "has no 'there_is_none'; it has Query, Colour"),
-    ],
-)
-def test_what_cannot_be_a_tool_is_refused_in_words(name, message, tmp_path):
-    (tmp_path / "mine.py").write_text(TOOLS, encoding="utf-8")
-    with pytest.raises(ConfigError, match=message):
-        named_tools(config(tools=[f"{tmp_path}/mine.py:{name}"]))
 
 
 LIBRARIES = {
@@ -932,29 +493,3 @@ def test_arguments_of_trls_rewards():
     assert seen["step"][0] == 3 and rollout_metrics.rollout_metrics([t])["share"] == 0.25
     (row,) = completion_rows([t], [0.0], [0.0])
     assert row["extra/length"] > 0 and row["length"] == sum(t.loss_mask)  # the name was taken
-
-
-def test_logged_numbers_of_numpy_and_nan():
-    class Info(Environment):
-        async def step(self, text):
-            info = {"wide": np.float64(2), "flag": np.bool_(True), "tensor": torch.tensor(3.0), "nan": float("nan")}
-            return "On.", 0.0, False, info | {"word": "x", "list": [1]}
-
-    tokenizer, cfg = tokenizer_of("qwen2_5"), config(env="x", max_turns=2)
-    t = asyncio.run(play({"prompt": "?"}, 0, Info(), Scripted(tokenizer, ["Well."]), cfg))
-    asyncio.run(rewards.score([t], {"environment": rewards.environment}, cfg))
-    found = {k.split("/")[-1]: v for k, v in t.info["rewards"].items()}
-    assert found == {"environment": 0.0, "wide": 2.0, "flag": 1.0, "tensor": 3.0}
-
-
-def test_start_up_with_tools_takes_seconds(tmp_path):
-    """What a set of tools adds to a prompt is measured once, not for each of 20,000 rows."""
-    tokenizer = tokenizer_of("qwen2_5")
-    with open(tmp_path / "rows.jsonl", "w", encoding="utf-8") as file:
-        for n in range(20_000):
-            file.write(json.dumps({"prompt": f"What is {n} + {n * 7}? Answer with the number.", "answer": "1"}) + "\n")
-    cfg = config(dataset_id=f"{tmp_path}/rows.jsonl", tools=["calculator", "python"], max_prompt_length=400)
-    start = time.perf_counter()
-    kept, _ = load_data(cfg, dict, lambda rows, name: rollouts.measure(rows, name, tokenizer, cfg))
-    print(f"{time.perf_counter() - start:.1f} s")
-    assert len(kept) == 20_000 and time.perf_counter() - start < 30
