@@ -1,23 +1,16 @@
 """Environments of gymnasium, TextArena and TRL, run as docs/environments.md says."""
 
 import asyncio
-import random
-import threading
 
 import pytest
 import requests
-import tiny_vlms
-from PIL import Image
 from test_turns import Scripted, tokenizer_of
 
 import rewards
-import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_rows
-from envs.adapters import check_rows, environment_maker, get_environment
-from hf_generator import HFGenerator
+from envs.adapters import check_rows, environment_maker
 from rollouts import check_rollout, play
-from train_grpo import load_hf_model
 
 
 def act(environment, method, *arguments):
@@ -39,17 +32,6 @@ def started(spec, **settings):
 
 
 # ---- gymnasium ------------------------------------------------------------------------------------------------------
-
-
-def test_gymnasium_takes_its_own_arguments():
-    lake = get_environment("gymnasium?id=FrozenLake-v1&is_slippery=false&map_name=8x8")()
-    (message,) = lake.reset({}, 3)
-    assert message["content"].count("\n") == 9 and "\n[S]FFFFFFF\n" in message["content"] and lake.state() == 0
-    (message,), reward, done, info = act(lake, "step", "down it is: <answer>1</answer>")
-    assert "\n[F]FFFFFFF\n" in message["content"] and (reward, done, lake.state()) == (0.0, False, 8)
-    for wrong in ("4", "-1", "9" * 5000, "one", "²"):
-        (message,), reward, _, info = act(lake, "step", f"<answer>{wrong}</answer>")
-        assert (reward, info, lake.state()) == (-0.1, {"valid": 0.0}, 8) and len(message["content"]) < 150
 
 
 def test_gymnasium_refuses_at_start_what_cannot_work():
@@ -86,57 +68,6 @@ def test_textarena_says_only_what_is_new(game, turns, most):
     assert len(set(map(len, answers[:2]))) <= 2
     per_turn = [len(tokenizer_of("qwen2_5")(answer)["input_ids"]) for answer in answers]
     assert max(per_turn) <= most, per_turn
-
-
-def story(spec: str, seed: int, moves: list[str]) -> list:
-    game = get_environment(spec)()
-    told = [game.reset({}, seed)]
-    for move in moves:
-        told.append(act(game, "step", move)[:3])
-        if told[-1][2]:
-            break
-    game.close()
-    return told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "game, moves",
-    [
-        ("RushHour-v0", ["[X+]", "[X-]"]),
-        ("GuessTheNumber-v0", ["[10]", "[5]", "[15]"]),
-        ("2048-v0", ["[up]", "[left]"] * 4),
-    ],
-)
-def test_textarena_keeps_its_seed_in_any_thread(game, moves):
-    """python's one generator is shared by all threads; a game's draws, those of its moves too, are its own."""
-    spec, told = f"textarena?id={game}", []
-    threads = [threading.Thread(target=lambda: told.append(story(spec, 5, moves))) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(told) == 12 and all(one == told[0] for one in told)
-    assert len({str(story(spec, seed, moves)) for seed in range(8)}) > 3
-    random.seed(77)
-    expected = random.Random(77).random()
-    story(spec, 5, moves)
-    assert random.random() == expected
-
-
-def test_textarena_refuses_at_start_what_cannot_work():
-    for game, message in (
-        ("Wordel-v0", "no such game. Did you mean 'Wordle-v0'"),
-        ("ConnectFour-v0", "The number of players has to be 2"),
-        ("QuantumTicTacToe-v0", "a game for several players"),
-        ("GuessTheNumber-v0&turns=3", "unexpected keyword argument 'turns'"),
-    ):
-        with pytest.raises(ConfigError, match=message) as caught:
-            started(f"textarena?id={game}")
-        assert "\n" not in str(caught.value)
-    assert (
-        "within 3 turns" in get_environment("textarena?id=GuessTheNumber-v0&max_turns=3")().reset({}, 1)[0]["content"]
-    )
 
 
 # ---- classes as TRL's environment_factory takes them ----------------------------------------------------------------
@@ -270,19 +201,6 @@ def test_environments_chosen_by_a_column(trl):
             check_rows([{"environment": "plain"}, row], cfg)
 
 
-def test_mistakes_in_factories(trl):
-    for name, message in (
-        ("FACTORIES", "Plain has no get_reward"),
-        ("SCORED?start=1", "takes no start; put it into a functools.partial"),
-        ("five?sise=1", "unknown name 'sise'"),
-        ("nothing", "allowed are a class, or a plain function"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            started(f"{trl}:{name}")
-    with pytest.raises(ConfigError, match="answers text itself and brings its own tools"):
-        started("frozenlake", tools=["calculator"])
-
-
 def test_prompts_that_the_environment_makes(trl, tmp_path):
     """Rows of a column `environment` alone, or of nothing but seeds, as where TRL has no train_dataset."""
     (tmp_path / "rows.jsonl").write_text(
@@ -300,41 +218,6 @@ def test_prompts_that_the_environment_makes(trl, tmp_path):
     assert len(train) == 20 and not {row["seed"] for row in train} & {row["seed"] for row in test}
     with pytest.raises(ConfigError, match="such as seeds:2000"):
         load_rows("seeds:many")
-
-
-PICTURES = """
-from PIL import Image
-
-
-class Painter:
-    def reset(self, color="red", **kwargs):
-        image = Image.new("RGB", (64, 64), color)
-        return [{"type": "image", "image": image}, {"type": "text", "text": " What colour is it?"}]
-
-    def get_reward(self):
-        return 1.0
-
-
-class Words(Painter):
-    def reset(self, **kwargs):
-        return [{"type": "text", "text": " What colour"}, {"type": "text", "text": " is it?"}]
-"""
-
-
-def test_a_prompt_with_pictures_of_the_environment(tmp_path):
-    (tmp_path / "pictures.py").write_text(PICTURES, encoding="utf-8")
-    folder = tiny_vlms.make("qwen2_5_vl", tmp_path / "vlm")
-    cfg = TrainConfig(env=f"{tmp_path}/pictures.py:Painter", model_id=str(folder), compute_dtype="float32")
-    processor = script.load_processor(cfg.model_id)
-    generator = HFGenerator(load_hf_model(cfg, script.torch.float32), processor)
-    environment = environment_maker(cfg)()
-    (message,) = environment.reset({"prompt": "Look."}, 0)
-    kinds = [part["type"] for part in message["content"]]
-    assert kinds == ["text", "image", "text"] and isinstance(message["content"][1]["image"], Image.Image)
-    trajectory = asyncio.run(play({"prompt": "Look.", "seed": 1}, 0, environment, generator, cfg))
-    assert len(trajectory.images) == 1 and "pixel_values" in trajectory.info["model_inputs"]
-    words = environment_maker(TrainConfig(env=f"{tmp_path}/pictures.py:Words"))()
-    assert words.reset({"prompt": "Look."}, 0)[-1]["content"] == "Look. What colour is it?"
 
 
 # ---- veRL's interactions, verifiers' environments: the files in docs/environments.md --------------------------------

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import json
 import math
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,9 @@ from server_fixture import make_tiny, start_server
 
 import teachers
 import train_grpo as script
-from algorithms.distillation import distill_metrics, divergence
+from algorithms.distillation import divergence
 from batch import collate
-from config import ConfigError, TrainConfig, load_config
+from config import TrainConfig
 from inputs.trajectory import Trajectory
 from serving.teacher import TeacherServers
 
@@ -70,11 +69,6 @@ def test_the_advantage_is_that_of_a_loop(gamma, clip, coef, baseline):
             expected = (score + coef * teach) * mask
             assert float(ours[row, 3 + place]) == pytest.approx(expected, abs=1e-6)
     assert not ours[:, :3].any()
-
-
-def test_without_any_answer_it_is_grpo():
-    batch = collate(trajectories(teacher=False), 0, CPU)
-    assert torch.equal(script.ADVANTAGES["distill"](batch, TrainConfig()), script.grpo(batch, TrainConfig()))
 
 
 def test_the_gradient_of_the_advantage_is_that_of_the_reverse_kl():
@@ -158,56 +152,6 @@ def test_the_term_over_all_tokens_has_the_gradient_of_cross_entropy():
     )
     (ours,) = torch.autograd.grad(divergence(part, TrainConfig(distill_topk=4))[0].sum(), logits)
     assert torch.allclose(ours, logits.softmax(-1).detach() - teacher, atol=1e-6)
-
-
-@pytest.mark.parametrize("b", [0.0, 0.5, 1.0])
-def test_nothing_known_is_no_term_and_no_gradient(b):
-    policy = torch.zeros(2, 3, 4, requires_grad=True)
-    part = SimpleNamespace(teacher_top_logprobs=torch.full((2, 3, 4), -math.inf), top_logprobs=policy)
-    term, _ = divergence(part, TrainConfig(distill_topk=4, distill_jsd=b))
-    term.sum().backward()
-    assert not term.any() and not policy.grad.any()
-
-
-# ---- metrics --------------------------------------------------------------------------------------------------------
-
-
-def test_metrics_count_asked_tokens_alone():
-    batch = collate(trajectories(), 0, CPU)
-    batch.teacher_top = batch.input_ids[..., None].clone()
-    batch.teacher_top[0, 3] += 1  # its first sampled token is another one
-    batch.teacher_top_logprobs = torch.full(batch.teacher_top.shape, math.log(0.25))
-    found = distill_metrics(batch)
-    apart = [
-        p - s
-        for t in trajectories()[:3]
-        for p, s, m in zip(t.teacher_logprobs, t.logprobs, t.loss_mask, strict=True)
-        if m
-    ]
-    assert found["distill/reverse_kl"] == pytest.approx(-sum(apart) / len(apart), abs=1e-6)
-    assert found["distill/asked"] == pytest.approx(len(apart) / (len(apart) + 3))
-    assert found["distill/first_gap"] == pytest.approx(sum(-0.2 - 0.9 * n + 0.3 for n in range(3)) / 3, abs=1e-6)
-    assert found["distill/top_mass"] == pytest.approx(0.25)
-    assert found["distill/outside_top"] == pytest.approx(1 / len(apart))
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--advantage distill", "no teacher to learn from; give --teacher_urls"),
-        ("--distill_topk 20", "no teacher to learn from"),
-        ("--teacher_id x --teacher_urls http://a:1", "two teachers"),
-        ("--teacher_urls http://u:p@a:1 --advantage distill", "TEACHER_TOKEN"),
-        ("--teacher_id models/tiny --advantage distill --temperature 0.7", "leave --temperature out"),
-        ("--teacher_id models/tiny --advantage distill --distill_jsd 0.5", "add --distill_topk"),
-    ],
-)
-def test_settings_that_cannot_teach_are_refused_before_anything_is_loaded(flags, message):
-    with pytest.raises(ConfigError, match=message):
-        script.check_algorithm(load_config(TrainConfig, [*flags.split(), "--generator", "hf"]))
 
 
 # ---- a teacher in this process --------------------------------------------------------------------------------------
@@ -321,19 +265,6 @@ def said_by(even_tiny, tmp_path_factory):
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_sharded_teacher_says_the_same(strategy, said_by):
     assert said_by(strategy, 2) == pytest.approx(said_by("ddp", 1), rel=0.2)  # other samples of the same prompts
-
-
-def test_another_vocabulary_is_refused_token_by_token(tmp_path):
-    folder = tmp_path / "other"
-    shutil.copytree("models/tiny", folder)
-    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = words["model"]["vocab"]
-    first, second = sorted(vocabulary, key=vocabulary.get)[500:502]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (folder / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
-    cfg = TrainConfig(teacher_id=str(folder), advantage="distill", model_id="models/tiny")
-    with pytest.raises(ConfigError, match=f"token {vocabulary[second]} is"):
-        teachers.connect(cfg, script.load_processor("models/tiny"), [])
 
 
 # ---- live teachers --------------------------------------------------------------------------------------------------

@@ -230,20 +230,6 @@ def test_a_class_written_for_trl(tmp_path):
         assert line["reward"] == pytest.approx(line["rewards/environment/mean"])
 
 
-def test_classes_that_are_no_environments(tmp_path):
-    text = "class Silent:\n    def __init__(self, size):\n        pass\n\n    def reset(self):\n        pass\n\n"
-    text += '    def look(self) -> str:\n        "Looks."\n        return ""\n'
-    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
-    for spec, message in (
-        (f"{tmp_path}/mine.py:Silent", "missing a required argument: 'size'; give it as"),
-        (f"{tmp_path}/mine.py:Silent?size=1", r"has no get_reward\(\), so --reward_funcs"),
-        (f"{tmp_path}/mine.py:Loud", "has no 'Loud'; it has Silent"),
-        (f"{ROOT}/examples/counting.py:rows", "has no reset"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            get_environment(spec, TrainConfig(env="x"))
-
-
 def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):
     (tmp_path / "mine.py").write_text(
         "class Guess:\n"

@@ -1,6 +1,5 @@
 """Text of a model cannot end a run or hold it up: no reward that reads it raises or takes long, whatever it says."""
 
-import json
 import sqlite3
 import tempfile
 import time
@@ -12,10 +11,9 @@ from hypothesis import strategies as st
 from test_scoring import FOLLOWED
 
 from envs.tools import Tool, parse_harmony, parse_hermes, parse_tags, parse_xml
-from rewards import REWARDS, code_tests
+from rewards import REWARDS
 from safety.calls import ITEM_TIMEOUT
-from scoring.instructions import INSTRUCTIONS, bullets, has_title, is_json, placeholders
-from scoring.text import fenced, normalise, python_of, without_long_runs
+from scoring.instructions import INSTRUCTIONS
 
 COLUMNS = {  # one row for every reward that reads text; it is what the row's owner wrote, so it is in order
     "math": {"answer": "3"},
@@ -120,7 +118,6 @@ def hostile(piece: str):
     yield f"<think>x</think>{many}<answer>1</answer>{many}x"
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", sorted(COLUMNS.keys() - set(IN_PROCESSES)))
 def test_a_score_takes_linear_time(name):
     """100 kB of what makes a regular expression or a parser slow. Plain python does each in less than .2 s here."""
@@ -137,41 +134,6 @@ def test_other_peoples_parsers_have_a_limit(name):
         start = time.perf_counter()
         (score,) = scored(name, text)
         assert score is not None and time.perf_counter() - start < ITEM_TIMEOUT + 60  # with the start of a process
-
-
-def test_bullets_titles_placeholders():
-    """As the expressions that they replace, but for a bullet that is alone in its line."""
-    assert [bullets(text) for text in ("- a\n  * b\n", "-a", "-\na", "\n\n\n- a", "**a**", "- ", "-  \t b")] == [
-        2,
-        0,
-        0,
-        1,
-        0,
-        0,
-        1,
-    ]
-    assert all(map(has_title, ["<<a>>", "x<<a b>>", "<<<a>>", "<< a >> <<>>"]))
-    assert not any(map(has_title, ["<<>>", "<< >>", "<<a\nb>>", "<<a>b>>", "<a>"]))
-    texts = ["[a]", "[]", "[[a]", "[a][b]", "[][a]", "[a", "a]", "[\n]", "]a[b]", "[[]"]
-    assert [placeholders(text) for text in texts] == [1, 0, 1, 2, 1, 0, 0, 1, 1, 1]
-    deep = "[" * 100_000 + "]" * 100_000
-    assert is_json("9" * 4400) and is_json('```JSON\n{"a": 1e999}\n```') and is_json('"\ud800"') and not is_json(deep)
-
-
-def test_marks_in_a_row():
-    assert without_long_runs("e\u0301" * 100) == "e\u0301" * 100 and normalise("E\u0301.") == "\u00e9"
-    assert without_long_runs("a" + "\u0300\u0327" * 50_000) == "a" + "\u0300\u0327" * 15
-
-
-def test_programs_are_found_in_linear_time():
-    for piece in REPEATED:
-        for text in hostile(piece):
-            start = time.process_time()
-            python_of(text), fenced(text, "sql")
-            assert time.process_time() - start < 0.5
-    texts = ["\ud800", "\0", "[" * 100_000, "```python\n" * 1000, json.dumps("x" * SIZE)]
-    scores = code_tests(texts, [["assert f(1) == 1"]] * len(texts))
-    assert scores == [{"reward": 0.0, "timeout": 0.0, "error": 0.0}] * len(texts)
 
 
 CALLS = [

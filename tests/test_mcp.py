@@ -4,7 +4,6 @@ import asyncio
 import base64
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -216,73 +215,6 @@ def test_isolated_trajectories_share_nothing(kind, tmp_path, http):
     assert say(other, call("remember", text="f")) == ["f"]
     asyncio.run(other.close())
     assert children() == before
-
-
-@pytest.mark.slow
-def test_places_of_isolated_servers(tmp_path):
-    """No more live servers than `instances`; a trajectory waits for one to end, and reads why when none does."""
-    before = children()
-    box = make(write(tmp_path, test=settings_of("stdio", 0, isolate=True, instances=2, timeout=6)))
-    one, two, three = begin(box), begin(box), begin(box)
-    say(one, call("remember", text="a"))
-    say(two, call("remember", text="b"))
-    (answer,) = say(three, call("remember", text="c"))
-    assert "no free place" in answer and "all 2 instances" in answer and "within 6 s" in answer
-    assert len(children() - before) == 2
-
-    async def wait_and_end():
-        waiting = asyncio.ensure_future(three.step(call("remember", text="c")))
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        await one.close()
-        return (await waiting)[0][0]["content"]
-
-    assert asyncio.run(wait_and_end()) == "c"
-
-
-def test_variables_and_a_folder_of_the_trajectory(tmp_path, monkeypatch):
-    """${TRAJECTORY_DIR}, gone at its end; ${VAR} and ${VAR:-default} as other programs have them."""
-    monkeypatch.setenv("SECRET", "s3cret")
-    env = {"A": "${TRAJECTORY_ID} ${env:SECRET}/${MISSING:-fallback}/${env:MISSING:-x}"}
-    more = {"isolate": True, "cwd": "${TRAJECTORY_DIR}", "env": env}
-    settings = {"command": sys.executable, "args": [SERVER, "${TRAJECTORY_DIR}/${SECRET}.db"], **more}
-    box = make(write(tmp_path, test=settings | {"prefix": "a_"}))
-    one, other = begin(box), begin(box)
-    seen = [*say(one, call("a_surroundings", name="A")), *say(other, call("a_surroundings", name="A"))]
-    folders = [text.split()[1] for text in seen]
-    assert folders[0] != folders[1] and Path(folders[0]).is_dir()
-    assert seen[0] == f"['{folders[0]}/s3cret.db'] {folders[0]} {Path(folders[0]).name} s3cret/fallback/x"
-    asyncio.run(one.close())
-    assert not Path(folders[0]).exists() and Path(folders[1]).exists()
-    mcp_tools.close_all()  # the run's end comes before the trajectory's
-    assert not Path(folders[1]).exists()
-
-
-@pytest.mark.slow
-def test_a_program_that_just_ends(tmp_path):
-    """Without close(): neither servers nor folders are left."""
-    before, path = children(), write(tmp_path, test=settings_of("stdio", 0, isolate=True))
-    turns = call("remember", text="a") + "\nnothing more\n"
-    command = [sys.executable, "rollouts.py", "--mcp_config", str(path), "--policy", "hand"]
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    played = subprocess.run(
-        command, input=turns, env=env, capture_output=True, text=True, timeout=120, encoding="utf-8"
-    )
-    assert "[tool] a\n" in played.stdout and played.returncode == 0, played.stderr
-    assert not list(tmp_path.glob("trajectory-*")) and children() == before
-
-
-@pytest.mark.slow
-def test_isolated_tools_with_fixed_arguments_and_cache(tmp_path):
-    """`tools_kwargs` reach the trajectory's own server, and --tool_cache does not answer with another one's results."""
-    path = write(tmp_path, test=settings_of("stdio", 0, isolate=True))
-    box = make(path, tool_cache=True)
-    one, other = begin(box), begin(box)
-    for environment, text in ((one, "a"), (other, "b")):
-        environment.reset({"prompt": "?", "tools": ["remember"], "tools_kwargs": {"remember": {"text": text}}}, 0)
-        assert '"properties": {}' in environment.instructions
-        assert say(environment, call("remember"), call("remember")) == [text, f"{text} {text}"]
-        asyncio.run(environment.close())
 
 
 @pytest.mark.slow

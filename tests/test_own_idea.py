@@ -1,9 +1,7 @@
 """Ideas of one's own: what a function says about itself, and the place for a term beside the policy loss."""
 
 import asyncio
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +19,6 @@ from vllm_client import Completion
 pytestmark = pytest.mark.quick
 
 CPU = torch.device("cpu")
-ENVIRONMENTS = Path(__file__).parent.parent / "docs" / "environments.md"
 
 
 @pytest.fixture
@@ -86,13 +83,6 @@ def test_equal_scores_have_no_signal_whatever_they_are(score):
     assert not script.has_signal(group, TrainConfig())
     group[0].token_rewards = [score + 0.01]
     assert script.has_signal(group, TrainConfig())
-
-
-@pytest.mark.parametrize(("right", "of", "bounds"), [(4, 5, (0.0, 0.8)), (7, 10, (0.7, 1.0)), (1, 10, (0.0, 0.1))])
-def test_a_bound_of_the_mean_is_still_within_it(right, of, bounds):
-    """In float32 .8 is more than .8: dynamic sampling replaced groups that leave_out would have kept."""
-    cfg = TrainConfig(num_generations=of, group_mean_min=bounds[0], group_mean_max=bounds[1])
-    assert script.has_signal([Trajectory({}, 0, [0], [0], [1], [0.0], [float(n < right)]) for n in range(of)], cfg)
 
 
 def test_a_term_of_ones_own(small, monkeypatch):
@@ -335,34 +325,3 @@ def test_rows_say_how_many_completions_they_get():
     with pytest.raises(ConfigError, match="column num_generations of a row: --num_generations=1: grpo compares"):
         rollouts.check_smallest(rows, TrainConfig(), script.check_algorithm)
     rollouts.check_smallest(rows, TrainConfig(advantage="reinforce_plus_plus"), script.check_algorithm)
-
-
-def test_the_rollout_of_the_documentation(monkeypatch):
-    """Three completions for each that was asked for in training, as many as asked in evaluations."""
-    (block,) = re.findall(
-        r"```python\n(import asyncio\n[^`]*?import ROLLOUTS.*?)```", ENVIRONMENTS.read_text(encoding="utf-8"), re.DOTALL
-    )
-    names = dict(replace=replace, asyncio=asyncio)
-    exec(block, names)
-    branching = rollouts.ROLLOUTS.pop("branching")
-    prompt = SimpleNamespace(token_ids=[5, 6], sent_ids=[5, 6], images=[], model_inputs={})
-    monkeypatch.setattr(rollouts, "build_prompt", lambda *_: prompt)
-    monkeypatch.setattr(rollouts, "check_echo", lambda *_: None)
-    groups, seen = rolled_out(monkeypatch, branching)
-    assert [len(group) for group in groups] == [12, 12] and len(seen) == 2
-    ids = [t.token_ids for t in groups[0]]
-    assert ids == [[7, 8, 9]] * 4 + [[7, 7, 8, 9]] * 8 and groups[0][5].info["completion"] == "7 7 8 9"
-    groups, _ = rolled_out(monkeypatch, branching, purpose="eval", num_generations=2)
-    assert [len(group) for group in groups] == [2, 2]
-
-
-def test_a_temperature_that_changes_during_a_run_is_that_of_the_log_probs(small):
-    """Whoever gives the next step another one (in `adapt`, say) samples and learns at it."""
-    cfg = TrainConfig(compute_dtype="float32", max_steps=4)
-    cooler, batch = replace(cfg, temperature=0.5), ragged.local_batch(0, 1)
-    policy, made_cooler = (script.load_policy(each, torch.device("cpu"))[0] for each in (cfg, cooler))
-    warm, cool = (script.all_logprobs(policy, batch, each)[0] for each in (cfg, cooler))
-    assert torch.equal(cool, script.all_logprobs(made_cooler, batch, cooler)[0]) and not torch.allclose(cool, warm)
-    batch.sampling_logprobs = cool
-    seen = script.accumulate_gradients(policy, batch, cfg)["sampling/logprob_diff_mean"]
-    assert seen > 0.1 > 1e-4 > script.accumulate_gradients(policy, batch, cooler)["sampling/logprob_diff_mean"]

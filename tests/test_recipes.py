@@ -4,39 +4,31 @@ wrong and malformed answers; two steps of training with its own settings; what p
 import contextlib
 import json
 import re
-import shlex
 import sqlite3
 import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import pytest
 import tiny_vlms
 import yaml
 from families import saved
 from live import running, trainer
-from PIL import Image
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
-import plan
-import train_async
-import train_grpo
-import train_ppo
-from config import ConfigError, TrainConfig, load_config
+from config import ConfigError, TrainConfig
 from inputs.prompts import build_prompt
 from plugins import load_function
 from rewards import REWARDS, get_reward_function
 from runlog.reading import read_metrics
-from safety import http, sandbox
+from safety import sandbox
 from scoring import sql
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {p.stem: yaml.safe_load(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "recipes").glob("*.yaml"))}
 TEXTS = {name: (ROOT / f"recipes/{name}.yaml").read_text(encoding="utf-8") for name in RECIPES}
-SCRIPTS = {"train_grpo.py": train_grpo, "train_ppo.py": train_ppo, "train_async.py": train_async}
 
 
 def script_of(name: str) -> str:
@@ -114,22 +106,6 @@ def test_rows(name, databases, monkeypatch):
         assert {"image", "images"} & set(row) or build_prompt(row, tokenizer, TrainConfig()).token_ids
     with pytest.raises(ConfigError, match="'train' and 'test'"):
         rows_of(spec, "validation")
-
-
-def test_held_out_rows_of_a_file_are_its_last_tenth_or_a_file_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"question": f"What is {n} + 0?", "answer": f"{n}.\n#### {n}"}) for n in range(40)]
-    Path("all.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    Path("of_train.jsonl").write_text("\n".join(lines[:3]), encoding="utf-8")
-    Path("of_test.jsonl").write_text("\n".join(lines[3:5]), encoding="utf-8")
-    spec = "recipes/gsm8k.py:rows?source="
-    assert [len(rows_of(spec + "all.jsonl", split)) for split in ("train", "test")] == [36, 4]
-    trained, held_out = ({row["question"] for row in rows_of(spec + "all.jsonl", s)} for s in ("train", "test"))
-    assert not trained & held_out
-    assert [len(rows_of(spec + "of_{split}.jsonl", split)) for split in ("train", "test")] == [3, 2]
-    Path("all.jsonl").write_text(lines[0], encoding="utf-8")
-    with pytest.raises(ConfigError, match="1 rows cannot be parted"):
-        rows_of(spec + "all.jsonl")
 
 
 # ---- graders --------------------------------------------------------------------------------------------------------
@@ -335,17 +311,6 @@ def test_nothing_but_reading_within_limits(databases, query, reason, monkeypatch
 # ---- tools and programs ---------------------------------------------------------------------------------------------
 
 
-def test_the_search_engine_speaks_search_r1s_protocol(engine, monkeypatch):
-    monkeypatch.setenv("RETRIEVER_URL", engine)
-    search = load_function(f"{ROOT}/recipes/search_r1.py:search")
-    assert search("who wrote The Long Field").startswith('Doc 1 (Title: "Ada Holt") Ada Holt, born in Brook, wrote')
-    body = {"queries": ["bridge of Dover", "xyzzy"], "topk": 1, "return_scores": False}
-    hits, none = http.ask("POST", engine, 10, body)["result"]
-    assert [hit["id"] for hit in hits] == ["3"] and none == [] and search("xyzzy") == "Nothing was found."
-    with pytest.raises(http.NoAnswer, match="422"):
-        http.ask("POST", engine, 10, {"query": "bridge"})
-
-
 SOLUTIONS = ["a, b = map(int, input().split())\nprint(a + b)"]
 SOLUTIONS += ["import sys\nfor line in sys.stdin:\n    print(line.strip()[::-1])"]
 SOLUTIONS += ["def twice(n):\n    return 2 * n"]
@@ -414,63 +379,3 @@ def test_trains_two_steps(name, models, databases, engine, tmp_path):
         assert run.end() == 0, run.text
     lines = read_metrics(tmp_path / "run")
     assert sum("reward" in line for line in lines) == 2 and any("eval/reward" in line for line in lines), run.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_plan_says_what_the_recipe_says(name, capsys, monkeypatch, tmp_path):
-    """The command in its comment, and the seconds and hours behind `needs`."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(plan, "MEASURED", tmp_path / "none")
-    command = re.search(r"^# plan +python plan.py ((?:.*\\\n# +)*.*)$", TEXTS[name], re.M)[1].replace("\\\n#", "")
-    # The size that every recipe gets: to try the smaller ones takes twice the time.
-    cfg = load_config(plan.PlanConfig, [*shlex.split(command), "--tokens_per_microbatch", "16384"])
-    assert plan.main(cfg) == 0
-    step = float(re.search(r"^  step +([\d.]+) s", capsys.readouterr().out, re.M)[1])
-    needs = r"^# needs +(\d+) GPUs of 80 GiB; by plan.py's arithmetic ([\d.]+) s a step, ([\d.]+) hours for (\d+) steps"
-    gpus, said, hours, steps = re.search(needs, TEXTS[name], re.M).groups()
-    assert (int(gpus), float(said), int(steps)) == (cfg.gpus, step, RECIPES[name]["max_steps"])
-    assert float(hours) == pytest.approx(step * int(steps) / 3600, abs=0.051)
-
-
-def test_what_a_recipe_says_of_itself_and_the_docs_say_of_it():
-    """Its script takes its settings, files that it names are there, and the table has its model, GPUs and hours."""
-    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    rows = {cells[1].strip(" `"): cells for line in page.splitlines() if len(cells := line.split("|")) == 7}
-    for name, recipe in RECIPES.items():
-        load_config(SCRIPTS[script_of(name)].TrainConfig, ["--config", str(ROOT / f"recipes/{name}.yaml")])
-        for file in re.findall(r"recipes/\w+\.(?:py|yaml)", TEXTS[name]):
-            assert (ROOT / file).exists(), file
-        gpus, hours = re.search(r"^# needs +(\d+) GPUs .*? s a step, ([\d.]+) hours", TEXTS[name], re.M).groups()
-        _, _, _, model, needs, _, _ = rows[name]
-        assert recipe["model_id"].removeprefix("Qwen/") in model and re.findall(r"[\d.]+", needs)[0] == gpus, name
-        assert needs.split(",")[-1].strip() == hours, name
-
-
-# ---- data sets of pictures ------------------------------------------------------------------------------------------
-
-PICTURE = Image.new("RGB", (200, 100))
-COLUMNS = {
-    "leonardPKU/clevr_cogen_a_train": {"problem": "How many items are there?", "solution": "<answer> 3 </answer>"},
-    "lmms-lab/RefCOCO": {"bbox": [20.0, 10.0, 100.0, 50.0], "answer": ["the dog", "a dog"], "question": "?"},
-    "hiyouga/geometry3k": {"problem": "<image>Find x.", "answer": "2\\sqrt{3}"},
-}
-
-
-def test_rows_of_pictures_from_the_hub(monkeypatch):
-    """On data sets of the published columns, in place of the hub."""
-    pictures = load_function(f"{ROOT}/recipes/pictures.py:clevr").__globals__
-
-    def load(name, config, split):
-        seen = {"images": [[PICTURE]] * 5} if "geometry" in name else {"image": [PICTURE] * 5}
-        return datasets.Dataset.from_dict(seen | {key: [value] * 5 for key, value in COLUMNS[name].items()})
-
-    monkeypatch.setitem(pictures["published"].__globals__, "load_hub", load)
-    clevr, refcoco, geometry3k = (pictures[name] for name in ("clevr", "refcoco", "geometry3k"))
-    assert (len(clevr("train")), len(clevr("test"))) == (4, 1)
-    row = clevr("test")[0]
-    assert row["answer"] == "3" and row["prompt"].startswith("How many") and row["image"].size == (200, 100)
-    row = refcoco("train")[0]
-    assert row["box"] == [100, 100, 600, 600] and "Where is: the dog?" in row["prompt"]
-    row = geometry3k()[0]
-    assert row["prompt"] == "Find x. Put the result into \\boxed{}." and len(row["images"]) == 1

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ragged import gradients, local_batch, relative_difference
-from ranks import on_ranks
+from ragged import local_batch
 from test_attention import logprobs_and_gradient
 from tiers import by_default
 from torch import nn
@@ -16,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_generator
 import train_grpo as script
-import utils
 from config import ConfigError, TrainConfig
 from inputs import packing, routing
 from inputs import trajectory as experts
@@ -229,33 +227,6 @@ def test_no_cut_changes_how_experts_are_balanced(replay, monkeypatch):
         assert (seen[cut][0] - gradient).norm() < 1e-4 * gradient.norm(), cut
         assert seen[cut][1] == pytest.approx(value, rel=1e-5)
     assert (seen["without"][0] - gradient).norm() > 0.01 * gradient.norm()
-
-
-def balanced(strategy: str) -> dict:
-    """Gradient and value of --router_aux_coef, without and with experts that the generator chose."""
-    rank, world, device = utils.init_distributed(60)
-    script.load_hf_model = lambda cfg, dtype, **_: made("qwen3_moe", dtype)
-    cfg = TrainConfig(strategy=strategy, compute_dtype="float32", beta=0.0, router_aux_coef=0.3)
-    cfg.tokens_per_microbatch, cfg.gradient_checkpointing = 40, True
-    policy, inner = script.load_policy(cfg, device)
-    found = {}
-    for replay in (False, True):
-        batch = local_batch(rank, world)
-        if replay:  # of a token the same experts on any rank
-            first = batch.input_ids[:, :, None] + torch.arange(3)
-            batch.routed_experts = torch.stack([first % 8, (first + 1 + first % 7) % 8], -1).short()
-        found[replay] = gradients(policy, inner, batch, cfg), inner.routing.mean_cost(cfg)
-    return found
-
-
-def test_two_ranks_balance_as_one():
-    """Three groups on one rank and two on the other, under checkpointing; with experts of the generator and without."""
-    (alone,) = on_ranks(1, balanced, "ddp")
-    for strategy in ("ddp", "fsdp", "fsdp2"):
-        for replay, (gradient, value) in on_ranks(2, balanced, strategy)[0].items():
-            expected, cost = alone[replay]
-            assert relative_difference(gradient, expected) < 1e-5 and value == pytest.approx(cost, rel=1e-5)
-    assert abs(alone[False][1] - alone[True][1]) > 0.01
 
 
 # ---- on the way ------------------------------------------------------------------------------------------------------

@@ -146,12 +146,6 @@ def test_completions_keep_every_row_and_reward(make_log):
     assert [row["rewards/format"] for row in back] == [None, None]
 
 
-def test_unique_prompts_alone_are_written_where_asked_for(make_log):
-    log = make_log(log_unique_prompts=True)
-    log.step(1, {"reward": 1.0}, [{"prompt": p, "completion": c, "reward": 1.0} for p, c in ("ax", "ay", "bz")])
-    assert [(row["prompt"], row["completion"]) for row in table(log, 1)] == [("a", "x"), ("b", "z")]
-
-
 def test_samples_are_printed_now_and_then(make_log, capsys):
     log = make_log(print_samples_every=2)
     row = {"prompt": [{"role": "user", "content": "2 + [b]2?"}], "completion": "x" * 5000, "rewards": {"exact": 1.0}}
@@ -283,12 +277,6 @@ def test_resuming_equals_never_stopping(make_log):
     assert without_times(read_metrics(log.dir)) == complete
     assert read_metrics(log.dir)[-1]["time/tokens_per_second"] == 50  # 100 new tokens in 2 s, not 300
     assert len((log.dir / "command.txt").read_text(encoding="utf-8").splitlines()) == 3
-
-
-def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 2"):
-        read_metrics(tmp_path)
 
 
 def test_a_second_run_does_not_overwrite_the_first(make_log):

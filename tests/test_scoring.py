@@ -2,12 +2,9 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 import requests
 import torch
@@ -21,9 +18,6 @@ from safety import sandbox
 from safety.calls import WorkerPool
 from scoring.instructions import instructions
 from scoring.reward_model import reward_model
-
-ROOT = Path(__file__).resolve().parent.parent
-
 
 # ---- math and reasoning-gym, in processes of their own --------------------------------------------------------------
 
@@ -76,49 +70,6 @@ def test_math_that_never_ends_costs_its_own_limit_only():
     worker.wait()
     pool.slots.put(worker)
     assert pool.map([fine]) == [1]
-
-
-@pytest.mark.slow
-def test_scoring_processes_end_with_a_killed_trainer():
-    """One waits and finds its input closed; the other computes something endless and has an alarm set."""
-    code = """
-import rewards, threading, time
-pool = rewards.WorkerPool("math", size=2, item_timeout=1.0)
-workers = [pool.start(), pool.start()]
-pool.slots.get(), pool.slots.get()
-pool.slots.put(workers[0])
-threading.Thread(target=pool.map, args=([(r"\\boxed{9^{9^{9^{9}}}}", False, "5")],), daemon=True).start()
-time.sleep(0.3)
-print(*(worker.pid for worker in workers), flush=True)
-time.sleep(60)
-"""
-    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
-    assert len(workers) == 2
-    trainer.kill()
-    trainer.communicate()
-    assert not psutil.wait_procs(workers, timeout=15)[1]
-
-
-def test_a_busy_loop_ends_with_the_program():
-    """`while True` holds a thread for ever; neither score() nor the exit may wait for it."""
-    code = """
-import asyncio, types, config, rewards
-
-def busy(completions):
-    while True: pass
-
-async def busy_async(completions):
-    while True: pass
-
-lists = dict(loss_mask=[1], token_ids=[1], token_rewards=[0])
-row = types.SimpleNamespace(row={"prompt": "p"}, info={"completion": "c"}, **lists)
-functions = {"busy": busy, "busy_async": busy_async}
-asyncio.run(rewards.score([row], functions, config.TrainConfig(reward_timeout=0.5)))
-print(row.info["reward_timeouts"])
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 def test_reasoning_gym_scores_with_the_parameters_of_the_row():

@@ -14,10 +14,9 @@ from test_turns import Scripted, add, config, tokenizer_of, tool_environment
 from transformers import AutoTokenizer
 
 from config import ConfigError
-from envs import adapters, formats
+from envs import formats
 from envs.mcp_tools import get_tools
 from envs.tools import OPENERS, PARSERS, Call, Tool, Toolbox, agent_tool, from_function, model_tool
-from inputs.processor import with_template_kwargs
 from inputs.prompts import shown_by
 from rollouts import play
 
@@ -106,51 +105,6 @@ def test_limits_and_cache():
     toolbox = Toolbox(toolbox.tools, toolbox.cfg)
     _, events = asyncio.run(toolbox.run(calls, toolbox.tools))  # equal ones at the same time
     assert len(times) == 8 and [event["cached"] for event in events] == [0] * 4 + [1] * 4
-
-
-def test_a_call_that_is_cancelled_leaves_its_place():
-    """While it runs, waits for its own place, or for one of all tools: sampling cancels groups it needs no more."""
-
-    async def waits(n: int = 0) -> str:
-        await asyncio.sleep(0.05 if n else 3600)
-        return str(n)
-
-    async def calls():
-        tools = {name: Tool(name, "", object_of(n={}), waits, concurrency=1) for name in "ab"}
-        box = Toolbox(tools, config(tool_concurrency=1))
-        tasks = [asyncio.create_task(box.run([Call(name)], tools)) for name in "baab"]
-        await asyncio.sleep(0.05)
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        answers, _ = await asyncio.wait_for(box.run([Call("a", {"n": 1}), Call("b", {"n": 2})], tools), 30)
-        return ended, [answer["content"] for answer in answers]
-
-    ended, answers = asyncio.run(calls())
-    assert [type(end) for end in ended] == [asyncio.CancelledError] * 4 and answers == ["1", "2"]
-
-
-def test_an_object_runs_its_calls_in_order_and_no_more_than_allowed():
-    """A class with methods, as TRL has environments, has a state."""
-
-    class Notes:
-        written = ""
-
-        def write(self, text: str) -> str:
-            """Writes.
-
-            Args:
-                text: what
-            """
-            self.written += text
-            return self.written
-
-    cfg = config(max_calls_per_turn=3)
-    environment = adapters.MethodsEnvironment(Notes(), Toolbox({}, cfg), cfg)
-    calls = [Call("write", {"text": letter}) for letter in "abcde"]
-    messages, events = asyncio.run(adapters.InOrder({}, cfg).run(calls, environment.methods))
-    assert [message["content"] for message in messages[:3]] == ["a", "ab", "abc"] and len(events) == 4
-    assert "only the first 3 were run" in messages[3]["content"]
 
 
 # ---- arguments and results ------------------------------------------------------------------------------------------
@@ -411,29 +365,3 @@ def test_results_of_tools_are_seen_under_every_template(results, shown, text):
     assert shown_by(tokenizer).results == shown
     t, given = played(tokenizer, config(tool_parser="hermes"), call_of(tokenizer, a=20, b=3), "It is 23.")
     assert text in given and t.turns == 2
-
-
-@pytest.mark.parametrize("does", ["{{ raise_exception('System role not supported') }}", ""])
-def test_a_system_prompt_that_a_template_does_not_take_stands_before_the_question(does):
-    tokenizer = tokenizer_of("smollm2")
-    rule = "{% if m['role'] == 'system' %}" + does + "{% else %}" + TURN + "{% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}" + rule + "{% endfor %}" + ASKS
-    t, _ = played(tokenizer, config(system_prompt="Be brief.", tools=[]), "Yes.")
-    text = tokenizer.decode(t.prompt_ids)
-    assert text.startswith("<|im_start|>user\nBe brief.\n\nYou can call") and "\n\nWhat is 20 + 3?<|im_end|>" in text
-
-
-def test_what_a_template_is_given():
-    """--chat_template_kwargs, with names that the template reads."""
-    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
-    tokenizer.chat_template = "{% if enable_thinking %}think{% else %}quick{% endif %}" + ASKS
-
-    def written() -> str:
-        return tokenizer.apply_chat_template([{"role": "user", "content": "-"}], tokenize=False)
-
-    with_template_kwargs(tokenizer, {"enable_thinking": True})
-    assert written() == "think"
-    with_template_kwargs(tokenizer, None)  # the next run of this process has none
-    assert written() == "quick"
-    with pytest.raises(ConfigError, match="template has no enable_thinkin; it reads enable_thinking"):
-        with_template_kwargs(tokenizer, {"enable_thinkin": True})

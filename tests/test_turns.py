@@ -256,32 +256,6 @@ def test_answers_reach_whom_they_are_for_and_rewards_their_turns():
         assert t.info["rewards"]["environment/asked"] == 1.0
 
 
-def test_trajectories_do_not_wait_for_each_other():
-    """The environment of one answers when all others have ended."""
-    tokenizer, cfg, ended = tokenizer_of("qwen2_5"), config(env="x", max_turns=3), []
-
-    class Waits(Secret):
-        async def step(self, text):
-            while self.row["waits"] and len(ended) < 15:
-                await asyncio.sleep(0.01)
-            return "Go on.", 0.0, False, {}
-
-        def reset(self, row, seed):
-            self.row = row
-            return super().reset(row, seed)
-
-    async def one(number):
-        row = {"prompt": "a", "waits": number == 0}
-        await play(row, 0, Waits(), Scripted(tokenizer, ["More."]), cfg)
-        ended.append(number)
-
-    async def run():
-        await asyncio.gather(*(one(number) for number in range(16)))
-
-    asyncio.run(run())
-    assert ended[-1] == 0 and len(ended) == 16
-
-
 def test_a_prompt_that_its_tools_make_too_long(tmp_path):
     """Left out before training begins; one that its environment makes too long is known when it is played."""
     tokenizer, cfg = tokenizer_of("qwen2_5"), config(max_prompt_length=50)
@@ -343,23 +317,6 @@ def test_sampled_again_and_scored_again():
         assert len(targets) == sum(sum(t.loss_mask) for t in trajectories)
     sampled = [i for t in trajectories for i, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
     assert sorted(targets.tolist()) == sorted(sampled)
-
-
-@pytest.mark.parametrize(
-    "returned, message",
-    [
-        (("No.", 0.0, False), r"must return \(messages, reward, done, info\); it returned"),
-        (({"role": "user"}, 0.0, False, {}), "must give chat messages, such as"),
-        (("No.", float("nan"), False, {}), "returned the reward nan; it must be a finite number"),
-    ],
-)
-def test_what_a_step_returns(returned, message):
-    class Odd(Environment):
-        def step(self, text):
-            return returned
-
-    with pytest.raises(TrajectoryError, match=rf"Odd.step\(\) {message}"):
-        asyncio.run(play({"prompt": "?"}, 0, Odd(), Scripted(tokenizer_of("qwen2_5"), ["More."]), config(env="x")))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import tiny_vlms
@@ -21,7 +20,6 @@ from test_turns import config
 from tiny_vlms import batch_of, picture, rows_of
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-import data
 import train_grpo as script
 import train_ppo
 import utils
@@ -335,23 +333,6 @@ def test_pixels_are_bounded_for_trainer_and_server_alike():
         assert Image.open(io.BytesIO(sent)).size == image.size
 
 
-def see_through(mode: str) -> Image.Image:
-    """Nothing on the left, black on the right."""
-    image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    image.paste((0, 0, 0, 255), (4, 0, 8, 8))
-    if mode == "P":
-        image = image.quantize(4)
-    return image.convert(mode)
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white_to_trainer_and_server(mode):
-    image, sent = prompts.load_image(file_of(see_through(mode), "PNG"), TrainConfig())
-    shown = np.asarray(image)
-    assert image.mode == "RGB" and (shown[2:6, 2] == 255).all() and (shown[2:6, 6] == 0).all()
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent)).convert("RGB")), shown)
-
-
 def test_photographs_are_turned_upright_and_sent_so():
     image, exif = Image.new("RGB", (40, 20), "white"), Image.Exif()
     image.paste((255, 0, 0), (0, 0, 10, 10))
@@ -378,19 +359,6 @@ def test_a_bad_image_names_its_row(image, message):
     rows = [{"prompt": "What?", "image": picture(0)}, {"prompt": "What?", "image": image}]
     with pytest.raises(ConfigError, match=f"rows.jsonl, row 1.*{message}"):
         prompts.check_images(rows, "rows.jsonl", SimpleNamespace(image_processor=None), "all")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_are_measured_with_the_images_that_are_shown(family):
-    """Scaled as --max_pixels says; of processors that cannot tell from an image's size, too."""
-    processor = tiny_vlms.processor_of(family)
-    rows = [{"prompt": "What?", "image": picture(1, 300, 200)}]
-    rows += [{"prompt": "Which?", "images": [picture(2, 80, 160), picture(3, 200, 90)]}, rows[0]]
-    for cfg in (TrainConfig(), TrainConfig(max_pixels=3000)):
-        prompts.COUNTS.clear()
-        lengths = prompts.prompt_lengths(rows, "rows", processor, cfg)
-        assert prompts.COUNTS["images"] == 0
-        assert lengths == [len(prompts.vision_prompt(row, processor, None, cfg).token_ids) for row in rows]
 
 
 def test_every_form_of_an_image_in_a_prompt_is_the_column(tmp_path):
@@ -424,35 +392,6 @@ def test_the_texts_of_an_environment_name_no_file(tmp_path):
         assert len(prompts.vision_prompt(shown, processor, None, TrainConfig(), mine).images) == 1
     shown = {"prompt": [{"role": "user", "content": [{"type": "image", "image": path}]}]}
     assert len(prompts.vision_prompt(shown, processor, None, TrainConfig(), {"prompt": "Look."}).images) == 1
-
-
-def test_images_of_the_column_and_of_the_parts_stand_in_their_order():
-    own = {"type": "image", "image": "own"}
-    row = {"prompt": [{"role": "user", "content": [{"type": "image"}, own, {"type": "image"}]}], "images": ["a", "b"]}
-    assert prompts.image_sources(row) == ["a", "own", "b"]
-    eyes = SimpleNamespace(image_processor=None)
-    with pytest.raises(ConfigError, match="row 0: 1 images in a column, and the image parts of `prompt` bring"):
-        prompts.check_images([{"prompt": [{"role": "user", "content": [own]}], "image": picture(0)}], "rows", eyes)
-    with pytest.raises(ConfigError, match="row 0: `prompt` has no user message to put its 1 images into"):
-        row = {"prompt": [{"role": "system", "content": "Look."}], "image": picture(0)}
-        prompts.prompt_lengths([row], "rows", tiny_vlms.processor_of("idefics3"), TrainConfig())
-
-
-def test_a_data_set_of_files_is_opened_and_not_decoded(tmp_path):
-    """Rewards get PIL images, as always; a damaged file costs nobody but its row."""
-    files = [file_of(picture(n), "PNG") for n in range(4)]
-    files[2] = tiny_vlms.damaged(files[2])
-    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
-    columns = {"prompt": ["What?"] * 4, "image": [{"bytes": file, "path": None} for file in files]}
-    datasets.Dataset.from_dict(columns, features).to_parquet(tmp_path / "rows.parquet")
-    rows = data.load_rows(str(tmp_path / "rows.parquet"), format_row=lambda row: row)
-    assert all(isinstance(row["image"], Image.Image) for row in rows)
-    for number in (0, 1, 3):
-        assert np.array_equal(np.asarray(prompts.load_image(rows[number]["image"])[0]), np.asarray(picture(number)))
-        assert rows[number]["image"].fp is not None  # its pixels are not kept
-        assert np.array_equal(np.asarray(rows[number]["image"]), np.asarray(picture(number)))  # to a reward
-    with pytest.raises(ConfigError, match="row 2, image 0: cannot be read"):
-        prompts.check_images(rows, "rows", tiny_vlms.processor_of("idefics3"), "some")
 
 
 DAMAGED_ROWS = """
@@ -502,8 +441,3 @@ def test_a_damaged_picture_costs_its_row_not_the_run(tmp_path, monkeypatch, capl
     assert [line["rollout/failed"] for line in again] == [line["rollout/failed"] for line in steps]
     with pytest.raises(RuntimeError, match="image 0 of a row cannot be read"):
         script.train(TrainConfig(**settings | dict(run_name="strict", env_errors="stop")))
-
-
-def test_images_for_a_model_without_eyes():
-    with pytest.raises(ConfigError, match="row 0 has images, and the model of --model_id takes none"):
-        prompts.check_images([{"prompt": "What?", "image": picture(0)}], "rows", object())
