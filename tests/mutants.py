@@ -32,7 +32,7 @@ MUTANTS = {
     "no_world_size": (GRPO, "(loss * utils.world_size()).backward()", "loss.backward()", "gradient -k two_ranks"),
     "last_pass_dropped": (GRPO, "for number, rows in enumerate(passes):",
                           "for number, rows in enumerate(passes[: max(len(passes) - 1, 1)]):", "gradient -k any_cut"),
-    "temperature_forgotten": (GRPO, "inner.temperature = cfg.temperature", "inner.temperature = 1.0",
+    "temperature_forgotten": (GRPO, ".temperature = cfg.temperature\n", ".temperature = 1.0\n",
                               "own_idea -k temperature"),
     "kl_of_the_policy_itself": (GRPO, "batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]",
                                 "batch.ref_logprobs = all_logprobs(policy, batch, cfg)[0]", "reference"),
@@ -47,10 +47,9 @@ MUTANTS = {
                            "update -k silent"),
     "push_left_out": (GRPO, "if (step + 1) % cfg.push_steps == 0 or evaluates or saves:",
                       "if step % 2 == 0 or evaluates or saves:", "train -k learns[grpo]"),
-    "stale_weights_pushed": (GRPO, "buckets = adapter_buckets(policy, size, dtype) if alone else",
-                             "policy = generator.__dict__.setdefault('_first', __import__('copy').deepcopy(policy))\n"
-                             "    buckets = adapter_buckets(policy, size, dtype) if alone else",
-                             "train -k learns[grpo]"),
+    "stale_weights_pushed": (GRPO, 'utils.raise_together(attempt(generator.begin_push), "Starting the weight push")',
+                             "utils.raise_together(attempt(generator.begin_push), 'x')\n    policy = generator.__dict__"
+                             ".setdefault('_first', __import__('copy').deepcopy(policy))", "train -k learns[grpo]"),
     "end_not_learned": ("rollouts.py", "loss_mask=[1] * len(sample.token_ids),",
                         "loss_mask=[1] * (len(sample.token_ids) - 1) + [0],", "first_hand"),
     "end_of_turn_not_learned": ("rollouts.py", "mask + [1] * len(sample.token_ids), logprobs + sample.logprobs",
