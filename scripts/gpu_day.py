@@ -69,7 +69,7 @@ MORE_UPDATES = {
 STEPS = {  # flags of whole steps of train_grpo.py --generator hf
     "all weights": "",
     "LoRA": "--use_peft --dtype bfloat16",
-    "4-bit base": "--use_peft --load_in 4bit --dtype bfloat16",
+    "4-bit base": "--use_peft --load_in 4bit",
 }
 
 

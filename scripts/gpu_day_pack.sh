@@ -8,6 +8,7 @@
 # in two halves. Take the repository and trip_1 along for the first command that is printed, trip_2 for the second.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ ! -d .venv ] || . .venv/bin/activate
 folder=$(realpath -m "${1:-.gpu_day}")
 most=60 # MiB, of a trip with the repository
 

@@ -96,7 +96,7 @@ class Sender(VLLMClient):
         """There is nobody to tell."""
 
 
-def random_model(cfg, dtype, **_):
+def random_model(cfg, dtype, config=None, **_):
     """On the GPU if there is one, where a billion random numbers take a second; on the meta device within it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
