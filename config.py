@@ -571,7 +571,7 @@ def read_secret(variable: str, given: str | None = None) -> str:
 
 def addresses(urls: list[str], flag: str) -> list[str]:
     """Of servers, without slashes at their ends. ConfigError for what is none, and for one given twice."""
-    from safety import http  # it imports requests, which `--help` can do without
+    from safety import http
 
     try:
         places = [http.origin(http.base(url)) for url in urls]

@@ -12,11 +12,6 @@ import functools
 import logging
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.exceptions import ReadTimeoutError
-from urllib3.util.retry import Retry
-
 from safety.secrets import HIDDEN, hide
 
 CONNECT_SECONDS = 10.0
@@ -34,17 +29,22 @@ class NoAnswer(RuntimeError):
         self.status = status
 
 
-class PatientRetry(Retry):
-    """urllib3's Retry, but for time limits: a server that hangs would be waited for as often as it is asked."""
+def session(token: str = "", again: bool = True):
+    """A requests.Session: keeps its connections; usable from many threads. again: whether POST, too, may be asked
+    again."""
+    import requests  # here, as a run that asks no server does without it
+    from requests.adapters import HTTPAdapter
+    from urllib3.exceptions import ReadTimeoutError
+    from urllib3.util.retry import Retry
 
-    def increment(self, method=None, url=None, response=None, error=None, _pool=None, _stacktrace=None):
-        if isinstance(error, ReadTimeoutError):
-            raise error
-        return super().increment(method, url, response, error, _pool, _stacktrace)
+    class PatientRetry(Retry):
+        """urllib3's Retry, but for time limits: a server that hangs would be waited for as often as it is asked."""
 
+        def increment(self, method=None, url=None, response=None, error=None, _pool=None, _stacktrace=None):
+            if isinstance(error, ReadTimeoutError):
+                raise error
+            return super().increment(method, url, response, error, _pool, _stacktrace)
 
-def session(token: str = "", again: bool = True) -> requests.Session:
-    """Keeps its connections; usable from many threads. again: whether POST, too, may be asked again."""
     made = requests.Session()
     methods = None if again else ["GET", "HEAD"]
     retries = dict(connect=2, read=2, status=5, status_forcelist=BUSY, allowed_methods=methods, raise_on_status=False)
@@ -68,6 +68,8 @@ def ask(method: str, url: str, seconds: float, body: dict | None = None, token: 
 
     seconds: of the server's silence, which end the call. using: a `session` of one's own, in place of `token`.
     """
+    import requests
+
     session, parts = using or shared_session(token), urlsplit(url)
     where = origin(url) + parts.path
     seconds = min(seconds, LONGEST_CALL)
