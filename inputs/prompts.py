@@ -283,7 +283,9 @@ def begun_by(processor, schemas: list[dict] | None = None, **options) -> str:
 def begun_in(ids: list[int], processor, row: dict) -> str:
     """What the chat template has begun the answer with that is sampled behind these tokens."""
     tokenizer = tokenizer_of(processor)
-    begun = begun_by(processor, **(row.get("chat_template_kwargs") or {})) if tokenizer.chat_template else ""
+    if not getattr(tokenizer, "chat_template", None):  # a tokenizer of somebody's own need not have the attribute
+        return ""
+    begun = begun_by(processor, **(row.get("chat_template_kwargs") or {}))
     return begun if begun and tokenizer.decode(ids[-len(begun) - 1 :]).endswith(begun) else ""
 
 
@@ -291,7 +293,7 @@ def end_ids(hf_model, processor) -> set[int]:
     """Tokens that end an answer: the model's own, and the one with which its chat template ends a turn."""
     tokenizer, ids = tokenizer_of(processor), hf_model.generation_config.eos_token_id
     found = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
-    if not tokenizer.chat_template:
+    if not getattr(tokenizer, "chat_template", None):
         return found
     text = render(made_up(processor), processor).rpartition(END)[2]
     ends = {text.find(str(token)): number for number, token in tokenizer.added_tokens_decoder.items()}

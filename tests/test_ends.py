@@ -58,10 +58,10 @@ def test_sampling_ends_with_the_turn_and_the_end_is_trained(base, monkeypatch):
     client, sent = VLLMClient(["http://127.0.0.1:1"], token="x"), {}
     client.stop_token_ids = sorted(end_ids(base, tokenizer))
 
-    async def asked(index, body):
-        sent.update(body)
+    def asked(method, url, seconds, body, using):
+        sent.update(body["sampling_params"])
 
-    monkeypatch.setattr(client, "_wait_alive", asked)
+    monkeypatch.setattr(client.http, "ask", asked)
     monkeypatch.setattr(client, "_completions", lambda *_: [])
     asyncio.run(client.generate([1], max_tokens=4))
     assert end in sent["stop_token_ids"]

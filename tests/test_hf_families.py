@@ -171,14 +171,15 @@ def test_a_window_without_room_for_the_next_turn_is_refused_at_the_start(monkeyp
         model = script.load_hf_model(cfg, torch.float32)
     model.config.max_position_embeddings = 256
     monkeypatch.setattr(hf_generator, "HFGenerator", lambda *_: SimpleNamespace())
-    script.make_generator(cfg, model, None, CPU)
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    script.make_generator(cfg, model, tokenizer, CPU)
     cfg.max_completion_length = 193
     assert "window" not in capsys.readouterr().out
-    script.make_generator(cfg, model, None, CPU)
+    script.make_generator(cfg, model, tokenizer, CPU)
     assert "a window of 256 tokens" in capsys.readouterr().out
     cfg.rollout = "multi_turn"
     with pytest.raises(ConfigError, match="window of 256 .* up to 257: lower .*--max_completion_length=193"):
-        script.make_generator(cfg, model, None, CPU)
+        script.make_generator(cfg, model, tokenizer, CPU)
 
 
 def test_an_error_beside_a_request_does_not_stop_the_next():

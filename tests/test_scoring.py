@@ -1,7 +1,5 @@
 """Rewards that take processes or a model: math, reasoning-gym, code in the sandbox, a reward model; IFEval's checks."""
 
-import os
-import signal
 import sys
 import time
 
@@ -66,8 +64,8 @@ def test_math_that_never_ends_costs_its_own_limit_only():
     hopeless, fine = (r"\boxed{9^{9^{9^{9}}}}", False, "5"), ("5", False, "5")
     assert pool.map([fine, hopeless, None, fine]) == [1, {"reward": 0.0, "timeout": 1.0}, None, 1]
     worker = pool.slots.get()
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.wait()
+    worker[0].kill()
+    worker[0].wait()
     pool.slots.put(worker)
     assert pool.map([fine]) == [1]
 
