@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import products  # noqa: E402
 import ragged  # noqa: E402
 
 import memory  # noqa: E402
@@ -167,7 +166,6 @@ CASES = [
 def main(out: str, argv: list[str]) -> None:
     """Rank 0 writes what it measured."""
     script.load_hf_model = random_model
-    products.multiply_in_float32()
     given = load_config(TrainConfig, ["--max_steps", "2", *argv])
     rank, world, device = utils.init_distributed(120)
     offload = [(dict(use_peft=False, gradient_checkpointing=False, offload=True), False)]
