@@ -2,6 +2,7 @@
 gradient is that of a loop over completions by plain transformers, and what is logged is the same."""
 
 import importlib.util
+import os
 import re
 import statistics
 import sys
@@ -43,7 +44,9 @@ def steps_of(source: str, flags: str, folder: str) -> list[dict]:
     import same_samples  # noqa: F401 - completions depend on the prompt, its place and the step alone
 
     path = Path(folder) / "my_grpo.py"
-    path.write_text(source, encoding="utf-8")
+    partial = Path(folder) / f"my_grpo.{os.getpid()}"  # two ranks write it: neither may import half of a file
+    partial.write_text(source, encoding="utf-8")
+    os.replace(partial, path)
     spec = importlib.util.spec_from_file_location("my_grpo", path)
     copy = sys.modules["my_grpo"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
