@@ -41,12 +41,11 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import train_grpo
 import utils
 from inputs.trajectory import Trajectory
-from train_grpo import Collector, collect, sample_step
+from train_grpo import Collector, Run, collect, sample_step
 
 
 def check(cfg: TrainConfig) -> None:
@@ -75,7 +74,7 @@ class Ahead(Collector):
 
     check = staticmethod(check)
 
-    def __init__(self, run: SimpleNamespace, cfg: TrainConfig):
+    def __init__(self, run: Run, cfg: TrainConfig):
         super().__init__(run, cfg)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
