@@ -49,8 +49,6 @@ NO_PROMPT = [{"role": "user", "content": ""}]  # of rows whose environment makes
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 GYM_SPLITS = ("train", "test", "validation")
 # Reward functions get these from us; most of them from TRL's trainer, too.
-RESERVED = ("completions", "prompts", "completion_ids", "trajectories", "cfg")
-RESERVED += ("trainer_state", "log_extra", "log_metric")
 PROMPT_RULE = "`prompt` must be a non-empty string or a list of chat messages [{'role': 'user', 'content': '...'}]"
 MAX_DEPTH = 100  # lists in lists, of a row: what handles rows recurses, and Python ends at 1,000 calls
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -680,8 +678,6 @@ def check_row(row, where: str, looked_into: bool = False) -> None:
 def check_columns(columns, where: str) -> None:
     if "prompt" not in columns:
         raise ConfigError(f"{where}: no column `prompt`, only {', '.join(map(str, columns))}. {PROMPT_RULE}. {REMEDY}")
-    if taken := [column for column in RESERVED if column in columns]:
-        raise ConfigError(f"{where}: column {taken[0]!r} is a name the trainer itself passes to rewards. {REMEDY}")
 
 
 def prompt_fault(prompt) -> str | None:

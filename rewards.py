@@ -18,9 +18,7 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
 * It returns one value a completion, in a list, tuple, array or tensor: a number, None (does not apply: this function is
   left out of the row's sum), or a dict {component: number or None}. The components are logged by name and may differ by
   row; the row's reward is the component "reward" if there is one, else the sum of all. With {"turns": [number a turn]}
-  it is the sum of those, and each is put at the end of its turn. So it is with {"spans": [(start, end, number), ...]},
-  parts of the text: each number is put on the token that ends its part, counted in characters of
-  `completion_text(completion)`.
+  it is the sum of those, and each is put at the end of its turn.
 * `my_reward.verify = check`, a function (trajectory) -> anything, plain or async, runs first, on all trajectories at
   once: run the code, ask the data base. Its results arrive as `verification`, None where one took too long.
 * What it gets are copies: it may change them. Images and tensors are shared, and so is the `info` of trajectories.
@@ -37,52 +35,28 @@ The reward of a completion is the sum of weight * value over cfg.reward_weights.
 import asyncio
 import copy
 import inspect
-import json
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from functools import cache
 from math import nan
 from types import SimpleNamespace
 
 from cli import shorten
 from config import ConfigError, known_name
-from data import RESERVED, parse_gym
-from inputs.prompts import begun_in
 from plugins import function_path, load_function, require
-from safety.calls import (
-    RETURN_RULE,
-    UnusableResult,
-    WorkerPool,
-    copied,
-    finite,
-    number,
-    plain,
-    reward_values,
-    run_limited,
-    unread,
-    warn_once,
-)
+from safety.calls import RETURN_RULE, UnusableResult, copied, finite, plain, reward_values, run_limited, unread
 from safety.storable import calls_in
-from scoring.calls import calls
-from scoring.instructions import instructions
-from scoring.judge import judge
-from scoring.reward_model import is_served, reward_model
-from scoring.reward_model import load as load_reward_model
-from scoring.spans import checked_spans, places_of
-from scoring.sql import sql
+from scoring.scorers import math_equal, reasoning_gym
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
-    answer_parts,
     code_tests,
     completion_text,
     exact_match,
     format_tags,
     last_number,
     multiple_choice,
-    normalise,
     numbers,
     repetition,
     squad_em,
@@ -92,9 +66,11 @@ from scoring.text import (  # noqa: F401 - some are for reward functions elsewhe
 
 OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
 
-POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
-
 TRAINER_STATE = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0)  # kept by the training loop
+
+# What a function can ask for beside the columns of the data set.
+OWN_ARGUMENTS = ("completions", "prompts", "completion_ids", "trajectories", "cfg", "trainer_state", "log_extra")
+OWN_ARGUMENTS += ("log_metric",)
 
 logger = logging.getLogger(__name__)
 
@@ -129,49 +105,6 @@ def length(completion_ids, cfg, **columns) -> list[float]:
     return [-len(ids) / cfg.max_completion_length for ids in completion_ids]
 
 
-def math_equal(completions, answer, **columns) -> list[float | dict | None]:
-    """1 if math-verify finds the answer's value in the completion; None where it cannot read the answer itself.
-
-    The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". Where it is a number, an equal sum that was
-    not worked out, such as the question's own, gets {"reward": 0, "unevaluated": 1}. Every completion has a time limit
-    of its own (safety/calls.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
-    """
-    requests: list = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        text = completion_text(completion)
-        gold = "" if wanted is None else str(wanted).rpartition("####")[2].strip()
-        inside = tagged(text)  # without both tags the answer is in a sentence
-        given = answer_part(text).replace("<answer>", " ") if inside is None else inside
-        requests.append((given, inside is not None, gold) if gold else None)
-    return POOLS["math"].map(requests)
-
-
-def reasoning_gym(completions, metadata, answer, trajectories=None, **columns) -> list[float | dict | None]:
-    """The score, 0 to 1, that the row's reasoning-gym task gives to the completion's `answer_part`. Many tasks give
-    part of the points for an answer that stands in a sentence, so ask for <answer> tags or nothing but the answer.
-
-    Rows of load_rows name their task with its parameters (`reasoning_gym_task`); elsewhere metadata's source_dataset
-    does. Over the time limit: {"reward": 0, "timeout": 1}; a scorer that fails: {"reward": 0, "scorer_error": 1}.
-    """
-    empty = [None] * len(completions)
-    questions, tasks = columns.get("question", empty), columns.get("reasoning_gym_task", empty)
-    requests = []
-    parts = answer_parts(completions, trajectories)
-    for part, meta, a, q, task in zip(parts, metadata, answer, questions, tasks, strict=True):
-        meta = json.loads(meta) if isinstance(meta, str) else meta
-        task = task or (meta or {}).get("source_dataset")
-        if task is not None:
-            check_gym_task(task)
-        entry = {"question": q, "answer": a, "metadata": meta}
-        requests.append(task and (part, task, entry))
-    return POOLS["reasoning_gym"].map(requests)
-
-
-@cache
-def check_gym_task(task: str) -> None:
-    parse_gym(task)
-
-
 def environment(trajectories, **columns) -> list[dict]:
     """What --env gave: every turn's reward at the end of that turn; None if its score() was None. The numbers of its
     info are logged, as their means over the turns that have them, and those of its metrics()."""
@@ -189,12 +122,9 @@ def environment(trajectories, **columns) -> list[dict]:
 
 
 def numbers_in(info: dict) -> dict[str, float]:
-    """The numbers among an info's values; not texts, arrays or dicts, nor what is not finite. It is plain data."""
-    found = {}
-    for name, value in info.items():
-        if isinstance(value, (bool, int, float)) and math.isfinite(value):
-            found[str(name)] = float(value)
-    return found
+    """The finite numbers among an info's values; not texts, arrays or dicts."""
+    is_number = {name: isinstance(value, (bool, int, float)) and math.isfinite(value) for name, value in info.items()}
+    return {str(name): float(info[name]) for name, given in is_number.items() if given}
 
 
 def tool_use(trajectories, **columns) -> list[float | None]:
@@ -213,6 +143,30 @@ def few_turns(trajectories, cfg, **columns) -> list[float]:
     return [-(trajectory.turns - 1) / max(cfg.max_turns - 1, 1) for trajectory in trajectories]
 
 
+# These bring libraries, servers or models with them, which a run without them does not import.
+
+
+def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
+    """Another model's score, 0 to 1: --judge_url; scoring/judge.py."""
+    import scoring.judge
+
+    return scoring.judge.judge(completions, prompts, cfg, log_extra, **columns)
+
+
+def reward_model(completions, prompts, cfg) -> list[float]:
+    """A sequence classifier's score: --reward_model; scoring/reward_model.py."""
+    import scoring.reward_model
+
+    return scoring.reward_model.reward_model(completions, prompts, cfg)
+
+
+def instructions(completions, instruction_id_list, kwargs, **columns) -> list[dict | None]:
+    """Share of IFEval's instructions that are followed; scoring/instructions.py."""
+    import scoring.instructions
+
+    return scoring.instructions.instructions(completions, instruction_id_list, kwargs)
+
+
 REWARDS: dict[str, Callable] = {
     "math": math_equal,
     "last_number": last_number,
@@ -221,8 +175,6 @@ REWARDS: dict[str, Callable] = {
     "squad_em": squad_em,
     "squad_f1": squad_f1,
     "code_tests": code_tests,
-    "sql": sql,
-    "calls": calls,
     "repetition": repetition,
     "format": format_tags,
     "overlong": overlong,
@@ -262,13 +214,17 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
             raise ConfigError(f"--reward_funcs: two functions are named {name!r}; rename one.")
         functions[name] = get_reward_function(given)
     reward_weights(functions, cfg)
-    if "reward_model" in functions and not is_served(cfg.reward_model):
-        load_reward_model(cfg.reward_model)  # here: the first call has a time limit
-    for name, function in functions.items() if columns is not None else ():
-        available = {*columns, *RESERVED} - {"prompt"}
-        available |= ({"environments"} if cfg.env else set()) | (
-            {"verification"} if hasattr(function, "verify") else set()
+    if "reward_model" in functions:
+        from scoring.reward_model import is_served, load
+
+        if not is_served(cfg.reward_model):
+            load(cfg.reward_model)  # here: the first call has a time limit
+    if taken := {*(columns or ())} & {*OWN_ARGUMENTS}:
+        raise ConfigError(
+            f"column {min(taken)!r} of the data is an argument of reward functions; rename it in format_row."
         )
+    for name, function in functions.items() if columns is not None else ():
+        available = {*columns, *OWN_ARGUMENTS} - {"prompt"} | ({"environments"} if cfg.env else set())
         if fault := missing_arguments(function, available):
             raise ConfigError(f"--reward_funcs {name}: {fault}")
     return functions
@@ -299,7 +255,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     """Run all functions, at the same time, on one group of trajectories. Fills in each trajectory:
 
     token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1), rewards
-                            of turns and spans at the last token of theirs; for spans the tokenizer is needed
+                            of turns at the last token of theirs
     info["rewards"]         {function: value, "function/component": value}, nan where a function does not apply
     info["reward_components"] [value of each function]
     info["reward"]          the weighted sum; 0 where no function applies, and then
@@ -307,71 +263,51 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     info["reward_timeouts"] functions that ran out of time on it
     info["reward_seconds"]  {function: seconds that its call for this group took}
     info["reward_without_token"]  1 if nothing was sampled, so that its reward stands nowhere, else 0
+
+    tokenizer: with it completions begin with what the chat template has begun the answer with, such as <think>.
     """
     if not trajectories:
         return
-    for t in trajectories if tokenizer is not None else ():
-        t.info["begun"] = begun_in(t.prompt_ids, tokenizer, t.row)
+    if tokenizer is not None:
+        from inputs.prompts import begun_in
+
+        for t in trajectories:
+            t.info["begun"] = begun_in(t.prompt_ids, tokenizer, t.row)
     weights = reward_weights(reward_functions, cfg)
     if cfg.purpose == "eval" and not any(weights):  # nothing is learned from them: held-out rows are to tell how good
         weights = [1.0] * len(weights)  # the policy became
     arguments = call_arguments(trajectories, cfg)
-    seconds: dict[str, float] = {}
-
-    async def timed(name: str, function: Callable) -> list[tuple] | None:
-        start = time.perf_counter()
-        try:
-            return await call(name, function, arguments, cfg.reward_timeout)
-        finally:
-            seconds[name] = time.perf_counter() - start
-
-    calls = (timed(name, function) for name, function in reward_functions.items())
-    results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time
+    calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
+    results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time; its seconds
+    seconds = {name: took for name, (_, took) in zip(reward_functions, results, strict=True)}
     for index, trajectory in enumerate(trajectories):
         total, applies, logged, ends = 0.0, False, {}, places_of_turns(trajectory)
-        for (name, values), weight in zip(zip(reward_functions, results, strict=True), weights, strict=True):
-            value, components, parts = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
+        for name, weight, (values, _) in zip(reward_functions, weights, results, strict=True):
+            value, components, turns = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
             logged[name] = nan if value is None else value
             logged |= {f"{name}/{component}": part for component, part in components.items()}
             if value is None:
                 continue
             total, applies = total + weight * value, True
-            if isinstance(parts, tuple):
-                placed = placed_spans(name, parts, arguments, index, tokenizer)
-            else:  # of each turn, or of the whole; nowhere if nothing was sampled
-                placed = zip(ends if parts else ends[-1:], parts or [value], strict=bool(ends))
-            for place, part in placed:
+            # Of each turn, or of the whole; nowhere if nothing was sampled.
+            for place, part in zip(ends if turns else ends[-1:], turns or [value], strict=bool(ends)):
                 trajectory.token_rewards[place] += weight * part
         trajectory.info |= {
             "rewards": logged,
             "reward_components": [logged[name] for name in reward_functions],
             "reward": total,
             "unrewarded": int(not applies),
-            "reward_timeouts": sum(values is None for values in results),
+            "reward_timeouts": sum(values is None for values, _ in results),
             "reward_seconds": seconds,
             "reward_without_token": int(not ends),
         }
-
-
-def placed_spans(name: str, spans: tuple, arguments: dict, index: int, tokenizer) -> list[tuple[int, float]]:
-    """(place among the tokens, value) of each of a completion's spans; they are kept in the completions, too."""
-    trajectory = arguments["trajectories"][index]
-    try:
-        if tokenizer is None:
-            raise ValueError("score() was called without a tokenizer")
-        places = places_of([end for _, end, _ in spans], trajectory, tokenizer.decode)
-    except (KeyError, ValueError) as error:
-        fault = f"returned spans for completion {index}, and they have no place: {error}"
-        raise reward_error(name, fault, arguments, index) from error
-    trajectory.info.setdefault("extra", {})[f"spans/{name}"] = json.dumps(spans)
-    return [(place, value) for place, (_, _, value) in zip(places, spans, strict=True)]
 
 
 def places_of_turns(trajectory) -> list[int]:
     """The last sampled token of each turn: as info["turns"] says, if each has its "end" among the tokens, as those of
     `multi_turn` do; else by the mask, which shows two turns as one where a template writes nothing between them."""
     mask, turns = trajectory.loss_mask, trajectory.info.get("turns") or []
-    told = [turn["end"] - 1 for turn in turns if isinstance(turn, dict) and "end" in turn]
+    told = [turn["end"] - 1 for turn in turns if "end" in turn]
     if told and len(told) == trajectory.turns and all(0 <= place < len(mask) and mask[place] for place in told):
         return told
     return turn_ends(mask)
@@ -387,78 +323,43 @@ def call_arguments(trajectories: list, cfg) -> dict:
     rows = [trajectory.row for trajectory in trajectories]
     columns = dict.fromkeys(column for row in rows for column in row if column != "prompt")
     arguments = {column: [row.get(column) for row in rows] for column in columns}
-    completions, completion_ids = [], []
-    for trajectory in trajectories:
-        info, chat = trajectory.info, not isinstance(trajectory.row["prompt"], str)
+    completions, prompts, completion_ids = [], [], []
+    for trajectory, row in zip(trajectories, rows, strict=True):
+        info, chat = trajectory.info, not isinstance(row["prompt"], str)
         begun = info.get("begun", "")
         said = {"role": "assistant", "content": begun + info["completion"]} | ({"begun": begun} if begun else {})
         messages = info.get("messages", [said])  # of all turns
         completions.append(messages if chat else completion_text(messages))
+        prompts.append(info.get("shown", row["prompt"]) if chat else row["prompt"])  # as the environment completed it
         start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
         completion_ids.append(list(trajectory.token_ids[start:]))
-    prompts = [  # as the environment completed them
-        row["prompt"] if isinstance(row["prompt"], str) else trajectory.info.get("shown", row["prompt"])
-        for trajectory, row in zip(trajectories, rows, strict=True)
-    ]
     own = dict(completions=completions, prompts=prompts, completion_ids=completion_ids, trajectories=trajectories)
+    own |= dict(trainer_state=TRAINER_STATE, cfg=cfg)
     if any("object" in trajectory.info for trajectory in trajectories):  # with --env
         own["environments"] = [trajectory.info.get("object") for trajectory in trajectories]
-    logs = {"log_extra": log_extra(trajectories), "log_metric": log_metric(trajectories)}
-    return arguments | own | logs | {"trainer_state": TRAINER_STATE, "cfg": cfg}
 
-
-# Functions within functions: these cannot be sent to a process of its own, where what they are told would be lost.
-
-
-def log_extra(trajectories: list) -> Callable:
-    def put(column: str, values: list) -> None:
+    # Functions within a function: these cannot be sent to a process of its own, where what they are told would be lost.
+    def log_extra(column: str, values: list) -> None:
         """Put a value per completion into the run folder's completions, as a column of that name."""
-        name = str(column)
         for trajectory, value in zip(trajectories, values, strict=True):
-            trajectory.info.setdefault("extra", {})[name] = plain(value)
+            trajectory.info.setdefault("extra", {})[str(column)] = plain(value)
 
-    return put
+    def log_metric(name: str, value: float) -> None:
+        """Log a number; those of one name and step are averaged. The run's own metrics have precedence."""
+        trajectories[0].info.setdefault("logged", []).append((str(name), float(value)))
 
-
-def log_metric(trajectories: list) -> Callable:
-    def note(name: str, value: float) -> None:
-        """Log a number; those of one name and step are averaged."""
-        name = str(name)
-        try:
-            value, usable = number(value), value is not None
-        except (TypeError, ValueError):
-            usable = False
-        if not usable:
-            raise TypeError(f"log_metric({name!r}, {shorten(value)}): a {type(value).__name__} is no number; give one")
-        if is_own_metric(name):
-            warn_once(f"log_metric({name!r}): the run logs that name itself, so this is logged as log_metric/{name}.")
-            name = f"log_metric/{name}"
-        trajectories[0].info.setdefault("logged", []).append((name, value if math.isfinite(value) else nan))
-
-    return note
-
-
-# Metrics of the run itself: whole names, and what others begin with. A test compares them with docs/metrics.md.
-OWN_METRICS = """step reward reward_std frac_reward_zero_std frac_singleton_groups reward_timeouts unrewarded
-    reward_without_token num_tokens policy_lag loss grad_norm lr entropy kl beta entropy_coef solved prompts""".split()
-OWN_GROUPS = """eval time rewards completions turns tools images rollout dynamic_sampling ranks advantages lr clip_ratio
-    kl_cov sampling routing value log_metric distill server staleness async memory perf""".split()
-
-
-def is_own_metric(name: str) -> bool:
-    return name in OWN_METRICS or name.partition("/")[0] in OWN_GROUPS
+    return arguments | own | {"log_extra": log_extra, "log_metric": log_metric}
 
 
 def copy_of(trajectory):
     """For one reward function: its lists and its row may be changed; `info` is the trajectory's own, for notes."""
     own = copy.copy(trajectory)
-    own.row = copied(trajectory.row)
-    for name in ("prompt_ids", "token_ids", "loss_mask", "logprobs", "token_rewards"):
-        setattr(own, name, list(getattr(trajectory, name)))
+    vars(own).update((name, copied(value)) for name, value in vars(trajectory).items() if name != "info")
     return own
 
 
 def missing_arguments(function: Callable, available: Iterable[str]) -> str | None:
+    available = {*available} | ({"verification"} if hasattr(function, "verify") else set())
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if missing := [name for name in needed if name not in available]:
@@ -470,11 +371,11 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     return None
 
 
-async def call(name: str, function: Callable, arguments: dict, seconds: float) -> list[tuple] | None:
-    """One function on one group: (value or None, components, rewards of parts or None) a completion, or None if it took
-    over `seconds`. Parts are a list, one for each turn, or a tuple of spans."""
-    known = arguments.keys() | ({"verification"} if hasattr(function, "verify") else set())
-    if fault := missing_arguments(function, known):
+async def call(name: str, function: Callable, arguments: dict, seconds: float) -> tuple[list[tuple] | None, float]:
+    """One function on one group: a (value or None, components, rewards of turns or None) a completion, or None if it
+    took over `seconds`; and the seconds that it took."""
+    start = time.perf_counter()
+    if fault := missing_arguments(function, arguments):
         raise reward_error(name, fault, arguments)
     if hasattr(function, "verify"):
         given = ({"trajectory": copy_of(t)} for t in arguments["trajectories"])
@@ -492,16 +393,17 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     if "trajectories" in chosen:
         chosen["trajectories"] = [copy_of(trajectory) for trajectory in chosen["trajectories"]]
     outcome = await run_limited(function, chosen, seconds, reward_values)
+    took = time.perf_counter() - start
     if outcome is None:
         message = (
             "reward function %r took over --reward_timeout=%g s for %d completions; each scores --reward_on_timeout"
         )
         logger.warning(message, name, seconds, len(arguments["completions"]))
-        return None
+        return None, took
     values, error = outcome
     try:
         if error is None:
-            return checked_values(values, arguments)
+            return checked_values(values, arguments["trajectories"]), took
     except UnusableResult as unusable:
         error = unusable
     if isinstance(error, UnusableResult):
@@ -509,43 +411,32 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     raise reward_error(name, f"raised {type(error).__name__}: {str(error)[:2000]}", arguments) from error
 
 
-def checked_values(values: list, arguments: dict) -> list[tuple]:
-    """The plain values of calls.reward_values; UnusableResult for those that cannot be trained on."""
-    count = len(arguments["completions"])
-    if len(values) != count:
-        raise UnusableResult(f"returned {len(values)} values for {count} completions; {RETURN_RULE}")
+def checked_values(values: list, trajectories: list) -> list[tuple]:
+    """The plain values of calls.reward_values, as `call` says; UnusableResult for those that cannot be trained on."""
+    if len(values) != len(trajectories):
+        raise UnusableResult(f"returned {len(values)} values for {len(trajectories)} completions; {RETURN_RULE}")
     checked = []
-    for index, value in enumerate(values):
-        given = dict(value) if isinstance(value, dict) else {"reward": value}
-        turns, played = given.pop("turns", None), arguments["trajectories"][index].turns
-        spans = given.pop("spans", None)
+    for index, (value, trajectory) in enumerate(zip(values, trajectories, strict=True)):
+        parts = dict(value) if isinstance(value, dict) else {"reward": value}
+        turns = parts.pop("turns", None)
         try:
-            if spans is not None:
-                if turns is not None or "reward" in given:
-                    raise ValueError("'spans' are the whole reward: give 'turns' or 'reward' by another function")
-                length = len(completion_text(arguments["completions"][index]))
-                turns = tuple(checked_spans(spans, length, lambda value: finite(number(value))))
-                given |= {"reward": sum(value for _, _, value in turns), "spans": len(turns)}
-            elif turns is not None:
-                given["reward"] = sum(map(finite, turns))
-                if len(turns) != played:
-                    raise ValueError(f"{len(turns)} rewards for {played} turns")
-                if (found := len(places_of_turns(arguments["trajectories"][index]))) not in (0, played):
+            if turns is not None:
+                if len(turns) != trajectory.turns:
+                    raise ValueError(f"{len(turns)} rewards for {trajectory.turns} turns")
+                if (found := len(places_of_turns(trajectory))) not in (0, trajectory.turns):
                     raise ValueError(
-                        f"{played} turns, whose tokens are {found} run{'s' * (found != 1)} in loss_mask; let "
-                        'info["turns"] say where each ends: a dict a turn, its "end" the place behind its last token'
+                        f"{trajectory.turns} turns, whose tokens are {found} runs in loss_mask; let info['turns'] say "
+                        'where each ends: a dict a turn, its "end" the place behind its last token'
                     )
-            logged_only = "reward" in given  # the other components are not summed
-            parts = {c: part for c, part in given.items() if part is not None}
-            parts = {c: part for c, part in parts.items() if c == "reward" or not logged_only or math.isfinite(part)}
-            total = finite(parts["reward"]) if "reward" in parts else 0.0  # which does not apply
-            total = total if logged_only else sum(map(finite, parts.values()))
-        except (TypeError, ValueError) as error:
+                parts["reward"] = sum(map(finite, turns))
+            # With a reward of its own, the other components are logged alone: they may be nan.
+            summed = [parts["reward"]] if "reward" in parts else list(parts.values())
+            summed = [finite(part) for part in summed if part is not None]
+        except ValueError as error:
             fault = f"returned {shorten(value)} for completion {index}: {error}; {RETURN_RULE}"
             raise UnusableResult(fault, index) from error
-        applies = given["reward"] is not None if logged_only else bool(parts)
-        components = {component: part for component, part in parts.items() if component != "reward"}
-        checked.append((total if applies else None, components, turns))
+        logged = {c: v for c, v in parts.items() if c != "reward" and v is not None and math.isfinite(v)}
+        checked.append((sum(summed) if summed else None, logged, turns))
     return checked
 
 

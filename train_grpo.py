@@ -270,8 +270,8 @@ def train(
                 utils.move(run, run.device)
                 for check in run.checks if step == run.first else ():
                     check()
-            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed} | collected
-            metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator)
+            metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator) | collected
+            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             metrics |= domain_metrics(trajectories, cfg)
             state |= run.mixture.ended(step, metrics)  # what was drawn of each domain, and how often it was solved
             trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg), trajectories)

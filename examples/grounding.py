@@ -11,8 +11,6 @@ import re
 from PIL import Image, ImageDraw
 from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
 
-from scoring.boxes import iou
-
 GRID = 32
 EXTENTS = (0.28, 0.42)  # of the shapes, as a share of the image
 SPLITS = {"train": 2000, "test": 400, "test_reasoning": 400}
@@ -68,6 +66,13 @@ def grounding(completions, box, **columns) -> list[dict]:
         form = float(corners is not None)
         scores.append({"reward": 0.5 * overlap**2 + 0.5 * form, "iou": overlap, "format": form})
     return scores
+
+
+def iou(a, b) -> float:
+    """Intersection over union of two boxes x1, y1, x2, y2."""
+    width, height = (max(0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1))
+    areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (a, b)]
+    return width * height / (sum(areas) - width * height)
 
 
 def read_box(completion: str) -> list[float] | None:

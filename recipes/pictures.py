@@ -1,13 +1,19 @@
 """Public picture tasks as rows: CLEVR counting (R1-V), RefCOCO boxes, Geometry3K.
 
 r1v_counting.yaml, grounding.yaml and geometry3k.yaml train on them. Written from the data sets' published columns.
+`boxes` is the reward of the second.
 """
 
+import json
 import re
 
-from published import published
+from published import example, published
+
+from scoring.text import completion_text
 
 BOX_SIDE = 1000  # boxes are asked for in thousandths of the picture
+SIDE = r"\s*-?\d[\d.]*\s*"
+BOX = re.compile(rf"\[{SIDE},{SIDE},{SIDE},{SIDE}\]")
 THINK = "First think in <think> </think>, then give the {what} in <answer> </answer>."
 
 
@@ -53,3 +59,24 @@ def made(rows, row_of, drop=()):
     if isinstance(rows, list):
         return [{key: value for key, value in (row | row_of(row)).items() if key not in drop} for row in rows]
     return rows.map(row_of, remove_columns=list(drop))
+
+
+def boxes(completions, box, **columns) -> list[dict | None]:
+    """0.5 * IoU^2 + 0.5 * format of the last [x1, y1, x2, y2] in the answer."""
+    iou, scores = example("grounding.py:iou"), []
+    for completion, true_box in zip(completions, box, strict=True):
+        if true_box is None:
+            scores.append(None)
+            continue
+        found = BOX.findall(completion_text(completion))
+        try:
+            x1, y1, x2, y2 = map(float, json.loads(found[-1])) if found else [0, 0, 0, 0]
+        except (ValueError, OverflowError):  # one may have hundreds of digits
+            x1 = y1 = x2 = y2 = 0
+        form = float(x1 < x2 and y1 < y2)
+        overlap = iou((x1, y1, x2, y2), true_box) if form else 0.0
+        scores.append({"reward": 0.5 * overlap**2 + 0.5 * form, "iou": overlap, "format": form})
+    return scores
+
+
+boxes.per_trajectory = True

@@ -25,14 +25,13 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict:
     """What a step's completions look like, over all ranks, which all call it. Keys are TRL's."""
     trajectories = [t for t in trajectories if not stands_in(t)]
     lengths = [sum(t.loss_mask) for t in trajectories]
-    out = means_over_ranks(by_completion(trajectories))
+    out = logged_by_rewards(trajectories) | means_over_ranks(by_completion(trajectories))
     out |= reward_means(trajectories) | reward_seconds(trajectories)
     for name in ("reward_timeouts", "unrewarded", "reward_without_token"):  # completions of the step
         out[name] = int(utils.all_sum(torch.tensor(sum(t.info[name] for t in trajectories))))
     longest = utils.all_max(max(lengths, default=0))
     shortest = -utils.all_max(-min(lengths, default=longest))
     out |= {"completions/max_length": longest, "completions/min_length": shortest} if "reward" in out else {}
-    out |= logged_by_rewards(trajectories)
     tokens = sum(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
     counts = {"num_tokens": tokens, "completions/count": len(trajectories)}
     counts = {name: int(utils.all_sum(torch.tensor(count))) for name, count in counts.items()}

@@ -10,16 +10,15 @@ does not fit is asked for once more. After that, and where the server gives no a
 completions shows what was said.
 """
 
-import concurrent.futures
 import json
 import re
-import string
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from inputs.parts import transcript
 from safety import http, secrets
-from safety.calls import start_thread, warn_once
+from safety.calls import warn_once
 from scoring.text import completion_text
 
 TEMPLATE = """Judge an answer.
@@ -45,16 +44,15 @@ UNSTRUCTURED: set[tuple] = set()  # judges that refuse response_format, by addre
 def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
     """The judge's score of every completion, 0 to 1, as `reward`; None where there is none. The template is
     cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces ({{ and }}: braces)."""
-    # Both before the reward's own limit, at which every completion would count as late.
-    deadline, end = (time.monotonic() + share * cfg.reward_timeout for share in (0.8, 0.85))
+    deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own, at which all count as late
     template = Path(cfg.judge_template).read_text(encoding="utf-8") if cfg.judge_template else TEMPLATE
-    rows = []
+    questions = []
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         text = prompt if isinstance(prompt, str) else transcript(prompt)
         row = {"answer": "", **{name: values[index] for name, values in columns.items() if isinstance(values, list)}}
-        rows.append(fill_in(template, row | {"prompt": text, "completion": completion_text(completion)}))
-    calls = [start_thread(verdict, question, cfg, deadline) for question in rows]
-    verdicts = [result_by(end, call, cfg) for call in calls]
+        questions.append(fill_in(template, row | {"prompt": text, "completion": completion_text(completion)}))
+    with ThreadPoolExecutor(len(questions)) as threads:
+        verdicts = list(threads.map(lambda question: verdict(question, cfg, deadline), questions))
     if log_extra is not None:
         log_extra("judge", [said for _, said in verdicts])
     return [parts for parts, _ in verdicts]
@@ -63,19 +61,18 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
 def fill_in(template: str, row: dict) -> str:
     """The template with {name} replaced by row["name"], as it is: braces in a value mean nothing. Unlike str.format it
     knows names alone, as {prompt.__class__} or {completion:>99999999} would do more than the data's owner expects."""
-    parts = []
-    try:
-        for text, name, form, conversion in string.Formatter().parse(template):
-            parts.append(text)
-            if name is not None:
-                if form or conversion or name not in row:
-                    raise ValueError(f"{{{name}}} is not one of its columns")
-                parts.append("" if row[name] is None else str(row[name]))
-    except ValueError as error:
-        raise ValueError(
-            f"the judge's template: {error}; in braces stand {', '.join(row)}. Write {{{{ and }}}} for braces."
-        ) from None
-    return "".join(parts)
+
+    def filled(found: re.Match) -> str:
+        if found[0] in ("{{", "}}"):
+            return found[0][0]
+        if found[1] not in row:
+            raise ValueError(
+                f"the judge's template: {found[0]} is not one of its columns; in braces stand {', '.join(row)}. Write "
+                "{{ and }} for braces."
+            )
+        return "" if row[found[1]] is None else str(row[found[1]])
+
+    return re.sub(r"\{\{|\}\}|\{([^{}]*)\}", filled, template)
 
 
 def token_for(url: str, cfg) -> str:
@@ -88,13 +85,6 @@ def token_for(url: str, cfg) -> str:
 def is_own(url: str, cfg) -> bool:
     """Whether the policy's own server is the judge, which knows its token."""
     return cfg.generator == "vllm" and http.origin(url) in map(http.origin, cfg.server_urls)
-
-
-def result_by(end: float, call: concurrent.futures.Future, cfg) -> tuple[dict, str]:
-    try:
-        return call.result(max(end - time.monotonic(), 0))
-    except concurrent.futures.TimeoutError:  # such as a server that sends its headers letter by letter
-        return unscored(1, f"{http.origin(cfg.judge_url)} gave no answer in time", unanswered=1)
 
 
 def unscored(attempts: int, fault: str, text: str = "", **counted) -> tuple[dict, str]:
@@ -162,15 +152,10 @@ def read_score(text: str) -> float | None:
             score = float(found[1])
         else:
             try:
-                values = json.loads(part, object_pairs_hook=once)
+                values = json.loads(part)
             except (ValueError, RecursionError):
                 continue
             score = values.get("score") if isinstance(values, dict) else None
         if isinstance(score, (int, float)) and not isinstance(score, bool) and 0 <= score <= 10:
             return float(score)
     return None
-
-
-def once(pairs: list[tuple]) -> dict | None:
-    """A JSON object; None for one that has a key twice."""
-    return dict(pairs) if len(dict(pairs)) == len(pairs) else None

@@ -1,13 +1,19 @@
-"""Scorers that run in processes of their own (safety/calls.py): libraries that may never end, on a model's text."""
+"""Answers in mathematics and reasoning-gym's tasks: scorers that run in processes of their own (safety/calls.py), since
+they are libraries that may never end, on a model's text.
 
+They are optional, and imported by the processes that score.
+"""
+
+import json
 import logging
 import re
 from collections.abc import Callable
 from functools import cache
 
-from data import parse_gym
+from safety.calls import WorkerPool
+from scoring.text import answer_part, answer_parts, completion_text, tagged
 
-# The libraries are optional, and imported by the processes that score.
+POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
 
 LONGEST = 1000  # characters of an answer whose words are looked at
 ESCAPED = re.compile(r"\\[$!]")  # a dollar as a currency, and TeX's narrow space back
@@ -22,91 +28,52 @@ LOWERED = str.maketrans(RAISED, "0123456789-")
 WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z ,.'-]*")
 
 
-def in_latex(text: str) -> str:
-    """Roots, powers, fractions and thousands in signs as models write them."""
-    text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text).translate(SIGNS)
-    text = re.sub(f"[{RAISED}]+", lambda found: "^{" + found[0].translate(LOWERED) + "}", text)
-    return re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
+def math_equal(completions, answer, **columns) -> list[float | dict | None]:
+    """1 if math-verify finds the answer's value in the completion; None where it cannot read the answer itself.
+
+    The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". Where it is a number, an equal sum that was
+    not worked out, such as the question's own, gets {"reward": 0, "unevaluated": 1}. Every completion has a time limit
+    of its own (safety/calls.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
+    """
+    requests: list = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        text = completion_text(completion)
+        gold = "" if wanted is None else str(wanted).rpartition("####")[2].strip()
+        inside = tagged(text)  # without both tags the answer is in a sentence
+        given = answer_part(text).replace("<answer>", " ") if inside is None else inside
+        requests.append((given, inside is not None, gold) if gold else None)
+    return POOLS["math"].map(requests)
 
 
-def math_scorer() -> Callable:
-    import math_verify
-    from sympy import And, FiniteSet, Mul, Number, Pow, Symbol, UnevaluatedExpr
-    from sympy.core.relational import Relational
+def reasoning_gym(completions, metadata, answer, trajectories=None, **columns) -> list[float | dict | None]:
+    """The score, 0 to 1, that the row's reasoning-gym task gives to the completion's `answer_part`. Many tasks give
+    part of the points for an answer that stands in a sentence, so ask for <answer> tags or nothing but the answer.
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off; ours is the process
+    Rows of load_rows name their task with its parameters (`reasoning_gym_task`); elsewhere metadata's source_dataset
+    does. Over the time limit: {"reward": 0, "timeout": 1}; a scorer that fails: {"reward": 0, "scorer_error": 1}.
+    """
+    empty = [None] * len(completions)
+    questions, tasks = columns.get("question", empty), columns.get("reasoning_gym_task", empty)
+    requests = []
+    parts = answer_parts(completions, trajectories)
+    for part, meta, a, q, task in zip(parts, metadata, answer, questions, tasks, strict=True):
+        meta = json.loads(meta) if isinstance(meta, str) else meta
+        task = task or (meta or {}).get("source_dataset")
+        if task is not None:
+            gym_task(task)
+        requests.append(task and (part, task, {"question": q, "answer": a, "metadata": meta}))
+    return POOLS["reasoning_gym"].map(requests)
 
-    def parse(text: str) -> list:
-        text = BOX.sub(lambda box: rf"\boxed{{{spelled(box[1])}}}", text)
-        return math_verify.parse(text, parsing_timeout=None)
 
-    def spelled(text: str) -> str:
-        """An expression as LaTeX: functions as commands, without a unit, words as a text."""
-        text = FUNCTION.sub(r"\\\1", text)
-        if len(text) > LONGEST:
-            return text
-        if found := UNIT.fullmatch(text):
-            return found[1]
-        return rf"\text{{{text}}}" if WORDS.fullmatch(text) else text  # else a product: "listen" would be "silent"
+@cache
+def gym_task(task: str) -> tuple[str, dict]:
+    """Name and parameters of a task; ConfigError for one that is not there."""
+    from data import parse_gym
 
-    def expression(text: str) -> list:
-        """A text that is nothing but an expression: marked as LaTeX, or only a number in it would be found."""
-        text = ESCAPED.sub("", text).strip("* ")
-        if "$" in text or "\\boxed" in text:
-            return parse(text)
-        return parse(f"${spelled(text)}$") or parse(text)
+    return parse_gym(task)
 
-    def kind(part) -> str | None:
-        if isinstance(part, Number):
-            return "number"
-        power = isinstance(part, Pow)
-        if isinstance(part, UnevaluatedExpr) or power and part.base == 10:  # of 50 %, of 3*10**5
-            return "scale"
-        return "divisor" if power and part.exp == -1 and isinstance(part.base, Number) else None
 
-    def written_out(value, wholes: set[int] | None = None) -> bool:
-        """Whether it is a number as one writes it, and no sum that sympy would do. wholes: the digits that stand there,
-        since 12/4 is no way to write 3."""
-        kinds = [kind(part) for part in Mul.make_args(value) if part != -1]
-        if None in kinds or len({*kinds}) < len(kinds):
-            return False
-        if wholes is None or "scale" in kinds:
-            return True
-        number = value.doit()
-        return not number.is_Integer or abs(int(number)) in wholes
-
-    def sides(value) -> list:
-        """What an equation or a set consists of: of x = 12*34 = 408 three."""
-        within = isinstance(value, Relational | And | FiniteSet)
-        return [side for part in value.args for side in sides(part)] if within else [value]
-
-    def scorer(given: str, is_expression: bool, answer: str) -> float | dict | None:
-        given, answer = (text.replace("\u2212", "-") for text in (given, answer))  # the minus sign of typography
-        first, signs = compared(given, is_expression, answer), (in_latex(given), in_latex(answer))
-        if first == 1 or signs == (given, answer):
-            return first
-        second = compared(signs[0], is_expression, signs[1])  # not in place of the first: of "5 m\u00b2" it is a unit
-        return second if second or first is None else first
-
-    def compared(given: str, is_expression: bool, answer: str) -> float | dict | None:
-        gold = expression(answer)
-        if not gold:
-            return None
-        found = expression(given) if is_expression else parse(given)
-        if not math_verify.verify(gold, found, timeout_seconds=None):
-            return 0.0
-        value = found[0]  # a symbol or a text is no sum: \mathbf{5}
-        if isinstance(value, str | Symbol) or isinstance(gold[0], str) or not written_out(gold[0]):
-            return 1.0
-        # Equal to a number, but perhaps the question over again, such as 12*34 for 408.
-        said = " ".join(part for part in found if isinstance(part, str)).replace(",", "")
-        wholes = {int(digits) for digits in re.findall(r"\d+", said[:LONGEST])}
-        numbers = [side for side in sides(value) if written_out(side, wholes)]
-        if any(n is value or math_verify.verify(gold, [n], timeout_seconds=None) for n in numbers):
-            return 1.0
-        return {"reward": 0.0, "unevaluated": 1.0}
-
-    return scorer
+# ---- in a process of its own ----------------------------------------------------------------------------------------
 
 
 def reasoning_gym_scorer() -> Callable:
@@ -114,7 +81,114 @@ def reasoning_gym_scorer() -> Callable:
 
     @cache
     def dataset(task: str):
-        name, parameters = parse_gym(task)
+        name, parameters = gym_task(task)
         return gym.create_dataset(name, **parameters)
 
     return lambda text, task, entry: float(dataset(task).score_answer(text, entry))
+
+
+def math_scorer() -> Callable:
+    import math_verify  # noqa: F401 - now, and not in the first answer's time
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off; ours is the process
+    return equals
+
+
+def equals(given: str, is_expression: bool, answer: str) -> float | dict | None:
+    given, answer = (text.replace("\u2212", "-") for text in (given, answer))  # the minus sign of typography
+    best = None
+    # Signs as LaTeX come second, not first: the one of "5 m\u00b2" belongs to a unit.
+    for said, gold in dict.fromkeys([(given, answer), (in_latex(given), in_latex(answer))]):
+        found = compared(said, is_expression, gold)
+        if found == 1:
+            return found
+        best = found if found or best is None else best
+    return best
+
+
+def compared(given: str, is_expression: bool, answer: str) -> float | dict | None:
+    from math_verify import verify
+    from sympy import Symbol
+
+    gold = expression(answer)
+    if not gold:
+        return None
+    found = expression(given) if is_expression else parse(given)
+    if not verify(gold, found, timeout_seconds=None):
+        return 0.0
+    value = found[0]  # a symbol or a text is no sum: \mathbf{5}
+    if isinstance(value, str | Symbol) or isinstance(gold[0], str) or not written_out(gold[0]):
+        return 1.0
+    # Equal to a number, but perhaps the question over again, such as 12*34 for 408.
+    said = " ".join(part for part in found if isinstance(part, str)).replace(",", "")
+    wholes = {int(digits) for digits in re.findall(r"\d+", said[:LONGEST])}
+    numbers = [side for side in sides(value) if written_out(side, wholes)]
+    if any(n is value or verify(gold, [n], timeout_seconds=None) for n in numbers):
+        return 1.0
+    return {"reward": 0.0, "unevaluated": 1.0}
+
+
+def expression(text: str) -> list:
+    """A text that is nothing but an expression: marked as LaTeX, or only a number in it would be found."""
+    text = ESCAPED.sub("", text).strip("* ")
+    if "$" in text or "\\boxed" in text:
+        return parse(text)
+    return parse(f"${spelled(text)}$") or parse(text)
+
+
+def parse(text: str) -> list:
+    import math_verify
+
+    text = BOX.sub(lambda box: rf"\boxed{{{spelled(box[1])}}}", text)
+    return math_verify.parse(text, parsing_timeout=None)
+
+
+def spelled(text: str) -> str:
+    """An expression as LaTeX: functions as commands, without a unit, words as a text."""
+    text = FUNCTION.sub(r"\\\1", text)
+    if len(text) > LONGEST:
+        return text
+    if found := UNIT.fullmatch(text):
+        return found[1]
+    return rf"\text{{{text}}}" if WORDS.fullmatch(text) else text  # else a product: "listen" would be "silent"
+
+
+def in_latex(text: str) -> str:
+    """Roots, powers, fractions and thousands in signs as models write them."""
+    text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text).translate(SIGNS)
+    text = re.sub(f"[{RAISED}]+", lambda found: "^{" + found[0].translate(LOWERED) + "}", text)
+    return re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
+
+
+def written_out(value, wholes: set[int] | None = None) -> bool:
+    """Whether it is a number as one writes it, and no sum that sympy would do. wholes: the digits that stand there,
+    since 12/4 is no way to write 3."""
+    from sympy import Mul
+
+    kinds = [kind(part) for part in Mul.make_args(value) if part != -1]
+    if None in kinds or len({*kinds}) < len(kinds):
+        return False
+    if wholes is None or "scale" in kinds:
+        return True
+    number = value.doit()
+    return not number.is_Integer or abs(int(number)) in wholes
+
+
+def kind(part) -> str | None:
+    from sympy import Number, Pow, UnevaluatedExpr
+
+    if isinstance(part, Number):
+        return "number"
+    power = isinstance(part, Pow)
+    if isinstance(part, UnevaluatedExpr) or power and part.base == 10:  # of 50 %, of 3*10**5
+        return "scale"
+    return "divisor" if power and part.exp == -1 and isinstance(part.base, Number) else None
+
+
+def sides(value) -> list:
+    """What an equation or a set consists of: of x = 12*34 = 408 three."""
+    from sympy import And, FiniteSet
+    from sympy.core.relational import Relational
+
+    within = isinstance(value, Relational | And | FiniteSet)
+    return [side for part in value.args for side in sides(part)] if within else [value]

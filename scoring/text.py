@@ -5,15 +5,14 @@ Called as rewards.py says; the names on the command line are in its REWARDS. Ins
 
 import concurrent.futures
 import logging
-import os
 import re
 import string
+import textwrap
 import unicodedata
 from collections import Counter
 from decimal import Decimal
 
 from inputs.parts import text_of_parts
-from safety.sandbox import SandboxError, run_tests
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +63,9 @@ FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 
 def fenced(text: str, *languages: str) -> list[str]:
     """The blocks ```language that are in one of these, whatever stands in others; if none is, those without a name."""
-    found = [((info.split() or [""])[0].lower(), flush(body)) for info, body in FENCE.findall(text)]
+    found = [((info.split() or [""])[0].lower(), textwrap.dedent(body)) for info, body in FENCE.findall(text)]
     named = [body for language, body in found if language in languages]
     return named or [body for language, body in found if not language]
-
-
-def flush(body: str) -> str:
-    """A block without the indentation that all of its lines have, as within a list."""
-    margin = re.match(r"[ \t]*", os.path.commonprefix([line for line in body.split("\n") if line.strip()]))[0]
-    return re.sub(f"^{margin}", "", body, flags=re.MULTILINE) if margin else body
 
 
 def python_of(text: str) -> str | None:
@@ -106,21 +99,8 @@ def last_number(completions, answer, **columns) -> list[float | None]:
 
 def normalise(text) -> str:
     """Unicode form, case, white space and punctuation at the ends do not count."""
-    text = " ".join(unicodedata.normalize("NFKC", without_long_runs(str(text))).casefold().split())
+    text = " ".join(unicodedata.normalize("NFKC", str(text)).casefold().split())
     return text.strip(" .,;:!?'\"`*") or text  # an answer may be nothing but a sign
-
-
-def without_long_runs(text: str) -> str:
-    """At most 30 combining marks in a row, as Unicode's stream-safe format has it: python sorts them in quadratic time,
-    100,000 in 20 s, and holds up all threads meanwhile."""
-    if text.isascii():
-        return text
-    run, kept = 0, []
-    for character in text:
-        run = run + 1 if unicodedata.combining(character) else 0
-        if run <= 30:
-            kept.append(character)
-    return "".join(kept)
 
 
 def exact_match(completions, answer, trajectories=None, **columns) -> list[float | None]:
@@ -216,6 +196,8 @@ code_tests.executes_code = True
 
 
 def passed(program: str, tests: list[str] | None) -> dict | None:
+    from safety.sandbox import SandboxError, run_tests
+
     if not tests:
         return None
     if isinstance(tests, str) or not all(isinstance(test, str) for test in tests):

@@ -89,10 +89,9 @@ def test_rewards_see_what_the_prompt_has_begun(base, chat):
     ids = tokenizer("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\n")["input_ids"]
     seen = []
 
-    def spans(completions, **columns):
+    def sees(completions, **columns):
         seen.extend(completions)
-        text = completion_text(completions[0])
-        return [{"spans": [(0, 4, 1.0), (text.index("<answer>"), len(text), 2.0)]} for _ in completions]
+        return [0.0] * len(completions)
 
     def played(text):
         tokens = tokenizer(text)["input_ids"]
@@ -101,12 +100,9 @@ def test_rewards_see_what_the_prompt_has_begun(base, chat):
 
     texts = ["because</think> <answer>so</answer>", "<think>because</think> <answer>so</answer>"]
     trajectories = [played(text) for text in texts]
-    asyncio.run(score(trajectories, {"format": format_tags}, cfg, tokenizer))
+    asyncio.run(score(trajectories, {"format": format_tags, "sees": sees}, cfg, tokenizer))
     assert [t.info["reward"] for t in trajectories] == [1, 0]
-    one = played(texts[0])
-    asyncio.run(score([one], {"spans": spans}, TrainConfig(reward_funcs=["spans"]), tokenizer))
     assert completion_text(seen[0]) == "<think>\n" + texts[0] and (not chat or seen[0][0]["begun"] == "<think>\n")
-    assert one.token_rewards[0] == 1 and one.token_rewards[-1] == 2
 
 
 def test_parsers_see_it_too():

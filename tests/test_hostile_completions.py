@@ -1,9 +1,6 @@
 """Text of a model cannot end a run or hold it up: no reward that reads it raises or takes long, whatever it says."""
 
-import sqlite3
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -28,10 +25,7 @@ COLUMNS = {  # one row for every reward that reads text; it is what the row's ow
         "instruction_id_list": list(INSTRUCTIONS),
         "kwargs": [FOLLOWED[name][0] for name in INSTRUCTIONS],
     },
-    "calls": {"wanted": [{"name": "f", "arguments": {"a": 1}}]},
-    "sql": {"query": "SELECT 1", "database": str(Path(tempfile.mkdtemp(), "empty.sqlite"))},
 }
-sqlite3.connect(COLUMNS["sql"]["database"]).execute("CREATE TABLE t (a)")
 OTHERS = {  # not over text, or not of the text alone, or tested where the other side is
     "code_tests", "repetition", "overlong", "length", "reward_model", "judge", "environment", "tool_use", "few_turns",
     "zero",
@@ -83,8 +77,7 @@ PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999",
 
 
 def scored(name: str, text: str):
-    others = {} if name == "sql" else {"prompts": ["q"]}  # it gets what it names alone, since it runs elsewhere
-    return REWARDS[name](completions=[text], **others, **{key: [value] for key, value in COLUMNS[name].items()})
+    return REWARDS[name](completions=[text], prompts=["q"], **{key: [value] for key, value in COLUMNS[name].items()})
 
 
 def test_every_reward_is_looked_at():

@@ -96,7 +96,6 @@ def judged(served, monkeypatch):
         ("Score: 10.5", None),
         ("Score: 7 or 8", None),
         ('{"score": "7"}', None),
-        ('{"score": 1, "score": 9}', None),
         ('{"verdict": {"score": 9}}', None),
         ("7", None),
     ],

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import sqlite3
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -24,7 +25,6 @@ from plugins import load_function
 from rewards import REWARDS, get_reward_function
 from runlog.reading import read_metrics
 from safety import sandbox
-from scoring import sql
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {p.stem: yaml.safe_load(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "recipes").glob("*.yaml"))}
@@ -126,6 +126,7 @@ def truth(name: str, **arguments) -> str:
     return json.dumps({"func_name": name} | dict.fromkeys(every.split()) | arguments)
 
 
+CALLS, SQL = "recipes/function_calling.py:calls", "recipes/text_to_sql.py:sql"
 GSM8K, COUNTDOWN, DAPO = "recipes/gsm8k.py:strict", "recipes/countdown.py:countdown", "recipes/dapo_math.py:dapo"
 WEATHER = '[{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]'
 TWO = [{"name": "f", "arguments": {"a": [1, {"b": True}]}}, {"name": "f", "arguments": {"a": 2}}]
@@ -164,15 +165,15 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
     ("math", dict(answer="3"), [("<think>4</think><answer>3</answer>", 1), ("<answer>4</answer> or 3", 0)]),
     # Half for the arguments, half for all of it.
     (
-        "calls",
+        CALLS,
         dict(wanted=WEATHER),
         [(call("weather", city="Rome", days=3), 1), (call("weather", days=3.0, city="Rome"), 1)]
         + [(call("weather", city="Rome", days="3"), 0.25), (call("weather", city="Rome"), 0.25)]
         + [(call("wether", city="Rome", days=3), 0), (2 * call("weather", city="Rome", days=3), 0.25)]
         + [("<think>" + call("no") + "</think>I cannot.", 0), ("weather(city='Rome', days=3)", 0)],
     ),
-    ("calls", dict(wanted=TWO), [(call("f", a=2) + call("f", a=[1.0, {"b": True}]), 1), (call("f", a=2), 0.25)]),
-    ("calls", dict(wanted="[]"), [("Which city?", 1), (call("weather"), 0)]),
+    (CALLS, dict(wanted=TWO), [(call("f", a=2) + call("f", a=[1.0, {"b": True}]), 1), (call("f", a=2), 0.25)]),
+    (CALLS, dict(wanted="[]"), [("Which city?", 1), (call("weather"), 0)]),
     # Search-R1's: exact match of the last <answer>; without one 0.
     (
         "recipes/search_r1.py:em",
@@ -182,7 +183,7 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
     ),
     # open-instruct's (if_functions.py).
     *(
-        ("scoring/constraints.py:follows", dict(ground_truth=truth(name, **arguments)), [(kept, 1), (broken, 0)])
+        ("recipes/ifeval.py:follows", dict(ground_truth=truth(name, **arguments)), [(kept, 1), (broken, 0)])
         for name, arguments, kept, broken in (
             ("validate_lowercase", {}, "the sea 1!", "The sea"),
             ("validate_word_constraint", dict(N=20, quantifier="around"), "a " * 22, "a " * 23),
@@ -197,7 +198,7 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
     ),
     # IoU and the form, each half.
     (
-        "scoring/boxes.py:boxes",
+        "recipes/pictures.py:boxes",
         dict(box=[100, 100, 600, 600]),
         [("It is [100, 100, 600, 600].", 1), ("[100, 100, 600, 350]", 0.625), ("[600, 1, 2, 3]", 0), ("nowhere", 0)],
     ),
@@ -219,7 +220,7 @@ def test_rows_answered_as_they_say_are_right(databases, monkeypatch):
     for name, published, reward, columns in (
         ("gsm8k", lambda row: row["answer"], GSM8K, "answer"),
         ("math_async", lambda row: row["solution"], "math", "answer"),
-        ("text_to_sql", lambda row: f"```sql\n{row['query']}\n```", "sql", "query database"),
+        ("text_to_sql", lambda row: f"```sql\n{row['query']}\n```", SQL, "query database"),
     ):
         rows = rows_of(spec_of(name, databases))
         function = get_reward_function(reward if reward in REWARDS else f"{ROOT}/{reward}")
@@ -266,6 +267,7 @@ def test_a_database_that_is_not_there_is_named(databases, tmp_path):
 
 # ---- SQL ------------------------------------------------------------------------------------------------------------
 
+sql = sys.modules[load_function(f"{ROOT}/{SQL}").__module__]
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 
 
@@ -325,7 +327,7 @@ def test_programs_of_all_three_forms_of_tests(monkeypatch, capsys):
     monkeypatch.setattr(sandbox, "allow_uncontained", True)
     rows = rows_of("recipes/code_with_tests.py:rows?source=tests/recipes/code_with_tests.jsonl")[:9]
     assert "2 of 14 rows have no tests that can be read" in capsys.readouterr().out
-    graded = load_function(f"{ROOT}/scoring/programs.py:all_pass")
+    graded = load_function(f"{ROOT}/recipes/code_with_tests.py:all_pass")
     right = [f"Think.\n```python\n{program}\n```" for program in SOLUTIONS]
     scores = graded(completions=right, cases=[row["cases"] for row in rows])
     assert [score["reward"] for score in scores] == [1] * 9

@@ -11,10 +11,11 @@ from transformers import AutoTokenizer
 from config import ConfigError, TrainConfig
 from data import load_rows
 from inputs.prompts import prompt_ids, prompt_lengths
+from plugins import load_function
 from rollouts import measure
-from scoring.calls import calls
 
 pytestmark = pytest.mark.quick
+calls = load_function("recipes/function_calling.py:calls")
 
 
 def call(name, **arguments):
