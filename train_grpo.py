@@ -52,6 +52,7 @@ CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__
 
 import asyncio
 import contextlib
+import inspect
 import math
 import re
 import time
@@ -91,7 +92,6 @@ from algorithms.advantages import MORE_ADVANTAGES
 from algorithms.checks import (
     check_loss,
     check_needs,
-    check_shaping,
     check_statistics,
     check_term,
     computed,
@@ -99,8 +99,6 @@ from algorithms.checks import (
     logged,
     prepared,
     read_once,
-    say_without_effect,
-    uses_argument,
     with_numbers,
 )
 from algorithms.distillation import check_teacher, distill_metrics, divergence, rewards_count
@@ -865,11 +863,12 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def own_term(logprobs: Tensor, entropy: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
+def own_term(logprobs: Tensor, _: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
     """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
 
-    Gets log-probs [B, T] of the sampled tokens and their entropy [B, T], both with gradient, and the micro-batch:
-    `part.rows` are its data rows, `part.step` the step, `part.scores` [B] the scores as the reward functions gave them.
+    Gets log-probs [B, T] of the sampled tokens with gradient, their entropy [B, T], and the micro-batch: `part.rows`
+    are its data rows, `part.step` the step, `part.scores` [B] the scores as the reward functions gave them. The entropy
+    has a gradient, which costs memory, if you call that argument `entropy`.
     Returns the loss per token [B, T] (or None), to which --loss_agg applies, and statistics like a policy loss. With
     `own_term.weights = "sum"` below it, it is added up as it is: a term of completions or pairs divides by their number
     over all ranks, which `prepare` finds. What else it needs it says as other functions do (section 5).
@@ -1061,7 +1060,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: the ratio is 1
         part = replace(part, old_logprobs=logprobs.detach())
     # An error over a field that nobody computed says what to add to the loss's `needs`.
-    with explained(f"policy loss {cfg.policy_loss!r}", POLICY_LOSSES[cfg.policy_loss], part):
+    with explained(f"policy loss {cfg.policy_loss!r}", part):
         per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     trust = correction(logprobs, part, cfg)
     per_token, stats = per_token * trust, stats | mismatch_statistics(logprobs, trust, part, cfg)
@@ -1072,7 +1071,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
         term, seen = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * term, stats | seen
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
-    with explained("own_term", own_term, part):
+    with explained("own_term", part):
         term, seen = own_term(logprobs, entropy, part, cfg)
     stats = stats | check_statistics("own_term", seen, part)
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
@@ -1167,9 +1166,8 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
-        self.entropy_gradient = (
-            cfg.entropy_coef != 0 or cfg.entropy_target is not None or uses_argument(own_term, "entropy", 1)
-        )
+        reads_entropy = "entropy" in inspect.signature(own_term).parameters
+        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads_entropy
         self.offload = cfg.offload_activations
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
             # It handles ordinary rows as well, so it may stay if sharing turns out to be impossible.
@@ -1731,7 +1729,6 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     """Everything that can be wrong before a process group, a GPU or the generator's server is touched."""
     check_algorithm(cfg)
-    say_without_effect(tables(), in_use(cfg), globals(), cfg)
     with torch.device("meta"):  # what cannot be built is refused here
         hf_model = load_hf_model(cfg, torch.float32)
         balance.check(backbone(hf_model), cfg)
@@ -1759,7 +1756,6 @@ def check_algorithm(cfg: TrainConfig) -> None:
         check_needs(name, function)
         if fault := getattr(function, "check", lambda cfg: None)(cfg):
             raise ConfigError(f"{name}: {fault}.")
-    check_shaping(ADVANTAGES[cfg.advantage], cfg)
     check_teacher(in_use(cfg), cfg)
     compares = getattr(ADVANTAGES[cfg.advantage], "compares_group", True)
     for own in cfg.by_domain():

@@ -51,7 +51,6 @@ from torch import Tensor, nn
 import teachers
 import train_grpo
 import utils
-from algorithms.checks import read_by
 from config import ConfigError
 from inputs.backbone import backbone
 from inputs.packing import why_not_shared
@@ -85,6 +84,7 @@ def gae(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 gae.compares_group = False
+WITHOUT_CRITIC = {*ADVANTAGES}  # those of train_grpo.py
 ADVANTAGES["gae"] = gae
 
 
@@ -132,8 +132,7 @@ class CriticTrainer:
     @staticmethod
     def check(cfg: TrainConfig, processor) -> None:
         """ConfigError, before any model is loaded, for a critic that nothing reads or that reads other words."""
-        read = [read_by(function) for function in train_grpo.in_use(cfg).values()]
-        if None not in read and not set().union(*read) & {"values", "returns"}:
+        if cfg.advantage in WITHOUT_CRITIC:
             raise ConfigError(
                 f"--advantage {cfg.advantage} reads no values of a critic (batch.values, batch.returns), so one would "
                 "be trained for nothing: use train_grpo.py, or --advantage gae."

@@ -13,12 +13,12 @@ completions shows what was said.
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, TimeoutError
 from pathlib import Path
 
 from inputs.parts import transcript
 from safety import http, secrets
-from safety.calls import warn_once
+from safety.calls import start_thread, warn_once
 from scoring.text import completion_text
 
 TEMPLATE = """Judge an answer.
@@ -44,15 +44,16 @@ UNSTRUCTURED: set[tuple] = set()  # judges that refuse response_format, by addre
 def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
     """The judge's score of every completion, 0 to 1, as `reward`; None where there is none. The template is
     cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces ({{ and }}: braces)."""
-    deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own, at which all count as late
+    # Both before the reward's own limit, at which every completion would count as late.
+    deadline, end = (time.monotonic() + share * cfg.reward_timeout for share in (0.8, 0.85))
     template = Path(cfg.judge_template).read_text(encoding="utf-8") if cfg.judge_template else TEMPLATE
     questions = []
     for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         text = prompt if isinstance(prompt, str) else transcript(prompt)
         row = {"answer": "", **{name: values[index] for name, values in columns.items() if isinstance(values, list)}}
         questions.append(fill_in(template, row | {"prompt": text, "completion": completion_text(completion)}))
-    with ThreadPoolExecutor(len(questions)) as threads:
-        verdicts = list(threads.map(lambda question: verdict(question, cfg, deadline), questions))
+    calls = [start_thread(verdict, question, cfg, deadline) for question in questions]
+    verdicts = [result_by(end, call, cfg) for call in calls]
     if log_extra is not None:
         log_extra("judge", [said for _, said in verdicts])
     return [parts for parts, _ in verdicts]
@@ -85,6 +86,13 @@ def token_for(url: str, cfg) -> str:
 def is_own(url: str, cfg) -> bool:
     """Whether the policy's own server is the judge, which knows its token."""
     return cfg.generator == "vllm" and http.origin(url) in map(http.origin, cfg.server_urls)
+
+
+def result_by(end: float, call: Future, cfg) -> tuple[dict, str]:
+    try:
+        return call.result(max(end - time.monotonic(), 0))
+    except TimeoutError:  # it asked again and again, as a busy server wants it
+        return unscored(1, f"{http.origin(cfg.judge_url)} gave no answer in time", unanswered=1)
 
 
 def unscored(attempts: int, fault: str, text: str = "", **counted) -> tuple[dict, str]:

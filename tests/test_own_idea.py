@@ -66,7 +66,7 @@ def test_an_advantage_gets_what_it_asks_for(field, small, monkeypatch):
     monkeypatch.setitem(script.ADVANTAGES, "mine", mine)
     batch.old_logprobs = batch.ref_logprobs = None
     script.add_logprobs(batch, policy, None, inner, cfg)
-    with pytest.raises(TypeError, match=rf"reads batch.{field}.* write mine.needs = \('{field}',\)"):
+    with pytest.raises((TypeError, AttributeError), match=rf"are None, .*{field}.*\.needs"):
         script.add_advantages(batch, cfg)
     mine.needs = (field,)
     reference = policy if field == "ref_logprobs" else None
@@ -161,9 +161,7 @@ def test_a_statistic_of_groups_is_taken_once_and_not_in_a_part(small, monkeypatc
     monkeypatch.setitem(script.POLICY_LOSSES, "mine", mine)
     mine.prepare = lengths
     cfg = replace(cfg, policy_loss="mine", shared_prefix=False)
-    with pytest.raises(
-        RuntimeError, match=r"policy loss 'mine' reads batch.extras\['mean_length'\], which nothing gave"
-    ):
+    with pytest.raises(KeyError, match=r"In policy loss 'mine'.*batch.extras has nothing"):
         script.accumulate_gradients(policy, batch, cfg)
     batch.extras |= checks.prepared(script.in_use(cfg), batch, cfg)
     gradients = []

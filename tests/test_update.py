@@ -189,7 +189,7 @@ def test_presets_name_what_exists():
 def test_an_advantage_of_the_wrong_kind_is_named(advantages, says):
     batch = local_batch(0, 1)
     with pytest.raises(ValueError, match=f"(?s)advantage 'mine'.*{says}"):
-        checks.check_advantages(advantages(batch), batch, TrainConfig(advantage="mine"))
+        checks.computed(lambda batch, cfg: advantages(batch), batch, TrainConfig(advantage="mine"))
 
 
 @pytest.mark.parametrize(
