@@ -59,8 +59,6 @@ REPEATED += [
     "\\frac{1}{",
 ]
 REPEATED += [
-    "\u0300\u0327",
-    "\u0f71\u0f72",
     "\ufdfa",
     "\ud800",
     "\0",
@@ -69,9 +67,6 @@ REPEATED += [
     "\u0130",
     "Section 1 ",
     "red ",
-    "<tool_call>",
-    '<tool_call>{"name": "f", "arguments": {',
-    "SELECT (",
 ]
 PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999", "-1E-999", "[" * 1100, '{"a":' * 1100]
 

@@ -131,8 +131,9 @@ def test_a_demonstration_takes_the_place_of_the_placeholder():
     assert with_numbers(([placeholder], {"seen": 1})) == ([placeholder], {})  # of no completion
 
 
-def test_a_remembered_completion_in_the_group_of_another_prompt_is_told(caplog):
+def test_a_remembered_completion_in_the_group_of_another_prompt_is_told(caplog, monkeypatch):
     """It keeps the group number of its own step: advantages compared it with answers to another prompt, in silence."""
+    monkeypatch.setattr("safety.calls._WARNED", set())
     now, old = (
         Trajectory({"prompt": row}, 0, [0], [0], [1], [0.0], [1.0], info={"row_number": row, "origin": "replay"})
         for row in (3, 8)
