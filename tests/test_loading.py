@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import train_grpo as script
@@ -69,26 +70,31 @@ def loaded(folder: str, strategy: str) -> dict:
     return dict(grown=grown, tied=tied, wrong=[n for n, t in expected.items() if not torch.equal(got[n], t)])
 
 
+class Reduced(TorchDispatchMode):
+    """Elements that reduce-scatters are given. The operator's name is the same in every torch; its callers' are not."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.c10d._reduce_scatter_base_.default:
+            self.elements += args[1].numel()  # output, input
+        return operator(*args, **kwargs or {})
+
+
 def reduced(folder: str, strategy: str, dtype: str) -> dict:
     """Elements of gradients that a rank keeps, and that it takes part in reducing, for one backward pass of LoRA."""
     cfg = config(folder, strategy, use_peft=True, lora_r=4, dtype=dtype, compute_dtype="bfloat16")
     policy, inner = script.load_policy(cfg, CPU)
     trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
     kinds = {str(p.dtype) for n, p in trained.items()}, {str(p.dtype) for p in inner.parameters() if p.numel()}
-    counted, original = [], torch.distributed.reduce_scatter_single
-
-    def counting(*args, **kwargs):
-        counted.append([*args, *kwargs.values()][1].numel())  # output, input
-        return original(*args, **kwargs)
-
-    torch.distributed.reduce_scatter_single = counting
+    counted = Reduced()
     ids = torch.arange(8)[None]
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids)
-    policy(inputs, torch.zeros(7, dtype=torch.long), torch.arange(7), ids[0, 1:])[0].sum().backward()
-    torch.distributed.reduce_scatter_single = original
+    with counted:
+        policy(inputs, torch.zeros(7, dtype=torch.long), torch.arange(7), ids[0, 1:])[0].sum().backward()
     local = [getattr(p.grad, "_local_tensor", p.grad) for p in policy.parameters() if p.grad is not None]
     storages = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() // g.itemsize for g in local}
-    return dict(kept=sum(storages.values()), reduced=sum(counted), adapters=sorted(kinds[0]), all=sorted(kinds[1]))
+    return dict(kept=sum(storages.values()), reduced=counted.elements, adapters=sorted(kinds[0]), all=sorted(kinds[1]))
 
 
 def folded(folder: str, strategy: str) -> dict:
