@@ -12,6 +12,7 @@ were sampled: those of another run, or of a server that was started anew, are an
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import math
@@ -62,7 +63,6 @@ class Served:
     world_size: int  # its workers
     on_cpu: bool
     engine: str | None  # of weight pushes: "torch" (serving/weights.py), "nccl" (vLLM's own), another one, or none
-    lora_rank: int  # the largest it takes; 0 without --enable-lora
     can_sleep: bool
     tells_experts: bool
     vocab_size: int | None = None  # of the model; None: it does not say
@@ -73,11 +73,10 @@ class Served:
 class ServerError(RuntimeError):
     """A server is gone, refused, or gave a wrong answer. The message names it, the cause and what to do."""
 
+    status = 0  # of its HTTP answer, if there was one
 
-def failed(error: Exception) -> ServerError:
-    """Of a server that gave no usable answer (safety/http.py, NoAnswer)."""
-    remedy = "Its terminal says why; start it again if it has ended, and resume the run."
-    return ServerError(f"{str(error).rstrip('.?')}. {remedy}")
+
+BASE = "default"  # vLLM's label of the weights that a server was started with
 
 
 def encode_image(image) -> str:
@@ -87,6 +86,15 @@ def encode_image(image) -> str:
         image.save(buffer, "PNG")
         image = buffer.getvalue()
     return "data:image/png;base64," + base64.b64encode(image).decode()  # vLLM looks at the bytes, not at the type
+
+
+def join_vllm(about: dict, device: torch.device):
+    """The trainer's end of vLLM's own engine "nccl", whose communicator vLLM has to be installed for. Not tried: no
+    GPU."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    torch.cuda.set_device(device)  # of this thread
+    return trainer_init(about)
 
 
 class VLLMClient:
@@ -139,33 +147,24 @@ class VLLMClient:
         self.versions = 1
         self.tensors: dict[str, Tensor] = {}
         self.folders: dict[int, Path] = {}  # by version
-        self.base_label = "default"  # of the weights below the adapters
 
     # ---- who serves what ----------------------------------------------------------------------------------------
 
     def wait_ready(self, seconds: float = 300.0) -> None:
-        """Return when every server answers, and all serve the same model; ServerError naming the one that does not."""
+        """Return when every server answers; ServerError naming the one that does not."""
         end = time.monotonic() + seconds
         for url in self.urls:
             while True:
                 try:
-                    self.http.ask("GET", url + "/health", 5, using=self.once)
+                    self._ask("GET", url + "/health", seconds=5)
                     break
-                except self.http.NoAnswer as error:
+                except ServerError as error:
                     if error.status in (401, 403):
                         remedy = "give the one it was started with, or printed, in VLLM_SERVER_TOKEN[_FILE]"
                         raise ServerError(f"{url} refuses the token; {remedy}") from None
                     if time.monotonic() > end:
                         raise ServerError(f"{url} was not ready within {seconds:g} s: {error}") from None
                 time.sleep(0.3)
-        first, *others = self.server_info()
-        for url, other in zip(self.urls[1:], others, strict=True):
-            sizes = [(info.vocab_size, info.hidden_size, info.num_layers, info.dtype) for info in (first, other)]
-            if sizes[0] != sizes[1]:
-                raise ServerError(
-                    f"servers differ: {self.urls[0]} has {first}, {url} {other}. Start them with the same --model and "
-                    "--dtype."
-                )
 
     def server_info(self) -> list[Served]:
         """Of each server."""
@@ -174,83 +173,69 @@ class VLLMClient:
     def _describe(self, url: str) -> Served:
         """As serving/weights.py says it. A server without that tells less, and not its model's sizes."""
         try:
-            answer = self.http.ask(
-                "POST", url + "/collective_rpc", self.timeout, {"method": "describe"}, using=self.once
-            )
-            return Served(**answer["results"][0])
-        except self.http.NoAnswer as error:
+            return Served(**self._ask("POST", url + "/collective_rpc", {"method": "describe"})["results"][0])
+        except ServerError as error:
+            if not error.status:
+                raise
             if error.status not in (400, 500):
-                self._ask("GET", url + "/version", self.timeout, None, self.session)  # raises, and says why
                 raise ServerError(
                     f"{url} has no /collective_rpc; start vllm_server.py, or vllm serve with VLLM_SERVER_DEV_MODE=1 "
                     "and the flags that docs/serving.md names"
                 ) from None
-        config = self._ask("GET", url + "/server_info?config_format=json", self.timeout, None, self.session)
-        config = config["vllm_config"]
-        model, lora, parallel = config["model_config"], config["lora_config"], config["parallel_config"]
+        config = self._ask("GET", url + "/server_info?config_format=json")["vllm_config"]
+        model, parallel = config["model_config"], config["parallel_config"]
         return Served(
-            model["model"],
-            model["dtype"].removeprefix("torch."),
-            model["max_model_len"],
-            parallel["world_size"] * parallel["data_parallel_size"],
-            config["device_config"]["device"] == "cpu",
-            config["weight_transfer_config"] and config["weight_transfer_config"]["backend"],
-            lora["max_lora_rank"] if lora else 0,
-            model["enable_sleep_mode"],
-            config["aux_output_config"]["enable_return_routed_experts"],
+            model=model["model"],
+            dtype=model["dtype"].removeprefix("torch."),
+            window=model["max_model_len"],
+            world_size=parallel["world_size"] * parallel["data_parallel_size"],
+            on_cpu=config["device_config"]["device"] == "cpu",
+            engine=config["weight_transfer_config"] and config["weight_transfer_config"]["backend"],
+            can_sleep=model["enable_sleep_mode"],
+            tells_experts=config["aux_output_config"]["enable_return_routed_experts"],
         )
 
     def can_tell_experts(self) -> bool:
         return all(info.tells_experts for info in self.server_info())
 
-    def _all(self, method: str, path: str, body: dict | None = None, using=None) -> list[dict]:
+    def _all(self, method: str, path: str, body: dict | None = None) -> list[dict]:
         """Ask all servers at once; the first error is raised."""
-        return [call.result() for call in self._begin(method, path, body, using)]
+        return [call.result() for call in self._begin(method, path, [body] * len(self.urls))]
 
-    def _begin(self, method: str, path: str, body: dict | None = None, using=None) -> list:
+    def _begin(self, method: str, path: str, bodies: list) -> list:
         """Calls under way, one a server."""
-        using = using or self.session
-        return [self.pool.submit(self._ask, method, url + path, self.timeout, body, using) for url in self.urls]
+        pairs = zip(self.urls, bodies, strict=True)
+        return [self.pool.submit(self._ask, method, url + path, body) for url, body in pairs]
 
-    def _ask(self, method: str, url: str, seconds: float, body: dict | None, using) -> dict:
+    def _ask(self, method: str, url: str, body: dict | None = None, seconds: float = 0, using=None) -> dict:
+        """seconds: other than for a control request. using: another session than the one that asks once."""
         try:
-            return self.http.ask(method, url, seconds, body, using=using)
+            return self.http.ask(method, url, seconds or self.timeout + 10, body, using=using or self.once)
         except self.http.NoAnswer as error:
             if error.status == 200:  # done, and said in plain text: of adapters
                 return {}
-            raise failed(error) from error.__cause__
+            remedy = "Its terminal says why; start it again if it has ended, and resume the run."
+            failed = ServerError(f"{str(error).rstrip('.?')}. {remedy}")
+            failed.status = error.status
+            raise failed from error.__cause__
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        *,
-        n: int = 1,
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        min_tokens: int = 0,
-        stop_token_ids: list[int] | None = None,
-        seed: int | None = None,
-        images: list | None = None,
-        expanded=None,
+        self, prompt_ids: list[int], *, max_tokens: int, n: int = 1, images=(), expanded=None, **sampling
     ) -> list[Completion]:
         """`n` completions of one prompt, from the least loaded server; ServerError, never part of them. Cancelled, the
         server stops sampling them, too.
 
+        sampling: any of vLLM's SamplingParams, such as temperature, top_p, min_tokens, seed, stop_token_ids.
         With images, `prompt_ids` has one placeholder token an image, as the chat template writes it; the server
         expands it and the completion's `prompt_ids` says to what (`expanded` is for in-process generators).
         """
-        sampling = dict(n=n, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, logprobs=0, detokenize=False)
-        sampling |= dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-        sampling["stop_token_ids"] = stop_token_ids or self.stop_token_ids
-        if self.never:
-            sampling["logit_bias"] = {token: -100.0 for token in self.never}
-        body = {"request_id": uuid.uuid4().hex, "token_ids": [*prompt_ids], "sampling_params": sampling}
-        body |= {"model": None if self.adapter is None else self.name_of(self.version), "return_token_ids": True}
+        usual = {"logprobs": 0, "detokenize": False, "stop_token_ids": self.stop_token_ids}
+        usual["logit_bias"] = {token: -100.0 for token in self.never} or None
+        body = {"request_id": uuid.uuid4().hex, "token_ids": [*prompt_ids], "return_token_ids": True}
+        body["sampling_params"] = usual | sampling | {"n": n, "max_tokens": max_tokens}
+        body["model"] = None if self.adapter is None else self.name_of(self.version)
         if images:
             urls = [encode_image(image) for image in images]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
@@ -259,17 +244,15 @@ class VLLMClient:
         place = min(range(count), key=lambda i: (self.load[i], (i - self.turn) % count))
         self.turn, url = place + 1, self.urls[place]
         self.load[place] += n
-        route = url + "/inference/v1/generate"
-        call = partial(self.http.ask, "POST", route, self.request_timeout, body, using=self.session)
+        route, seconds = url + "/inference/v1/generate", self.request_timeout
+        call = partial(self._ask, "POST", route, body, seconds, self.session)
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self.pool, call)
             return self._completions(answer, len(prompt_ids), n, version)
         except asyncio.CancelledError:  # nobody waits for the answer any more
             ended = {"request_ids": [f"generate-tokens-{body['request_id']}"]}
-            self.pool.submit(self._ask, "POST", url + "/inference/v1/abort_requests", 10, ended, self.session)
+            self.pool.submit(self._ask, "POST", url + "/inference/v1/abort_requests", ended)
             raise
-        except self.http.NoAnswer as error:
-            raise failed(error) from error.__cause__
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise ServerError(f"{url} answered a request for {n} completions with what is none: {error!r}") from None
         finally:
@@ -277,40 +260,34 @@ class VLLMClient:
 
     def _completions(self, answer: dict, length: int, n: int, version: int) -> list[Completion]:
         """ValueError for what cannot be trained on; ServerError for tokens of weights that are not this run's."""
+        if len(answer["choices"]) != n or len(answer["prompt_token_ids"]) < length:
+            given = len(answer["prompt_token_ids"])
+            raise ValueError(f"{len(answer['choices'])} of them, for {given} tokens of {length}")
         completions = []
         for choice in answer["choices"]:
             tokens, logprobs = choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
-            if choice["finish_reason"] not in ("stop", "length"):
-                raise ValueError(f"one ended by {choice['finish_reason']!r}: was the server stopped or put to sleep?")
+            reason, spans = choice["finish_reason"], choice["weight_versions"] or [{"version": "none"}]
+            if reason not in ("stop", "length"):
+                raise ValueError(f"one ended by {reason!r}: was the server stopped or put to sleep?")
             if len(tokens) != len(logprobs) or not all(-9000 < p < math.inf for p in logprobs):  # -9999: nan there
                 raise ValueError("log-probs that are missing or not finite: its weights or logits hold nan or inf")
-            versions = [] if self.adapter is None else [version]
-            for label in [span["version"] for span in choice["weight_versions"] or [{"version": "none"}]]:
-                whose, _, number = label.rpartition(":")
-                ours = whose == self.run if self.adapter is None else label == self.base_label
-                if self.run is not None and not ours:
-                    raise ServerError(
-                        f"tokens were sampled by weights {label!r}, which run {self.run} has not pushed: the server "
-                        "was started anew, or another run pushes to it. Give each run a server of its own, and resume "
-                        "this one."
-                    )
-                if self.adapter is None:
-                    versions.append(int(number) if whose else 0)
+            versions = [self._version_of(span["version"], version) for span in spans]
             experts = choice.get("routed_experts") if self.tells_experts else None
-            completions.append(
-                Completion(
-                    tokens,
-                    logprobs,
-                    choice["finish_reason"],
-                    min(versions),
-                    answer["prompt_token_ids"],
-                    max(versions),
-                    experts and np.load(io.BytesIO(base64.b64decode(experts))).astype(np.int16),
-                )
-            )
-        if len(completions) != n or len(answer["prompt_token_ids"]) < length:
-            raise ValueError(f"{len(completions)} of them, for {len(answer['prompt_token_ids'])} tokens of {length}")
+            experts = experts and np.load(io.BytesIO(base64.b64decode(experts))).astype(np.int16)
+            found = [tokens, logprobs, reason, min(versions), answer["prompt_token_ids"], max(versions), experts]
+            completions.append(Completion(*found))
         return completions
+
+    def _version_of(self, label: str, asked: int) -> int:
+        """Of a label of weights; `asked`, the adapter's, where that is of the base. ServerError: not this run's."""
+        whose, _, number = label.rpartition(":")
+        ours = whose == self.run if self.adapter is None else label == BASE
+        if self.run is not None and not ours:
+            raise ServerError(
+                f"tokens were sampled by weights {label!r}, which run {self.run} has not pushed: the server was "
+                "started anew, or another run pushes to it. Give each run a server of its own, and resume this one."
+            )
+        return asked if self.adapter is not None else int(number) if whose else 0
 
     # ---- pushing -------------------------------------------------------------------------------------------------
 
@@ -328,63 +305,35 @@ class VLLMClient:
                 "or vllm serve with the flags that docs/serving.md names"
             )
         self.engine = engines.pop()
-        world_size = 1 + sum(info.world_size for info in infos)
         hosts = [wire.local_address(urlsplit(url).hostname) for url in self.urls]
         address = next((host for host in hosts if not host.startswith("127.") and host != "::1"), hosts[0])
-        offsets = [1 + sum(info.world_size for info in infos[:place]) for place in range(len(infos))]
-        if self.engine == "nccl":
-            self._connect_nccl(address, world_size, offsets)
-            return
-        self._all("POST", "/collective_rpc", {"method": "abort_weight_update"})
-        nccl = self.device.type == "cuda" and not any(info.on_cpu for info in infos)
-        self.device = self.device if nccl else torch.device("cpu")
-        backend = "nccl" if nccl else "gloo"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)  # a store's own would listen on all addresses
-        limit, port = timedelta(seconds=self.timeout), listener.getsockname()[1]
-        how = dict(timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach())
-        self.store = dist.TCPStore(address, port, world_size, is_master=True, **how)
-        about = dict(address=address, port=port, world_size=world_size, backend=backend, seconds=self.timeout)
-        calls = [
-            self.pool.submit(
-                self._ask,
-                "POST",
-                url + "/init_weight_transfer_engine",
-                self.timeout + 10,
-                {"init_info": about | {"rank_offset": offset}},
-                self.once,
-            )
-            for url, offset in zip(self.urls, offsets, strict=True)
-        ]
-        joining = self.pool.submit(wire.join, self.store, 0, world_size, backend, address, self.timeout)
-        done, _ = wait([joining, *calls], self.timeout + 15, return_when=FIRST_EXCEPTION)
+        port, workers = listener.getsockname()[1], [info.world_size for info in infos]
+        world_size = 1 + sum(workers)
+        if self.engine == "nccl":
+            listener.close()
+            about = dict(master_address=address, master_port=port, world_size=world_size)
+            join, shared = partial(join_vllm, about, self.device), about | {"packed": False}
+        else:
+            self._all("POST", "/collective_rpc", {"method": "abort_weight_update"})
+            nccl = self.device.type == "cuda" and not any(info.on_cpu for info in infos)
+            self.device, backend = self.device if nccl else torch.device("cpu"), "nccl" if nccl else "gloo"
+            how = dict(is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+            limit = timedelta(seconds=self.timeout)
+            self.store = dist.TCPStore(address, port, world_size, timeout=limit, **how)
+            join = partial(wire.join, self.store, 0, world_size, backend, address, self.timeout)
+            shared = dict(address=address, port=port, world_size=world_size, backend=backend, seconds=self.timeout)
+        offsets = [1 + sum(workers[:place]) for place in range(len(workers))]
+        bodies = [{"init_info": shared | {"rank_offset": offset}} for offset in offsets]
+        joining = self.pool.submit(join)
+        calls = [joining, *self._begin("POST", "/init_weight_transfer_engine", bodies)]
+        done, late = wait(calls, self.timeout + 15, return_when=FIRST_EXCEPTION)
         for call in done:
             call.result()
-        if len(done) <= len(calls):
+        if late:
             raise ServerError(f"waited {self.timeout + 15:g} s for {', '.join(self.urls)} to join the weight transfer")
         self.group = joining.result()
-
-    def _connect_nccl(self, address: str, world_size: int, offsets: list[int]) -> None:
-        """vLLM's own engine, with its communicator: vLLM has to be installed beside the trainer. Not tried: no GPU."""
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-        with socket.create_server((address, 0)) as listener:
-            port = listener.getsockname()[1]
-        about = {"master_address": address, "master_port": port, "world_size": world_size}
-        calls = [
-            self.pool.submit(
-                self._ask,
-                "POST",
-                url + "/init_weight_transfer_engine",
-                self.timeout,
-                {"init_info": about | {"rank_offset": offset, "packed": False}},
-                self.once,
-            )
-            for url, offset in zip(self.urls, offsets, strict=True)
-        ]
-        self.group = trainer_init(about)
-        for call in calls:
-            call.result()
 
     def begin_push(self) -> None:
         """The servers pause; sequences under way are kept. Connects again after a failure. Of adapters: nothing yet."""
@@ -398,7 +347,7 @@ class VLLMClient:
         self._all("POST", "/pause?mode=keep")
         if self.asleep:
             self._all("POST", "/wake_up?tags=weights")
-        self._all("POST", "/start_weight_update", using=self.once)
+        self._all("POST", "/start_weight_update")
 
     def send_bucket(self, named: list[tuple[str, Tensor]]) -> None:
         """Send whole tensors, on any device, to every server; returns when they are in place. Matrices travel in the
@@ -407,14 +356,13 @@ class VLLMClient:
             self.tensors |= {name: tensor.detach().cpu().contiguous() for name, tensor in named}
             return
         bucket, what = wire.pack(self.convert(named), self.weight_dtype, self.device)
-        if self.engine == "nccl":
-            size = what.pop("size")
-            calls = self._begin("POST", "/update_weights", {"update_info": what}, self.once)
-            for _, tensor in wire.unpack(bucket[:size], what["names"], what["dtype_names"], what["shapes"]):
-                self.group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-        else:
-            calls = self._begin("POST", "/update_weights", {"update_info": what}, self.once)
+        told = {name: value for name, value in what.items() if name != "size" or self.engine == "torch"}
+        calls = self._begin("POST", "/update_weights", [{"update_info": told}] * len(self.urls))
+        if self.engine == "torch":
             wire.broadcast(self.group, bucket, self.timeout, calls)
+        else:
+            for _, tensor in wire.unpack(bucket, what["names"], what["dtype_names"], what["shapes"]):
+                self.group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
         for call in calls:
             call.result()
 
@@ -425,7 +373,7 @@ class VLLMClient:
             self._load_adapter(version)
             return
         label = {"weight_version": f"{self.run or 'run'}:{version}"}
-        self._all("POST", "/finish_weight_update", label, using=self.once)
+        self._all("POST", "/finish_weight_update", label)
         if self.asleep:
             self._all("POST", "/wake_up?tags=kv_cache")
             self.asleep = False
@@ -446,13 +394,10 @@ class VLLMClient:
     def why_no_adapters(self, shapes: dict[str, tuple[int, int, int]]) -> str | None:
         """Why the servers cannot be given adapters of these (rank, inputs, outputs), by layer, in a folder: tried, with
         one that is zero."""
-        rank = max(rank for rank, _, _ in shapes.values())
-        for url, info, weights in zip(self.urls, self.server_info(), self._all("GET", "/weight_info"), strict=True):
-            if info.lora_rank < rank:
-                started = f"for ranks up to {info.lora_rank}" if info.lora_rank else "without --enable-lora"
-                return f"{url} was started {started}, and here --lora_r is {rank}"
-            if weights["weight_version"] != self.base_label:
+        for url, weights in zip(self.urls, self._all("GET", "/weight_info"), strict=True):
+            if weights["weight_version"] != BASE:
                 return f"{url} has the weights {weights['weight_version']} of an earlier push: start it anew"
+        rank = max(rank for rank, _, _ in shapes.values())
         targets = sorted({name.rpartition(".")[2] for name in shapes})
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
         zero = {}
@@ -465,7 +410,7 @@ class VLLMClient:
             self._unload_adapter(-1)
         except ServerError as error:
             self.adapter = None
-            return str(error)
+            return f"the server refuses them, which wants --enable-lora --max-lora-rank {rank}: {error}"
         return None
 
     def _load_adapter(self, version: int) -> None:
@@ -477,14 +422,16 @@ class VLLMClient:
         save_file(self.tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(self.adapter), encoding="utf-8")
         body = {"lora_name": self.name_of(version), "lora_path": str(folder)}
-        self._all("POST", "/v1/load_lora_adapter", body, using=self.once)
+        self._all("POST", "/v1/load_lora_adapter", body)
         self.version, self.tensors = version, {}
         for old in sorted(self.folders)[: -self.versions - 1]:
             self._unload_adapter(old)
 
     def _unload_adapter(self, version: int) -> None:
-        self._all("POST", "/v1/unload_lora_adapter", {"lora_name": self.name_of(version)})
-        shutil.rmtree(self.folders.pop(version), ignore_errors=True)
+        try:
+            self._all("POST", "/v1/unload_lora_adapter", {"lora_name": self.name_of(version)})
+        finally:
+            shutil.rmtree(self.folders.pop(version), ignore_errors=True)
 
     # ---- taking turns, and the end -------------------------------------------------------------------------------
 
@@ -496,9 +443,7 @@ class VLLMClient:
     def close(self) -> None:
         """Drop the transfer group and the adapters."""
         for version in list(self.folders):
-            try:
+            with contextlib.suppress(ServerError):  # it is gone
                 self._unload_adapter(version)
-            except ServerError:  # it is gone
-                shutil.rmtree(self.folders.pop(version), ignore_errors=True)
         self.abort_push()
         self.pool.shutdown(wait=False)

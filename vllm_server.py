@@ -53,6 +53,7 @@ class Token:
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
             asyncio.get_running_loop().call_later(0.2, announce)  # the socket is opened right after this
+            tell_ends_apart(scope["app"].state.engine_client)
             return await self.app(scope, receive, send)
         given = dict(scope["headers"]).get(b"authorization", b"")
         if hmac.compare_digest(given, b"Bearer " + Token.token.encode()):
@@ -65,12 +66,26 @@ class Token:
         await send({"type": "http.response.body", "body": answer})
 
 
+def tell_ends_apart(engine) -> None:
+    """vLLM's server returns alike, whether it was asked to end or its engine has died: asked, it begins by stopping an
+    engine that is well."""
+    stop = engine.shutdown
+
+    def asked(*args, **kwargs):
+        global STATUS
+        STATUS = STATUS if engine.errored else 0
+        return stop(*args, **kwargs)
+
+    engine.shutdown = asked
+
+
 def announce() -> None:
     if ADDRESS:
         print(f"vllm_server: ready on {ADDRESS}", flush=True)
 
 
 ADDRESS = ""  # set by main
+STATUS = 1  # with which this process ends
 
 
 def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -229,7 +244,9 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         leave(1)
-    leave(0)
+    if STATUS:
+        print("vllm_server: vLLM's engine has died; its own message is above", file=sys.stderr)
+    leave(STATUS)
 
 
 if __name__ == "__mp_main__":  # in vLLM's own processes, which outlive a server killed with -9 else

@@ -224,7 +224,7 @@ class Worker:
 
     def describe(self) -> dict:
         """What a trainer has to know of this server. GET /server_info lacks the model's sizes, and takes 10 s."""
-        config, lora = self.vllm_config, self.vllm_config.lora_config
+        config = self.vllm_config
         text = config.model_config.hf_text_config
         return {
             "model": config.model_config.model,
@@ -236,7 +236,6 @@ class Worker:
             "world_size": config.parallel_config.world_size_across_dp,
             "on_cpu": self.device.type == "cpu",
             "engine": config.weight_transfer_config and config.weight_transfer_config.backend,
-            "lora_rank": lora.max_lora_rank if lora else 0,
             "can_sleep": config.model_config.enable_sleep_mode,
             "tells_experts": config.aux_output_config.enable_return_routed_experts,
         }

@@ -90,3 +90,4 @@ def server():
         yield live.wait()
     finally:
         live.stop()
+    assert live.process.returncode == 0, "an orderly end"

@@ -16,7 +16,6 @@ from inputs.prompts import begun_by, end_ids
 from inputs.trajectory import Trajectory
 from rewards import completion_text, score
 from scoring.text import format_tags
-from vllm_client import VLLMClient
 
 pytestmark = pytest.mark.quick
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -55,16 +54,6 @@ def test_sampling_ends_with_the_turn_and_the_end_is_trained(base, monkeypatch):
     cfg = TrainConfig(num_generations=2, max_completion_length=8)
     for t in asyncio.run(rollouts.single_turn([{"prompt": "Hi"}], generator, cfg)):
         assert (t.token_ids, t.loss_mask, t.finish_reason, t.info["completion"]) == ([end], [1], "stop", "")
-    client, sent = VLLMClient(["http://127.0.0.1:1"], token="x"), {}
-    client.stop_token_ids = sorted(end_ids(base, tokenizer))
-
-    def asked(method, url, seconds, body, using):
-        sent.update(body["sampling_params"])
-
-    monkeypatch.setattr(client.http, "ask", asked)
-    monkeypatch.setattr(client, "_completions", lambda *_: [])
-    asyncio.run(client.generate([1], max_tokens=4))
-    assert end in sent["stop_token_ids"]
 
 
 @pytest.mark.parametrize(

@@ -202,22 +202,21 @@ def test_server_and_trainer_take_turns(sleeper, flags, tmp_path):
     assert log.read_text(encoding="utf-8").split("\n")[:-1] == turn * 3  # at start, and in two steps
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_a_server_leaves_no_process_behind(sleeper, how):
-    """The sleeper ends here; killed, vLLM's own processes notice by themselves."""
-    server = sleeper[0]
-    if how == "SIGKILL":
-        server = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "256")
-        deadline = time.monotonic() + 200
-        while not (family := psutil.Process(server.process.pid).children(recursive=True)):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        time.sleep(5)
-        family = psutil.Process(server.process.pid).children(recursive=True)
+@pytest.mark.parametrize("who", ["the engine", "the server"])
+def test_a_server_that_dies_says_so_and_leaves_no_process_behind(sleeper, who):
+    """The sleeper's engine dies here; of a server that is killed vLLM's own processes notice by themselves."""
+    server = sleeper[0] if who == "the engine" else start_server(make_tiny(), "--max-model-len", "256")
+    deadline = time.monotonic() + 200
+    while not (family := psutil.Process(server.process.pid).children(recursive=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    time.sleep(5)
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    if who == "the engine":
+        (engine,) = (child for child in family if "EngineCore" in " ".join(child.cmdline()) + child.name())
+        engine.kill()
     else:
-        family = psutil.Process(server.process.pid).children(recursive=True)
-    assert family
-    os.kill(server.process.pid, getattr(signal, how))
-    server.process.wait(60)
+        server.process.kill()
+    assert server.process.wait(60) != 0
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]

@@ -13,10 +13,12 @@ import pytest
 import requests
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rollouts
 import vllm_client
 from config import ConfigError, TrainConfig
+from inputs.prompts import end_ids
 from safety import http
 from serving import servers, wire
 from vllm_client import ServerError, VLLMClient
@@ -170,6 +172,27 @@ def test_completions_end_as_they_are_asked_to(client):
     assert (len(cut.token_ids), cut.finish_reason) == (3, "length")
 
 
+def test_a_turn_ends_as_the_chat_template_ends_it(client, model):
+    """Where that is no EOS token of the model: sampling ends there, and the end is trained. The weights are such that
+    it is what the model says."""
+    tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
+    ends_turn = "{% if m.role == 'assistant' %}<file_sep>{% endif %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{ends_turn}{{% endfor %}}"
+    end, cfg = tokenizer.convert_tokens_to_ids("<file_sep>"), TrainConfig(num_generations=2, max_completion_length=8)
+    new, row, ids = moved(model, 0), {"prompt": [{"role": "user", "content": "Hi"}]}, tokenizer("Hi")["input_ids"]
+    with torch.no_grad():
+        last = new.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+        new.lm_head.weight[end] = 30 * last / last.square().sum()
+    push(client, named(new), 1)
+    client.tokenizer = tokenizer
+    for ends, expected in (([], 8), (sorted(end_ids(new, tokenizer)), 1)):
+        client.stop_token_ids = ends
+        for t in asyncio.run(rollouts.single_turn([row], client, cfg)):
+            assert t.prompt_ids == ids and t.token_ids[0] == end and t.loss_mask == [1] * expected
+            assert t.finish_reason == ("length" if expected > 1 else "stop")
+    assert len(ends) == 2
+
+
 def test_tokens_that_are_never_to_be_sampled_are_not(client):
     client.run = None
     (free,) = sample(client, n=1, temperature=0)
@@ -264,7 +287,7 @@ def test_what_a_push_lacks_or_has_too_much_of_is_refused_by_name_and_nothing_ans
 
 KILLED = """
 import sys
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_client import VLLMClient
 url, token, folder = sys.argv[1:]
 client = VLLMClient([url], token, run="killed", timeout=20)
@@ -396,7 +419,7 @@ def test_a_completion_keeps_the_adapter_that_it_began_with(adapters, model):
 def test_why_a_server_takes_no_adapters_is_said(client, model):
     shapes = {"base_model.model.model.layers.0.self_attn.q_proj": (256, 128, 128)}
     client._all("POST", "/update_weight_version", {"new_version": "default"})
-    assert "ranks up to 64, and here --lora_r is 256" in client.why_no_adapters(shapes)
+    assert "--max-lora-rank 256" in client.why_no_adapters(shapes)
     odd = {"base_model.model.model.layers.0.odd": (4, 128, 128)}
     assert client.why_no_adapters(odd) and client.adapter is None
     push(client, named(model), 1)
@@ -459,7 +482,7 @@ def test_answers_that_cannot_be_trained_on_are_refused(monkeypatch, wrong):
 
 def test_lora_is_folded_where_adapters_cannot_travel(capsys):
     client = VLLMClient(["http://a:1"], "t")
-    cpu = vllm_client.Served("m", "float32", 512, 1, True, "torch", 64, False, False)
+    cpu = vllm_client.Served("m", "float32", 512, 1, True, "torch", False, False)
     cfg = TrainConfig(use_peft=True)
     servers.choose_adapters(client, [cpu], torch.nn.Linear(1, 1).requires_grad_(False), cfg)
     assert client.adapter is None and "LoRA is folded" in capsys.readouterr().out
