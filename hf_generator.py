@@ -9,6 +9,7 @@ Prompts are run once and their cache is repeated for the n samples, where the mo
 import asyncio
 import contextlib
 import inspect
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -116,7 +118,7 @@ class HFGenerator:
     `seed(n)` makes the next samples reproducible; the training loop calls it once per step.
     """
 
-    receives_weights, changes = True, None  # on every rank; all of them
+    receives_weights = True  # on every rank
     adapter = None  # LoRA comes folded into the weights
     image_bytes = 0  # sent to servers
     tells_experts = False  # whether completions are to come with the experts of their tokens
@@ -164,16 +166,11 @@ class HFGenerator:
         self._missing = {name for name, _ in self.model.named_parameters()}
 
     def send_bucket(self, named: list[tuple[str, Tensor]]) -> None:
-        parameters = dict(self.model.named_parameters())
-        for name, tensor in named:
-            if name not in self._missing:
-                raise ValueError(f"the generator has no parameter {name!r}, or it was sent twice")
-            if parameters[name].shape != tensor.shape:
-                raise ValueError(
-                    f"parameter {name!r}: sent {tuple(tensor.shape)}, expected {tuple(parameters[name].shape)}"
-                )
-            parameters[name].data.copy_(tensor)
-            self._missing.discard(name)
+        weights = dict(named)
+        if unknown := weights.keys() - self._missing:
+            raise ValueError(f"the generator has no parameter {min(unknown)!r}, or it was sent twice")
+        self.model.load_state_dict(weights, strict=False)  # RuntimeError for one of another shape
+        self._missing -= weights.keys()
 
     def finish_push(self, version: int) -> None:
         if self._missing:
@@ -194,13 +191,12 @@ class HFGenerator:
         options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k, min_p of `_sample`.
         """
         prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
-        if self.window and len(prompt_ids) + 1 > self.window:
+        max_tokens = min(max_tokens, (self.window or math.inf) - len(prompt_ids))
+        if max_tokens < 1:
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens, with its turns so far, does not fit the model's window of "
                 f"{self.window}; lower --max_prompt_length or --max_completion_length"
             )
-        if self.window:
-            max_tokens = min(max_tokens, self.window - len(prompt_ids))
         loop = asyncio.get_running_loop()
         request = _Request(prompt_ids, inputs, n, max_tokens, tuple(sorted(options.items())), loop.create_future())
         self._queue.append(request)
@@ -217,7 +213,7 @@ class HFGenerator:
                 with self._passes():
                     batch = self._together(queue)
                     results, error = self._sample(batch, **dict(batch[0].options)), None
-            except Exception as raised:  # whatever the model's own code raises: it belongs to whoever awaits it
+            except Exception as raised:  # by the model's own code, whatever it is: raised where the request is awaited
                 results, error = [None] * len(batch), raised
             finally:
                 queue = [request for request in queue if request not in batch]
@@ -387,19 +383,14 @@ class HFGenerator:
         if temperature == 0:  # greedy: all mass on the likeliest token
             best = torch.full_like(logits, -torch.inf)
             return best.scatter(1, logits.argmax(1, keepdim=True), 0.0)
-        scores = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+        scores = logits / temperature
         if top_k:
-            scores = scores.masked_fill(scores < scores.topk(min(top_k, scores.shape[1])).values[:, -1:], -torch.inf)
+            scores = TopKLogitsWarper(top_k)(None, scores)
         if min_p:
-            scores = scores.masked_fill(
-                scores < scores.max(1, keepdim=True).values + torch.tensor(min_p).log(), -torch.inf
-            )
+            scores = MinPLogitsWarper(min_p)(None, scores)
         if top_p < 1:  # of what the others have left, as vLLM has it
-            scores = scores.log_softmax(-1) if top_k or min_p else scores
-            ordered, order = scores.sort(descending=True)
-            outside = ordered.exp().cumsum(1) - ordered.exp() > top_p
-            scores = scores.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-        return scores.log_softmax(-1) if top_k or min_p or top_p < 1 else scores
+            scores = TopPLogitsWarper(top_p)(None, scores)
+        return scores.log_softmax(-1)
 
 
 class PolicyGenerator(HFGenerator):

@@ -432,19 +432,15 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def check_fresh(trajectories: list, versions: range, generator: str = "vllm") -> None:
     """RuntimeError unless weights of these versions sampled every token: from the first one on and to the last."""
-    spans = [(t.policy_version, t.policy_version_last) for t in trajectories]
-    spans = [(first, first if last is None else last) for first, last in spans]
-    if stale := [span for span in spans if span[0] not in versions or span[1] not in versions]:
-        first, last = stale[0]
-        wanted = f"{versions[0]}" + f" to {versions[-1]}" * (len(versions) > 1)
-        servers = (
-            "Was the server started anew, or does another trainer push to it? Give each run a server of its own; "
-            "--resume continues from the last checkpoint."
-        )
+    spans = [(t.policy_version, t.policy_version_last or t.policy_version) for t in trajectories]
+    stale = [span for span in spans if not {*span} <= {*versions}]
+    if stale:
+        why = "Was the server started anew, or does another trainer push to it? Give each run its own."
+        why = why if generator == "vllm" else "Is push_weights called with another version?"
         raise RuntimeError(
-            f"{len(stale)} of {len(spans)} completions come from weights {first}{f' to {last}' * (last != first)}, not "
-            f"{wanted}. {servers if generator == 'vllm' else 'Is push_weights called with another version?'} "
-            "A rollout of your own copies policy_version and policy_version_last from what `generate` returned."
+            f"{len(stale)} of {len(spans)} completions come from weights {stale[0][0]} to {stale[0][1]}, not "
+            f"{versions[0]} to {versions[-1]}. {why} A rollout of your own copies policy_version and "
+            "policy_version_last from what `generate` returned."
         )
 
 
@@ -454,13 +450,11 @@ def not_finite(module: torch.nn.Module) -> list[str]:
 
     By their norms: a tenth of the time of isfinite(), which makes a copy (0.05 s for 135 M parameters on two cores).
     """
-    own = ((name, p) for name, p in module.named_parameters() if p.is_floating_point())  # not what is in 4 bits
-    local = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in own}
-    norms = [
-        torch.linalg.vector_norm(p, dtype=torch.float32 if p.dtype.itemsize < 4 else None).float()
-        for p in local.values()
-    ]
-    return [name for name, good in zip(local, torch.stack(norms).isfinite().tolist(), strict=True) if not good]
+    own = {name: p for name, p in module.named_parameters() if p.is_floating_point()}  # not what is in 4 bits
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in own.values()]
+    kinds = [torch.float32 if p.dtype.itemsize < 4 else None for p in local]
+    norms = [torch.linalg.vector_norm(p, dtype=kind).float() for p, kind in zip(local, kinds, strict=True)]
+    return [name for name, good in zip(own, torch.stack(norms).isfinite().tolist(), strict=True) if not good]
 
 
 def check_finite(model: torch.nn.Module, model_id: str) -> None:
@@ -516,9 +510,8 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
 def print_failure(error: BaseException, cfg: TrainConfig) -> int:
     """Traceback, cause and what to do, on stderr. A setting or a server that cannot work needs no traceback. Returns
     the exit status: 2 for a setting that another try would not change."""
-    if not isinstance(
-        error, ConfigError | ServerError
-    ):  # frames only: the message follows; of a user's function its own
+    if not isinstance(error, ConfigError | ServerError):  # frames only: the message follows
+        # of a user's function its own frames
         others = type(error).__name__ in ("RewardError", "TrajectoryError")
         shown = error.__cause__ if others and error.__cause__ else error
         said = len(traceback.format_exception_only(shown))
@@ -528,10 +521,7 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> int:
     notes = [note for each in causes for note in getattr(each, "__notes__", ())]
     text = visible("\n  ".join([text_of(error), *notes]))  # a completion may stand in it
     print(f"\n{where}{type(error).__name__}: {text}", file=sys.stderr)
-    if "EADDRINUSE" in text:
-        hint = "Another run holds the port: torchrun --standalone or --master_port takes another."
-        print(f"{where}{hint}", file=sys.stderr)
-    elif isinstance(error, dist.DistError) or re.search("gloo|NCCL", text):
+    if isinstance(error, dist.DistError) or re.search("gloo|NCCL", text):
         print(
             f"{where}The ranks lost each other: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
             f"The first that failed says why. {RANK_KILLED}",

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from published import published
 
 from safety.calls import warn_once
-from safety.sandbox import OUTPUT_LIMIT, SandboxError, run_python, run_tests
+from safety.sandbox import SandboxError, run_python, run_tests
 from scoring.text import completion_text, python_of
 
 MOST = 15  # tests of a row, those with the longest inputs
@@ -120,6 +120,6 @@ def passes(program: str, given, wanted, name: str | None, wrapped: bool = False)
         results = [wanted, *wanted] if wrapped and isinstance(wanted, list) and len(wanted) == 1 else [wanted]
         tests = [f"assert _listed({function}(*{given!r})) == {result!r}" for result in results]
         return any(run_tests(program + LISTED, tests, SECONDS)[0])
-    result = run_python(program, given, SECONDS, kept=OUTPUT_LIMIT) if program else None
+    result = run_python(program, given, SECONDS, kept=2**20) if program else None
     words = [line.split() for line in wanted.rstrip().split("\n")] if result else None
     return bool(result) and not result.status and [line.split() for line in result.stdout.rstrip().split("\n")] == words

@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -44,6 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 10.0  # seconds beyond its limit after which a call that lets nothing else run ends the process
 MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core
 GIVEN_UP_SECONDS = 60.0
+FIRST_WARNING = 4  # calls that ran out of time and still run
 ITEM_TIMEOUT = 5.0  # seconds a scorer may take for one completion
 START_TIMEOUT = 60.0  # seconds a process may take to import its library, or the function's file
 WORKER_MEMORY = 4 * 2**30  # bytes a scorer's process may have: 10**10**10 must not take the machine down
@@ -67,13 +68,11 @@ class Call:
     seconds: float
     deadline: float  # of time.monotonic()
     given_up: float | None = None  # when it ran out of time
+    awaited: Future | None = None  # of an async function, on the loop of all of them
 
 
 RUNNING: set[Call] = set()
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
-_loop: asyncio.AbstractEventLoop | None = None  # of async functions
-_loop_lock = threading.Lock()
-_warn_at = 4
 
 
 async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Callable | None = None) -> tuple | None:
@@ -88,16 +87,13 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
     if getattr(function, "own_process", False):
         return await run_in_process(function, kwargs, seconds, read)
     call = Call(name_of(function), seconds, time.monotonic() + seconds)
-    outcome = await within(seconds, start_thread(run_function, function, kwargs, call, read))
-    if outcome is not None and isinstance(outcome[0], Awaited):
-        awaited = settle(outcome[0].awaitable, call, read)
-        call.deadline = time.monotonic() + seconds  # from now on: --generator hf may have held up this loop
-        if seconds == math.inf:  # ours: it limits what it calls, and must not stand behind that on a blocked loop
-            outcome = await awaited
-        else:
-            outcome = await on_shared_loop(awaited, seconds)
+    if seconds == math.inf and inspect.iscoroutinefunction(function):  # ours: it limits what it calls itself, and must
+        outcome = await settled(function(**copied(kwargs)), call, read)  # not stand behind that on a blocked loop
+    else:
+        outcome = await within(seconds, start_thread(run_function, function, kwargs, call, read))
     if outcome is None:
         give_up(call)
+        await leave_blocked_loop(call)
     elif isinstance(outcome[1], TooManyGivenUp):  # of calls within this one: no fault of its own
         raise outcome[1]
     return outcome
@@ -133,61 +129,47 @@ async def within(seconds: float, future: Future):
     return waiting.result() if done else None
 
 
-@dataclass(eq=False)
-class Awaited:
-    """What a function returned, where that has to be awaited."""
-
-    awaitable: object
-
-
 def run_function(function: Callable, kwargs: dict, call: Call, read: Callable) -> tuple:
-    with noted(call):
-        try:
-            result = function(**copied(kwargs))
-            return Awaited(result) if inspect.isawaitable(result) else read(result), None
-        except BaseException as error:  # sys.exit() in a function is an error of that function, too
-            if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
-                error.add_note(f"Write {call.name.split()[0]}.own_process = True below it, or take the signal out.")
-            return None, error
-
-
-async def settle(awaitable, call: Call, read: Callable) -> tuple:
-    with noted(call):
-        try:
-            return read(await awaitable), None
-        except BaseException as error:  # as in run_function; and one it lets through would end the shared loop
-            return None, error
-
-
-async def on_shared_loop(awaited, seconds: float) -> tuple | None:
-    """Its outcome, from the event loop of async functions. If one blocks that, the loop is left to it."""
-    global _loop
-    with _loop_lock:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            start_thread(_loop.run_forever)
-        loop = _loop
-    future = asyncio.run_coroutine_threadsafe(awaited, loop)
-    outcome = await within(seconds, future)
-    if outcome is None:
-        future.cancel()
-        if not await within(1.0, asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), loop)):
-            with _loop_lock:
-                _loop = None if _loop is loop else _loop
-    return outcome
-
-
-@contextlib.contextmanager
-def noted(call: Call) -> Iterator[None]:
-    """The call runs here, in this thread."""
+    """In a thread of its own; of an async function it waits there for the loop of all of them."""
     RUNNING.add(call)
     _current.set(call)
     set_alarm()
     keep_setting_alarm()
     try:
-        yield
+        result = function(**copied(kwargs))
+        if not inspect.isawaitable(result):
+            return read(result), None
+        call.awaited = asyncio.run_coroutine_threadsafe(settled(result, call, read), shared_loop())
+        return call.awaited.result()
+    except BaseException as error:  # sys.exit() in a function is an error of that function, too
+        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+            error.add_note(f"Write {call.name.split()[0]}.own_process = True below it, or take the signal out.")
+        return None, error
     finally:
         RUNNING.discard(call)
+
+
+async def settled(awaitable, call: Call, read: Callable) -> tuple:
+    _current.set(call)
+    try:
+        return read(await awaitable), None
+    except BaseException as error:  # one that it let through would end the shared loop
+        return None, error
+
+
+@functools.cache
+def shared_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    start_thread(loop.run_forever)
+    return loop
+
+
+async def leave_blocked_loop(call: Call) -> None:
+    """If the call blocks the loop of async functions, the next ones get another."""
+    if call.awaited is not None:
+        call.awaited.cancel()
+        if not await within(1.0, asyncio.run_coroutine_threadsafe(asyncio.sleep(0, result=True), shared_loop())):
+            shared_loop.cache_clear()
 
 
 def set_alarm() -> None:
@@ -213,24 +195,19 @@ def keep_setting_alarm() -> None:
 
 
 def give_up(call: Call) -> None:
-    """Count the calls that go on, say who they are, and end the run if they pile up."""
-    global _warn_at
+    """Say which calls go on after their time, and end the run if they pile up."""
     call.given_up = time.monotonic()
     late = [other for other in list(RUNNING) if other.given_up is not None]
     stale = [other for other in late if time.monotonic() - other.given_up > GIVEN_UP_SECONDS]
-    advice = "Give the function a limit of its own, or write NAME.own_process = True below it (docs/limits.md)."
+    names = ", ".join(f"{name} x {number}" for name, number in Counter(other.name for other in late).most_common())
+    said = (
+        f"{len(late)} calls that ran out of time still run, and may take a core each: {names}. Give the function a "
+        "limit of its own, or write NAME.own_process = True below it (docs/limits.md)."
+    )
     if len(stale) >= MAX_GIVEN_UP:
-        raise TooManyGivenUp(
-            f"{len(stale)} calls still run {GIVEN_UP_SECONDS:g} s after they were given up, and may take a core each: "
-            f"{counted(stale)}. {advice}"
-        )
-    if len(late) >= _warn_at:
-        _warn_at = 2 * len(late)
-        logger.warning("%d calls that ran out of time still run: %s. %s", len(late), counted(late), advice)
-
-
-def counted(calls: list[Call]) -> str:
-    return ", ".join(f"{name} x {number}" for name, number in Counter(call.name for call in calls).most_common())
+        raise TooManyGivenUp(said)
+    if len(late) >= FIRST_WARNING:
+        warn_once(said, kind=f"late calls: 2 ** {len(late).bit_length()}")
 
 
 def time_limit() -> float:
@@ -294,8 +271,8 @@ def reward_values(values) -> list:
             fault = f"returned {shorten(value)}, a {type(value).__name__}, for completion {index}: {error}"
             raise UnusableResult(f"{fault}; {RETURN_RULE}", index) from None
 
-    ordered = hasattr(values, "__len__") and hasattr(values, "__getitem__") and not isinstance(values, (str, Mapping))
-    if not ordered or getattr(values, "shape", None) == ():
+    ordered = isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0  # or an array
+    if not ordered or isinstance(values, str):
         raise UnusableResult(f"returned {shorten(values)}, a {type(values).__name__}; {RETURN_RULE}")
     return [one(index, value) for index, value in enumerate(values)]
 
@@ -304,16 +281,17 @@ def plain(value):
     """Of a tool or an environment: lists, tuples and dicts of texts and numbers; a number of numpy or torch becomes one
     of python's own; images, arrays, tensors, sets and paths stay; anything else is its text."""
     if isinstance(value, Mapping):
-        return {
-            name if isinstance(name, (str, int, float, tuple)) else str(name): plain(v) for name, v in value.items()
-        }
+        return {key if isinstance(key, KEYS) else str(key): plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return (list if isinstance(value, list) else tuple)(map(plain, value))
     if getattr(value, "shape", None) == ():
         return value.item()
-    kept = value is None or isinstance(value, (str, bytes, bytearray, int, float, set, frozenset, Path))
     foreign = type(value).__module__.partition(".")[0] in ("numpy", "torch", "PIL")
-    return value if kept or foreign else str(value)
+    return value if foreign or isinstance(value, KEPT) else str(value)
+
+
+KEYS = str | int | float | tuple
+KEPT = None | str | bytes | bytearray | int | float | set | frozenset | Path
 
 
 def step(outcome):
@@ -322,22 +300,19 @@ def step(outcome):
         return plain(outcome)
     messages, reward, done, info = outcome
     try:
-        reward = number(reward)
+        return plain(messages), float(number(reward)), bool(done), plain(info)
     except (TypeError, ValueError) as error:
         raise UnusableResult(f"returned the reward {shorten(reward)}: {error}") from None
-    if reward is None or not math.isfinite(reward):
-        raise UnusableResult(f"returned the reward {reward}; it must be a finite number")
-    return plain(messages), reward, bool(done), plain(info)
 
 
 def state(value):
     """Of an environment's state(): text, numbers, tuples and frozensets of them. Of other objects neither
     text nor identity need tell whether they are equal."""
-    if isinstance(value, (tuple, frozenset)):
+    if isinstance(value, tuple | frozenset):
         return (tuple if isinstance(value, tuple) else frozenset)(map(state, value))
-    if getattr(value, "shape", None) == ():
-        value = value.item()
-    if value is None or isinstance(value, (str, bytes, int, float)):
+    if isinstance(
+        value := plain(value) if getattr(value, "shape", None) == () else value, None | str | bytes | int | float
+    ):
         return value
     raise UnusableResult(
         f"returned a state with {shorten(value)}, a {type(value).__name__}, in it; give plain data instead, such as a "

@@ -16,16 +16,13 @@ import ast
 import functools
 import json
 import os
-import random
-import secrets
+import secrets as random
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -35,7 +32,7 @@ from config import ConfigError
 from safety import sandbox_inside
 
 OUTPUT = 20_000  # characters of each of stdout and stderr that are kept
-OUTPUT_LIMIT = 2**20  # bytes of an answer, at most
+LONGEST_LITERAL = 2**20  # characters of a test's value
 PROCESSES = 32  # and threads, of one program
 START_TIMEOUT = 60.0  # seconds until the sandbox is ready to take a program
 
@@ -60,23 +57,8 @@ def run_python(
     """Run `code` as a program. Returns whatever it does, of its output the first `kept` characters; SandboxError if it
     could not be run; blocks for at most about `seconds`."""
     require_containment()
-    return run_program(code, stdin, seconds, memory_mb, disk_mb, kept, why_not_contained() is None)
-
-
-def run_program(code: str, stdin: str, seconds: float, memory_mb: int, disk_mb: int, kept: int, contain: bool):
-    with ExitStack() as stack:
-        out, err, folder = (stack.enter_context(make()) for make in (*[tempfile.TemporaryFile] * 2, own_folder))
-        process = Process(contain, folder, disk_mb, stdout=out, stderr=err)
-        stack.callback(process.end)
-        text = stdin.encode("utf-8", "surrogatepass").decode("latin-1")
-        process.send(dict(program=code, stdin=text, seconds=seconds, memory_mb=memory_mb, disk_mb=disk_mb))
-        timed_out = process.wait(seconds + 1)  # beyond its CPU seconds: starting takes some, too
-        texts = []
-        for file, most in ((out, kept), (err, OUTPUT)):
-            file.seek(0)
-            texts.append(file.read(4 * most).decode("utf-8", "replace")[:most])
-        status = process.status()
-        return Result(*texts, status, timed_out or status == -signal.SIGXCPU)
+    job = {"program": code, "stdin": stdin.encode("utf-8", "surrogatepass").decode("latin-1")}
+    return run(job, seconds, memory_mb, disk_mb, kept, why_not_contained() is None)
 
 
 def run_tests(
@@ -89,32 +71,20 @@ def run_tests(
     Of `assert CALL == LITERAL` the process computes CALL and this side compares: what is expected never enters it.
     """
     require_containment()
-    questions = [question(test) for test in tests]
-    with ExitStack() as stack:
-        folder = stack.enter_context(own_folder())
-        process = Process(why_not_contained() is None, folder, disk_mb, stdout=subprocess.PIPE, stderr=None)
-        stack.callback(process.end)
-        process.send(dict(program=program, seconds=seconds, memory_mb=memory_mb, disk_mb=disk_mb))
-        deadline = time.monotonic() + seconds + 1
-        timer = threading.Timer(seconds + 1, process.kill)  # whatever it does not read, or does not say
-        stack.callback(timer.cancel)
-        timer.start()
-        passed = [False] * len(tests)
-        if process.line(deadline) == {"ready": True}:
-            for index, (asked, passes) in enumerate(questions):
-                asked["number"] = secrets.token_hex(8)  # an answer that was written before the question does not fit
-                process.send(asked)
-                answer = process.line(deadline)
-                if answer is None or answer.get("number") != asked["number"]:
-                    break
-                passed[index] = passes(answer)
-        timed_out = time.monotonic() >= deadline
-        process.end()
-        return passed, timed_out or process.status() == -signal.SIGXCPU
+    asked, checks = zip(*map(question, tests), strict=True) if tests else ((), ())
+    secret = random.token_hex(8)  # that the program does not see: what it prints is no answer
+    job = {"program": program, "questions": asked, "secret": secret}
+    result = run(job, seconds, memory_mb, disk_mb, disk_mb * 2**20, why_not_contained() is None)
+    answers = {}
+    for line in result.stdout.split("\n"):
+        with suppress(ValueError, TypeError):  # not ours
+            known, number, value = json.loads(line)
+            answers |= {number: value} if known == secret else {}
+    return [check(answers.get(number)) for number, check in enumerate(checks)], result.timed_out
 
 
-def question(test: str) -> tuple[dict, Callable[[dict], bool]]:
-    """(what the process is asked, whether an answer passes)"""
+def question(test: str) -> tuple[tuple[str, str], Callable]:
+    """(what the process is asked: to "eval" or to "exec" something; whether an answer passes)"""
     try:
         statements = ast.parse(test).body
     except (SyntaxError, ValueError, TypeError) as error:
@@ -123,16 +93,15 @@ def question(test: str) -> tuple[dict, Callable[[dict], bool]]:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
             for computed, literal in ((left, right), (right, left)):
                 with suppress(ValueError, TypeError):  # not a literal
-                    expected = ast.literal_eval(literal)
-                    return {"value": ast.unparse(computed)}, functools.partial(is_literal, expected)
-    return {"test": test}, lambda answer: answer.get("passed") is True
+                    return ("eval", ast.unparse(computed)), functools.partial(is_literal, ast.literal_eval(literal))
+    return ("exec", test), lambda answer: answer is True
 
 
-def is_literal(expected, answer: dict) -> bool:
+def is_literal(expected, answer) -> bool:
     """Whether the literal that came from inside is the expected one. An object may equal everything; text cannot."""
     try:
-        return ast.literal_eval(answer["value"]) == expected
-    except (KeyError, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return len(answer) <= LONGEST_LITERAL and ast.literal_eval(answer) == expected
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 
 
@@ -189,7 +158,7 @@ def why_not_contained() -> str | None:
     if not shutil.which("bwrap"):
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
-        found = run_program(PROBE, "", 60, 512, 8, OUTPUT, contain=True)
+        found = run({"program": PROBE, "stdin": ""}, 60, 512, 8, OUTPUT, contain=True)
     except SandboxError as error:
         return f"bubblewrap does not work here: {error}"
     if found.stdout.split() != ["True"] * 4:
@@ -200,83 +169,44 @@ def why_not_contained() -> str | None:
 # ---- a process ------------------------------------------------------------------------------------------------------
 
 
-def own_folder() -> tempfile.TemporaryDirectory:
-    """Where uncontained code runs; contained code sees none of it."""
-    return tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True)
-
-
-class Process:
-    """A python in the sandbox, ready to take a job; what it says, a line of JSON at a time, and its end."""
-
-    def __init__(self, contain: bool, folder: str, disk_mb: int, stdout, stderr):
-        self.user = foreign_user() if contain else None
-        self.contained, self.read = contain, b""
-        command = [sys.executable, "-I", INSIDE if contain else os.path.abspath(sandbox_inside.__file__)]
+def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, kept: int, contain: bool) -> Result:
+    """Of a job for sandbox_inside.py. Its seconds are counted from when it is ready to take it."""
+    user = foreign_user() if contain else None
+    job |= dict(user=user, memory_mb=memory_mb, disk_mb=disk_mb, processes=PROCESSES if contain else None)
+    with ExitStack() as stack:
+        out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        # Where uncontained code runs; contained code sees none of it.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True))
         ready, said = os.pipe()
-        command = [*(bubblewrap(self.user, disk_mb) if contain else ()), *command, str(said)]
-        how = dict(stdin=subprocess.PIPE, stdout=stdout, stderr=stderr or subprocess.DEVNULL, bufsize=0)
-        how |= dict(cwd="/" if contain else folder, env=ENVIRONMENT, pass_fds=[said], start_new_session=True)
+        stack.callback(os.close, ready)
+        inside = INSIDE if contain else os.path.abspath(sandbox_inside.__file__)
+        command = [*(bubblewrap(user, disk_mb) if contain else ()), sys.executable, "-I", inside, str(said)]
+        how = dict(cwd="/" if contain else folder, env=ENVIRONMENT, pass_fds=[said], start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, **how)
+        stack.callback(end, process)
+        os.close(said)
+        started = select.select([ready], [], [], START_TIMEOUT)[0] and os.read(ready, 1)
+        timed_out = False
         try:
-            self.process = subprocess.Popen(command, **how)
-            os.close(said)
-            started = select.select([ready], [], [], START_TIMEOUT)[0] and os.read(ready, 1)
-        finally:
-            os.close(ready)
-        if not started:
-            self.end()
-            said = stderr and stderr.seek(0) == 0 and stderr.read()[-500:].decode("utf-8", "replace").strip()
-            raise SandboxError(f"the sandbox did not start (status {self.process.returncode}): {said or ''}")
-
-    def send(self, message: dict) -> None:
-        """A job, or a question."""
-        if "program" in message:
-            message |= dict(user=self.user, processes=PROCESSES if self.contained else None)
-        with suppress(BrokenPipeError):
-            left = memoryview(json.dumps(message).encode() + b"\n")
-            while left:
-                left = left[self.process.stdin.write(left) :]
-
-    def line(self, deadline: float) -> dict | None:
-        """What it says next; None if it says nothing by `deadline`, of time.monotonic(), or too much."""
-        while b"\n" not in self.read and len(self.read) < OUTPUT_LIMIT:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
-            if not data:
-                return None
-            self.read += data
-        line, _, self.read = self.read.partition(b"\n")
-        try:
-            found = json.loads(line)
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) else None
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it has to be ended after `seconds`."""
-        try:
-            self.process.wait(seconds)
-            return False
+            process.communicate(json.dumps(job).encode() if started else b"", seconds)
         except subprocess.TimeoutExpired:
-            return True
-        finally:
-            self.end()
+            timed_out = True
+        end(process)
+        texts = []
+        for file, most in ((out, kept), (err, OUTPUT)):
+            file.seek(0)
+            texts.append(file.read(4 * most).decode("utf-8", "replace")[:most])
+        status = process.returncode if process.returncode < 128 else 128 - process.returncode  # bwrap: 128 + signal
+        if not started:
+            raise SandboxError(f"the sandbox did not start (status {status}): {texts[1][-500:].strip()}")
+        return Result(*texts, status, timed_out)
 
-    def kill(self) -> None:
-        """With all that it started: bubblewrap's process namespace ends with it, and uncontained code is a session."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        if self.process.returncode is None or not self.contained:
-            self.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
-
-    def status(self) -> int:
-        code = self.process.returncode
-        return code if code < 128 else 128 - code  # bubblewrap says 128 + signal
+def end(process: subprocess.Popen) -> None:
+    """With all that it started: bubblewrap's process namespace ends with it, and uncontained code is a session."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def foreign_user() -> int | None:
@@ -285,7 +215,7 @@ def foreign_user() -> int | None:
         return None
     with open("/proc/self/uid_map", encoding="utf-8") as file:
         known = min(2**31, int(file.readline().split()[2]))  # less in a container with users of its own
-    return random.randrange(known // 2, known - 2) if known >= 65536 else None
+    return known // 2 + random.randbelow(known // 2 - 2) if known >= 65536 else None
 
 
 # ---- bubblewrap -----------------------------------------------------------------------------------------------------

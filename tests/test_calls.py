@@ -91,7 +91,7 @@ def test_a_shared_client_stays_on_its_loop():
 def test_calls_that_never_end_end_the_run(monkeypatch, caplog):
     monkeypatch.setattr(calls, "MAX_GIVEN_UP", 2)
     monkeypatch.setattr(calls, "GIVEN_UP_SECONDS", 0.0)
-    monkeypatch.setattr(calls, "_warn_at", 1)
+    monkeypatch.setattr(calls, "FIRST_WARNING", 1)
     monkeypatch.setattr(calls, "RUNNING", set())  # without those of other tests
     over = threading.Event()
 
@@ -203,8 +203,8 @@ def test_tools_and_environments_give_plain_data():
         True,
         {"x": 1.0},
     )
-    with pytest.raises(UnusableResult, match="finite"):
-        step(([], float("nan"), True, {}))
+    with pytest.raises(UnusableResult, match="text is not a number"):
+        step(([], "1", True, {}))
     assert state((1, ("a", np.int64(2)))) == (1, ("a", 2)) and unread(odd) is odd
     with pytest.raises(UnusableResult, match="a object"):
         state((1, odd))
