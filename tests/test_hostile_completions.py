@@ -9,7 +9,6 @@ from test_scoring import FOLLOWED
 
 from envs.tools import Tool, parse_harmony, parse_hermes, parse_tags, parse_xml
 from rewards import REWARDS
-from safety.calls import ITEM_TIMEOUT
 from scoring.instructions import INSTRUCTIONS
 
 COLUMNS = {  # one row for every reward that reads text; it is what the row's owner wrote, so it is in order
@@ -30,45 +29,22 @@ OTHERS = {  # not over text, or not of the text alone, or tested where the other
     "code_tests", "repetition", "overlong", "length", "reward_model", "judge", "environment", "tool_use", "few_turns",
     "zero",
 }  # fmt: skip
-IN_PROCESSES = ("math", "reasoning_gym")  # other people's parsers, each with a time limit
+IN_PROCESSES = ("math", "reasoning_gym")  # other people's parsers, with time limits: test_calls.py
 SIZE = 100_000
 REPEATED = [
-    *" \n\t*[]<>()-.,:_'\"`#~$\\{}0a",
+    *" \n*[<(-.,`#$\\{0a",
     "- ",
-    "* ",
     "*a ",
-    "**a",
-    "a.",
-    "a-a'",
     ".1",
     "1,",
-    "123,",
-    "9e9",
-    "-\u2212",
-]
-REPEATED += [
-    "<<a",
     "<think>",
-    "</think>",
-    "<answer>",
     "</answer>",
-    "```\n",
     "```python\n",
     '{"a":',
-    "[1,",
     "\\frac{1}{",
 ]
-REPEATED += [
-    "\ufdfa",
-    "\ud800",
-    "\0",
-    "\u2028",
-    "\U0001f600",
-    "\u0130",
-    "Section 1 ",
-    "red ",
-]
-PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999", "-1E-999", "[" * 1100, '{"a":' * 1100]
+REPEATED += ["\u0300\u0327", "\ud800", "\0", "\U0001f600", "Section 1 "]
+PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999", "[" * 1100, '{"a":' * 1100]
 
 
 def scored(name: str, text: str):
@@ -92,17 +68,7 @@ def test_any_text_has_a_score(name, text):
 
 def hostile(piece: str):
     many = (piece * (SIZE // len(piece) + 1))[:SIZE]
-    yield from (
-        many,
-        f"x{many}x",
-        f"<<{many}",
-        f"*{many}",
-        f"[{many}",
-        "{" + many + "x}",
-        f"- {many}",
-        f"```{many}",
-        f"1{many}2",
-    )
+    yield from (many, f"x{many}x", f"<<{many}", f"[{many}", "{" + many + "x}", f"```{many}", f"1{many}2")
     yield f"<think>x</think>{many}<answer>1</answer>{many}x"
 
 
@@ -114,14 +80,6 @@ def test_a_score_takes_linear_time(name):
             start = time.process_time()
             scored(name, text)
             assert time.process_time() - start < 1, (name, text[:20])
-
-
-@pytest.mark.parametrize("name", IN_PROCESSES)
-def test_other_peoples_parsers_have_a_limit(name):
-    for text in ("[" * 1100 + "]" * 1100, "9" * 4400, "\ud800", "\0", "1e999", "10**10**10", "(" * SIZE, ""):
-        start = time.perf_counter()
-        (score,) = scored(name, text)
-        assert score is not None and time.perf_counter() - start < ITEM_TIMEOUT + 60  # with the start of a process
 
 
 CALLS = [

@@ -97,15 +97,10 @@ def test_no_route_answers_without_the_token(server):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": server.token}):
             answer = requests.request(method, server.url + path, headers=headers, timeout=20)
             assert answer.status_code == 401, (method, path)
-    assert server.request("GET", "/health").status_code == 200
-
-
-def test_no_websocket_opens_without_the_token(server):
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-    answer = requests.get(
-        server.url + "/v1/realtime", headers=upgrade | {"Sec-WebSocket-Key": "MTIzNDU2Nzg5MDEyMzQ1Ng=="}, timeout=20
-    )
-    assert answer.status_code in (401, 403)
+    upgrade["Sec-WebSocket-Key"] = "MTIzNDU2Nzg5MDEyMzQ1Ng=="
+    assert requests.get(server.url + "/v1/realtime", headers=upgrade, timeout=20).status_code in (401, 403)
+    assert server.request("GET", "/health").status_code == 200
 
 
 def test_a_wrong_token_is_said_at_once(server):
@@ -127,7 +122,6 @@ def test_it_listens_on_loopback_alone(server):
     "flags, token, message",
     [
         (["--host", "0.0.0.0"], None, "wants a token of your choice"),
-        (["--host", "::"], None, "wants a token of your choice"),
         ([], "", "the token is empty"),
         (["--token-file", "/no/such/file"], None, "cannot be read"),
         (["--port", "{port}"], "t", "cannot listen on"),
@@ -170,6 +164,8 @@ def test_completions_end_as_they_are_asked_to(client):
     assert (stopped.token_ids, stopped.finish_reason) == ([first], "stop")
     (cut,) = sample(client, n=1, max_tokens=3, min_tokens=3)
     assert (len(cut.token_ids), cut.finish_reason) == (3, "length")
+    one, two, other = (sample(client, n=1, seed=seed)[0].token_ids for seed in (1, 1, 2))
+    assert one == two != other
 
 
 def test_a_turn_ends_as_the_chat_template_ends_it(client, model):
@@ -198,12 +194,6 @@ def test_tokens_that_are_never_to_be_sampled_are_not(client):
     (free,) = sample(client, n=1, temperature=0)
     client.never = sorted({*free.token_ids})
     assert not {*client.never} & {*sample(client, n=1, temperature=0)[0].token_ids}
-
-
-def test_a_seed_repeats_a_sample(client):
-    client.run = None
-    one, two, other = (sample(client, n=1, seed=seed)[0].token_ids for seed in (1, 1, 2))
-    assert one == two != other
 
 
 def test_what_the_server_cannot_take_is_an_error_with_its_address(client, server):
@@ -236,7 +226,7 @@ def test_a_cancelled_request_is_ended_on_the_server(client):
 # ---- pushes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cuts", [(), (1, 2, 9), tuple(range(1, 20))])
+@pytest.mark.parametrize("cuts", [(), tuple(range(1, 20))])
 def test_a_push_puts_the_weights_in_place_however_it_is_cut(client, model, cuts):
     new = moved(model, len(cuts))
     push(client, named(new), 7, *cuts)
@@ -464,9 +454,7 @@ def test_a_request_goes_to_the_server_with_the_fewest_sequences(monkeypatch):
     "wrong",
     [
         {"logprobs": {"content": [{"logprob": -9999.0}]}},
-        {"logprobs": {"content": []}},
         {"finish_reason": "abort"},
-        {"token_ids": None},
         {"weight_versions": [{"version": "other:3", "start": 0, "end": 1}]},
         {"weight_versions": None},
     ],
