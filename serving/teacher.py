@@ -23,7 +23,7 @@ from config import ConfigError
 from safety import http
 from vllm_client import encode_image
 
-PIECE = 2048  # tokens of the vocabulary that are compared at a time
+PIECE = 1024  # tokens of the vocabulary that are compared at a time
 
 
 class TeacherError(RuntimeError):
@@ -105,22 +105,15 @@ class TeacherServers:
     def _check_vocabulary(self, server: Server, decode: Callable, vocab_size: int) -> None:
         """Every token must read the same on both sides: the server's /detokenize against the policy's tokenizer."""
 
-        def differs(ids: range) -> bool:
-            found = self._ask(server, "POST", "/detokenize", {"model": server.model, "tokens": list(ids)})
-            return found.get("prompt") != decode(list(ids))
-
         for start in range(0, vocab_size, PIECE):
-            ids = range(start, min(start + PIECE, vocab_size))
-            if not differs(ids):
-                continue
-            while len(ids) > 1:  # which is the first?
-                half = ids[: len(ids) // 2]
-                ids = half if differs(half) else ids[len(ids) // 2 :]
-            raise ConfigError(
-                f"--teacher_urls: {server.url} ({server.model}) has another vocabulary: token {ids[0]} is "
-                f"{decode(list(ids))!r} for the policy and something else there, so its log-probs would be of other "
-                "texts. Take a teacher of the policy's family, or train on a teacher's answers (supervised) first."
-            )
+            ids = list(range(start, min(start + PIECE, vocab_size)))
+            found = self._ask(server, "POST", "/detokenize", {"model": server.model, "tokens": ids})
+            if found.get("prompt") != decode(ids):
+                raise ConfigError(
+                    f"--teacher_urls: {server.url} ({server.model}) has another vocabulary: tokens {ids[0]} to "
+                    f"{ids[-1]} do not all read as the policy's, so its log-probs would be of other texts. Take a "
+                    "teacher of the policy's family, or train on a teacher's answers (supervised) first."
+                )
 
     async def score(self, ids: list[int], top: int = 0, images: list | None = None, expanded: list[int] = ()) -> Said:
         """What the teacher says of every token but the first; TeacherError if that is nothing usable, or late.
