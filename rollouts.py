@@ -15,10 +15,7 @@ import inspect
 import math
 import numbers
 import os
-import sys
-import threading
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +64,7 @@ from inputs.trajectory import (
     same_row,
     trajectory_fault,
 )
-from safety.calls import MARGIN, leave, run_limited, say_once, unread, warn_once
+from safety.calls import run_limited, say_once, unread, warn_once
 from safety.storable import calls_in, text_of
 
 
@@ -264,7 +261,7 @@ def group_size(row: dict, cfg: TrainConfig) -> int:
     size = row.get("num_generations")
     if size is None:
         return cfg.num_generations
-    if isinstance(size, bool) or not isinstance(size, numbers.Real) or not 1 <= size < math.inf or size % 1:
+    if not isinstance(size, numbers.Real) or not 1 <= size < math.inf or size % 1:
         raise ConfigError(
             f"column num_generations is {shorten(size)} in the row with prompt {shorten(row.get('prompt'))}: it is the "
             "number of completions to sample of that row, a whole one from 1 on (or None: --num_generations). Rename "
@@ -313,71 +310,26 @@ async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajector
 
 async def in_time(function: Callable, row: dict, generator, cfg: TrainConfig):
     """What the rollout returns for one row; TrajectoryError if it is late."""
-
-    async def run():
-        returned = function([row], generator, cfg)
-        if not inspect.isawaitable(returned):
-            fault = f"rollout {cfg.rollout!r} is no coroutine, it returned {shorten(returned)} when it was called"
-            raise RolloutError(f"{fault}. Write it as `async def`, and `return` a list at its end.")
-        try:
-            return await returned
-        except SystemExit as error:  # else asyncio ends at once, and nobody knows whose it was
-            remedy = "raise an error, or TrajectoryError to give up on the row"
-            raise RolloutError(f"rollout {cfg.rollout!r} called sys.exit({error.code!r}): {remedy}.") from error
-
+    returned = function([row], generator, cfg)
+    if not inspect.isawaitable(returned):
+        raise RolloutError(f"rollout {cfg.rollout!r} is no coroutine; write it as `async def`.")
     if getattr(function, "limits_itself", False):
-        return await function([row], generator, cfg)
-    late = f"rollout {cfg.rollout!r} took over {cfg.rollout_timeout:g} s (--rollout_timeout)"
+        return await returned
     sampling = getattr(generator, "seconds_sampling", float)  # --generator hf samples on this loop: that is not counted
 
     def clock() -> float:
         return time.monotonic() - sampling()
 
-    task, deadline = asyncio.ensure_future(run()), clock() + cfg.rollout_timeout
-    _UNDER_WAY[task] = clock, deadline + MARGIN, threading.get_ident(), late
-    task.add_done_callback(_UNDER_WAY.pop)
-    watch_calls()
+    task, deadline = asyncio.ensure_future(returned), clock() + cfg.rollout_timeout
     try:
         while not task.done() and (left := deadline - clock()) > 0:
             await asyncio.wait({task}, timeout=left)
-        ended = task.done()
+        if not task.done():
+            late = f"rollout {cfg.rollout!r} took over {cfg.rollout_timeout:g} s (--rollout_timeout)"
+            raise TrajectoryError(late, row)
     finally:
         task.cancel()  # not waited for: it may not let itself be cancelled
-    if not ended:
-        raise TrajectoryError(late, row)
-    if task.cancelled():
-        cause = (
-            "ended by asyncio.CancelledError, which something it waits for let through: catch it where it comes from"
-        )
-        raise RolloutError(f"rollout {cfg.rollout!r} {cause}.\n  row with prompt {shorten(row['prompt'])}")
-    if isinstance(error := task.exception(), Exception):
-        error.add_note(f"Raised by rollout {cfg.rollout!r} for the row with prompt {shorten(row['prompt'])}.")
     return task.result()
-
-
-# A rollout's clock, when it must have ended by that, its thread, its fault.
-_UNDER_WAY: dict[asyncio.Task, tuple[Callable[[], float], float, int, str]] = {}
-
-
-@functools.cache
-def watch_calls() -> None:
-    """From here on, end the process if a rollout is far over its time although it was cancelled: it blocks the event
-    loop on which all others wait, or takes no notice."""
-
-    def look():
-        while True:
-            time.sleep(1)
-            for task, (clock, deadline, thread, late) in list(_UNDER_WAY.items()):
-                if clock() > deadline and not task.done():
-                    frames = traceback.format_stack(sys._current_frames().get(thread))[-8:]
-                    leave(
-                        1,
-                        f"{late}, and could not be cancelled: it blocks the event loop, which others wait for, or "
-                        "catches asyncio.CancelledError and goes on. Write `await` where it waits, "
-                        "`await asyncio.to_thread(...)` around what blocks. Its thread stands in\n" + "".join(frames),
-                    )
-
-    threading.Thread(target=look, name="limits of rollouts", daemon=True).start()
 
 
 def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:
@@ -386,30 +338,24 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
 
     def refuse(came: str, remedy: str):
         asked = f"asked for {cfg.num_generations} trajectories of one row (cfg.purpose {cfg.purpose!r})"
-        shown = shorten(row, 500)
-        return RolloutError(f"rollout {cfg.rollout!r}, {asked}, {came}. {remedy}\n  row: {shown}")
+        return RolloutError(f"rollout {cfg.rollout!r}, {asked}, {came}. {remedy}\n  row: {shorten(row, 500)}")
 
     rule = "Return a list of Trajectory objects, cfg.num_generations for each row"
-    if not isinstance(returned, (list, tuple)):
+    if not isinstance(returned, list) or not all(isinstance(t, Trajectory) for t in returned):
         raise refuse(f"returned {shorten(returned)}, a {type(returned).__name__}", f"{rule}.")
-    if others := [t for t in returned if not isinstance(t, Trajectory)]:
-        raise refuse(f"returned a list with {shorten(others[0])}, a {type(others[0]).__name__}", f"{rule}.")
     if len(returned) != cfg.num_generations and not (any_number(cfg) and returned):
-        more = "which is 1 for a greedy baseline" if cfg.purpose == "baseline" else "or at least one, if it says"
-        more += "" if cfg.purpose == "baseline" else " `any_number = True` about itself (rollouts.py, ROLLOUTS)"
+        more = "or at least one, if it says `any_number = True` about itself (ROLLOUTS); a greedy baseline is one"
         raise refuse(f"returned {len(returned)}", f"{rule}, {more}.")
     if len({id(t) for t in returned}) < len(returned):
         raise refuse("returned one of them several times", "Sample each by itself: copies teach nothing new.")
     if len(groups := {t.group for t in returned}) > 1:
         remedy = "Those of one row are compared with one another: give them one number; after_rollout can divide them."
-        raise refuse(f"returned groups {shorten(sorted(groups, key=str))} for one row", remedy)
+        raise refuse(f"returned groups {shorten(sorted(groups))} for one row", remedy)
     checked = []
     for index, t in enumerate(returned):
         if not same_row(t.row, row):
             remedy = "Give each trajectory the row it was asked for, unchanged; further columns may be added."
             raise refuse(f"returned trajectory {index} with another row, {shorten(t.row, 300)}", remedy)
-        if not isinstance(t.info, dict):
-            raise refuse(f"returned trajectory {index} whose info is {shorten(t.info)}", "It is a dict.")
         if "failure" not in t.info:
             if fault := trajectory_fault(t, generator, cfg):
                 raise refuse(f"returned trajectory {index} whose {fault[0]}", fault[1])
@@ -450,37 +396,15 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
         say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")
     # A resumed run has to have the rows that it had, damaged ones too.
     decode = "all" if cfg.check_images else "none" if cfg.resume else "some"
-    lengths = prompt_lengths(rows, name, processor, cfg, decode)
     if (cfg.tools or cfg.mcp_config) and not cfg.env:
-        lengths = lengths_with_tools(rows, lengths, processor, cfg)
+        environment = adapters.environment_maker(cfg)()
+        shown = [begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in rows]
+        lengths = prompt_lengths(shown, name, processor, cfg, decode)
+    else:
+        lengths = prompt_lengths(rows, name, processor, cfg, decode)
     if os.environ.get("RANK", "0") == "0" and (said := special_text_in(rows, processor, cfg)):
         print(f"{name}: {said}")
     return lengths
-
-
-def lengths_with_tools(rows, plain: list[int], processor, cfg: TrainConfig) -> list[int]:
-    """Tokens of every prompt with what the tools of its row add, given those without, `plain`. A set of tools adds the
-    same to all prompts: it is measured once. Prompts that come near the limit so, or over it, are measured one by one:
-    of many rows on disk `plain` may be more than there are."""
-    environment, added, lengths = adapters.environment_maker(cfg)(), {}, []
-
-    def counted(row: dict) -> int:
-        return prompt_lengths([row], "a row with its tools", processor, cfg)[0]
-
-    for row, length in zip(rows, plain, strict=True):
-        messages = environment.reset(row, 0)
-        tools = tuple((name, *tool.parameters.get("properties", ())) for name, tool in environment.tools.items())
-        kind = (tools, messages[0]["role"])
-        estimate = length + added.get(kind, 0)
-        if length <= cfg.max_prompt_length and (kind not in added or estimate > cfg.max_prompt_length - NEAR):
-            estimate = counted(begun(row, messages, environment, processor, cfg)[0])
-            if kind not in added and estimate <= cfg.max_prompt_length:  # of longer ones not all is counted
-                added[kind] = estimate - counted(row)
-        lengths.append(estimate)
-    return lengths
-
-
-NEAR = 32  # tokens
 
 
 def check_length(prompt, row: dict, cfg: TrainConfig) -> None:
@@ -518,43 +442,23 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     observe = functools.partial(observed, **row.get("chat_template_kwargs") or {})
     prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
     check_length(prompt, row, cfg)
-    turns, mask, logprobs, states, versions, experts = [], [], [], [], [], None
-    conversation, finish = list(shown["prompt"]), "stop"
+    turns, mask, logprobs, states, experts, finish = [], [], [], [], None, "stop"
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
     for number in range(cfg.max_turns):
-        budget = cfg.max_completion_length - len(mask)
-        options = sampling_options(cfg) | {"max_tokens": min(budget, cfg.max_turn_length or budget)}
-        options["min_tokens"] = min(cfg.min_completion_length, options["max_tokens"])
-        images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
         opened = begun_in(so_far.token_ids, processor, shown)
-        (sample,) = await generator.generate(so_far.sent_ids, n=1, **images, **options)
-        check_echo(so_far, [sample])
-        last = sample.policy_version if sample.policy_version_last is None else sample.policy_version_last
-        versions.append((sample.policy_version, last))
-        start = len(mask)
+        sample = await sample_turn(so_far, cfg.max_completion_length - len(mask), generator, cfg)
         experts = joined(experts, sample)
+        turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor))
         so_far = continued(so_far, sample.token_ids)
         mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
         states += [state] * len(sample.token_ids)
-        stopped = sample.finish_reason == "stop"
-        text = processor.decode(sample.token_ids[:-1] if stopped else sample.token_ids)  # special tokens, too
-        if number == 0 and conversation[-1]["role"] == "assistant":  # the prompt has begun the answer
-            conversation[-1] = conversation[-1] | {"content": as_text(conversation[-1]["content"], "the prompt") + text}
-        else:
-            conversation.append({"role": "assistant", "content": text})
-        turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
-        turn |= {"tokens": len(sample.token_ids), "versions": versions[-1]}  # of weights: first and last that sampled
-        turn |= {"begun": opened} if opened else {}
-        turn |= {"start": start, "end": len(mask)}  # among the trajectory's tokens
-        turn |= {} if state is None else {"state": text_of(state)}  # that it began in
-        turns.append(turn)
-        if not stopped:
+        if sample.finish_reason != "stop":
             finish = "length"
             break
         if isinstance(environment, ToolEnvironment):
             environment.begun = opened
-        outcome = await call_environment(environment, "step", row, cfg, text=text)
+        outcome = await call_environment(environment, "step", row, cfg, text=turn["text"])
         answers, turn["reward"], done, turn["info"] = checked_step(outcome, environment, processor, most)
         if done or number + 1 == cfg.max_turns:
             break
@@ -565,10 +469,9 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
             finish = "length"
             break
         turn["observation"] = answers
-        conversation += answers
         so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
         states += [None] * added
-    check_tokenization(so_far.token_ids, conversation, shown, processor, cfg)
+    check_tokenization(so_far.token_ids, turns, shown, processor, cfg)
     info = {"completion": turns[-1]["text"], "turns": turns, "shown": shown["prompt"]}
     info |= await judged(environment, turns, row, cfg)
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
@@ -591,10 +494,31 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         images=so_far.images,
         finish_reason=finish,
         turns=len(turns),
-        policy_version=min(first for first, _ in versions),
-        policy_version_last=max(last for _, last in versions),
+        policy_version=min(turn["versions"][0] for turn in turns),
+        policy_version_last=max(turn["versions"][1] for turn in turns),
         info=info,
     )
+
+
+async def sample_turn(so_far, budget: int, generator, cfg: TrainConfig):
+    """The next turn, a Completion of at most `budget` tokens."""
+    options = sampling_options(cfg) | {"max_tokens": min(budget, cfg.max_turn_length or budget)}
+    options["min_tokens"] = min(cfg.min_completion_length, options["max_tokens"])
+    images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
+    (sample,) = await generator.generate(so_far.sent_ids, n=1, **images, **options)
+    check_echo(so_far, [sample])
+    return sample
+
+
+def turn_of(sample, start: int, opened: str, state, environment, processor) -> dict:
+    """What is kept of a turn. start, end: its places among the trajectory's tokens; versions: of the weights that
+    sampled it, first and last; begun: what the prompt has begun it with; state: the environment's before it."""
+    ids, last = sample.token_ids, sample.policy_version_last
+    text = processor.decode(ids[:-1] if sample.finish_reason == "stop" else ids)  # special tokens, too
+    turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
+    turn |= {"tokens": len(ids), "start": start, "end": start + len(ids)}
+    turn["versions"] = (sample.policy_version, sample.policy_version if last is None else last)
+    return turn | ({"begun": opened} if opened else {}) | ({} if state is None else {"state": text_of(state)})
 
 
 async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
@@ -623,27 +547,30 @@ def messages_of(turn: dict) -> list[dict]:
     return [said, *(turn["observation"] or ())]
 
 
-def check_tokenization(ids: list[int], conversation: list[dict], shown: dict, processor, cfg: TrainConfig) -> None:
+def check_tokenization(ids: list[int], turns: list[dict], shown: dict, processor, cfg: TrainConfig) -> None:
     """Compare what a trajectory's tokens read with what the chat template writes for the whole conversation.
 
     They may differ with reason, as where a template takes the thinking out of earlier answers, and training goes by
     what was sampled. But a template that puts something else between turns shows here.
     """
-    if cfg.tokenization_check == "off" or is_vision(processor) or len(conversation) <= len(shown["prompt"]) + 1:
+    if cfg.tokenization_check == "off" or is_vision(processor) or len(turns) < 2:
         return
     if shown_by(processor, shown.get(SCHEMAS)).results == "with their calls":
         return  # the conversation has answers as they were sampled, calls in their text
-
-    # The last answer is not the last message: templates treat that one otherwise.
-    whole = [*conversation, {"role": "user", "content": ""}]
-    try:
-        whole = render(whole, processor, shown.get(SCHEMAS))
+    conversation = list(shown["prompt"])
+    for turn in turns:
+        conversation += [{"role": "assistant", "content": turn["text"]}, *(turn["observation"] or ())]
+    if shown["prompt"][-1]["role"] == "assistant":  # the prompt has begun the answer
+        said = as_text(shown["prompt"][-1]["content"], "the prompt") + turns[0]["text"]
+        conversation[len(shown["prompt"]) - 1 : len(shown["prompt"]) + 1] = [{"role": "assistant", "content": said}]
+    try:  # the last answer is not the last message: templates treat that one otherwise
+        whole = render([*conversation, {"role": "user", "content": ""}], processor, shown.get(SCHEMAS))
     except TemplateError as error:  # it refuses what model and environment have said: roles in this order, say
         whole = f"nothing ({error!r:.200})"
     ours = processor.decode(ids, clean_up_tokenization_spaces=False)
     if whole.startswith(ours):
         return
-    same = next((i for i, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), len(whole))
+    same = len(os.path.commonprefix([ours, whole]))
     texts = [repr(text[max(same - 30, 0) : same + 60]) for text in (ours, whole)]
     message = f"a trajectory reads {texts[0]} where the chat template writes {texts[1]}"
     if cfg.tokenization_check == "strict":

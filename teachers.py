@@ -14,7 +14,6 @@ trajectory has its rewards (`trajectory.info["rewards"]`); None from it: no teac
 import asyncio
 import functools
 import math
-import os
 import time
 from dataclasses import replace
 
@@ -30,7 +29,7 @@ from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
 from inputs.trajectory import Trajectory, TrajectoryError
 from plugins import function_path, load_function
 from safety import secrets
-from safety.calls import run_limited, unread
+from safety.calls import run_limited, say_once, unread
 from safety.http import origin
 from serving.teacher import TeacherError, TeacherServers
 
@@ -51,12 +50,6 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         remedy = "or train on a teacher's answers (supervised) first"
         check_reads_alike(tokenizer, cfg, "--teacher_id", "Serve it: --teacher_urls of a vllm_server.py", remedy)
     if cfg.teacher_urls:
-        others = [url for url in cfg.teacher_urls if origin(url) not in map(origin, cfg.server_urls)]
-        if own_server(cfg) and others:
-            raise ConfigError(
-                f"--teacher_urls names the policy's own server and others ({', '.join(others)}): the policy changes "
-                "with each step and they do not, so they are no servers of one teacher. Give either of them."
-            )
         if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
             raise ConfigError(
                 "--teacher_urls names the policy's own server, which may hold adapters beside its base, and what it "
@@ -64,10 +57,7 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
             )
         window = cfg.max_prompt_length + cfg.max_completion_length
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"waiting up to {cfg.server_timeout:g} s for the teacher at {', '.join(cfg.teacher_urls)}", flush=True
-            )
+        say_once(f"waiting up to {cfg.server_timeout:g} s for the teacher at {', '.join(cfg.teacher_urls)}")
         servers(cfg).connect(decode, len(tokenizer), window, cfg.distill_topk, cfg.server_timeout)
 
 
@@ -82,14 +72,13 @@ def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, for_images: str, f
             f"policy's processor prepares them. {for_images}."
         )
     theirs = load_processor(name, flag)
-    theirs = {token: text for text, token in getattr(theirs, "tokenizer", theirs).get_vocab().items()}
-    for text, token in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
-        if theirs.get(token) != text:
-            raise ConfigError(
-                f"{flag}={name} has another vocabulary: token {token} is {text!r} for the policy and "
-                f"{theirs.get(token)!r} there, so it would read other texts. Take a model of the policy's family, "
-                f"{for_words}."
-            )
+    unlike = tokenizer.get_vocab().items() - getattr(theirs, "tokenizer", theirs).get_vocab().items()
+    if unlike:
+        text, token = min(unlike, key=lambda pair: pair[1])
+        raise ConfigError(
+            f"{flag}={name} has another vocabulary: token {token} is {text!r} for the policy and not there, so "
+            f"it would read other texts. Take a model of the policy's family, {for_words}."
+        )
 
 
 def own_server(cfg: TrainConfig) -> bool:
