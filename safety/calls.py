@@ -87,6 +87,7 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
     if getattr(function, "own_process", False):
         return await run_in_process(function, kwargs, seconds, read)
     call = Call(name_of(function), seconds, time.monotonic() + seconds)
+    shared_loop()  # made here, in one thread: calls that need it at the same moment would each make one
     if seconds == math.inf and inspect.iscoroutinefunction(function):  # ours: it limits what it calls itself, and must
         outcome = await settled(function(**copied(kwargs)), call, read)  # not stand behind that on a blocked loop
     else:
