@@ -460,9 +460,10 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          f"--colocate is for one GPU, and there are {world} ranks: start one, or give the server a GPU of its own."),
         (c.colocate and c.strategy != "ddp" and not c.offload,
          f"--colocate --strategy {c.strategy}: its shards cannot be moved; take ddp, or fsdp2 with --offload."),
-        (c.strategy == "fsdp" and c.freeze_vision and c.ref_sync_steps,
-         "--strategy fsdp cuts a policy whose image encoder is frozen otherwise than the reference that follows it "
-         "(--ref_sync_steps): take fsdp2 or ddp."),
+        (c.strategy == "fsdp" and c.ref_sync_steps,
+         "--strategy fsdp --ref_sync_steps: its flat shards cannot be averaged in place; take fsdp2 or ddp."),
+        (c.strategy == "fsdp" and c.use_peft and c.dtype != "float32",
+         f"--strategy fsdp --use_peft --dtype {c.dtype}: a unit has one dtype, adapters float32; use fsdp2 or ddp."),
         (c.colocate and c.push_steps > 1,
          f"--colocate --push_steps={c.push_steps}: a server that slept has no weights, so each step pushes them."),
         (c.push_lora != "auto" and not (c.use_peft and c.generator == "vllm"),

@@ -919,12 +919,6 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         optimizer.step()
         number += 1
     policy.zero_grad()
-    # Else broken weights would be pushed, evaluated and saved.
-    if names := sum(utils.gather_objects(utils.not_finite(policy)), []):
-        raise RuntimeError(
-            f"step {step}: the update made nan or infinity of {len(names)} weights, first of {names[0]}; they are not "
-            f"used and not saved. Lower --learning_rate ({cfg.learning_rate:g}), and --resume from the last checkpoint."
-        )
     mine = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True))  # one read of the GPU
     tokens, loss = mine.pop("tokens"), float(utils.all_sum(torch.tensor(mine.pop("loss")))) / len(norms)
     names = set().union(*utils.gather_objects([*mine]))  # a rank may lack one: its tokens count all the same
@@ -1017,7 +1011,6 @@ def exchanging(policy: nn.Module, last: bool) -> contextlib.AbstractContextManag
     """DDP sums gradients over ranks in the last backward pass of an update only. FSDP reduces in every pass; fsdp2 with
     --shard_size sums over the copies of the shards in the last pass only."""
     if isinstance(policy, FSDPModule):
-        policy.last_pass = last
         policy.set_requires_all_reduce(last)
     return policy.no_sync() if isinstance(policy, DistributedDataParallel) and not last else contextlib.nullcontext()
 
@@ -1173,7 +1166,6 @@ class Policy(nn.Module):
             # It handles ordinary rows as well, so it may stay if sharing turns out to be impossible.
             use_shared_attention(self.hf_model, attention_kind(cfg.attn_implementation, self.hf_model))
         self.routing = routing.of(self.hf_model, cfg) if self.replays else None
-        self.last_pass = True  # of an update: only in that one copies of shards (--shard_size) sum their gradients
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.top = 0  # how many of the likeliest tokens to return, with their log-probs (of a teacher)
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
@@ -1206,26 +1198,7 @@ class Policy(nn.Module):
                 parts = [self.head(h, t) for h, t in chunks]
             else:  # several chunks: recompute each one's logits in the backward pass
                 parts = [checkpoint(self.head, h, t, use_reentrant=False) for h, t in chunks]
-            self._gather_once(self.hf_model.get_output_embeddings(), [logprobs for logprobs, *_ in parts])
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    def _gather_once(self, output: nn.Module | None, chunks: list[Tensor]) -> None:
-        """FSDP2's hooks would gather and reduce the output layer for each chunk. Here it stays gathered from the first
-        chunk until the end of the backward pass, which goes from the last chunk to the first. Autograd adds its
-        gradient up in the compute dtype; it is reduced with the first chunk's."""
-        if not isinstance(output, FSDPModule):
-            return
-        if not chunks[0].requires_grad:
-            output.reshard()
-            return
-
-        def reduce(now: bool, gradient: Tensor) -> None:
-            output.set_requires_gradient_sync(now)
-            output.set_requires_all_reduce(self.last_pass)  # which the line above sets, too
-            output.set_reshard_after_backward(now)
-
-        chunks[-1].register_hook(partial(reduce, False))  # runs first
-        chunks[0].register_hook(partial(reduce, True))  # runs last
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
@@ -1343,10 +1316,9 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         return DistributedDataParallel(policy, device_ids=devices, **how)
     mesh = utils.device_mesh(device, cfg)
     if cfg.strategy == "fsdp":
-        units = {*layers, *(apart(policy, (not cfg.use_peft, getattr(torch, cfg.dtype))) if trained else ())}
         return FSDP(
             policy,
-            auto_wrap_policy=CustomPolicy(lambda module: module in units),
+            auto_wrap_policy=CustomPolicy(lambda module: module in layers),
             param_init_fn=partial(fill, recurse=False),
             mixed_precision=MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT makes some float32
             use_orig_params=True,
@@ -1354,30 +1326,17 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
             **(dict(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) if mesh.ndim > 1 else {}),
         )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else OffloadPolicy()
-    first, last = policy.hf_model.get_input_embeddings(), policy.hf_model.get_output_embeddings()
-    tied = last is not None and last.weight is first.weight  # then they stay in the root's unit, with what is left
     how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision), offload_policy=offload)
-    other = apart(policy, (True, getattr(torch, cfg.dtype))) if trained and not cfg.use_peft else ()
-    other = [module for module in other if next(module.parameters()).requires_grad]  # all of a unit trains in one dtype
-    units = [module for module in [*layers, *([] if tied else [first, last]), *other, policy] if module is not None]
-    for module in sorted(dict.fromkeys(units), key=lambda unit: len(list(unit.modules()))):  # inner ones first
+    first, last = policy.hf_model.get_input_embeddings(), policy.hf_model.get_output_embeddings()
+    # The output layer is called for each chunk of tokens: in the root's unit it is gathered once, and its gradient
+    # reduced once. Input embeddings are a unit of their own, unless they are the output layer's.
+    tied = last is not None and last.weight is first.weight
+    for module in [*layers, *([] if tied else [first]), policy]:
         fill(module)  # except what is filled already
-        fully_shard(module, reshard_after_forward=False if module is last else None, **how)
+        fully_shard(module, **how)
     if not tied:
         first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights
     return policy
-
-
-def apart(module: nn.Module, common: tuple[bool, torch.dtype]) -> Iterator[nn.Module]:
-    """The largest modules whose parameters agree in (trained, dtype), but not with most of the model. FSDP1 flattens a
-    unit into one parameter, with one dtype, and trained as a whole."""
-    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()}
-    called = not isinstance(module, (nn.ModuleDict, nn.ModuleList))  # those two have no forward pass to hook
-    if len(kinds) == 1 and common not in kinds and called:
-        yield module
-    elif kinds - {common}:
-        for child in module.children():
-            yield from apart(child, common)
 
 
 def empty_policy(cfg: TrainConfig, config=None, kind: type | None = None) -> Policy:
@@ -1418,27 +1377,12 @@ def load_frozen(cfg: TrainConfig, device: torch.device, what: str, flag="--model
 
 @torch.no_grad()
 def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """ref <- alpha * policy + (1 - alpha) * ref. Both have the same modules and shards; all ranks call it.
-
-    After a forward pass without a backward one the root module stays unsharded, and what is written to it would be
-    lost. FSDP2 can reshard it first; FSDP1 gathers module by module and writes back what has changed.
-    """
-    units, moved = [(reference, policy)], set()
+    """ref <- alpha * policy + (1 - alpha) * ref (--ref_sync_steps). Both have the same modules and shards."""
     for model in (reference, policy):
-        if isinstance(model, FSDPModule):
-            model.reshard()
-    if isinstance(reference, FSDP):
-        units = list(zip(FSDP.fsdp_modules(reference), FSDP.fsdp_modules(policy), strict=True))
-    for pair in units:
-        with contextlib.ExitStack() as gathered:
-            for unit, changed in zip(pair, (True, False), strict=True):
-                if isinstance(unit, FSDP):
-                    gathered.enter_context(FSDP.summon_full_params(unit, recurse=False, writeback=changed))
-            weights = [[p for _, m in walk("", unit, FSDP) for p in m.parameters(recurse=False)] for unit in pair]
-            for old, new in zip(*weights, strict=True):
-                if old not in moved:  # a tied weight is met twice
-                    old.lerp_(new.to(old.dtype), alpha)
-                    moved.add(old)
+        if isinstance(model, FSDPModule):  # a root module stays gathered after a forward pass without a backward one,
+            model.reshard()  # and what is written to the gathered weights is lost
+    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
+        old.lerp_(new.to(old.dtype), alpha)
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
@@ -1510,7 +1454,7 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
     alone = getattr(generator, "adapter", None) is not None  # optional in a generator of your own
-    adapters = (gathered(bucket, active) for bucket in adapter_buckets(policy, size, dtype))
+    adapters = (gathered(bucket, active) for bucket in adapter_buckets(one_by_one(policy), size, dtype))
     for bucket in adapters if alone else weight_buckets(policy, size, dtype, active):
         utils.raise_together(attempt(generator.send_bucket, bucket), "Sending weights")
     utils.raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
@@ -1529,56 +1473,44 @@ def weight_buckets(
     dtype: use them before the next step. Vectors keep their dtype, as some servers keep norms and biases wider. With
     keep=False a rank only takes part in the gathering.
     """
-    if isinstance(model, FSDPModule):
-        model.reshard()  # after a forward pass without a backward one the root is still gathered
-    adapters = {part for layer in model.modules() if is_lora(layer) for part in layer.modules()}
-    wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDP) and m not in adapters]
-    units = wrapped or list(walk("", model, ()))  # of `wrapped` the root comes first: FSDP1 learns which it is
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     layers_whole = utils.joined_in_a_checkpoint(model)  # then no layer is divided between buckets
     bucket, size, last = [], 0, ""
-    for name, unit in units:
+    for name, module in one_by_one(model):
         layer = utils.layer_of(f"{name}.")
         if size >= max_bytes and not (layers_whole and layer == last):
             yield gathered(bucket, keep)
             bucket, size = [], 0
         last = layer
-        with contextlib.ExitStack() as whole:
-            members = list(walk(name, unit.module, FSDP)) if wrapped else [(name, unit)]
-            for part in [unit, *(part for _, layer in members if is_lora(layer) for part in layer.modules())]:
-                if isinstance(part, FSDP):
-                    whole.enter_context(FSDP.summon_full_params(part, recurse=False, writeback=False))
-            for member_name, member in members:
-                for key, tensor in own_weights(member_name, member, dtype):
-                    if key not in names:
-                        continue
-                    size += tensor.numel() * dtype.itemsize
-                    if isinstance(tensor, DTensor):
-                        bucket.append((key, tensor))
-                    elif keep:
-                        bucket.append((key, rounded(tensor, dtype, copy=True) if wrapped else tensor))
+        for key, tensor in own_weights(name, module, dtype):
+            if key not in names:
+                continue
+            size += tensor.numel() * dtype.itemsize
+            if isinstance(tensor, DTensor):
+                bucket.append((key, tensor))
+            elif keep:  # FSDP1 lets go of a unit's weights when the next unit's turn comes
+                bucket.append((key, rounded(tensor, dtype, copy=True) if isinstance(model, FSDP) else tensor))
     if size:
         yield gathered(bucket, keep)
 
 
+def one_by_one(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by name, children first. Those of an FSDP1 unit have their whole weights while it is their turn: all
+    ranks walk in step."""
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward pass without a backward one the root is still gathered
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDP)]
+    for name, unit in units:  # the root comes first: FSDP1 learns which it is
+        with FSDP.summon_full_params(unit, recurse=False, writeback=False):
+            yield from walk(name, unit.module, FSDP)
+    if not units:
+        yield from walk("", model, ())
+
+
 def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
-    """The tensors of a bucket made whole, FSDP2's in one collective; all ranks call it. With keep=False none is
-    returned. Shards that wait in CPU memory (--offload, --colocate) go to the GPU first, and travel from there.
-    """
-    whole, sent = dict(bucket), []
-    for name, tensor in bucket:
-        if isinstance(tensor, DTensor):  # each rank has ceil(n / ranks) rows, the last ones fewer or none
-            mesh, shard = tensor.device_mesh, tensor.to_local()
-            rows = -(-len(tensor) // mesh.size(-1))
-            padded = shard.new_zeros(rows, *tensor.shape[1:], device=mesh.device_type)
-            padded[: len(shard)] = shard
-            arrived = padded.new_empty(rows * mesh.size(-1), *tensor.shape[1:])
-            whole[name] = arrived[: len(tensor)]
-            sent.append((arrived.view(torch.uint8), padded.view(torch.uint8)))  # bytes: NCCL wants one dtype
-    if sent:
-        group = mesh.get_group(mesh.ndim - 1)
-        group.allgather_into_tensor_coalesced(*map(list, zip(*sent, strict=True))).wait()
-    return list(whole.items()) if keep else []
+    """The tensors of a bucket made whole; all ranks call it. With keep=False this rank only takes part."""
+    whole = [(name, full(tensor)) for name, tensor in bucket]
+    return whole if keep else []
 
 
 def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
@@ -1609,8 +1541,11 @@ def rounded(tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor of an FSDP2 shard (a collective), any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole tensor of an FSDP2 shard (a collective), any other tensor as it is. A shard that waits in CPU memory
+    (--offload, --colocate) goes to the GPU first, and travels from there."""
+    if isinstance(tensor, DTensor):
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor
 
 
 def clean_name(name: str) -> str:
@@ -1625,7 +1560,7 @@ def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: tor
     an adapter: nothing can be folded into a base in 4 bits, so that is saved as PEFT saves it)"""
     size = cfg.push_bucket_mb * 2**20
     if cfg.load_in:
-        buckets = adapter_buckets(policy, size, torch.float32, scaled=False)
+        buckets = adapter_buckets(one_by_one(policy), size, torch.float32, scaled=False)
         return (gathered(bucket, True) for bucket in buckets), inner.model.peft_config["default"]
     buckets = ([(name, rounded(t, dtype)) for name, t in bucket] for bucket in weight_buckets(policy, size, dtype))
     # Not trained, and part of the model all the same: what some routers add to their scores, for one.

@@ -619,7 +619,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         files: dict = {}
         size = (cfg.push_bucket_mb or 256) * 2**20
         if cfg.load_in:
-            buckets = script.adapter_buckets(policy, size, torch.float32, scaled=False)
+            buckets = script.adapter_buckets(script.one_by_one(policy), size, torch.float32, scaled=False)
         else:
             buckets = script.weight_buckets(policy, size, torch.bfloat16)
         with mock.patch.object(checkpoints, "as_safetensors", lambda weights, metadata: b""):  # no numbers

@@ -6,12 +6,10 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
@@ -100,8 +98,8 @@ def names_as_they_are() -> Iterator[None]:
 
 def check_adapted(model: nn.Module, cfg: TrainConfig) -> None:
     """ConfigError if adapters lie on what is no linear layer, such as a router, on a weight that several layers share,
-    or are more than B A: they could not be folded into what is pushed and saved. Or if FSDP1 has them on the output
-    layer. Of a mixture of experts it says what is left as it is."""
+    or are more than B A: they could not be folded into what is pushed and saved. Of a mixture of experts it says what
+    is left as it is."""
     if experts_of(model.config)[0]:
         say_once("LoRA on a mixture of experts: linear layers get adapters, experts and routers stay as they are.")
     users, given = users_of_weights(model), f"--lora_targets {' '.join(cfg.lora_targets)}"
@@ -119,11 +117,6 @@ def check_adapted(model: nn.Module, cfg: TrainConfig) -> None:
             f"{given}: {len(others)} of these are no linear layers with a weight of their own, such as {min(others)}. "
             "Embeddings, experts, routers and shared weights take no adapters here: give all-linear, which leaves them "
             "as they are, or names of linear layers alone."
-        )
-    if cfg.strategy == "fsdp" and is_lora(model.get_output_embeddings()):
-        raise ConfigError(  # each adapter is a unit, gathered at every call: one a chunk of --logprob_chunk
-            f"{given} has the output layer, which runs as often as a rank has chunks of tokens: with --strategy fsdp "
-            "ranks would wait for each other. Use fsdp2 or ddp, or leave it out."
         )
     if dora := [name for name, module in model.named_modules() if len(getattr(module, "lora_magnitude_vector", ()))]:
         raise ConfigError(f"{dora[0]} has DoRA's magnitudes, which are neither folded nor served: leave use_dora out.")
@@ -183,12 +176,13 @@ def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
     """Layers with adapters, by the names that PEFT's checkpoints give them."""
-    found = {}
-    for name, module in model.named_modules():
-        if is_lora(module):
-            name = re.sub(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.", "", name)
-            found["base_model.model." + re.sub(r"^(module\.)?(model\.base_model\.model\.)?", "", name)] = module
-    return found
+    return {peft_name(name): module for name, module in model.named_modules() if is_lora(module)}
+
+
+def peft_name(name: str) -> str:
+    """Of a layer, without what DDP, FSDP and `Policy` put around it."""
+    name = re.sub(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.", "", name)
+    return "base_model.model." + re.sub(r"^(module\.)?(model\.base_model\.model\.)?", "", name)
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
@@ -208,24 +202,19 @@ def why_not_alone(model: nn.Module) -> str | None:
 
 
 def adapter_buckets(
-    model: nn.Module, max_bytes: int, dtype: torch.dtype, scaled: bool = True
+    modules: Iterable[tuple[str, nn.Module]], max_bytes: int, dtype: torch.dtype, scaled: bool = True
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Lists of (PEFT's name, tensor in `dtype`) of about `max_bytes`: of each layer A, and B times its scale, so that a
-    server adds B A. FSDP1's are gathered here, one by one; FSDP2's come as shards. All ranks call it in step. scaled:
-    without it B comes as it is, as PEFT's checkpoints have it."""
-    if isinstance(model, FSDP):
-        model.check_is_root()  # it learns that it is one; else the first part to be gathered would take itself for it
-    if isinstance(model, FSDPModule):
-        model.reshard()  # after a forward pass without a backward one, its own parameters still were whole
+    server adds B A. modules: by name, with whole weights, or FSDP2's shards. scaled: without it B comes as it is, as
+    PEFT's checkpoints have it."""
     bucket, size = [], 0
-    for name, layer in adapted(model).items():
+    for name, layer in modules:
+        if not is_lora(layer):
+            continue
         adapter = layer.active_adapters[0]
         for key, scale in (("lora_A", 1.0), ("lora_B", layer.scaling[adapter])):
-            part = getattr(layer, key)[adapter]
-            sharded = isinstance(part, FSDP)
-            with FSDP.summon_full_params(part, writeback=False) if sharded else contextlib.nullcontext():
-                weight = (part.weight.detach().float() * (scale if scaled else 1.0)).to(dtype)
-            bucket.append((f"{name}.{key}.weight", weight))
+            weight = getattr(layer, key)[adapter].weight.detach().float() * (scale if scaled else 1.0)
+            bucket.append((f"{peft_name(name)}.{key}.weight", weight.to(dtype)))
             size += weight.numel() * dtype.itemsize
         if size >= max_bytes:
             yield bucket

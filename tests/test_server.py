@@ -360,7 +360,7 @@ def adapted(model, seed: int):
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    return policy.eval(), sum(lora.adapter_buckets(policy, 2**20, torch.float32), [])
+    return policy.eval(), sum(lora.adapter_buckets(policy.named_modules(), 2**20, torch.float32), [])
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Shards, copies of shards, compiled layers and activations in CPU memory: the gradient stays that of one process, and
 ranks say no more to each other than they must."""
 
-from collections import Counter
-
 import pytest
 import sharding_worker
 import torch
@@ -97,8 +95,8 @@ def counted(tied: bool, *flags: str) -> dict:
 )
 def test_ranks_say_no_more_than_they_must(ranks, tied, more):
     """Each micro-batch gathers embeddings and output layer once, whatever the number of chunks, and layers twice; all
-    gradients are reduced once, and added up between copies in the last micro-batch alone. A bucket of a push is
-    gathered at once: 81 parameters, matrices and vectors, of rows that the ranks cannot share evenly."""
+    gradients are reduced once, and added up between copies in the last micro-batch alone. A push gathers each of 81
+    parameters once, matrices and vectors, of rows that the ranks cannot share evenly."""
     (alone,) = on_ranks(1, counted, tied, "--strategy", "ddp")
     found = on_ranks(ranks, counted, tied, "--strategy", "fsdp2", *more.split())[0]
     assert relative_difference(found["gradient"], alone["gradient"]) < 1e-5
@@ -110,13 +108,12 @@ def test_ranks_say_no_more_than_they_must(ranks, tied, more):
     if tied:  # in one unit with the last norm
         assert ends == [embedding + 128] * micro and len(gathers) == 13 * micro and len(reduces) == 7 * micro
     else:
-        assert ends == [embedding] * 2 * micro and len(gathers) == 15 * micro and len(reduces) == 9 * micro
-        assert gathers[:2] == [128, embedding] and reduces[0] == reduces[8] == 2 * embedding  # the first, and the last
+        assert sorted(ends) == [embedding] * micro + [embedding + 128] * micro  # the output layer: with the last norm
+        assert len(gathers) == 14 * micro and len(reduces) == 8 * micro
     between = [size for operation, size, _ in found["update"] if operation == "allreduce_" and size > 16]
-    assert len(between) == 9 * ("shard_size" in more)
+    assert len(between) == 8 * ("shard_size" in more)
     pushed, whole = found["pushed"], found["whole"]
     assert pushed.keys() == whole.keys() and len(pushed) >= 80 and 1 < found["buckets"] < 4
     assert all(pushed[name].dtype == t.dtype and torch.equal(pushed[name], t) for name, t in whole.items())
-    assert Counter(operation for operation, *_ in found["push"]) == {
-        "allgather_into_tensor_coalesced_": found["buckets"]
-    }
+    gathered = [size for operation, size, _ in found["push"] if operation.startswith("all_gather")]
+    assert len(gathered) == len(whole)
