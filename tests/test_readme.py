@@ -22,7 +22,13 @@ from config import load_config
 from runlog.reading import read_metrics
 
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for page in (ROOT / "docs").glob("*.md"))], key=str
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "AGENTS.md",
+        *(page for page in (ROOT / "docs").glob("*.md")),
+    ],
+    key=str,
 )
 
 
@@ -38,7 +44,7 @@ def edited_copy(folder: Path) -> Path:
         where = "CONFIG = parse_args" if block.startswith("class TrainConfig") else "# ==== main "
         assert text.count(where) == 1
         text, knob = text.replace(where, f"{block}\n\n{where}"), knob or block.startswith("class TrainConfig")
-    assert knob and len(edits) >= 6
+    assert knob and len(edits) >= 4
     copy = folder / "my_grpo.py"
     copy.write_text(text, encoding="utf-8")
     return copy
