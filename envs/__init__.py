@@ -1,4 +1,3 @@
-"""What a model talks to between its turns: environments, games, tools, MCP servers."""
+"""What a model talks to between its turns: environments, tools, MCP servers."""
 
 from envs.base import Environment, ToolEnvironment  # noqa: F401 - what files of users import
-from envs.games import FrozenLake, Sokoban  # noqa: F401

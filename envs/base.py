@@ -35,11 +35,13 @@ the model can call ({name: Tool}); most environments have none and read the text
 `python rollouts.py --env NAME --policy random` plays one without model, server or torch.distributed.
 """
 
-import asyncio
 import math
+from dataclasses import replace
+from functools import partial
 
-from envs.mcp_tools import TrajectoryServers
-from envs.tools import Call, Tool, Toolbox, outside_thinking, parser_of, read_calls, tools_of
+from envs.formats import instructions, outside_thinking, parser_of, read_calls
+from envs.mcp import TrajectoryServers
+from envs.tools import Tool, Toolbox, tools_of
 
 
 class Environment:
@@ -92,50 +94,33 @@ class ToolEnvironment(Environment):
 
     def __init__(self, toolbox: Toolbox, cfg):
         self.toolbox, self.parser = toolbox, parser_of(cfg)
-        self.servers = None  # mcp_tools.TrajectoryServers, where a tool is stateful
+        self.servers: TrajectoryServers | None = None  # where a tool is of an isolated MCP server
 
     def reset(self, row, seed):
         tools = self.toolbox.tools
-        if any(tool.stateful for tool in tools.values()):
-            if self.servers is not None:
-                self.servers.abandon()
+        if any(tool.server for tool in tools.values()):
             self.servers = TrajectoryServers()
-            tools = {name: self.servers.bind(tool) if tool.stateful else tool for name, tool in tools.items()}
-        self.tools = tools_of(row, tools)
-        self.instructions = self.toolbox.instructions(self.tools, self.parser)
+            tools = {n: replace(t, call=partial(t.call, self.servers)) if t.server else t for n, t in tools.items()}
+        self.offer(tools_of(row, tools))
         return super().reset(row, seed)
+
+    def offer(self, tools: dict[str, Tool]) -> None:
+        self.tools, self.schemas = tools, [tool.schema() for tool in tools.values()]
+        self.instructions = instructions(self.schemas, self.parser) if tools else ""
 
     async def step(self, text):
         text = self.begun + text
-        calls = read_calls(text, self.tools, self.parser)
+        calls = read_calls(text, self.schemas, self.parser)
         within = sum(str(call.arguments).count("</answer>") for call in calls)
         if not calls or outside_thinking(text).count("</answer>") > within:
             return [], 0.0, True, {"calls": []}
-        await self.enter_servers(calls)
+        if self.servers:  # before the calls: a start does not count as the time of one
+            await self.servers.start({self.tools[c.name].server for c in calls if c.name in self.tools} - {None})
         messages, events = await self.toolbox.run(calls, self.tools)
         read = [call.as_message() for call in calls if not call.error]
         return messages, 0.0, False, {"calls": events, "tool_calls": read}
-
-    async def enter_servers(self, calls: list[Call]) -> None:
-        """See to it that every isolated server that is called runs, or enter into its calls why it does not.
-
-        Not in the calls: they would wait for a place while they hold a turn (--tool_concurrency) that the trajectories
-        with the places need, and a start would count as the call's time.
-        """
-        wanted = []
-        for call in calls:
-            tool = self.tools.get(call.name)
-            if tool and tool.stateful and not call.error and not await self.toolbox.fault(call, self.tools):
-                wanted.append((call, tool.server))
-        servers = list({server for _, server in wanted})
-        faults = await asyncio.gather(*(self.servers.enter(server) for server in servers))
-        for call, server in wanted:
-            call.error = faults[servers.index(server)]
 
     async def close(self):
         """End this trajectory's own MCP servers."""
         if self.servers is not None:
             await self.servers.close()
-
-
-# ---- games ----------------------------------------------------------------------------------------------------------

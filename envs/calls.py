@@ -1,8 +1,6 @@
 """Calls of an environment: within a time, off the event loop, at the cost of one trajectory; and what it answers, made
 plain or refused by name."""
 
-import asyncio
-import contextlib
 import math
 import zlib
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from inputs.prompts import is_vision
 from inputs.special_tokens import clean, each_text
 from inputs.trajectory import TrajectoryError
 from safety import calls
-from safety.calls import run_limited, start_thread, unread, warn_once
+from safety.calls import run_limited, unread, warn_once
 
 _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody plays at the moment
 
@@ -31,24 +29,7 @@ async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
     """An environment for one trajectory: an idle one, or a new one. A constructor may take as long as a step."""
     if idle := _IDLE.get(kind_of(row, cfg)):
         return idle.pop()
-    made, wanted = [], True
-
-    def make_one(row: dict):
-        made.append(environment := make(row))
-        if not wanted:
-            close_it()
-        return environment
-
-    def close_it():
-        with contextlib.suppress(IndexError):  # whoever of the two threads comes second
-            asyncio.run(put_away(made.pop(), row, False, cfg))
-
-    try:
-        return await limited(make_one, {"row": row}, cfg.tool_timeout, "making an environment", row)
-    except BaseException:  # it is late, or the trajectory was cancelled: nobody else will close what is made
-        wanted = False
-        start_thread(close_it)
-        raise
+    return await limited(make, {"row": row}, cfg.tool_timeout, "making an environment", row)
 
 
 async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> None:
@@ -110,27 +91,21 @@ async def state_of(environment, row: dict, cfg: TrainConfig):
 def checked_messages(messages, whose: str, processor=None, most: int | None = None) -> list[dict]:
     """Chat messages as the model can be shown them. Text becomes a user's message, lone halves of emoji are replaced,
     texts longer than `most` cut; to a tokenizer, which knows no images, parts become text."""
-    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    usable = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), (str, list))
-        for m in messages
-    )
-    if not usable:
-        form = '[{"role": "user", "content": "..."}]'
-        raise TrajectoryError(f"{whose} must give chat messages, such as {form}; it gave {shorten(messages)}")
     try:
-        messages = [in_usual_form(message) for message in messages]
-    except PartError as error:
-        raise TrajectoryError(f"{whose} gave a message that cannot be shown: {error}") from error
-    messages = each_text(messages, clean)
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        read = [each_text({"role": m["role"]} | in_usual_form(m), clean) for m in messages]
+        whole = [m["content"] for m in read if parts_of(m["content"])]
+    except (PartError, TypeError, KeyError, AttributeError) as error:
+        form = '[{"role": "user", "content": "..."}]'
+        fault = f"{whose} must give chat messages, such as {form}; it gave {shorten(messages)} ({error})"
+        raise TrajectoryError(fault) from error
     if most is not None:
-        shown = [message | {"content": cut(message["content"], most)} for message in messages]
-        if shown != messages:
+        read = [m | {"content": cut(m["content"], most)} for m in read]
+        if [m["content"] for m in read if m["content"]] != whole:
             warn_once(f"{whose} gave a message over --max_tool_result {most} characters: the model sees its beginning.")
-        messages = shown
     if processor is None or is_vision(processor):
-        return messages
-    return [message | {"content": as_text(message["content"], whose)} for message in messages]
+        return read
+    return [m | {"content": as_text(m["content"], whose)} for m in read]
 
 
 def as_text(content: str | list, whose: str) -> str:
@@ -141,18 +116,12 @@ def as_text(content: str | list, whose: str) -> str:
 
 
 def checked_step(outcome, environment, processor=None, most: int | None = None) -> tuple[list[dict], float, bool, dict]:
-    """What step() returned, with `checked_messages` and None as no info; TrajectoryError if it is no such."""
+    """What step() returned, as safety.calls.step reads it, and `checked_messages`; TrajectoryError if it is no such."""
     whose = f"{name_of(environment)}.step()"
-    if not isinstance(outcome, tuple) or len(outcome) != 4:
+    if not isinstance(outcome, tuple) or len(outcome) != 4 or not isinstance(outcome[3], dict | None):
         raise TrajectoryError(f"{whose} must return (messages, reward, done, info); it returned {shorten(outcome)}")
-    answers, reward, done, info = outcome
-    answers = checked_messages(answers, whose, processor, most)
-    try:
-        return answers, finite_number(reward), bool(done), {} if info is None else dict(info)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TrajectoryError(
-            f"{whose}: reward {shorten(reward)} and info {shorten(info)} must be a finite number and a dict"
-        ) from error
+    messages, reward, done, info = outcome
+    return checked_messages(messages, whose, processor, most), reward, done, info or {}
 
 
 def finite_number(value) -> float:

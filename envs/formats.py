@@ -1,44 +1,205 @@
-"""Which parser reads the calls that a model's chat template writes: found by rendering one and reading it back.
+"""Calls of tools in what a model writes: how they are asked for, and how they are read.
 
-Templates that describe tools also show how a call looks, each family in its own way. --tool_parser auto takes the first
-parser that reads such a call back, of those in tools.PARSERS, and then of vLLM's, by vLLM's names.
+    --tool_parser auto                   as the model's chat template writes them
+    --tool_parser hermes                 a name in FORMATS
+    --tool_parser my_calls.py:read       your own: read(text, schemas) -> [{"name": ..., "arguments": {...}}, ...]
+
+A format is a response template of transformers, or a function like `read`. `auto` takes the template that comes with
+the tokenizer; where there is none, a call is rendered by the chat template, and the first format that reads it back is
+taken.
 """
 
+import contextlib
 import functools
 import json
-import logging
 import os
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from jinja2 import TemplateError
 
 import domains
 from cli import shorten
 from config import ConfigError
-from envs.tools import OPENERS, PARSERS, Call, Tool, json_of
-from inputs.prompts import is_vision, with_parts
-from inputs.special_tokens import clean, each_text
+from inputs.special_tokens import clean, each_text, tokenizer_of
+from plugins import function_path, load_function
 
-# vLLM takes seconds and need not be there: it is imported where its parsers are asked for.
+# transformers takes seconds, and is imported where calls are read.
 
-PROBE = Tool(
-    "look_up",
-    "Look something up.",
-    {
-        "type": "object",
-        "properties": {
-            "query": {"type": "string", "description": "What to look for."},
-            "count": {"type": "integer", "description": "How many results."},
-            "exact": {"type": "boolean", "description": "Whether words may differ."},
-            "places": {"type": "array", "items": {"type": "string"}, "description": "Where to look."},
-        },
-        "required": ["query"],
-    },
-    print,
-)
+
+@dataclass
+class Call:
+    name: str
+    arguments: dict = field(default_factory=dict)
+    error: str | None = None  # why it could not be read
+
+    def as_message(self) -> dict:
+        """As it stands in an assistant message's `tool_calls`."""
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def call_format(content: str, function, content_args=None, **delimiters: str | list) -> dict:
+    """A response template for calls alone, in linear time: text that is no call is skipped."""
+    transform = {"type": "function", "function": function}
+    calls = {"repeats": True, "content": content, "content_args": content_args or {}, "transform": transform}
+    return {"start_anchor": "\0", "fields": {"tool_calls": calls | delimiters}}
+
+
+def parse_tags(text: str, schemas: list[dict]) -> list[dict]:
+    """<search>who wrote it</search>: the text is the tool's first argument, JSON where that is not to be text."""
+    functions = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+    calls, names = [], "|".join(map(re.escape, functions)) or "(?!)"
+    for name, body in re.findall(rf"<({names})>(.*?)(?:</\1>|$)", text, re.DOTALL):
+        given = {}
+        for first, schema in list(functions[name].get("properties", {}).items())[:1]:
+            given[first] = body.strip()
+            if schema.get("type") != "string":
+                with contextlib.suppress(ValueError):
+                    given[first] = json.loads(body)
+        calls.append({"name": name, "arguments": given})
+    return calls
+
+
+NAMED = {"name": "{name}", "arguments": "{content}"}
+LAX = {"allow_non_json": True}  # what is no JSON becomes a call with an error, the others of the turn are read
+FORMATS: dict[str, dict | Callable[[str, list[dict]], list[dict]]] = {
+    # <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: Qwen 2.5 and 3
+    "hermes": call_format("json", "{content}", LAX, open="<tool_call>", close="</tool_call>"),
+    # <tool_call><function=add><parameter=a>1</parameter></function></tool_call>: Qwen 3.5, Qwen3-Coder
+    "xml": call_format(
+        "xml-inline",
+        NAMED,
+        {"tag_pattern": r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"},
+        open_pattern=r"(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]*)>|<tool_call>",
+        close="</function>",
+    ),
+    # to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>: gpt-oss
+    "harmony": call_format(
+        "json",
+        NAMED,
+        LAX,
+        open_pattern=r"to=functions\.(?P<name>[\w.-]{1,200})[^{]{0,100}",
+        close=["<|call|>", "<|end|>"],
+    ),
+    # <|tool_call>call:add{a:1,b:<|"|>text<|"|>}<tool_call|>: Gemma 4
+    "gemma4": call_format(
+        "json",
+        NAMED,
+        LAX | {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        open_pattern=r"<\|tool_call>(?:call:(?P<name>\w+))?",
+        close="<tool_call|>",
+    ),
+    # {"name": "add", "parameters": {"a": 1}} and nothing else: Llama 3.1
+    "llama3_json": call_format(
+        "json",
+        {"name": "{content.name}", "arguments": "{content.parameters}"},
+        open_pattern=r'(?=\{"name")',
+        close=["<|eom_id|>", "<|eot_id|>"],
+    ),
+    # <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>: GLM 4.5
+    "glm45": call_format(
+        "xml-inline",
+        NAMED,
+        {"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"},
+        open_pattern=r"<tool_call>(?P<name>[^<\s]*)\s*",
+        close="</tool_call>",
+    ),
+    "tags": parse_tags,
+}
+OWN_WORDS = "tags"  # its calls are described by us, in the system message, whatever the template knows
+
+# What thinking begins and ends with; the second is gpt-oss's.
+THINKING = (("<think>", "</think>"), ("<|channel|>analysis<|message|>", "<|end|>"))
+
+
+def outside_thinking(text: str) -> str:
+    """A turn without its thinking, and without what stands before a first </think> where the prompt has begun that.
+    There a model says how it will call and answer, which is neither a call nor an answer yet. Thinking that has no end
+    is not told from the rest."""
+    (begin, end), *_ = THINKING
+    if end in text and begin not in (first := text.partition(end)[0]):
+        text = text[len(first) :]
+    for begin, end in THINKING:
+        *parts, rest = text.split(end)
+        text = end.join([*(part.partition(begin)[0] for part in parts), rest])
+    return text
+
+
+def read_calls(text: str, schemas: list[dict], parser: str) -> list[Call]:
+    """The calls of a turn, outside its thinking. One that cannot be read has an `error`: the model is told, and it is
+    counted.
+
+    schemas: of the tools that the model was told of, as chat templates and OpenAI's API take them. parser: a name in
+    FORMATS, or file.py:function.
+    """
+    from transformers.utils.chat_parsing import parse_response
+
+    text = outside_thinking(text)
+    how = FORMATS[parser] if parser in FORMATS else load_function(parser)
+    try:
+        if callable(how):
+            found = how(text, schemas)
+        else:
+            found = parse_response(text, how, prefix="", tools=schemas).get("tool_calls", [])
+        return [as_call(call) for call in found]
+    except Exception as error:  # of a parser of somebody's own, or of transformers' at what a model wrote
+        return [Call("", error=f"a call that cannot be read ({type(error).__name__}): {shorten(text, 200)}")]
+
+
+def as_call(found: dict) -> Call:
+    """One of `tool_calls`, with or without {"function": ...} around it; its arguments may be JSON."""
+    function = found.get("function", found) if isinstance(found, dict) else found
+    try:
+        name, arguments = function["name"], function.get("arguments", {})
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        json.dumps(arguments, allow_nan=False)
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return Call(*each_text([name, arguments], clean))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    form = '{"name": "...", "arguments": {...}} in JSON'
+    return Call("", error=f"a call must be {form}, not {shorten(function, 200)}")
+
+
+# ---- how a model is told --------------------------------------------------------------------------------------------
+
+HOW_TO_CALL = {
+    "hermes": 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.',
+    "xml": "To call one, write <function=NAME><parameter=ARGUMENT>value</parameter></function>.",
+    "tags": "To call one, write its tags with the argument between them.",
+}  # the others are for templates that say so themselves
+
+
+def instructions(schemas: list[dict], parser: str) -> str:
+    """What a system message says about the tools, for chat templates that do not say it themselves."""
+    functions = [schema["function"] for schema in schemas]
+    if parser == "tags":  # as short as the calls
+        firsts = [next(iter(f["parameters"].get("properties", {})), "") for f in functions]
+        lines = [
+            f"<{f['name']}>{first}</{f['name']}>: {f['description']}"
+            for f, first in zip(functions, firsts, strict=True)
+        ]
+    else:
+        lines = [json.dumps(function, ensure_ascii=False) for function in functions]
+    return "\n".join(["You can call these tools:", *lines, HOW_TO_CALL.get(parser, "")])
+
+
+# ---- which format a chat template writes ----------------------------------------------------------------------------
+
+KINDS = {"query": "string", "count": "integer", "exact": "boolean", "places": "array"}
+PROPERTIES = {name: {"type": kind, "description": "-"} for name, kind in KINDS.items()}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["query"]}
+PROBE = {"type": "function", "function": {"name": "look_up", "description": "-", "parameters": PARAMETERS}}
 ARGUMENTS = {"query": 'the "first" one\nof {two}', "count": 7, "exact": True, "places": ["a b", "c"]}
-OWN_WORDS = "tags"  # the parser whose calls are described by us, in the system message, whatever the template knows
+
+
+def parser_of(cfg) -> str:
+    """--tool_parser, or for an `auto` that no chat template has settled hermes."""
+    return "hermes" if cfg.tool_parser == "auto" else cfg.tool_parser
 
 
 def settled(cfg, processor):
@@ -56,149 +217,61 @@ def settled(cfg, processor):
 
 
 def parser_for(wanted: str, processor, has_own: bool = False) -> str:
-    """The name of the parser that is used for `wanted`. One of vLLM's is entered into PARSERS.
-
-    has_own: the tools are an environment's, which may have none at all."""
-    if wanted not in ("auto", *PARSERS):
-        PARSERS[wanted] = vllm_parser(wanted, processor)
-    turn, opener = rendered_call(processor) if processor.chat_template else (None, "")
-    if turn is None or wanted == OWN_WORDS:  # the system message says how to call
-        return "hermes" if wanted == "auto" else wanted
-    if turn == "" and wanted != "auto":  # nothing to compare with
+    """The name of the parser that is used for `wanted`. has_own: the tools are an environment's, if it has any."""
+    if own := getattr(tokenizer_of(processor), "response_template", None):
+        FORMATS["response_template"] = own
+    if function_path(wanted):
+        load_function(wanted)
+    elif wanted not in ("auto", *FORMATS):
+        raise ConfigError(f"--tool_parser={wanted}: allowed are auto, {', '.join(FORMATS)}, or file.py:function.")
+    turn = rendered_call(processor)
+    if turn is None and wanted == "auto":  # the system message says how to call
+        return "hermes"
+    if wanted == OWN_WORDS or (not turn and wanted != "auto"):  # nothing to compare with
         return wanted
-    if wanted != "auto" and reads_back(PARSERS[wanted], turn):
-        found = [wanted]
-    else:
-        found = readers(turn, processor) if turn else []
-    if found and wanted in ("auto", found[0]):
-        OPENERS[found[0]] = opener
-        return found[0]
+    names = dict.fromkeys(["response_template" if own else "hermes", *FORMATS])
+    found = [name for name in ([wanted] if function_path(wanted) else names) if reads_back(turn, name)]
+    if wanted in found or (found and wanted == "auto"):
+        return wanted if wanted in found else found[0]
     if wanted == "auto" and has_own:
         return OWN_WORDS
-    if found:
-        shows, remedy = f"writes {shorten(turn, 120)}, which {found[0]} reads", "Leave the flag out"
-    elif turn:
-        shows, remedy = f"writes {shorten(turn, 120)}, which no parser here reads", "Change the template"
-    else:
-        shows, remedy = "shows none", f"Name the parser, if you know it ({', '.join(all_names())})"
+    reader = f", which {found[0]} reads: leave the flag out" if found else ""
     raise ConfigError(
-        f"--tool_parser={wanted}: for a call the chat template of --model_id {shows}. {remedy}; or take {OWN_WORDS}, "
-        "with which the system message says how to call, not the template."
+        f"--tool_parser={wanted}: for a call the chat template of --model_id writes {shorten(turn, 120)}{reader}. Or "
+        f"give a function that reads it, my_calls.py:read (envs/formats.py), or {OWN_WORDS}, with which the system "
+        "message says how to call, not the template."
     )
 
 
-def all_names() -> list[str]:
-    return [*PARSERS, *(name for name in vllm_names() if name not in PARSERS)]
+def reads_back(turn: str, parser: str) -> bool:
+    return read_calls(turn, [PROBE], parser) == [Call("look_up", ARGUMENTS)]
 
 
-def rendered_call(processor) -> tuple[str | None, str]:
-    """(what the chat template writes for a turn with one call: "" if it leaves it out, None if it knows no tools; what
-    each call begins with)"""
+def rendered_call(processor) -> str | None:
+    """What the chat template writes for a turn with one call: "" if it leaves it out, None if it knows no tools."""
+    if not processor.chat_template:
+        return None
+    from inputs.prompts import is_vision, with_parts
 
     def render(messages: list[dict], tools, **options) -> str:
         messages = with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages
         return processor.apply_chat_template(messages, tools=tools, tokenize=False, **options)
 
-    def answer(name: str, arguments) -> str:
-        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": name, "arguments": arguments}}
-        return render([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], schemas)
-
-    schemas, asked = [PROBE.schema()], [{"role": "user", "content": "-"}]
+    asked, told = [{"role": "user", "content": "-"}], functools.partial(render, add_generation_prompt=True)
     try:
-        told = render(asked, schemas, add_generation_prompt=True)
-        if told == render(asked, None, add_generation_prompt=True):
-            return None, ""
-        plain = render([*asked, {"role": "assistant", "content": "-"}], schemas)
+        before = told(asked, [PROBE])
+        if before == told(asked, None):
+            return None
     except (TemplateError, TypeError, ValueError):
-        return None, ""
+        return None
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates write them as they are given
+        call = Call("look_up", arguments).as_message() | {"id": "a1b2c3d4e"}
         try:
-            whole, other = answer(PROBE.name, arguments), answer("Another", arguments)
+            whole = render([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], [PROBE])
         except (TemplateError, TypeError, ValueError):
             continue
-        turn = after(told, whole).rstrip().removesuffix(getattr(processor, "tokenizer", processor).eos_token or "")
-        if PROBE.name in turn and "two" in turn:
-            before_name = after(plain, os.path.commonprefix([whole, other])).strip()
-            return turn, before_name.split("\n")[0] if len(before_name) > 3 else ""
-    return "", ""
-
-
-def after(beginning: str, text: str) -> str:
-    """What of `text` is not in `beginning`, from their first difference on."""
-    return text[len(os.path.commonprefix([beginning, text])) :]
-
-
-def reads_back(parse: Callable, turn: str) -> bool:
-    try:
-        calls = parse(turn, {PROBE.name: PROBE})
-    except Exception:  # of a foreign parser: it is not for this text
-        return False
-    return [(call.name, call.arguments, call.error) for call in calls] == [(PROBE.name, ARGUMENTS, None)]
-
-
-def readers(turn: str, processor) -> list[str]:
-    """Names of the parsers that read this turn. One of vLLM's is looked for where none of ours does; the first that is
-    found is entered into PARSERS."""
-    found = [name for name, parse in PARSERS.items() if reads_back(parse, turn)]
-    for name in [] if found else vllm_names():
-        try:
-            parse = vllm_parser(name, processor)
-        except Exception:  # most want certain tokens in the vocabulary
-            continue
-        if reads_back(parse, turn):
-            PARSERS[name] = parse
-            return [name]
-    return found
-
-
-# ---- vLLM's parsers --------------------------------------------------------------------------------------------------
-
-
-def vllm_names() -> list[str]:
-    try:
-        from vllm.tool_parsers import ToolParserManager
-    except ImportError:
-        return []
-    return ToolParserManager.list_registered()
-
-
-def vllm_parser(name: str, processor) -> Callable[[str, dict[str, Tool]], list[Call]]:
-    """vLLM's parser of this name as one of ours. ConfigError if there is none, or this tokenizer is not for it."""
-    if name not in (names := vllm_names()):
-        allowed = ", ".join(["auto", *all_names()]) + ("" if names else "; more with vllm installed")
-        raise ConfigError(f"--tool_parser={name}: allowed are {allowed}.")
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # of every text that is no call, with traceback
-    tokenizer, kind = getattr(processor, "tokenizer", processor), ToolParserManager.get_tool_parser(name)
-
-    @functools.lru_cache(maxsize=64)  # tools may differ by row
-    def made(schemas: str):
-        tools = json.loads(schemas)
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=tools, model="")
-        return kind(tokenizer, request.tools), request
-
-    def parse(text: str, tools: dict[str, Tool]) -> list[Call]:
-        parser, request = made(json.dumps([tool.schema() for tool in tools.values()]))
-        try:
-            found = parser.extract_tool_calls(text, request).tool_calls
-            return [read(call.function.name, call.function.arguments) for call in found]
-        except Exception as error:  # at what a model wrote
-            return [Call("", error=f"a call that cannot be read ({type(error).__name__}): {shorten(text, 200)}")]
-
-    try:
-        made(json.dumps([PROBE.schema()]))
-    except Exception as error:
-        raise ConfigError(f"--tool_parser={name} is not for the tokenizer of --model_id: {error}") from error
-    return parse
-
-
-def read(name: str, arguments: str) -> Call:
-    try:
-        given = json_of(arguments or "{}")
-        if isinstance(given, dict):
-            return Call(each_text(name, clean), given)
-    except (ValueError, RecursionError):
-        pass
-    return Call(name, error=f"arguments must be a JSON object, not {shorten(arguments, 200)}")
+        turn = whole[len(os.path.commonprefix([before, whole])) :].rstrip()
+        turn = turn.removesuffix(tokenizer_of(processor).eos_token or "")
+        if "look_up" in turn and "two" in turn:
+            return turn
+    return ""

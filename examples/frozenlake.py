@@ -5,9 +5,7 @@ python examples/run.py frozenlake      # warm start, three seeds beside a live s
 
 import random
 
-from games import careless
-
-from envs.games import MOVES, FrozenLake, moved
+from games import MOVES, FrozenLake, careless, moved
 
 
 def demonstrate(row: dict, lake: FrozenLake, answers: list) -> str:

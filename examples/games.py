@@ -1,4 +1,5 @@
-"""Rows for games: a seed each, held-out ones never met in training. What the prompt says is the environment's matter.
+"""FrozenLake and Sokoban, made from a seed and always solvable, and rows for games: a seed each, held-out ones never
+met in training. What the prompt says is the environment's matter.
 
     python rollouts.py --env frozenlake --policy random            # play one first: no model, no server
     ... --env frozenlake --dataset_id examples/games.py:rows       # also sokoban, gymnasium?id=..., textarena?id=...
@@ -7,9 +8,216 @@ The reward is the environment's, turn by turn. Watch rewards/environment/success
 sokoban.py are played from start to end.
 """
 
+import math
 import random
+import re
 
-from envs.games import MOVES
+from config import ConfigError
+from envs.base import Environment
+
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+
+
+def read_move(text: str) -> str | None:
+    """The move in the last <answer>...</answer>, or None."""
+    found = re.findall(r"<answer>\s*(\w+)\s*</answer>", text)
+    return found[-1].lower() if found and found[-1].lower() in MOVES else None
+
+
+def allowed(game: str, name: str, value: float, right: bool, what: str) -> None:
+    if not right:  # else making a level would never end
+        raise ConfigError(f"--env {game}: {name}={value}; allowed is {what}.")
+
+
+class FrozenLake(Environment):
+    """Walk over a frozen lake to the goal without falling into a hole (gymnasium's toy text game).
+
+    The map comes from the seed and always has a way. An invalid action costs `penalty` and does not move; on slippery
+    ice a move goes sideways two times in three. Reaching the goal earns 1. `compass` adds how far the goal is and
+    which way: small models read no maps.
+    """
+
+    def __init__(
+        self,
+        size: int = 4,
+        frozen: float = 0.8,
+        slippery: bool = False,
+        penalty: float = 0.1,
+        compass: bool = False,
+    ):
+        allowed("frozenlake", "size", size, size >= 2, "at least 2")
+        allowed("frozenlake", "frozen", frozen, 0 < frozen <= 1, "a share above 0, at most 1")
+        self.size, self.frozen, self.slippery, self.penalty = size, frozen, slippery, penalty
+        self.compass = compass
+
+    def reset(self, row, seed):
+        self.random = random.Random(seed)
+        while True:
+            cells = [
+                ["." if self.random.random() < self.frozen else "O" for _ in range(self.size)] for _ in range(self.size)
+            ]
+            start, goal = self.random.sample([(r, c) for r in range(self.size) for c in range(self.size)], 2)
+            cells[start[0]][start[1]], cells[goal[0]][goal[1]] = ".", "G"
+            if reachable(cells, start, goal):
+                break
+        self.cells, self.place, self.goal = cells, start, goal
+        rules = "P is you, G the goal, O a hole, . ice. Answer each time with one move: <answer>Left</answer>, "
+        rules += "<answer>Down</answer>, <answer>Right</answer> or <answer>Up</answer>."
+        if self.slippery:
+            rules += " The ice is slippery: you may slide sideways."
+        return [{"role": "user", "content": f"Walk to G without falling into a hole. {rules}\n{self.picture()}"}]
+
+    def picture(self) -> str:
+        shown = [row[:] for row in self.cells]
+        shown[self.place[0]][self.place[1]] = "P"
+        lines = [" ".join(row) for row in shown]
+        if self.compass:
+            lines.append(f"To G: {way(self.place, self.goal)}.")
+        return "\n".join(lines)
+
+    async def step(self, text):
+        move = read_move(text)
+        if move is None:
+            message = f"That is no move. Answer with <answer>Left</answer>, Down, Right or Up.\n{self.picture()}"
+            return [{"role": "user", "content": message}], -self.penalty, False, {"valid": 0.0, "effective": 0.0}
+        if self.slippery:
+            names = list(MOVES)  # neighbours in this order are at right angles
+            move = names[(names.index(move) + self.random.choice([-1, 0, 1])) % 4]
+        before = self.place
+        ahead = moved(before, MOVES[move])
+        if all(0 <= x < self.size for x in ahead):
+            self.place = ahead
+        won, lost = self.place == self.goal, self.cells[self.place[0]][self.place[1]] == "O"
+        info = {"valid": 1.0, "effective": float(self.place != before)}
+        return [{"role": "user", "content": self.picture()}], float(won), won or lost, info
+
+    def state(self):
+        return self.place
+
+    def metrics(self):
+        return {"success": float(self.place == self.goal)}
+
+    def actions(self):
+        return [f"<answer>{move.capitalize()}</answer>" for move in MOVES]
+
+
+def reachable(cells: list[list[str]], start: tuple[int, int], goal: tuple[int, int]) -> bool:
+    """Whether a way over ice leads from start to goal."""
+    seen, todo = {start}, [start]
+    while todo:
+        here = todo.pop()
+        for by in MOVES.values():
+            place = moved(here, by)
+            inside = 0 <= place[0] < len(cells) and 0 <= place[1] < len(cells)
+            if inside and place not in seen and cells[place[0]][place[1]] != "O":
+                seen.add(place)
+                todo.append(place)
+    return goal in seen
+
+
+class Sokoban(Environment):
+    """Push every box onto a target, on a grid with walls all around; boxes are pushed one at a time, never pulled.
+
+    -0.1 a step, +1 and -1 for a box pushed onto and off a target, +10 when all are on one; an invalid action costs as
+    a step does. The level comes from the seed, made by pulling boxes off their targets, so that it can be solved.
+    `compass` says of each box where it is and where the nearest free target, as FrozenLake's.
+    """
+
+    def __init__(self, size: int = 6, boxes: int = 1, walls: float = 0.1, pulls: int = 12, compass: bool = False):
+        most = size // 2  # of more, few levels have all boxes off their targets
+        allowed("sokoban", "size", size, size >= 5, "at least 5, the walls around it included")
+        allowed("sokoban", "boxes", boxes, 1 <= boxes <= most, f"from 1 to {most} at size {size}")
+        allowed("sokoban", "walls", walls, 0 <= walls <= 0.3, "from 0 to .3, the share of cells that are walls")
+        self.size, self.count, self.walls, self.pulls, self.compass = size, boxes, walls, pulls, compass
+
+    def reset(self, row, seed):
+        chance = random.Random(seed)
+        inner = [(r, c) for r in range(1, self.size - 1) for c in range(1, self.size - 1)]
+        while True:
+            self.blocked = {place for place in inner if chance.random() < self.walls}
+            free = [place for place in inner if place not in self.blocked]
+            if len(free) > 2 * self.count + 1:
+                self.targets = set(chance.sample(free, self.count))
+                self.boxes = set(self.targets)
+                self.place = chance.choice([place for place in free if place not in self.boxes])
+                self.scramble(chance)
+                if not self.boxes & self.targets:
+                    break
+        rules = (
+            "# is a wall, P you, B a box, T a target, * a box on a target. Push every box onto a target. Answer each "
+        )
+        rules += "time with one move: <answer>Left</answer>, <answer>Down</answer>, <answer>Right</answer> or "
+        return [{"role": "user", "content": f"{rules}<answer>Up</answer>.\n{self.picture()}"}]
+
+    def open(self, place) -> bool:
+        return all(0 < x < self.size - 1 for x in place) and place not in self.blocked
+
+    def free(self, place) -> bool:
+        return self.open(place) and place not in self.boxes
+
+    def scramble(self, chance) -> None:
+        """Walk about at random, pulling a box along whenever one is behind."""
+        pulled = 0
+        for _ in range(400):
+            by = chance.choice(list(MOVES.values()))
+            ahead, behind = moved(self.place, by), moved(self.place, by, -1)
+            if not self.free(ahead):
+                continue
+            if behind in self.boxes:
+                self.boxes = self.boxes - {behind} | {self.place}
+                pulled += 1
+            self.place = ahead
+            if pulled >= self.pulls and not self.boxes & self.targets:
+                return
+
+    def picture(self) -> str:
+        def cell(place):
+            if place == self.place:
+                return "P"
+            if place in self.boxes:
+                return "*" if place in self.targets else "B"
+            return "#" if not self.open(place) else "T" if place in self.targets else "."
+
+        lines = [" ".join(cell((r, c)) for c in range(self.size)) for r in range(self.size)]
+        for box in sorted(self.boxes - self.targets) if self.compass else ():
+            target = min(self.targets - self.boxes, key=lambda target: math.dist(box, target))
+            lines.append(f"To B: {way(self.place, box)}. From B to T: {way(box, target)}.")
+        return "\n".join(lines)
+
+    async def step(self, text):
+        move = read_move(text)
+        if move is None:
+            message = f"That is no move. Answer with <answer>Left</answer>, Down, Right or Up.\n{self.picture()}"
+            return [{"role": "user", "content": message}], -0.1, False, {"valid": 0.0, "effective": 0.0}
+        by, before, reward = MOVES[move], self.place, -0.1
+        ahead, beyond = moved(self.place, by), moved(self.place, by, 2)
+        if ahead in self.boxes and self.free(beyond):
+            self.boxes = self.boxes - {ahead} | {beyond}
+            reward += (beyond in self.targets) - (ahead in self.targets)
+        if self.free(ahead):
+            self.place = ahead
+        done = self.boxes == self.targets
+        info = {"valid": 1.0, "effective": float(self.place != before)}
+        return [{"role": "user", "content": self.picture()}], reward + 10.0 * done, done, info
+
+    def state(self):
+        return self.place, frozenset(self.boxes)
+
+    def metrics(self):
+        return {"success": float(self.boxes == self.targets)}
+
+    def actions(self):
+        return [f"<answer>{move.capitalize()}</answer>" for move in MOVES]
+
+
+def moved(place: tuple[int, int], by: tuple[int, int], times: int = 1) -> tuple[int, int]:
+    return place[0] + times * by[0], place[1] + times * by[1]
+
+
+def way(start: tuple[int, int], goal: tuple[int, int]) -> str:
+    """Such as "2 Down, 1 Left"."""
+    steps = zip(start, goal, (("Up", "Down"), ("Left", "Right")), strict=True)
+    return ", ".join(f"{abs(b - a)} {names[b > a]}" for a, b, names in steps if a != b)
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:

@@ -5,9 +5,7 @@ python examples/run.py sokoban      # warm start, two seeds
 
 import random
 
-from games import careless
-
-from envs.games import MOVES, Sokoban, moved
+from games import MOVES, Sokoban, careless, moved
 
 
 def demonstrate(row: dict, game: Sokoban, answers: list) -> str:

@@ -9,7 +9,7 @@ import re
 
 from published import published
 
-from envs.tools import instructions, read_calls
+from envs.formats import instructions, read_calls
 from scoring.text import completion_text
 
 KINDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
@@ -55,7 +55,7 @@ def calls(completions, wanted, **columns) -> list[dict | None]:
             scores.append(None)
             continue
         right = json.loads(right) if isinstance(right, str) else right
-        given = read_calls(completion_text(completion), {}, "hermes")
+        given = read_calls(completion_text(completion), [], "hermes")
         share = paired(right, given) / max(len(given), len(right), 1) if given or right else 1.0
         scores.append({"reward": 0.5 * share + 0.5 * (share == 1), "arguments": share, "exact": float(share == 1)})
     return scores

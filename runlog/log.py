@@ -39,7 +39,6 @@ from rich.console import Console
 
 from cli import NotNow
 from config import PRESETS, ConfigError, public_config
-from envs import mcp_tools
 from inputs.parts import without_sources
 from plugins import require
 from runlog import tokens
@@ -305,8 +304,6 @@ class RunLog:
         self.cfg, self.lock = cfg, lock or claim_run(cfg)
         self.dir = Path(self.lock.name).parent
         self.metrics_path = self.dir / "metrics.jsonl"
-        if any(own.mcp_config for own in cfg.by_domain()):
-            mcp_tools.log_to(self.dir / "mcp.log")
         self.num_steps = num_steps or cfg.max_steps
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
         self.state |= {"host": socket.gethostname(), "started": time.time(), "updated": time.time(), "why": ""}

@@ -128,7 +128,6 @@ async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
         await rollouts.reset(environment, row, own, processor)
         if not hasattr(environment, "toolbox"):
             raise ConfigError(f"--call: this run has no tools; --tools and --mcp_config name some (--env {own.env})")
-        await environment.enter_servers([wanted])
         messages, events = await environment.toolbox.run([wanted], environment.tools)
     finally:
         await rollouts.put_away(environment, row, False, own)

@@ -43,12 +43,6 @@ def remember(text: str, ctx: Context) -> str:
 
 
 @server.tool()
-def surroundings(name: str) -> str:
-    """Its arguments, folder, and an environment variable."""
-    return f"{sys.argv[1:]} {os.getcwd()} {os.environ.get(name)}"
-
-
-@server.tool()
 def fail(text: str) -> str:
     """Raises."""
     raise ToolError(f"cannot {text}")

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 from server_fixture import make_tiny
 from test_judge import served  # noqa: F401 - a fixture
-from test_tools import WRITTEN, three_turns
 
 import train_grpo as script
 import train_ppo
 from config import ConfigError, TrainConfig
-from envs import FrozenLake
 from envs.adapters import environment_maker, get_environment
-from envs.games import MOVES, Sokoban
+from examples.games import MOVES, FrozenLake, Sokoban
 from runlog.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -261,12 +259,3 @@ def test_played_from_the_command_line(tmp_path):
     done = subprocess.run(command, input=said, **run)
     assert done.returncode == 0 and "[tool] a red door" in done.stdout, done.stderr
     assert "mean reward of 1 trajectories: none" in done.stdout
-
-
-# ---- formats of calls that vLLM reads -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parser", ["glm45", "llama3_json"])
-def test_three_turns_in_a_format_that_vllm_reads(parser):
-    assert parser in WRITTEN
-    three_turns(parser)

@@ -18,9 +18,8 @@ from PIL import Image
 from server_fixture import free_port
 
 from config import ConfigError, TrainConfig
-from envs import ToolEnvironment, mcp_tools
-from envs.mcp_tools import get_tools
-from envs.tools import Call, Toolbox
+from envs import ToolEnvironment, mcp
+from envs.tools import Call, Toolbox, get_tools
 from safety import secrets
 
 START = 60.0  # seconds a server may take to start
@@ -72,7 +71,7 @@ def http(request):
 @pytest.fixture(autouse=True)
 def ended():
     yield
-    mcp_tools.close_all()
+    mcp.close_all()
 
 
 def write(tmp_path, **servers) -> Path:
@@ -118,12 +117,11 @@ def test_calls(toolbox):
     assert long == "x" * 1000 + "... (999000 more characters)"
 
     (parts, _), (text, _) = run(toolbox, ("everything", {}), ("structured", {}))
-    assert [part["type"] for part in parts] == ["text"] * 5 + ["image", "text"]
-    first, link, embedded, binary, where, _, audio = [part.get("text") for part in parts]
-    assert first == "first" and link == "[resource hosts: file:///etc/hosts, text/plain] the hosts"
-    assert embedded == "[resource file:///etc/hosts]\n127.0.0.1 home" and where == "[resource file:///a.png]"
-    assert binary == "[resource file:///a.zip: application/zip, 5 bytes, not shown]"
-    assert audio == "[audio: audio/wav, 3 bytes, not shown]" and text == '{"temperature": 21, "sky": "küstenklar"}'
+    first, link, embedded, binary, picture, audio = parts
+    assert first["text"] == "first" and link["text"] == "[resource hosts: file:///etc/hosts] the hosts"
+    assert embedded["text"] == "[resource file:///etc/hosts]\n127.0.0.1 home" and picture["type"] == "image"
+    assert "application/zip, not shown" in binary["text"] and "audio/wav, not shown" in audio["text"]
+    assert text == '{"temperature": 21, "sky": "küstenklar"}'
 
     # Whatever it does, text to the model, in the time of one call; a server that was started here is started again.
     (hung, failed), (fine, _) = run(toolbox, ("hang", {}), ("echo", {"text": "hi"}))
@@ -146,21 +144,19 @@ def test_nothing_is_left_running(tmp_path):
     assert len(started) == 2
     pids = {text.rpartition(" ")[2] for text, _ in run(box, *[("echo", {"text": "", "seconds": 0.5})] * 6)}
     assert {int(pid) for pid in pids} == started  # calls go to the least busy
-    mcp_tools.close_all()
+    mcp.close_all()
     assert not children() - before
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{]", "cannot be read, line 1: not valid json"),
-        ('{"tools": {}}', "cannot be read"),
+        ("{]", "cannot be read"),
         ('{"mcpServers": {"a": {}}}', "either a command"),
-        ('{"mcpServers": {"a": {"command": "x", "isolated": true}}}', "unknown isolated; did you mean isolate"),
         ('{"mcpServers": {"a": {"command": "x", "args": ["${NO_SUCH}"]}}}', "a: the environment variable NO_SUCH"),
-        ('{"mcpServers": {"a": {"command": "x", "args": ["${TRAJECTORY_DIR}/a.db"]}}}', 'needs "isolate": true'),
+        ('{"mcpServers": {"a": {"command": "x", "args": ["${TRAJECTORY_DIR}/a.db"]}}}', '"isolate": true'),
         ('{"mcpServers": {"a": {"command": "no-such-command"}}}', "server 'a' did not start"),
-        ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "is something listening at http"),
+        ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "server 'a' did not start"),
     ],
 )
 def test_mistakes_in_the_file(content, message, tmp_path):
@@ -226,11 +222,10 @@ def test_a_lost_session_is_opened_again(tmp_path):
         assert say(environment, call("remember", text="a")) == ["a"]
         process.kill()
         process.wait()
-        for _ in range(6):  # however often it was called meanwhile
+        for _ in range(3):  # however often it was called meanwhile
             assert "Error" in say(environment, call("remember", text="b"))[0]
         process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
         wait_for(port)
-        time.sleep(2)  # until it is tried again
         assert say(environment, call("remember", text="c")) == ["c"]
         asyncio.run(environment.close())
     finally:
@@ -244,28 +239,24 @@ def test_a_token_over_http_and_sse(http, tmp_path, request):
     box = make(write(tmp_path, test={"url": url, "headers": {"Authorization": "Bearer t0ken"}}))
     ((text, failed),) = run(box, ("echo", {"text": "hi"}))
     assert text.startswith("hi from") and not failed
-    with pytest.raises(ConfigError, match=rf"server 'test' at {url} refused the token \(401\); check headers.Auth"):
-        make(write(tmp_path, test={"url": url + "?key=secret", "headers": {"Authorization": "Bearer wrong"}}))
-    with pytest.raises(ConfigError, match=r"wants a token \(401\); give headers.Authorization"):
-        make(write(tmp_path, test={"url": url}))
+    with pytest.raises(ConfigError, match="server 'test' did not start: .*401"):
+        make(write(tmp_path, test={"url": url, "headers": {"Authorization": "Bearer wrong"}}))
 
 
 def test_what_a_server_tells_of_its_secrets_is_masked(tmp_path, monkeypatch):
-    """In its log, which nobody else can read, and in the message that quotes it."""
+    """In the message that quotes its last lines; nobody else can read its log."""
     monkeypatch.setattr(secrets, "_learned", set())
     monkeypatch.setenv("WIKI_AUTH", "wiki-word-1234")
     program = "import os, sys; print(*os.environ.values(), *sys.argv, file=sys.stderr); sys.exit(3)"
     settings = {"command": sys.executable, "args": ["-c", program], "env": {"A": "${WIKI_AUTH}", "B": "literal-567"}}
     path = write(tmp_path, test=settings)
-    mcp_tools.log_to(log := tmp_path / "mcp.log")
     with pytest.raises(ConfigError, match="did not start") as caught:
         make(path)
-    for text in (str(caught.value), log.read_text(encoding="utf-8")):
-        assert "***" in text and not re.search("wiki-word-1234|literal-567", text)
-    assert log.stat().st_mode & 0o777 == 0o600
+    assert "***" in str(caught.value) and not re.search("wiki-word-1234|literal-567", str(caught.value))
+    assert mcp.log_folder().stat().st_mode & 0o777 == 0o700
 
 
 def test_a_server_that_never_starts_is_ended(tmp_path):
-    with pytest.raises(ConfigError, match="did not start within 1 s"):
-        mcp_tools.connect(write(tmp_path, test={"command": "sleep", "args": ["600"]}), 1.0)
+    with pytest.raises(ConfigError, match="did not start: not within 1 s"):
+        mcp.connect(write(tmp_path, test={"command": "sleep", "args": ["600"]}), 1.0)
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "sleep"]

@@ -1,11 +1,10 @@
 """Tools and the calls of them: several at once within limits, faults answered, every template's format of calls."""
 
 import asyncio
-import http.server
+import datetime
 import json
-import re
-import threading
 import time
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -15,8 +14,8 @@ from transformers import AutoTokenizer
 
 from config import ConfigError
 from envs import formats
-from envs.mcp_tools import get_tools
-from envs.tools import OPENERS, PARSERS, Call, Tool, Toolbox, agent_tool, from_function, model_tool
+from envs.formats import Call, read_calls
+from envs.tools import Tool, Toolbox, from_function, get_tools
 from inputs.prompts import shown_by
 from rollouts import play
 
@@ -110,20 +109,10 @@ def test_limits_and_cache():
 # ---- arguments and results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "schema, arguments, fault",
-    [
-        (object_of(n={"type": "integer"}), {"n": "1"}, "f, n: '1' is not of type 'integer'"),
-        (object_of(n={"type": "integer", "nullable": True}), {"n": None}, None),
-        (object_of(n={"anyOf": [{"type": "integer"}, {"type": "null"}]}), {"n": None}, None),
-        ({"type": "object", "additionalProperties": {"type": "integer"}}, {"n": "1"}, "f, n: '1' is not of type"),
-        (object_of(), {"n": 1}, "takes no arguments, not n"),
-        (object_of(n={"$ref": "#/$defs/lost"}), {"n": 1}, None),  # what cannot be checked is the tool's to refuse
-    ],
-)
-def test_arguments_are_checked_by_their_schema(schema, arguments, fault):
-    ((answer), _) = run_tools(config(), [Call("f", arguments)], Tool("f", "", schema, lambda **given: "fine"))
-    assert re.search(fault or "^fine$", answer[0]["content"])
+@dataclass
+class Place:
+    x: int
+    y: int
 
 
 def test_a_function_with_hints_is_a_tool():
@@ -139,12 +128,28 @@ def test_a_function_with_hints_is_a_tool():
         return [a, b, c, d]
 
     given = {"a": None, "b": None, "c": [1, None]}
-    wrong = ({"a": "1"}, {"b": "z"}, {"c": ["1"]}, {"d": 1})
+    wrong = ({"a": "x"}, {"b": "z"}, {"c": ["x"]}, {"d": 1})
     answers, events = run_tools(
         config(), [Call("several", given | one) for one in ({}, *wrong)], from_function(several)
     )
     assert [event["failed"] for event in events] == [0, 1, 1, 1, 1]
-    assert answers[0]["content"] == "[null, null, [1, null], null]" and "several, c.0: '1'" in answers[3]["content"]
+    assert answers[0]["content"] == "[null, null, [1, null], null]"
+    assert answers[3]["content"].startswith("Error: several, c: 0")
+
+    def moved(to: Place, days: list[datetime.date]) -> str:
+        """Moves.
+
+        Args:
+            to: where
+            days: when
+        """
+        return f"{to.x + to.y} on {days[0].year}"
+
+    tool = from_function(moved)
+    assert tool.parameters["properties"]["to"]["properties"].keys() == {"x", "y"}
+    calls = [Call("moved", {"to": {"x": 1, "y": y}, "days": ["2026-05-01"]}) for y in (2, "no")]
+    answers, _ = run_tools(config(), calls, tool)
+    assert answers[0]["content"] == "3 on 2026" and "moved, to: y Input should be" in answers[1]["content"]
 
     def nothing(a): ...
 
@@ -185,48 +190,15 @@ def test_rows_choose_tools_and_arguments():
     assert say(environment, "add", a=1, b=2)[0] == "Error: add takes a, not b"
     environment.reset({"prompt": "?", "tools_kwargs": {"other": {"user": "me"}}}, 0)
     assert say(environment, "other", x=1)[0] == '{"user": "me", "x": 1}'
-    assert say(environment, "other", user="you")[0] == "Error: other takes no arguments, not user"
     environment.reset({"prompt": "?", "tools": []}, 0)
     assert environment.instructions == "" and environment.tools == {}
     for row, message in (
         ({"tools": ["sub"]}, "unknown name 'sub'"),
-        ({"tools": "add"}, "'add' is text; give a list of names"),
+        ({"tools": "add"}, "give a list of names"),
         ({"tools_kwargs": {"add": {"c": 1}}}, "unknown name 'c'"),
     ):
         with pytest.raises(ConfigError, match=message):
             environment.reset({"prompt": "?"} | row, 0)
-
-
-class Talker(http.server.BaseHTTPRequestHandler):
-    """Calls `add` until it has read a sum, then says it."""
-
-    def do_POST(self):
-        messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
-        last = messages[-1]["content"]
-        call = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
-        said = f"It is {last}." if last.isdigit() else "Who knows." if len(messages) == 1 else call
-        body = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-        self.send_response(200 if self.headers["Authorization"] == "Bearer secret" else 401)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args): ...
-
-
-def test_a_model_and_an_agent_as_tools():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Talker)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, cfg = f"http://127.0.0.1:{server.server_address[1]}/v1", config(max_turns=3)
-    tools = [
-        model_tool("model", "", url, "m", "secret"),
-        agent_tool("agent", "", [from_function(add)], cfg, url, "m", "secret"),
-        model_tool("locked", "", url, "m", "wrong"),
-    ]
-    answers, events = run_tools(cfg, [Call(tool.name, {"question": "What is 20 + 22?"}) for tool in tools], *tools)
-    assert [answer["content"] for answer in answers[:2]] == ["Who knows.", "It is 42."]
-    assert "answered 401" in answers[2]["content"] and [event["failed"] for event in events] == [0, 0, 1]
-    server.shutdown()
 
 
 # ---- formats of calls -----------------------------------------------------------------------------------------------
@@ -240,31 +212,38 @@ XML = "<function=add><parameter=a>\n2\n</parameter><parameter=b>3</parameter></f
     [
         ("hermes", f"First {HERMES} and {HERMES}", [("add", {"a": 2, "b": 3})] * 2),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [("add", {"a": 1})]),
-        ("hermes", "<tool_call>{'name': add}</tool_call>", ["must be"]),
+        ("hermes", "<tool_call>{'name': add}</tool_call>" + HERMES, ["must be", ("add", {"a": 2, "b": 3})]),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', ["must be"]),
         ("hermes", "It is 5.", []),
         ("xml", XML, [("add", {"a": 2, "b": 3})]),
-        ("xml", "<function=say><parameter=text>2</parameter></function>", [("say", {"text": "2"})]),
-        ("xml", "<function=add><parameter=a>2</parameter>", ["must end"]),
+        ("xml", "<function=say><parameter=text>\n  2\n</parameter></function>", [("say", {"text": "  2"})]),
+        ("xml", "<tool_call> add 2 to 3", ["cannot be read"]),
         ("tags", "I <say>hello</say>, <other>you</other>", [("say", {"text": "hello"})]),
-        ("tags", "<say>hello", ["must end"]),
+        ("gemma4", '<|tool_call>call:say{text:<|"|>a "b"<|"|>}<tool_call|>', [("say", {"text": 'a "b"'})]),
         (
             "harmony",
             'to=functions.add <|message|>{"a": 1}<|call|>assistant to=functions.say<|message|>{"text": "to=x"}',
             [("add", {"a": 1}), ("say", {"text": "to=x"})],
         ),
-        ("harmony", "to=functions.add <|message|>[1]<|call|>", ["must be a JSON object"]),
+        (f"{__file__}:my_format", "add 1", [("add", {"a": 1})]),
+        (f"{__file__}:my_format", "add x", ["cannot be read"]),
     ],
 )
 def test_parsers(parser, text, wanted):
-    tools = {"add": from_function(add), "say": Tool("say", "", object_of(text={"type": "string"}), print)}
-    calls = PARSERS[parser](text, tools)
+    tools = [from_function(add), Tool("say", "", object_of(text={"type": "string"}), print)]
+    calls = read_calls(text, [tool.schema() for tool in tools], parser)
     assert len(calls) == len(wanted)
     for call, want in zip(calls, wanted, strict=True):
         if isinstance(want, str):
             assert want in call.error
         else:
             assert (call.name, call.arguments, call.error) == (*want, None)
+
+
+def my_format(text: str, schemas: list[dict]) -> list[dict]:
+    """A parser of somebody's own."""
+    name, number = text.split()
+    return [{"name": name, "arguments": {"a": int(number)}}]
 
 
 TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -321,22 +300,19 @@ def played(tokenizer, cfg, *turns: str):
     return t, tokenizer.decode([i for i, mask in zip(t.token_ids, t.loss_mask, strict=True) if not mask])
 
 
-def three_turns(parser: str) -> None:
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_three_turns_in_a_templates_own_format(parser):
     """--tool_parser auto finds what reads the calls that the template writes; one that cannot be read is answered."""
     tokenizer = tokenizer_with(*WRITTEN[parser])
     cfg = formats.settled(config(tool_parser="auto"), tokenizer)
-    assert cfg.tool_parser == parser and OPENERS[parser] in call_of(tokenizer, a=1, b=2)
-    call, broken = call_of(tokenizer, a=20, b=3), f"{OPENERS[parser]} add 20 to 3"
+    assert cfg.tool_parser == parser
+    call = call_of(tokenizer, a=20, b=3)
+    broken = call[: call.index("add") + 3]
     t, given = played(tokenizer, cfg, broken, call, "It is 23.")
     first, second, third = (turn["info"]["calls"] for turn in t.info["turns"])
     assert first[0]["failed"] and first[0]["result"].startswith("Error: ")
     assert [(c["name"], c["arguments"], c["failed"]) for c in second] == [("add", {"a": 20, "b": 3}, 0.0)] and not third
     assert given.count("23") == 1 and "add" in tokenizer.decode(t.prompt_ids)
-
-
-@pytest.mark.parametrize("parser", [parser for parser in WRITTEN if parser in PARSERS])
-def test_three_turns_in_a_templates_own_format(parser):
-    three_turns(parser)
 
 
 def test_another_parser_than_the_templates_is_refused_at_start():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from config import ConfigError, TrainConfig, load_config
-from envs.mcp_tools import read_servers
+from envs.mcp import read_servers
 from runlog.log import RunLog, kept_name
 
 ROW = {
