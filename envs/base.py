@@ -90,11 +90,12 @@ class ToolEnvironment(Environment):
     """
 
     begun = ""  # what the prompt has begun the answer with: "<think>\n"
+    schemas: list[dict] = []  # of the tools
+    servers: TrajectoryServers | None = None  # where a tool is of an isolated MCP server
     step_timeout = math.inf  # calls have limits of their own, and may wait for their turn
 
     def __init__(self, toolbox: Toolbox, cfg):
         self.toolbox, self.parser = toolbox, parser_of(cfg)
-        self.servers: TrajectoryServers | None = None  # where a tool is of an isolated MCP server
 
     def reset(self, row, seed):
         tools = self.toolbox.tools

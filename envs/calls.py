@@ -94,15 +94,17 @@ def checked_messages(messages, whose: str, processor=None, most: int | None = No
     try:
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         read = [each_text({"role": m["role"]} | in_usual_form(m), clean) for m in messages]
-        whole = [m["content"] for m in read if parts_of(m["content"])]
+        for m in read:
+            parts_of(m["content"])  # PartError for what is neither text nor parts
     except (PartError, TypeError, KeyError, AttributeError) as error:
         form = '[{"role": "user", "content": "..."}]'
         fault = f"{whose} must give chat messages, such as {form}; it gave {shorten(messages)} ({error})"
         raise TrajectoryError(fault) from error
     if most is not None:
-        read = [m | {"content": cut(m["content"], most)} for m in read]
-        if [m["content"] for m in read if m["content"]] != whole:
+        shown = [m | {"content": cut(m["content"], most)} for m in read]
+        if shown != read:
             warn_once(f"{whose} gave a message over --max_tool_result {most} characters: the model sees its beginning.")
+        read = shown
     if processor is None or is_vision(processor):
         return read
     return [m | {"content": as_text(m["content"], whose)} for m in read]
