@@ -10,7 +10,7 @@ from config import ConfigError, TrainConfig
 from data import load_rows
 from envs import adapters
 from envs.calls import call_environment, checked_step, put_away, reset
-from envs.tools import HOW_TO_CALL, chat, named_tools
+from envs.tools import chat, named_tools
 from inputs.parts import text_of_parts
 from safety import secrets
 from safety.sandbox import check_contained
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--env", help="name in ENVIRONMENTS or file.py:Class; NAME?key=value sets arguments")
     parser.add_argument("--tools", nargs="*", default=[], help="instead: names in TOOLS or file.py:function")
     parser.add_argument("--mcp_config", help="and, or instead: JSON file with `mcpServers`")
-    parser.add_argument("--tool_parser", choices=list(HOW_TO_CALL), default="hermes", help="how calls are written")
+    parser.add_argument("--tool_parser", default="hermes", help="how calls are written (envs/formats.py)")
     parser.add_argument("--tool_timeout", type=float, default=30.0, help="seconds a call, reset or step may take")
     parser.add_argument("--dataset_id", help="play its rows, as the train scripts take them")
     parser.add_argument("--policy", choices=["random", "hand", "openai", "server"], default="random")
