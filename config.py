@@ -75,7 +75,6 @@ class TrainConfig:
     max_prompt_length: int = 1024  # prompts with more tokens (of images, too) are left out, and counted
     max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
     min_pixels: int | None = None  # smaller images are scaled up to it
-    check_images: bool = False  # decode every image at start; else, of large data sets, a sample of 400 megapixels
     domains: list[dict] = field(
         default_factory=list
     )  # data sets with rewards, tools, limits of their own: see domains.py

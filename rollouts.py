@@ -394,14 +394,12 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     group_sizes(rows, cfg)
     if not (cfg.tools or cfg.mcp_config or cfg.env) and len(rows) and rows[0].get("tools") and not own_schemas(rows[0]):
         say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")
-    # A resumed run has to have the rows that it had, damaged ones too.
-    decode = "all" if cfg.check_images else "none" if cfg.resume else "some"
     if (cfg.tools or cfg.mcp_config) and not cfg.env:
         environment = adapters.environment_maker(cfg)()
         shown = [begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in rows]
-        lengths = prompt_lengths(shown, name, processor, cfg, decode)
+        lengths = prompt_lengths(shown, name, processor, cfg)
     else:
-        lengths = prompt_lengths(rows, name, processor, cfg, decode)
+        lengths = prompt_lengths(rows, name, processor, cfg)
     if os.environ.get("RANK", "0") == "0" and (said := special_text_in(rows, processor, cfg)):
         print(f"{name}: {said}")
     return lengths

@@ -251,11 +251,10 @@ def rendered_call(processor) -> str | None:
     """What the chat template writes for a turn with one call: "" if it leaves it out, None if it knows no tools."""
     if not processor.chat_template:
         return None
-    from inputs.prompts import is_vision, with_parts
+    from inputs.prompts import normal
 
     def render(messages: list[dict], tools, **options) -> str:
-        messages = with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages
-        return processor.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return processor.apply_chat_template(normal(messages, processor), tools=tools, tokenize=False, **options)
 
     asked, told = [{"role": "user", "content": "-"}], functools.partial(render, add_generation_prompt=True)
     try:

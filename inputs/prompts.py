@@ -5,21 +5,19 @@ placeholder itself. The trainer needs the expanded ids and the pixels. `build_pr
 many completions are sampled; the server's echo of the expanded ids is compared with ours (`check_echo`).
 Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; `join_inputs` joins those of
 several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
+
+    row -> prompt_messages -> normal -> rendered (by the chat template) -> tokenize | expand
+    observation -> observation_text -> tokenize | expand -> observed
 """
 
-import contextlib
 import functools
-import io
 import json
 import math
 import os
 import re
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -33,19 +31,10 @@ from config import ConfigError, TrainConfig
 from data import code_of, each_of, many_on_disk, remembered, with_progress
 from inputs import on_disk
 from inputs.on_disk import rows_between
-from inputs.parts import PartError, in_usual_form, parts_of, text_of_parts, text_part
-from inputs.pictures import PictureError, load_image, open_image, read_image, scaled, undecoded, upright_size
+from inputs.parts import PartError, parts_of, text_of_parts, text_part
+from inputs.pictures import PictureError, load_image, open_image, scaled, undecoded, upright_size
 from inputs.processor import read_by_template
-from inputs.special_tokens import (
-    END,
-    begins_by_itself,
-    found_in,
-    guard,
-    process,
-    special_texts,
-    tokenize,
-    tokenizer_of,
-)
+from inputs.special_tokens import END, begins_by_itself, found_in, guard, special_texts, tokenize, tokenizer_of
 from safety.calls import say_once
 
 # torch is imported where there are images, so that environments can be tried without it.
@@ -57,6 +46,7 @@ FOLLOWED_BY |= dict.fromkeys(("gemma4", "gemma4unified"), ("mm_token_type_ids", 
 TYPES = tuple(dict.fromkeys(name for name, _ in FOLLOWED_BY.values()))
 PER_TOKEN = ("position_ids", *TYPES)  # of a model's inputs: all others are by image or patch
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
+REFUSED = (TemplateError, TypeError, LookupError, ValueError)  # what templates raise at what they do not know
 
 COUNTS = Counter()  # images processed by this process
 SCHEMAS = "<tool schemas>"  # of a row that was made for the model, for its template: no column of data is called so
@@ -78,7 +68,50 @@ def placeholder_tokens(config) -> list[int]:
     return sorted(token for token in found if token >= 0)
 
 
-# ---- images of a row ------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def is_vision(processor) -> bool:
+    """Whether it is a processor of text and images, not a bare tokenizer."""
+    return hasattr(processor, "image_processor")
+
+
+def prompt_messages(row: dict, system_prompt: str | None = None) -> list[dict]:
+    """The row's chat messages; a string prompt is one user message. `system_prompt` goes first if the row has none."""
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def normal(messages: list[dict], processor, count: int = 0) -> list[dict]:
+    """Messages with content as the chat template takes it: text, or of models with images lists of parts, in which
+    {"type": "image"} stands for each. `count` images without a place of their own stand before the first user message's
+    text. PartError if there is no such message."""
+    if not is_vision(processor):
+        return [m if m.get("content") is None else m | {"content": text_of_parts(m["content"])} for m in messages]
+    found, count = [], 0 if image_parts(messages) else count
+    for message in messages:
+        parts = parts_of(message.get("content"))
+        parts = [{"type": "image"} if part["type"] == "image" else part for part in parts]
+        if count and message["role"] == "user":
+            parts, count = [{"type": "image"}] * count + parts, 0
+        found.append(message | {"content": parts})
+    if count:
+        raise PartError(f"`prompt` has no user message to put its {count} images into")
+    return found
+
+
+def made_up(processor) -> list[dict]:
+    """A question, and an answer that is END."""
+    return normal([{"role": "user", "content": "-"}, {"role": "assistant", "content": END}], processor)
+
+
+def image_parts(prompt) -> list[dict]:
+    """Image parts of chat messages."""
+    messages = prompt if isinstance(prompt, list) else []
+    return [part for m in messages for part in parts_of(m.get("content")) if part["type"] == "image"]
 
 
 def image_sources(row: dict) -> list:
@@ -103,139 +136,50 @@ def column_images(row: dict) -> list:
     return []
 
 
-def image_parts(prompt) -> list[dict]:
-    """Image parts of chat messages."""
-    messages = prompt if isinstance(prompt, list) else []
-    return [part for m in messages for part in parts_of(m.get("content")) if part["type"] == "image"]
+# ---- by the chat template --------------------------------------------------------------------------------------------
 
 
-def check_images(rows, name: str, processor, decode: Literal["none", "some", "all"] = "none", first: int = 0) -> list:
-    """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
-    cannot be read, or are not as many as its placeholders.
+def own_schemas(row: dict) -> list[dict] | None:
+    """JSON schemas of tools in the row's column `tools`, as they are or as JSON, which its prompt shows. Names there
+    are for --tools."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) and tools.lstrip().startswith("[") else tools
+    return tools if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools) else None
 
-    decode: "all" of the images, too, or "some", evenly spread, with DECODED pixels: a header says nothing of damage.
-    first: the first row's number.
+
+def template_kwargs(row: dict, processor) -> dict:
+    """The row's column `chat_template_kwargs`. PartError for a name that the chat template never reads."""
+    given, template = row.get("chat_template_kwargs") or {}, processor.chat_template
+    known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
+    if unknown := sorted(given.keys() - known):
+        read = f"it reads {', '.join(sorted(known)) or 'nothing of the kind'}"
+        raise PartError(f"chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}")
+    return given
+
+
+def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
+    """What a row with `count` images looks like before tokenisation: one placeholder an image.
+
+    With the chat template its special tokens are the only ones: no second BOS, and none of the row's own text unless
+    --allow_special_tokens (see special_tokens.py). A conversation that ends in an assistant message is continued, as in
+    TRL: that text is the beginning of the answer.
     """
-    columns = [c for c in ("image", "images") if c in getattr(rows, "column_names", ())]
-    if columns:  # a datasets.Dataset: its files as they are, nothing decoded
-        rows = undecoded(rows, columns).select_columns(["prompt", *columns])
-    sizes = []
-    for index, row in enumerate(rows, first):
-        where = f"{name}, row {index}"
-        try:
-            parts, column, sources = image_parts(row["prompt"]), column_images(row), image_sources(row)
-        except PartError as error:
-            raise ConfigError(f"{where}: {error}.") from error
-        if sources and not is_vision(processor):
-            raise ConfigError(f"{where} has images, and the model of --model_id takes none; choose one that does.")
-        if parts and column and all("image" in part for part in parts):
-            raise ConfigError(
-                f"{where}: {len(column)} images in a column, and the image parts of `prompt` bring their own. Take "
-                'the column away, or add a part {"type": "image"} for each of its images.'
-            )
-        sizes.append([])
-        for number, source in enumerate(sources):
-            try:
-                width, height = upright_size(open_image(source)[0])
-            except PictureError as error:
-                raise ConfigError(f"{where}, image {number}: cannot be read: {error}") from error
-            sizes[-1].append((height, width))
-    if decode != "none" and any(sizes):
-        check_pixels(rows, sizes, name, decode)
-    return sizes
-
-
-DECODED = 400_000_000  # pixels of a data set that are decoded at start, 6 to 13 s of a core
-
-
-def check_pixels(rows, sizes: list, name: str, decode: str) -> None:
-    """ConfigError naming the rows with an image that is damaged, of all rows or of every n-th; see `check_images`."""
-    numbers = [index for index, shapes in enumerate(sizes) if shapes]
-    pixels = sum(height * width for shapes in sizes for height, width in shapes)
-    chosen, alone = numbers if decode == "all" else numbers[:: -(-pixels // DECODED)], threading.Lock()
-
-    def fault(index: int) -> str | None:
-        for number, source in enumerate(image_sources(rows[index])):
-            # Pillow decodes an image that several rows share in one thread at a time only; a file has a copy for each.
-            shared = isinstance(source, Image.Image) and not isinstance(getattr(source, "fp", None), io.BytesIO)
-            try:
-                with alone if shared else contextlib.nullcontext():
-                    read_image(source)
-            except PictureError as error:
-                return f"{name}, row {index}, image {number}: cannot be read: {error}"
-        return None
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Pillow decodes beside python
-        found = with_progress(pool.map(fault, chosen), f"{name}: decoding images", len(chosen))
-        faults = [one for one in found if one]
-    if faults:
-        more = f" {len(faults) - 1} other rows have such images, too: " if faults[1:] else ""
-        others = "; ".join(one.partition(", ")[2].partition(":")[0] for one in faults[1:20])
-        remedy = "Mend these files, or leave the rows out." if faults[1:] else "Mend the file, or leave the row out."
-        raise ConfigError(f"{faults[0]}. {remedy}{more}{others}{' ...' * bool(faults[20:])}")
-    if len(chosen) < len(numbers) and os.environ.get("RANK", "0") == "0":
-        print(f"{name}: the images of {len(chosen)} rows of {len(numbers)} were decoded; --check_images decodes all.")
-
-
-# ---- prompts --------------------------------------------------------------------------------------------------------
-
-
-def is_vision(processor) -> bool:
-    """Whether it is a processor of text and images, not a bare tokenizer."""
-    return hasattr(processor, "image_processor")
-
-
-def with_parts(row: dict, count: int) -> dict:
-    """The row with every message as a list of parts, as templates for images want it; `count` images without a place
-    of their own stand before the first user message's text. PartError if there is no such message."""
-    messages, count = [], 0 if image_parts(row["prompt"]) else count
-    for message in prompt_messages(row):
-        parts = parts_of(message.get("content"))
-        parts = [{"type": "image"} if part["type"] == "image" else part for part in parts]
-        if count and message["role"] == "user":
-            parts, count = [{"type": "image"}] * count + parts, 0
-        messages.append(message | {"content": parts})
-    if count:
-        raise PartError(f"`prompt` has no user message to put its {count} images into")
-    return row | {"prompt": messages}
-
-
-def as_template_takes(messages: list[dict], tokenizer) -> list[dict]:
-    """Messages for a model of text alone. Most of their templates want content as text, and write a list of parts as
-    python shows it, or raise; those that read parts get them."""
-    if not any(isinstance(message.get("content"), (list, tuple)) for message in messages):
-        return messages
-    if reads_parts(tokenizer):
-        return [in_usual_form(message) for message in messages]
-    return [m | {"content": text_of_parts(m["content"])} if m.get("content") is not None else m for m in messages]
-
-
-def reads_parts(tokenizer) -> bool:
-    """Whether the chat template writes a text in a list of parts as it writes the text itself."""
-    try:
-        plain, listed = (
-            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-            for content in ("-", [text_part("-")])
-        )
-    except (TemplateError, TypeError, ValueError):
-        return False
-    return plain == listed
-
-
-def prompt_text(row: dict, processor, cfg: TrainConfig, count: int) -> str:
-    """What a row with `count` images looks like before tokenisation: one placeholder an image."""
     if cfg.no_apply_chat_template:
         if not isinstance(row["prompt"], str) or cfg.system_prompt is not None:
-            raise ConfigError("--no_apply_chat_template takes string prompts alone, and no --system_prompt.")
+            raise ConfigError(
+                f"--no_apply_chat_template takes string prompts alone, and no --system_prompt; this prompt is "
+                f"{shorten(row['prompt'])}."
+            )
         return row["prompt"]
     if not processor.chat_template:
-        raise ConfigError("the processor of --model_id has no chat template; add --no_apply_chat_template.")
-    return rendered(
-        row, prompt_messages(with_parts(row, count), cfg.system_prompt), processor, cfg.allow_special_tokens
-    )
+        raise ConfigError(
+            "the model of --model_id has no chat template; choose a chat model, or make the prompts strings and add "
+            "--no_apply_chat_template."
+        )
+    return rendered(row, normal(prompt_messages(row, cfg.system_prompt), processor, count), processor, cfg)
 
 
-def rendered(row: dict, messages: list[dict], processor, allow_special_tokens: bool) -> str:
+def rendered(row: dict, messages: list[dict], processor, cfg: TrainConfig) -> str:
     """The prompt's text, by the chat template, with the tools and settings that columns of the row give it. PartError
     for what it refuses.
 
@@ -243,7 +187,7 @@ def rendered(row: dict, messages: list[dict], processor, allow_special_tokens: b
     thinking before it, or take its thinking away.
     """
     schemas, options = row.get(SCHEMAS, own_schemas(row)), template_kwargs(row, processor)
-    if not allow_special_tokens:
+    if not cfg.allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
     try:
         if messages[-1]["role"] != "assistant":
@@ -254,7 +198,7 @@ def rendered(row: dict, messages: list[dict], processor, allow_special_tokens: b
         except ValueError:  # it has taken some of the text away
             whole = END
         head = render(messages[:-1], processor, schemas, add_generation_prompt=True, **options)
-    except (TemplateError, TypeError, LookupError, ValueError) as error:
+    except REFUSED as error:
         raise PartError(f"the chat template refuses this prompt: {error}") from error
     head = head.removesuffix(begun_by(processor, schemas, **options))
     first = re.match(r"\s*(<[^<>]*>|\S*)", text)[1]  # its word, or its tag
@@ -273,7 +217,7 @@ def begun_by(processor, schemas: list[dict] | None = None, **options) -> str:
     try:
         sampled = render([asked], processor, schemas, add_generation_prompt=True, **options)
         given = render([asked, answer, asked], processor, schemas, **options)
-    except (TemplateError, TypeError, ValueError):
+    except REFUSED:
         return ""
     same = os.path.commonprefix([sampled, given.partition(END)[0]])
     begun = sampled[len(re.sub(r"<[^<>]*$", "", same)) :]  # no cut goes through a tag
@@ -304,75 +248,43 @@ def end_ids(hf_model, processor) -> set[int]:
     return found | ({end} - {None})
 
 
-def made_up(processor) -> list[dict]:
-    """A question, and an answer that is END."""
-    messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": END}]
-    return with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages
-
-
-def own_schemas(row: dict) -> list[dict] | None:
-    """JSON schemas of tools in the row's column `tools`, as they are or as JSON, which its prompt shows. Names there
-    are for --tools."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools.lstrip().startswith("[") else tools
-    return tools if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools) else None
-
-
-def template_kwargs(row: dict, processor) -> dict:
-    """The row's column `chat_template_kwargs`. PartError for a name that the chat template never reads."""
-    given, template = row.get("chat_template_kwargs") or {}, processor.chat_template
-    known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
-    if unknown := sorted(given.keys() - known):
-        read = f"it reads {', '.join(sorted(known)) or 'nothing of the kind'}"
-        raise PartError(f"chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}")
-    return given
-
-
 def with_tools(row: dict, schemas: list[dict], instructions: str, processor, system_prompt: str | None = None) -> dict:
     """The row with its system prompt, and with SCHEMAS for its chat template or, where the template knows no tools or
     none are given to it, with `instructions` at the end of its system message."""
     messages = prompt_messages(row, system_prompt)
-    messages = messages if is_vision(processor) else as_template_takes(messages, processor)
-    if schemas:
-        plain, told = (render(messages, processor, t) for t in (None, schemas))
-        if plain != told:
-            return row | {"prompt": messages, SCHEMAS: schemas}
-    if not instructions:
-        return row | {"prompt": messages}
-    if messages[0]["role"] != "system":
-        return row | {"prompt": prompt_messages({"prompt": messages}, instructions)}
-    said = messages[0]["content"]
-    both = [*said, text_part(instructions)] if isinstance(said, list) else f"{said}\n\n{instructions}"
-    return row | {"prompt": [messages[0] | {"content": both}, *messages[1:]]}
+    shown = normal(messages, processor)
+    if schemas and render(shown, processor, None) != render(shown, processor, schemas):
+        return row | {"prompt": messages, SCHEMAS: schemas}
+    if instructions and messages[0]["role"] == "system":
+        both = [*parts_of(messages[0]["content"]), text_part(f"\n\n{instructions}")]
+        messages = [messages[0] | {"content": joined_text(both)}, *messages[1:]]
+    elif instructions:
+        messages = prompt_messages({"prompt": messages}, instructions)
+    return row | {"prompt": messages}
+
+
+def joined_text(parts: list[dict]) -> str | list[dict]:
+    """Parts that are all text as one text."""
+    return "".join(p["text"] for p in parts) if all(p["type"] == "text" for p in parts) else parts
 
 
 def render(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
     """What the chat template writes. Of a template that does not show the role `tool`, as if a user had said what tools
     did: in one message, as such templates often want roles to alternate. A system message that it does not show stands
     at the beginning of the first user message."""
-    shows = shown_by(processor, schemas)
-    if not shows.system:
-        messages = within_user(messages)
-    if shows.results == "as a user":
-        said: list[dict] = []
-        for before, message in zip([{}, *messages], messages, strict=False):
-            if message["role"] == "tool" == before.get("role"):
-                gap = "\n\n" if isinstance(message["content"], str) else [text_part("\n\n")]
-                said[-1] = said[-1] | {"content": said[-1]["content"] + gap + message["content"]}
-            else:
-                said.append(message | {"role": "user"} if message["role"] == "tool" else message)
-        messages = said
+    shows, said = shown_by(processor, schemas), []
+    told_as = {"tool": shows.results == "as a user", "system": not shows.system}  # by a user
+    before = None  # the role of the message before, where a user says it
+    for message in messages:
+        role = message["role"] if told_as.get(message["role"]) else None
+        message = message | {"role": "user"} if role else message
+        if message["role"] == "user" and (before == "system" or before == role == "tool"):
+            gap = [text_part("\n\n")] if is_vision(processor) else "\n\n"
+            message = message | {"content": said.pop()["content"] + gap + message["content"]}
+        said.append(message)
+        before = role
     # Of no tools none: some templates, such as Mistral's, announce a list of them, and an empty one, too.
-    return processor.apply_chat_template(messages, tools=schemas or None, tokenize=False, **options)
-
-
-def within_user(messages: list[dict]) -> list[dict]:
-    """A system message and the user's first one as one."""
-    if messages[0]["role"] != "system" or len(messages) < 2 or messages[1]["role"] != "user":
-        return messages
-    said, asked = (message["content"] for message in messages[:2])
-    both = f"{said}\n\n{asked}" if isinstance(said, str) else [*said, text_part("\n\n"), *asked]
-    return [messages[1] | {"content": both}, *messages[2:]]
+    return processor.apply_chat_template(said, tools=schemas or None, tokenize=False, **options)
 
 
 @dataclass(frozen=True)
@@ -396,29 +308,31 @@ def tried(processor, template: str, with_tools: bool) -> Shown:
     function = {"name": "f", "description": "-", "parameters": parameters}
     tools = [{"type": "function", "function": function}] if with_tools else None
 
-    def sees(messages: list[dict]) -> bool:
-        messages = with_parts({"prompt": messages}, 0)["prompt"] if is_vision(processor) else messages
+    def sees(*messages: dict) -> bool:
+        messages = normal(messages, processor)
         try:
             text = processor.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        except Exception:  # whatever a template raises at what it does not know
+        except REFUSED:
             return False
         return "seen7" in text
 
-    asked, (made_up, result) = {"role": "user", "content": "-"}, with_calls([{"role": "tool", "content": "seen7"}])
-    system = sees([{"role": "system", "content": "seen7"}, asked]) or not sees([asked | {"content": "seen7"}])
-    if sees([asked, {"role": "assistant", "content": "-"}, {"role": "tool", "name": "f", "content": "seen7"}]):
+    asked, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}
+    result = {"role": "tool", "name": "f", "content": "seen7"}
+    system = sees({"role": "system", "content": "seen7"}, asked) or not sees(asked | {"content": "seen7"})
+    if sees(asked, answer, result):
         return Shown(system, "alone")
-    return Shown(system, "with their calls" if sees([asked, made_up, result]) else "as a user")
+    return Shown(system, "with their calls" if sees(asked, *with_calls([result])) else "as a user")
 
 
 def with_calls(messages: list[dict]) -> list[dict]:
     """An answer with the calls that these messages of tools answer, and the messages."""
-    ids = {place: f"call{place:05d}" for place, message in enumerate(messages) if message["role"] == "tool"}
-    calls = [
-        {"id": ids[place], "type": "function", "function": {"name": messages[place].get("name", "f"), "arguments": {}}}
-        for place in ids
-    ]
-    answers = [m | ({"tool_call_id": ids[place]} if place in ids else {}) for place, m in enumerate(messages)]
+    calls, answers = [], []
+    for place, message in enumerate(messages):
+        if message["role"] == "tool":
+            function = {"name": message.get("name", "f"), "arguments": {}}
+            calls.append({"id": f"call{place:05d}", "type": "function", "function": function})
+            message = message | {"tool_call_id": calls[-1]["id"]}
+        answers.append(message)
     return [{"role": "assistant", "content": "", "tool_calls": calls}, *answers]
 
 
@@ -428,124 +342,33 @@ def observation_text(messages: list[dict], processor, schemas: list[dict] | None
     Rendered behind a made-up conversation, so that nothing before it matters: templates add a default system prompt,
     or take the thinking out of earlier answers.
     """
-    made_up = [{"role": "user", "content": "-"}, {"role": "assistant", "content": END}]
+    before = made_up(processor)
     called = shown_by(processor, schemas).results == "with their calls"
     if called := called and any(message["role"] == "tool" for message in messages):
-        made_up[1], *messages = with_calls(messages)
-    if is_vision(processor):
-        made_up, messages = (with_parts({"prompt": m}, 0)["prompt"] for m in (made_up, messages))
-    messages, schemas = guard(messages, processor), guard(schemas, processor)  # from here on END is in no message
-    text = render(made_up + messages, processor, schemas, add_generation_prompt=True, **options)
+        answer, *messages = with_calls(messages)
+        before[1:] = normal([answer], processor)
+    messages, schemas = guard(normal(messages, processor), processor), guard(schemas, processor)
+    text = render(before + messages, processor, schemas, add_generation_prompt=True, **options)
     if not called:
         return text[text.rindex(END) + len(END) :]
-    same = len(
-        os.path.commonprefix([text, render(made_up, processor, schemas, **options)])
-    )  # up to the end of the calls
-    added = getattr(processor, "tokenizer", processor).added_tokens_decoder.values()  # which no cut goes through
+    same = len(os.path.commonprefix([text, render(before, processor, schemas, **options)]))  # to the end of the calls
+    added = tokenizer_of(processor).added_tokens_decoder.values()  # which no cut goes through
     tokens = re.finditer("|".join(re.escape(str(token)) for token in added) or "(?!)", text)
     return text[next((t.start() for t in tokens if t.start() < same < t.end()), same) :]
 
 
-def expand(text: str, images: list, processor, rope_index: Callable | None, special: bool) -> tuple[list[int], dict]:
-    """(token ids with every placeholder expanded, tensors for the model), as the model's own processor makes them.
-
-    rope_index: of models whose positions have three axes; the prompt's are computed here, so that nothing later needs
-    to know. Positions after the prompt count on from its largest.
-    """
-    COUNTS["images"] += len(images)
-    encoded = process(text, images, processor, special)
-    ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
-    if "cross_attention_mask" in encoded:  # [1, T, images, tiles], as Llama 3.2 Vision has it
-        raise PartError(
-            "the model looks at images by cross-attention, whose mask has an entry for each token of a prompt, and "
-            "none here for those that are sampled. Choose a model whose images are tokens of the prompt"
-        )
-    if rope_index is not None:
-        encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
-    family = type(processor).__name__.removesuffix("Processor").lower()
-    name, followed_by = FOLLOWED_BY.get(family, (None, None))
-    types = encoded.get(name)
-    for key in (*TYPES, "labels"):  # of models with positions on three axes, these have the types in them
-        encoded.pop(key, None)
-    if types is not None:  # one longer than the prompt: the last stands for what follows
-        encoded[name] = types.new_tensor([[*types[0].tolist(), followed_by]])
-    return ids[0].tolist(), encoded
+# ---- ids -------------------------------------------------------------------------------------------------------------
 
 
-def prompt_messages(row: dict, system_prompt: str | None = None) -> list[dict]:
-    """The row's chat messages; a string prompt is one user message. `system_prompt` goes first if the row has none."""
-    prompt = row["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system_prompt is None or messages[0]["role"] == "system":
-        return messages
-    # Templates for images iterate over parts: the two forms of content do not mix in one conversation.
-    parts = any(isinstance(message.get("content"), list) for message in messages)
-    content = [text_part(system_prompt)] if parts else system_prompt
-    return [{"role": "system", "content": content}, *messages]
-
-
-def tokenize_prompt(
-    row: dict,
-    tokenizer,
-    *,
-    apply_chat_template: bool = True,
-    system_prompt: str | None = None,
-    allow_special_tokens: bool = False,
-) -> list[int]:
-    """Token ids of the row's prompt, up to where the model's answer begins.
-
-    With the chat template its special tokens are the only ones: no second BOS, and none of the row's own text unless
-    `allow_special_tokens` (see special_tokens.py). A conversation that ends in an assistant message is continued, as in
-    TRL: that text is the beginning of the answer. Without the template the tokenizer adds what it adds to any text (a
-    BOS token, if it has that habit).
-    """
-    is_chat = not isinstance(row["prompt"], str)
-    if not apply_chat_template:
-        if is_chat or system_prompt is not None:
-            given = f"this prompt is chat messages, {shorten(row['prompt'])}" if is_chat else "--system_prompt is set"
-            raise ConfigError(f"--no_apply_chat_template takes string prompts alone, but {given}; drop one of the two.")
-        own = begins_by_itself(row["prompt"], tokenizer)
-        return list(tokenizer(row["prompt"], add_special_tokens=not own)["input_ids"])
-    if not tokenizer.chat_template:
-        remedy = "choose a chat model, or make the prompts strings and" if is_chat else "choose a chat model, or"
-        raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; {remedy} add "
-            "--no_apply_chat_template."
-        )
-    messages = as_template_takes(prompt_messages(row, system_prompt), tokenizer)
-    return tokenize(rendered(row, messages, tokenizer, allow_special_tokens), tokenizer)
-
-
-def cut_texts(row: dict, size: int) -> dict:
-    """The row, each text of its prompt cut to `size` characters; the row itself where none is longer."""
-
-    def cut(value):
-        if isinstance(value, str):
-            return value[:size]
-        if isinstance(value, dict):
-            return {key: cut(inner) for key, inner in value.items()}
-        return [cut(inner) for inner in value] if isinstance(value, list) else value
-
-    short = cut(row["prompt"])
-    return row if short == row["prompt"] else row | {"prompt": short}
-
-
-def length_or_more(row: dict, count: Callable[[dict], int], limit: int) -> int:
-    """Tokens of the row's prompt, by `count`; of one that is much longer than `limit`, those of its beginning, which
-    are more, too. A tokenizer takes 1 to 4 s for a million characters, so a book in a prompt would look like a hang.
-    """
-    size = 64 * limit  # characters
-    while (beginning := cut_texts(row, size)) is not row:
-        if (found := count(beginning)) > limit + 64:  # the last word may be cut in two
-            return found
-        size *= 8
-    return count(row)
+def adds_bos(text: str, processor, cfg: TrainConfig) -> bool:
+    """Whether the tokenizer adds what it adds to any text; a template writes its own."""
+    return cfg.no_apply_chat_template and not begins_by_itself(text, processor)
 
 
 def prompt_ids(row: dict, tokenizer, cfg: TrainConfig) -> list[int]:
-    """Token ids of a row's prompt, for models without images."""
-    options = dict(system_prompt=cfg.system_prompt, allow_special_tokens=cfg.allow_special_tokens)
-    return tokenize_prompt(row, tokenizer, apply_chat_template=not cfg.no_apply_chat_template, **options)
+    """Token ids of a row's prompt, up to where the model's answer begins, for models without images."""
+    text = prompt_text(row, tokenizer, cfg)
+    return tokenize(text, tokenizer, adds_bos(text, tokenizer, cfg))
 
 
 def build_prompt(row: dict, generator, cfg: TrainConfig, shown: dict | None = None) -> Prompt:
@@ -571,7 +394,7 @@ def vision_prompt(
     environment has written the prompt: then only the data row's own texts may name a file."""
     sources, own = image_sources(row), image_sources(data_row or row)
     text = prompt_text(row, processor, cfg, len(sources))
-    special = cfg.no_apply_chat_template and not begins_by_itself(text, processor)  # a template writes its own
+    special = adds_bos(text, processor, cfg)
     sent = tokenize(text, processor, special)
     if not sources:
         return Prompt(sent, sent)
@@ -584,8 +407,34 @@ def vision_prompt(
             name = f", {shorten(source)}," if isinstance(source, (str, Path)) else ""
             raise PictureError(f"image {number} of a row{name} cannot be read: {error}") from error
     images, files = zip(*loaded, strict=True)
+    COUNTS["images"] += len(images)
     ids, inputs = expand(text, list(images), processor, rope_index, special)
     return Prompt(ids, sent, list(files), inputs)
+
+
+def expand(text: str, images: list, processor, rope_index: Callable | None, special: bool) -> tuple[list[int], dict]:
+    """(token ids with every placeholder expanded, tensors for the model), as the model's own processor makes them.
+
+    rope_index: of models whose positions have three axes; the prompt's are computed here, so that nothing later needs
+    to know. Positions after the prompt count on from its largest.
+    """
+    encoded = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=special))
+    ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
+    if "cross_attention_mask" in encoded:  # [1, T, images, tiles], as Llama 3.2 Vision has it
+        raise PartError(
+            "the model looks at images by cross-attention, whose mask has an entry for each token of a prompt, and "
+            "none here for those that are sampled. Choose a model whose images are tokens of the prompt"
+        )
+    if rope_index is not None:
+        encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
+    family = type(processor).__name__.removesuffix("Processor").lower()
+    name, followed_by = FOLLOWED_BY.get(family, (None, None))
+    types = encoded.get(name)
+    for key in (*TYPES, "labels"):  # of models with positions on three axes, these have the types in them
+        encoded.pop(key, None)
+    if types is not None:  # one longer than the prompt: the last stands for what follows
+        encoded[name] = types.new_tensor([[*types[0].tolist(), followed_by]])
+    return ids[0].tolist(), encoded
 
 
 def join_inputs(rows: list[dict], device=None) -> dict:
@@ -633,6 +482,7 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: Trai
     if not sources:
         return continued(prompt, sent[skip:])
     images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
+    COUNTS["images"] += len(images)
     ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
     for key in PER_TOKEN:
         inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
@@ -649,18 +499,19 @@ def rope_index_of(hf_model) -> Callable | None:
     return getattr(backbone(hf_model), "get_rope_index", None)
 
 
+def images_alone(processor, count: int) -> str:
+    """The shortest prompt with so many images."""
+    if not processor.chat_template:
+        return processor.image_token * count
+    return render(normal([{"role": "user", "content": "-"}], processor, count), processor, add_generation_prompt=True)
+
+
 def blank_inputs(processor, cfg: TrainConfig, hf_model) -> dict:
     """Inputs of the shortest prompt with an image, for passes that have none (packing.with_blank)."""
     import torch
 
     image = Image.new("RGB", (64, 64))
-    text = processor.image_token
-    if processor.chat_template:
-        text = prompt_text(
-            {"prompt": "-"}, processor, replace(cfg, no_apply_chat_template=False, system_prompt=None), 1
-        )
-    ids, inputs = expand(text, [image], processor, rope_index_of(hf_model), special=True)
-    COUNTS["images"] -= 1
+    ids, inputs = expand(images_alone(processor, 1), [image], processor, rope_index_of(hf_model), special=True)
     return inputs | {"input_ids": torch.tensor([ids])}
 
 
@@ -692,8 +543,35 @@ def check_echo(prompt: Prompt, samples: list) -> None:
         )
 
 
-def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "none") -> list[int]:
-    """Tokens of every prompt, its images counted by their sizes; see `length_or_more`. decode: as of `check_images`."""
+# ---- at start --------------------------------------------------------------------------------------------------------
+
+
+def check_images(rows, name: str, processor, first: int = 0) -> list:
+    """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
+    cannot be read, or are not as many as its placeholders. What is damaged behind that costs its row when it is drawn.
+    first: the first row's number."""
+    columns = [c for c in ("image", "images") if c in getattr(rows, "column_names", ())]
+    if columns:  # a datasets.Dataset: its files as they are, nothing decoded
+        rows = undecoded(rows, columns).select_columns(["prompt", *columns])
+    sizes = []
+    for index, row in enumerate(rows, first):
+        where = f"{name}, row {index}"
+        try:
+            sources = image_sources(row)
+            if sources and not is_vision(processor):
+                raise PartError("it has images, and the model of --model_id takes none; choose one that does")
+            if len(sources) < len(column_images(row)):
+                raise PartError("the image parts of `prompt` bring their own images: those of its column are not shown")
+            sizes.append([upright_size(open_image(source)[0])[::-1] for source in sources])
+        except PartError as error:
+            raise ConfigError(f"{where}: {error}.") from error
+        except PictureError as error:
+            raise ConfigError(f"{where}: an image cannot be read: {error}") from error
+    return sizes
+
+
+def prompt_lengths(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
+    """Tokens of every prompt, its images counted by their sizes."""
     columns = [
         name for name in ("prompt", "tools", "chat_template_kwargs") if name in getattr(rows, "column_names", ())
     ]
@@ -703,50 +581,50 @@ def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, decode: str = "
         how += (*map(code_of, (prompt_lengths, tokenize, parts_of)), type(processor).__name__)
         how += tuple(map(version, ("transformers", "tokenizers", "jinja2")))
         return remembered(rows, f"prompt lengths {how}", lambda: lengths_on_disk(rows, name, processor, cfg))
-    sizes = check_images(rows, name, processor, decode)
-    beside: dict[int, int | None] = {}  # by number of images: tokens that `told` leaves out; None: no constant number
-
-    def adds(text: str) -> bool:
-        return cfg.no_apply_chat_template and not begins_by_itself(text, processor)
-
-    def told(text: str, shapes: list[tuple[int, int]]) -> int:
-        """By what the processor says of images of these shapes."""
-        expanded = processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens if shapes else []
-        sent = len(tokenize(text, processor, adds(text)))
-        return sent - len(shapes) + sum(expanded)
-
-    def made(text: str, shapes: list[tuple[int, int]]) -> int:
-        """By what it makes of them."""
-        blank = [Image.new("RGB", (width, height)) for height, width in shapes]
-        COUNTS["images"] -= len(shapes)
-        return len(expand(text, blank, processor, None, adds(text))[0])
-
-    def count(row: dict, shapes: list[tuple[int, int]]) -> int:
-        if not is_vision(processor):
-            return len(prompt_ids(row, processor, cfg))
-        text, number = prompt_text(row, processor, cfg, len(shapes)), len(shapes)
-        shapes = [scaled(shape, cfg) for shape in shapes]
-        if shapes and not hasattr(processor, "_get_num_multimodal_tokens"):  # SmolVLM's, for one
-            return made(text, shapes)
-        try:
-            found = told(text, shapes)
-            if shapes and number not in beside:
-                # Some say nothing of what is around an image (Gemma's), or of what several become (LLaVA-OneVision's).
-                tried = ([size] * number for size in ((224, 448), (448, 448)))
-                more = {made(text, trial) - told(text, trial) for trial in tried}
-                beside[number] = more.pop() if len(more) == 1 else None
-        except (ValueError, ArithmeticError) as error:  # such as a line of 100,000 pixels
-            raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
-        return made(text, shapes) if shapes and beside[number] is None else found + beside.get(number, 0)
-
+    sizes = check_images(rows, name, processor)
     lengths, texts = [], rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(columns)
     texts = with_progress(texts, f"{name}: measuring prompts", len(rows))
     for index, (row, shapes) in enumerate(zip(texts, sizes, strict=True)):
         try:
-            lengths.append(length_or_more(row, partial(count, shapes=shapes), cfg.max_prompt_length))
+            text = prompt_text(row, processor, cfg, len(shapes))
+            sent = len(tokenize(text, processor, adds_bos(text, processor, cfg)))
+            lengths.append(sent + added_by(processor, [scaled(shape, cfg) for shape in shapes]))
         except PartError as error:
             raise ConfigError(f"{name}, row {index}: {error}.") from error
     return lengths
+
+
+def added_by(processor, shapes: list[tuple[int, int]]) -> int:
+    """Tokens that images of these sizes (height, width) have beyond one placeholder each."""
+    if not shapes:
+        return 0
+    try:
+        if (more := unsaid(processor, len(shapes))) is None:
+            return expanded_by(processor, shapes)
+        return said_of(processor, shapes) + more
+    except (ValueError, ArithmeticError) as error:  # such as a line of 100,000 pixels
+        raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
+
+
+def said_of(processor, shapes: list[tuple[int, int]]) -> int:
+    return sum(processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens) - len(shapes)
+
+
+def expanded_by(processor, shapes: list[tuple[int, int]]) -> int:
+    """By what the processor makes of blank images."""
+    text, blank = images_alone(processor, len(shapes)), [Image.new("RGB", shape[::-1]) for shape in shapes]
+    return len(expand(text, blank, processor, None, special=False)[0]) - len(tokenize(text, processor))
+
+
+@functools.lru_cache(maxsize=64)
+def unsaid(processor, count: int) -> int | None:
+    """Tokens around `count` images (Gemma's), or of what several become (LLaVA-OneVision's), that the processor leaves
+    out where it says how many there are; None if that is no constant number, or it says nothing (SmolVLM's)."""
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        return None
+    tried = [[size] * count for size in ((224, 448), (448, 448))]
+    found = {expanded_by(processor, shapes) - said_of(processor, shapes) for shapes in tried}
+    return found.pop() if len(found) == 1 else None
 
 
 TRIED = 4000  # rows on disk, evenly spread, that are always tokenised
@@ -761,7 +639,7 @@ def lengths_on_disk(rows, name: str, tokenizer, cfg: TrainConfig) -> np.ndarray:
     """
 
     def count(row: dict) -> int:
-        return length_or_more(row, lambda cut: len(prompt_ids(cut, tokenizer, cfg)), cfg.max_prompt_length)
+        return len(prompt_ids(row, tokenizer, cfg))
 
     def template(roles: tuple | None) -> float:  # its tokens around texts of a letter
         messages = [{"role": role, "content": "x"} for role in roles or ()]
@@ -838,7 +716,5 @@ def special_text_in(rows, processor, cfg: TrainConfig) -> str | None:
     found = [tokens for row in having if (tokens := found_in(row["prompt"], processor))]
     if not found:
         return None
-    taken = "becomes one (--allow_special_tokens)" if cfg.allow_special_tokens else "is taken as plain text"
-    remedy = "" if cfg.allow_special_tokens else "; --allow_special_tokens makes tokens of it"
-    first = f"{len(found)} prompts hold text that reads like a special token, such as {found[0][0]!r}"
-    return f"{first}: it {taken}{remedy}."
+    remedy = "becomes one" if cfg.allow_special_tokens else "is broken by a blank (--allow_special_tokens: becomes one)"
+    return f"{len(found)} prompts hold text that reads like a special token, such as {found[0][0]!r}: it {remedy}."

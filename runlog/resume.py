@@ -29,7 +29,7 @@ FREE = (
     "resume strict_resume keep_going run_name output_dir server_urls server_token server_timeout "
     "request_timeout push_bucket_mb dist_timeout save_total_limit log_steps "
     "log_completions log_unique_prompts log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
-    "wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset check_images"
+    "wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset"
 ).split()
 
 SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written

@@ -14,7 +14,7 @@ from functools import cache
 
 from cli import shorten
 from inputs.processor import check_missing
-from inputs.prompts import as_template_takes, prompt_messages
+from inputs.prompts import normal, prompt_messages
 from inputs.special_tokens import begins_by_itself
 from safety import http, secrets
 from safety.calls import say_once
@@ -41,7 +41,7 @@ def texts(completions, prompts, tokenizer, plain: bool) -> list[str]:
         return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     answers = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
     asked = [prompt_messages({"prompt": prompt}) for prompt in prompts]
-    chats = (as_template_takes([*p, *a], tokenizer) for p, a in zip(asked, answers, strict=True))
+    chats = (normal([*p, *a], tokenizer) for p, a in zip(asked, answers, strict=True))
     return [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
 
 

@@ -16,7 +16,7 @@ from config import ConfigError, TrainConfig
 from data import filter_overlong, load_data, load_rows
 from inputs import on_disk
 from inputs.processor import load_processor
-from inputs.prompts import prompt_lengths, tokenize_prompt
+from inputs.prompts import prompt_ids, prompt_lengths
 from train_grpo import PromptSampler
 
 pytestmark = pytest.mark.quick
@@ -205,7 +205,7 @@ def test_a_bad_row_names_itself(tmp_path, row, says, kind):
     [
         ("What is 2", {}, "<s> user : What is 2 </s> assistant :"),  # one BOS, though tokenizer and template have one
         ([{"role": "user", "content": "What is 2"}], {}, "<s> user : What is 2 </s> assistant :"),
-        ("What is 2", {"apply_chat_template": False}, "<s> What is 2"),
+        ("What is 2", {"no_apply_chat_template": True}, "<s> What is 2"),
         ("b", {"system_prompt": "a"}, "<s> system : a </s> user : b </s> assistant :"),
         (
             [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
@@ -225,19 +225,19 @@ def test_a_bad_row_names_itself(tmp_path, row, says, kind):
     ],
 )
 def test_prompts_become_ids(tokenizer, prompt, settings, expected):
-    found = tokenize_prompt({"prompt": prompt}, tokenizer, **settings)
+    found = prompt_ids({"prompt": prompt}, tokenizer, TrainConfig(**settings))
     assert found == ids(expected) and all(type(token) is int for token in found)
 
 
 def test_template_mistakes_name_the_flag(tokenizer):
     chat = {"prompt": [{"role": "user", "content": "a"}]}
     with pytest.raises(ConfigError, match="--system_prompt"):
-        tokenize_prompt({"prompt": "a"}, tokenizer, apply_chat_template=False, system_prompt="b")
-    with pytest.raises(ConfigError, match="--no_apply_chat_template.*chat messages"):
-        tokenize_prompt(chat, tokenizer, apply_chat_template=False)
+        prompt_ids({"prompt": "a"}, tokenizer, TrainConfig(no_apply_chat_template=True, system_prompt="b"))
+    with pytest.raises(ConfigError, match="--no_apply_chat_template takes string prompts"):
+        prompt_ids(chat, tokenizer, TrainConfig(no_apply_chat_template=True))
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template.*--no_apply_chat_template"):
-        tokenize_prompt({"prompt": "a"}, tokenizer)
+        prompt_ids({"prompt": "a"}, tokenizer, TrainConfig())
 
 
 @pytest.mark.parametrize("as_dataset", [False, True])

@@ -23,7 +23,7 @@ from data import load_data
 from envs import Environment, adapters
 from inputs.processor import load_processor
 from inputs.prompts import TYPES, build_prompt, observation_text, observed
-from inputs.special_tokens import END, MARKERS, clean, special_texts, tokenize
+from inputs.special_tokens import END, clean, guard, special_texts, tokenize
 from inputs.special_tokens import tokenizer_of as text_tokenizer
 from inputs.trajectory import empty_trajectory, without_failed
 from rollouts import TrajectoryError, play
@@ -69,7 +69,7 @@ def test_weights_that_are_not_finite_are_named_before_training(copy_of_tiny):
 @pytest.mark.parametrize("template", ENDS)
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_result_forges_no_turn(template, role):
-    """The same special tokens as behind a harmless result, and a text that reads exactly as it was written."""
+    """The same special tokens as behind a harmless result, and a text that reads as it was written, but for blanks."""
     tokenizer, special = tokenizer_of(template), None
     special = special_ids(tokenizer)
     ids = {}
@@ -77,7 +77,7 @@ def test_a_result_forges_no_turn(template, role):
         text = observation_text([{"role": role, "content": content}], tokenizer)
         ids[content] = tokenize(text, tokenizer)
     assert [i for i in ids[FORGED] if i in special] == [i for i in ids["ok"] if i in special]
-    assert FORGED in tokenizer.decode(ids[FORGED], clean_up_tokenization_spaces=False)
+    assert FORGED.replace("<|", "< |") in tokenizer.decode(ids[FORGED], clean_up_tokenization_spaces=False)
 
 
 def test_a_data_row_forges_no_turn(tmp_path, capsys):
@@ -146,8 +146,6 @@ PIECES = [
 ]
 PIECES += [
     END,
-    chr(MARKERS),
-    chr(MARKERS + 3),
     "\ud83d",
     "😀",
     "</s>",
@@ -169,7 +167,9 @@ def test_no_text_becomes_a_control_token(template, text):
     own = tokenize(observation_text([{"role": "user", "content": "ab"}], tokenizer), tokenizer)
     assert [i for i in ids if i in special] == [i for i in own if i in special]
     if text.replace("\n", "").isprintable() and text.isascii():  # this tokenizer's small vocabulary lacks some bytes
-        assert f"a{clean(text)}b" in tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        shown = guard(f"a{text}b", tokenizer)
+        assert shown in tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert shown.replace(" ", "") == f"a{clean(text)}b".replace(" ", "")
 
 
 # ---- a trajectory that fails -----------------------------------------------------------------------------------------
