@@ -58,7 +58,7 @@ def connect(path: str, seconds: float) -> list[Tool]:
             tools += map(server.tool, listing.result())
     except Exception as error:  # whatever the SDK raises at a server that is not one
         close_all()
-        raise ConfigError(f"--mcp_config={path}: {secrets.hide(reason(error))}") from None
+        raise ConfigError(f"--mcp_config={path}: {reason(error)}") from None
     return tools
 
 
@@ -200,6 +200,7 @@ class Connection:
     def __init__(self, server: Server, own: dict[str, str] | None = None):
         self.server, self.own = server, own or {}
         self.busy, self.life, self.status = 0, None, ""
+        self.stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # the server writes to it
 
     async def list_tools(self) -> list:
         client, tools, cursor = await self.client(), [], None
@@ -219,7 +220,7 @@ class Connection:
         except Exception as error:  # of the SDK, its transports and what the server did to them
             if getattr(error, "code", CONNECTION_CLOSED) in (CONNECTION_CLOSED, INVALID_REQUEST):
                 await self.end()  # the next call starts it again
-                warn_once(f"MCP server {self.server.name!r}: {secrets.hide(reason(error))}. Said once.")
+                warn_once(self.said(f"is gone ({reason(error)})"), kind=f"MCP server {self.server.name}")
             raise RuntimeError(reason(error)) from error
         parts = [as_part(content) for content in result.content]
         if not parts and result.structured_content is not None:  # else the same stands in the text
@@ -243,8 +244,6 @@ class Connection:
     async def live(self, ready: asyncio.Future, stop: asyncio.Event) -> None:
         from mcp import Client
 
-        log = log_of(self.server.name)
-        begin = log.stat().st_size if log.exists() else 0
         # The newest protocol has no sessions over HTTP; the one before it has.
         mode = "legacy" if self.own else "auto"
         try:
@@ -255,14 +254,19 @@ class Connection:
                     client = await stack.enter_async_context(client)
                 ready.set_result(client)
                 await stop.wait()
-        except Exception as error:
+        except Exception as error:  # of the SDK, and what the server did to it
             if not ready.done():
                 late = f"not within {self.server.start_seconds:g} s"
                 why = late if isinstance(error, TimeoutError) else reason(error)
-                fault = f"MCP server {self.server.name!r} did not start: {why}{self.status}"
-                ready.set_exception(RuntimeError(secrets.hide(fault + written_by(self.server.name, begin))))
+                ready.set_exception(RuntimeError(self.said(f"did not start: {why}{self.status}")))
         finally:
             _live.discard(self)
+
+    def said(self, fault: str) -> str:
+        """What to tell people, with the last lines that the server wrote to stderr."""
+        lines = os.pread(self.stderr.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
+        quoted = f"; its last lines: {' | '.join(lines[-5:])}" if lines else ""
+        return secrets.hide(f"MCP server {self.server.name!r} {fault}{quoted}")
 
     async def transport(self, stack: contextlib.AsyncExitStack):
         import httpx2
@@ -273,8 +277,7 @@ class Connection:
         given = {key: expand(value, self.own) for key, value in self.server.settings.items() if key in EXPANDED}
         if "command" in given:
             given["env"] = {key: str(value) for key, value in (given.get("env") or {}).items()}
-            errors = stack.enter_context(open(log_of(self.server.name), "a", encoding="utf-8"))
-            return stdio_client(StdioServerParameters(**given), errlog=errors)
+            return stdio_client(StdioServerParameters(**given), errlog=self.stderr)
         if self.server.over_sse:
             return sse_client(given["url"], given.get("headers"), sse_read_timeout=3600.0)
         # A call has its own limit, and a stream may be silent until there is one.
@@ -284,7 +287,7 @@ class Connection:
         return streamable_http_client(given["url"], http_client=await stack.enter_async_context(http_client))
 
     async def look_at(self, response) -> None:
-        """The SDK does not say it."""
+        """The SDK does not say that a token is wrong."""
         self.status = f" (HTTP {response.status_code})" if response.status_code >= 400 else ""
 
     async def end(self) -> None:
@@ -344,21 +347,3 @@ def close_all() -> None:
     if _loop.is_running():
         with contextlib.suppress(TimeoutError):
             on_loop(end()).result(END_SECONDS + 1)
-
-
-@functools.cache
-def log_folder() -> Path:
-    """Where each server's stderr goes. No other user may read it: servers may write what is secret."""
-    return Path(tempfile.mkdtemp(prefix=f"mcp-{os.getpid()}-"))
-
-
-def log_of(server: str) -> Path:
-    name = re.sub(r"\W", "_", server)
-    return log_folder() / f"{name}.log"
-
-
-def written_by(server: str, begin: int) -> str:
-    """What to say of a server's last lines on stderr, from a place in its log on."""
-    log = log_of(server)
-    said = log.read_bytes()[begin:].decode(errors="replace").splitlines()[-5:] if log.exists() else []
-    return f"; its last lines (all are in {log}): {' | '.join(said)}" if said else ""

@@ -94,7 +94,7 @@ def normal(messages: list[dict], processor, count: int = 0) -> list[dict]:
     found, count = [], 0 if image_parts(messages) else count
     for message in messages:
         parts = parts_of(message.get("content"))
-        parts = [{"type": "image"} if part["type"] == "image" else part for part in parts]
+        parts = [{"type": "image"} if part["type"] == "image" else part for part in joined_texts(parts)]
         if count and message["role"] == "user":
             parts, count = [{"type": "image"}] * count + parts, 0
         found.append(message | {"content": parts})
@@ -257,15 +257,21 @@ def with_tools(row: dict, schemas: list[dict], instructions: str, processor, sys
         return row | {"prompt": messages, SCHEMAS: schemas}
     if instructions and messages[0]["role"] == "system":
         both = [*parts_of(messages[0]["content"]), text_part(f"\n\n{instructions}")]
-        messages = [messages[0] | {"content": joined_text(both)}, *messages[1:]]
+        both = both if is_vision(processor) else text_of_parts(joined_texts(both))
+        messages = [messages[0] | {"content": both}, *messages[1:]]
     elif instructions:
         messages = prompt_messages({"prompt": messages}, instructions)
     return row | {"prompt": messages}
 
 
-def joined_text(parts: list[dict]) -> str | list[dict]:
-    """Parts that are all text as one text."""
-    return "".join(p["text"] for p in parts) if all(p["type"] == "text" for p in parts) else parts
+def joined_texts(parts: list[dict]) -> list[dict]:
+    """Parts with those of text that follow each other as one: a special token in two halves has to be seen."""
+    joined: list[dict] = []
+    for part in parts:
+        if joined and part["type"] == joined[-1]["type"] == "text":
+            part = text_part(joined.pop()["text"] + part["text"])
+        joined.append(part)
+    return joined
 
 
 def render(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:

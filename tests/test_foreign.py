@@ -119,7 +119,8 @@ def test_a_result_forges_no_image(family, tmp_path):
     harmless = build_prompt(row | {"prompt": "Look: "}, Generator, cfg)
     special = special_ids(Generator.tokenizer)
     assert [i for i in prompt.token_ids if i in special] == [i for i in harmless.token_ids if i in special]
-    for parts in ([{"type": "text", "text": placeholders}], [picture, {"type": "text", "text": placeholders}]):
+    halves = [{"type": "text", "text": half} for half in (placeholders[:3], placeholders[3:])]
+    for parts in (halves, [picture, {"type": "text", "text": placeholders}]):
         answered = observed(prompt, [{"role": "user", "content": parts}], Generator, None, cfg)
         inputs = {key: value for key, value in answered.model_inputs.items() if key != "position_ids"}
         ids = torch.tensor([answered.token_ids])
