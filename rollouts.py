@@ -25,17 +25,8 @@ from jinja2 import TemplateError
 from config import ConfigError, TrainConfig, known_name
 from data import shorten
 from envs import ToolEnvironment, adapters
-from envs.calls import (
-    as_text,
-    call_environment,
-    checked_step,
-    finite_number,
-    name_of,
-    put_away,
-    reset,
-    state_of,
-    take_environment,
-)
+from envs.adapters import put_away, take_environment
+from envs.base import as_text, call_environment, checked_step, finite_number, name_of, reset, state_of
 from envs.playing import main
 from inputs.pictures import PictureError
 from inputs.prompts import (

@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy
 
 from cli import shorten
-from config import ConfigError, known_name
-from envs import Environment, ToolEnvironment
+from config import ConfigError, TrainConfig, known_name
+from envs.base import Environment, ToolEnvironment, limited, name_of
 from envs.tools import Toolbox, chat, from_function, get_tools
 from inputs.parts import parts_of, text_of_parts
 from plugins import function_path, load_function, require, with_arguments
-from safety.calls import to_thread
+from safety.calls import run_limited, to_thread, unread, warn_once
 from safety.sandbox import check_contained
 
 # gymnasium and textarena, optional packages, are imported where their environments are made.
@@ -399,3 +399,33 @@ def environment_maker(cfg) -> Callable[..., Environment]:
             toolbox = Toolbox(get_tools(cfg), cfg)
             _MADE[key] = lambda row=None: ToolEnvironment(toolbox, cfg)
     return _MADE[key]
+
+
+# ---- one for a trajectory -------------------------------------------------------------------------------------------
+
+_IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody plays at the moment
+
+
+def kind_of(row: dict, cfg: TrainConfig) -> tuple:
+    """Environments of one kind can stand for each other."""
+    chooses = hasattr(environment_maker(cfg), "known")  # else a column of this name may hold anything
+    return kind(cfg), repr(row.get(COLUMN)) if chooses else None
+
+
+async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
+    """An environment for one trajectory: an idle one, or a new one. A constructor may take as long as a step."""
+    if idle := _IDLE.get(kind_of(row, cfg)):
+        return idle.pop()
+    return await limited(make, {"row": row}, cfg.tool_timeout, "making an environment", row)
+
+
+async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> None:
+    """close() what was played, or keep it for the next trajectory. A close() that fails costs a warning."""
+    if reusable and getattr(environment, "pooled", False):
+        _IDLE.setdefault(kind_of(row, cfg), []).append(environment)
+        return
+    outcome = await run_limited(environment.close, {}, cfg.tool_timeout, unread)
+    if outcome is None or outcome[1] is not None:
+        fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
+        what = f"{name_of(environment)}.close()"
+        warn_once(f"{what} {fault}. Said once.", kind=what)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from config import ConfigError, TrainConfig
 from data import load_rows
 from envs import adapters
-from envs.calls import call_environment, checked_step, put_away, reset
+from envs.base import call_environment, checked_step, reset
 from envs.tools import chat, named_tools
 from inputs.parts import text_of_parts
 from safety import secrets
@@ -64,7 +64,7 @@ async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> f
     metrics = await call_environment(environment, "metrics", row, cfg)
     total = None if score is None and not total else total + (score or 0.0)  # as `judged` has it
     print(f"\nreward of the trajectory {'none' if total is None else f'{total:g}'}  {metrics or ''}")
-    await put_away(environment, row, False, cfg)
+    await adapters.put_away(environment, row, False, cfg)
     return total
 
 

@@ -20,7 +20,6 @@ import math
 import operator
 import time
 import typing
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -237,12 +236,15 @@ class Toolbox:
         self.tools, self.cfg = tools, cfg
         self._results: dict[tuple, object] = {}
         # Semaphores and locks by event loop: each training step has its own, and an evaluation beside it.
-        self._loops: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._loops: dict[asyncio.AbstractEventLoop, dict] = {}
         self._next: dict[str, float] = {}  # when a tool with a rate may be called again
 
     def _of_loop(self, key, make: Callable):
         """The running event loop's own semaphore or lock."""
-        return self._loops.setdefault(asyncio.get_running_loop(), {}).setdefault(key, make())
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            self._loops = {other: made for other, made in self._loops.items() if not other.is_closed()} | {loop: {}}
+        return self._loops[loop].setdefault(key, make())
 
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
         """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached; the name as it

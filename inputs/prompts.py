@@ -363,6 +363,17 @@ def observation_text(messages: list[dict], processor, schemas: list[dict] | None
     return text[next((t.start() for t in tokens if t.start() < same < t.end()), same) :]
 
 
+def observation_ids(messages: list[dict], processor, last: int, schemas: list[dict] | None = None, **options) -> list:
+    """Token ids that lead from a sampled answer over `messages` (of tools, of an environment) to where the next answer
+    begins, one placeholder an image. What was sampled is not among them and is never tokenised again.
+
+    last: the token that ended the answer; where it is the template's own end of a turn, the ids begin behind it.
+    schemas, options: the tools and settings that the chat template was given with the prompt.
+    """
+    ids = tokenize(observation_text(messages, processor, schemas, **options), processor)
+    return ids[int(ids[0] == last) :]
+
+
 # ---- ids -------------------------------------------------------------------------------------------------------------
 
 
@@ -476,17 +487,13 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
 
 
 def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: TrainConfig, **options) -> Prompt:
-    """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded.
-
-    A generator stops at the token that ends its turn: the template's text begins behind it, with the line break there.
-    """
-    processor = generator.tokenizer
-    text = observation_text(messages, processor, schemas, **options)
-    sent = tokenize(text, processor)
-    skip = int(sent[0] == prompt.token_ids[-1])
-    sources = image_sources({"prompt": messages})
+    """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded."""
+    processor, sources = generator.tokenizer, image_sources({"prompt": messages})
+    sent = observation_ids(messages, processor, prompt.token_ids[-1], schemas, **options)
     if not sources:
-        return continued(prompt, sent[skip:])
+        return continued(prompt, sent)
+    text = observation_text(messages, processor, schemas, **options)
+    skip = len(tokenize(text, processor)) - len(sent)
     images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
     COUNTS["images"] += len(images)
     ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
@@ -494,7 +501,7 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: Trai
         inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
     if "position_ids" in inputs:
         inputs["position_ids"] = inputs["position_ids"] - skip  # its first place was taken away
-    grown = continued(prompt, ids[skip:], sent[skip:], inputs)
+    grown = continued(prompt, ids[skip:], sent, inputs)
     return replace(grown, images=[*prompt.images, *files])
 
 

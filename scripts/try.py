@@ -115,7 +115,7 @@ async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
     """What a tool answers to one call, in the environment of the row."""
     import rollouts
     from envs import adapters
-    from envs.tools import Call
+    from envs.formats import Call
 
     name, _, arguments = call.partition(" ")
     try:

@@ -44,7 +44,7 @@ import data
 import train_grpo as script
 import utils
 from envs import adapters, formats
-from envs.calls import put_away
+from envs.adapters import put_away
 from inputs.processor import load_processor, with_template_kwargs
 from inputs.prompts import rope_index_of
 from plugins import function_path, load_function
