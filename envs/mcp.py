@@ -221,7 +221,7 @@ class Connection:
             if getattr(error, "code", CONNECTION_CLOSED) in (CONNECTION_CLOSED, INVALID_REQUEST):
                 await self.end()  # the next call starts it again
                 warn_once(self.said(f"is gone ({reason(error)})"), kind=f"MCP server {self.server.name}")
-            raise RuntimeError(reason(error)) from error
+            raise RuntimeError(f"MCP server {self.server.name!r}: {reason(error)}") from error
         parts = [as_part(content) for content in result.content]
         if not parts and result.structured_content is not None:  # else the same stands in the text
             parts = [text_part(json.dumps(result.structured_content, ensure_ascii=False))]
