@@ -173,7 +173,8 @@ class VLLMClient:
     def _describe(self, url: str) -> Served:
         """As serving/weights.py says it. A server without that tells less, and not its model's sizes."""
         try:
-            return Served(**self._ask("POST", url + "/collective_rpc", {"method": "describe"})["results"][0])
+            told = self._ask("POST", url + "/collective_rpc", {"method": "describe"})["results"][0]
+            return Served(**told, **self._ask("GET", url + "/get_world_size"))  # an engine knows of no other one
         except ServerError as error:
             if not error.status:
                 raise

@@ -233,7 +233,6 @@ class Worker:
             "num_layers": text.num_hidden_layers,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "window": config.model_config.max_model_len,
-            "world_size": config.parallel_config.world_size_across_dp,
             "on_cpu": self.device.type == "cpu",
             "engine": config.weight_transfer_config and config.weight_transfer_config.backend,
             "can_sleep": config.model_config.enable_sleep_mode,
