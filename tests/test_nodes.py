@@ -92,11 +92,12 @@ def test_two_nodes_train_with_a_server_on_a_third(nodes, tmp_path):
     token = {"VLLM_SERVER_TOKEN": "between nodes", "OMP_NUM_THREADS": "1"}
     flags = ["--generator", "vllm", "--server_urls", f"http://10.77.0.3:{PORT}", "--server_timeout", "240"]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(running(Process([*nodes["node-c"].enter, *command], tmp_path / "server.log", **token)))
+        server = Process([*nodes["node-c"].enter, *command], tmp_path / "server.log", **token)
+        stack.enter_context(running(server)).until(lambda: "vllm_server: ready" in server.text)
         flags += ["--output_dir", str(tmp_path / "shared"), "--logprob_diff_limit", "1e-3"]
         both = [stack.enter_context(running(one)) for one in ranks(nodes, tmp_path, *flags, launch=launch)]
         for one in both:
-            assert one.end(300) == 0, one.text + (tmp_path / "server.log").read_text(encoding="utf-8")
+            assert one.end(300) == 0, one.text + server.text
     lines = [
         json.loads(line) for line in (tmp_path / "shared/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
