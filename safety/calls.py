@@ -301,7 +301,7 @@ def step(outcome):
         return plain(outcome)
     messages, reward, done, info = outcome
     try:
-        return plain(messages), float(number(reward)), bool(done), plain(info)
+        return plain(messages), finite(float(number(reward))), bool(done), plain(info)
     except (TypeError, ValueError) as error:
         raise UnusableResult(f"returned the reward {shorten(reward)}: {error}") from None
 
@@ -311,9 +311,8 @@ def state(value):
     text nor identity need tell whether they are equal."""
     if isinstance(value, tuple | frozenset):
         return (tuple if isinstance(value, tuple) else frozenset)(map(state, value))
-    if isinstance(
-        value := plain(value) if getattr(value, "shape", None) == () else value, None | str | bytes | int | float
-    ):
+    value = value.item() if getattr(value, "shape", None) == () else value
+    if value is None or isinstance(value, str | bytes | int | float):
         return value
     raise UnusableResult(
         f"returned a state with {shorten(value)}, a {type(value).__name__}, in it; give plain data instead, such as a "

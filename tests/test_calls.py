@@ -203,8 +203,9 @@ def test_tools_and_environments_give_plain_data():
         True,
         {"x": 1.0},
     )
-    with pytest.raises(UnusableResult, match="text is not a number"):
-        step(([], "1", True, {}))
+    for wrong, fault in (("1", "text is not a number"), (float("nan"), "finite")):
+        with pytest.raises(UnusableResult, match=fault):
+            step(([], wrong, True, {}))
     assert state((1, ("a", np.int64(2)))) == (1, ("a", 2)) and unread(odd) is odd
     with pytest.raises(UnusableResult, match="a object"):
         state((1, odd))
