@@ -1772,18 +1772,8 @@ def first_push(run: Run, cfg: TrainConfig) -> None:
 
 
 def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] | None = None) -> None:
-    """Train, and end the process for good: no rank, thread or process group keeps a failed run alive."""
-    utils.prepare_process()
-    status, ended_by = 1, None
-    try:
-        train(cfg, make_critic, make_collector)
-        status = 0
-    except KeyboardInterrupt as error:
-        ended_by, status = error, utils.explain_interrupt()
-    except BaseException as error:  # some errors of torch do not derive from Exception
-        ended_by, status = error, utils.print_failure(error, cfg)
-    finally:
-        utils.end_process(status, partial(close_all, ended_by))
+    """Train, and end the process."""
+    utils.run_and_exit(partial(train, cfg, make_critic, make_collector), cfg, close_all)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,9 @@ from config import ConfigError, TrainConfig, parse_args
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script. All other settings (`cfg.compute_dtype`, ...) are fields of TrainConfig with its
-    defaults. To make one a flag, declare it again below. It has an effect if a function that this file calls reads it:
-    compute_dtype, eval_generations, dataset_config, system_prompt, reward_weights, ...; not beta or weight_decay, nor
-    top_p, which you would add to `how` in `sample`."""
+    """The flags of this script. What a helper file reads beside them (compute_dtype, eval_generations, system_prompt,
+    reward_weights, ...) has TrainConfig's default; declare such a setting below to make it a flag. What is computed in
+    this file has the settings that stand here: there is no beta, and no top_p."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -100,9 +99,7 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
     numbers = []
     for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
         epoch, place = divmod(drawn, len(rows))
-        order = np.random.default_rng([cfg.seed, epoch]).permutation(
-            len(rows)
-        )  # made for each prompt: simple, not fast
+        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # for each prompt: simple, not fast
         numbers.append(order[place])
     return [rows[number] for number in numbers[dist.get_rank() :: dist.get_world_size()]]
 
@@ -209,16 +206,17 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
     return nn.functional.pad(logprobs, (1, 0))
 
 
-def policy_loss(logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """PPO's clipped ratio, per token.  [B, T]
 
-    part: some rows of the batch, [B, T] each: the fields of `tensors`, "advantages" and "old_logprobs". Do not average
-    over rows here: the result would depend on how the batch is cut. The loss must be finite at prompts and padding,
-    too: the caller multiplies it by loss_mask, and infinity times 0 is nan.
+    part: some rows of the batch: the fields of `tensors`, and "advantages", [B, T] each. Do not average over rows here:
+    the result would depend on how the batch is cut. The loss must be finite at prompts and padding, too: the caller
+    multiplies it by loss_mask, and infinity times 0 is nan.
+
     The ratio is 1 in the first update of a step: the loss is -A, its gradient -A grad log pi. In later updates the
     gradient is 0 for tokens with A > 0 and a ratio above 1 + epsilon_high, and with A < 0 and one below 1 - epsilon.
     """
-    ratio = (logprobs - part["old_logprobs"]).exp()
+    ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
 
@@ -235,11 +233,10 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
         not_last = isinstance(model, DistributedDataParallel) and part is not parts[-1]
         with model.no_sync() if not_last else contextlib.nullcontext():  # ranks all-reduce gradients in the last only
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
-            # old_logprobs are the trainer's, not the generator's, so that the clip measures how far updates have moved
-            # the policy. With one update they are the current ones, detached; with several, `update` has put them into
-            # the batch, and setdefault leaves them.
-            part.setdefault("old_logprobs", logprobs.detach())
-            loss = (policy_loss(logprobs, part, cfg) * mask).sum() / count
+            # The trainer's log-probs before the step's first update, not the generator's: the clip measures how far
+            # updates have moved the policy. With one update a step they are the current ones.
+            old = part.get("old_logprobs", logprobs.detach())
+            loss = (policy_loss(logprobs, old, part, cfg) * mask).sum() / count
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
         gap = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / count
         sums += torch.stack([loss.detach(), gap])
@@ -276,12 +273,11 @@ BUCKET = 256 * 2**20  # bytes
 
 
 def push_weights(model: nn.Module, generator, version: int) -> None:
-    """Sends the weights, some at a time, matrices to be rounded to the generator's dtype. Unknown or missing weights
-    are refused, by a server damaged ones, too; from then on completions say `policy_version = version`. model: without
-    DDP, which changes the names.
+    """Sends all weights to the generator, in buckets: begin, a call per bucket, finish. It rounds them to its dtype,
+    refuses unknown names and a push in which some are missing, and says `policy_version = version` of each completion
+    that it samples from then on. model: without DDP, which changes the names.
     """
-    # Nobody samples now: at the first push nothing has been asked for yet, and later no rank gets through the update's
-    # all-reduce before every rank has its completions.
+    # Nobody samples now: no rank gets through the update's all-reduce before every rank has its completions.
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         generator.begin_push()
         bucket, size = [], 0
@@ -306,7 +302,7 @@ def train(cfg: Settings) -> dict[str, float]:
             f"--num_generations={cfg.num_generations}: a prompt's completions are compared; give 2 or more."
         )
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
-    cfg = utils.computable(cfg, device)  # a CPU without bfloat16 computes in float32
+    cfg = utils.computable(cfg, device)  # compute_dtype is float32 on a CPU that is slow in bfloat16
     tokenizer = load_processor(cfg.model_id)  # of a text model its tokenizer
     reward_functions = get_reward_functions(cfg)
 
@@ -383,18 +379,8 @@ def train(cfg: Settings) -> dict[str, float]:
 
 
 def main(cfg: Settings) -> None:
-    """Train, and end the process for good: no thread or process group keeps a failed run alive."""
-    utils.prepare_process()
-    status, ended_by = 1, None
-    try:
-        train(cfg)
-        status = 0
-    except KeyboardInterrupt as error:
-        ended_by, status = error, utils.explain_interrupt()  # prints a message; 130
-    except BaseException as error:
-        ended_by, status = error, utils.print_failure(error, cfg)
-    finally:
-        utils.end_process(status, lambda: close_all(ended_by))  # writes what there is so far to the run folder
+    """Train, and end the process: a failed run is explained, and leaves no thread or rank behind."""
+    utils.run_and_exit(lambda: train(cfg), cfg, close_all)
 
 
 if __name__ == "__main__":

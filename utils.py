@@ -536,10 +536,26 @@ RANK_KILLED = (
 )
 
 
-def explain_interrupt() -> int:
-    """The exit status of a run that Ctrl-C ended."""
-    print("\ninterrupted; what was not saved (--save_steps) is lost, and what was being saved, too.", file=sys.stderr)
-    return 130
+def run_and_exit(work: Callable[[], object], cfg: TrainConfig, at_end: Callable[[BaseException | None], None]):
+    """Do the work, and end the process for good: no rank, thread or process group keeps a failed run alive.
+
+    What ended the work is explained on stderr, and given to `at_end`, which closes what is open. The exit status is 0,
+    130 after Ctrl-C, 2 for a setting that another try would not change, else 1.
+    """
+    prepare_process()
+    status, ended_by = 1, None
+    try:
+        work()
+        status = 0
+    except KeyboardInterrupt as error:
+        print(
+            "\ninterrupted; what was not saved (--save_steps) is lost, and what was being saved, too.", file=sys.stderr
+        )
+        ended_by, status = error, 130
+    except BaseException as error:  # some errors of torch do not derive from Exception
+        ended_by, status = error, print_failure(error, cfg)
+    finally:
+        end_process(status, lambda: at_end(ended_by))
 
 
 def prepare_process() -> None:
