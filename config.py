@@ -1,18 +1,24 @@
-"""Every knob of the training scripts: one flat dataclass whose trailing comments are the help texts.
+"""Every knob of the training scripts: one flat dataclass whose trailing comments are the help texts; and how its values
+are found, by defaults, `--preset NAME`, `--config FILE.yaml` and the command line, later ones winning.
 
 A copied script that needs a knob of its own subclasses the config in the script, above `parse_args`:
 
     class TrainConfig(TrainConfig):
         my_coef: float = 0.1  # weight of my idea
 
-Values come from, later ones winning: the defaults here, `--preset NAME`, `--config FILE.yaml`, the command line.
 Nothing in this file imports torch: `--help` and every mistake answer in a fraction of a second, on a laptop, without
 touching a GPU, a process group or a server.
 """
 
+import argparse
 import ast
+import contextlib
 import dataclasses
+import difflib
+import hashlib
 import importlib.util
+import inspect
+import json
 import math
 import os
 import re
@@ -20,12 +26,25 @@ import sys
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote_plus
 
-import cli
-import domains
-from cli import ConfigError, build_parser, convert, flags, is_none, known_name, read_yaml, unknown_argument
+import yaml
+
 from safety import secrets
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message says what was given, what is allowed and what to do."""
+
+    status = 2  # the process's, by which a loop that starts a run again knows that this does not help
+
+
+class NotNow(ConfigError):
+    """A setting that cannot work as things are: a lock, a server. Another try may help."""
+
+    status = 1
 
 
 @dataclass
@@ -61,9 +80,7 @@ class TrainConfig:
     lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])  # ends of names, or one regular expression
 
     # --- data ---
-    dataset_id: str | None = (
-        None  # hub id, .jsonl .parquet .csv, reasoning_gym:TASK?key=value (unset: chain_sum), file.py:function, seeds:N
-    )
+    dataset_id: str | None = None  # hub id, file, folder, reasoning_gym:TASK?key=value, file.py:function, seeds:N
     dataset_config: str | None = None  # configuration name of a hub data set
     dataset_split: str = "train"  # split to train on
     eval_dataset_id: str | None = None  # held-out data; unset: dataset_id with eval_split, if evaluation is on
@@ -75,9 +92,7 @@ class TrainConfig:
     max_prompt_length: int = 1024  # prompts with more tokens (of images, too) are left out, and counted
     max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
     min_pixels: int | None = None  # smaller images are scaled up to it
-    domains: list[dict] = field(
-        default_factory=list
-    )  # data sets with rewards, tools, limits of their own: see domains.py
+    domains: list[dict] = field(default_factory=list)  # data sets with settings of their own: BY_DOMAIN below
 
     # --- rollout ---
     rollout: str | None = None  # name in ROLLOUTS (rollouts.py); unset: multi_turn with environment or tools
@@ -86,10 +101,9 @@ class TrainConfig:
     temperature: float = 1.0  # sampling temperature; the trainer divides its logits by it, too
     top_p: float | None = None  # nucleus sampling; off by default, it biases the importance ratio
     top_k: int | None = None  # sample from the k likeliest tokens; off by default for the same reason
-    min_p: float | None = None  # drop tokens below this fraction of the likeliest one
     generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
-    server_token: str | None = field(default=None, repr=False)  # `ps` shows it: rather set VLLM_SERVER_TOKEN
+    server_token: str | None = field(default=None, repr=False, metadata={"flag": False})  # of VLLM_SERVER_TOKEN
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     colocate: bool = False  # server and trainer take turns on one GPU; the server needs --enable-sleep-mode
@@ -98,20 +112,15 @@ class TrainConfig:
     push_lora: Literal["auto", "adapters", "folded"] = "auto"  # what of LoRA travels; auto: adapters if the server can
 
     # --- tools and environments ---
-    env: str | None = (
-        None  # name in ENVIRONMENTS (envs/adapters.py) or file.py:NAME, arguments behind as in NAME?key=value
-    )
+    env: str | None = None  # name in ENVIRONMENTS (envs/adapters.py) or file.py:NAME; arguments: NAME?key=value
     tools: list[str] = field(default_factory=list)  # names in TOOLS (envs/tools.py) or file.py:function
     mcp_config: str | None = None  # JSON file with `mcpServers`, whose tools are added
     tool_parser: str = "auto"  # how calls are written: auto: as the chat template does (envs/formats.py)
     max_turns: int = 8  # most turns of the model in one trajectory
     max_turn_length: int | None = None  # most tokens sampled per turn; unset: what max_completion_length leaves
     max_tool_result: int = 4000  # characters of a tool's result, or an environment's message, shown to the model
-    max_calls_per_turn: int = 16  # tool calls of one turn that are run; the model is told about the others
     tool_timeout: float = 30.0  # seconds a call may take, and each method of an environment
-    env_errors: Literal["drop", "stop"] = "drop"  # a failing environment or reward costs its trajectory, or the run
-    max_failed: float = 0.1  # with env_errors drop: the run stops if a larger share of a step's trajectories failed
-    tool_concurrency: int = 64  # most calls of tools at the same time on each rank; environments have no such limit
+    max_failed: float = 0.1  # the run stops if more of a step's trajectories fail; 0: at any
     tool_cache: bool = False  # equal calls of a tool are run once; the last 4096 results are kept
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
     tokenization_check: Literal["strict", "warn", "off"] = "warn"  # tokens of all turns against the chat template's
@@ -144,20 +153,15 @@ class TrainConfig:
     dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)
     resample_rounds: int = 3  # with dynamic_sampling: at most this many times a step; groups still without signal stay
     spare_prompts: int = 0  # with dynamic_sampling: so many more begin with each step, to replace groups without signal
-    group_std_min: float = 0.0  # a group has signal if its scores' std is above this ...
-    group_mean_min: float = -math.inf  # ... and their mean is at least this (not too hard)
-    group_mean_max: float = math.inf  # ... and at most this (not too easy); others leave the loss
+    group_mean_min: float = -math.inf  # groups whose mean score is below this (too hard) leave the loss ...
+    group_mean_max: float = math.inf  # ... and those above this (too easy)
 
     # --- teacher: on-policy distillation, docs/algorithms.md ---
     teacher_urls: list[str] = field(default_factory=list)  # servers of a teacher that scores what the policy samples
-    teacher_model: str | None = None  # its name there; unset: the only one that is served
     teacher_id: str | None = None  # or a hub id or folder: a frozen teacher in this process, sharded as the policy is
     teacher_prompt: str | None = None  # prompt that it sees instead: a column, file.py:function; alone: of the policy
-    teacher_timeout: float = 120.0  # seconds its servers may take to score a completion
     distill_coef: float = 1.0  # weight of what the teacher says, beside the rewards; 0: it is only watched
-    distill_gamma: float = 0.0  # distill: discount of the tokens after; 0: each token counts for itself
     distill_baseline: Literal["none", "place"] = "none"  # place: minus the mean of the step's others there: less noise
-    distill_clip: float = 20.0  # distill: a token's log p_teacher - log p_policy is kept within this
     distill_topk: int = 0  # a term beside the loss over the teacher's k likeliest tokens; 0: none
     distill_jsd: float = 0.0  # of that term: 0 forward KL, 1 reverse KL, between them GKD's generalised JSD
 
@@ -168,7 +172,6 @@ class TrainConfig:
     gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
     lam: float = field(default=1.0, metadata={"flag": False})  # of train_ppo.py, where it is a flag
     critic_warmup: int = field(default=0, metadata={"flag": False})  # the same
-    gigpo_step_weight: float = 1.0  # weight of gigpo's step-level advantage
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "seq_mean"  # how tokens are weighted
     epsilon: float = 0.2  # lower clip: the ratio is kept above 1 - epsilon
@@ -179,25 +182,19 @@ class TrainConfig:
     clip_cov_ratio: float = 0.0002  # clip_cov: fraction of the update's tokens that lose their gradient
     clip_cov_min: float = 1.0  # clip_cov: drawn from those with a covariance above this ...
     clip_cov_max: float = 5.0  # ... and below this
-    kl_cov_ratio: float = (
-        0.0002  # kl_cov: fraction of the update's tokens, highest covariance first, that are held back
-    )
+    kl_cov_ratio: float = 0.0002  # kl_cov: fraction of the update's tokens that are held back, by their covariance
     kl_cov_coef: float = 1.0  # kl_cov: weight of |log-ratio| on them
-    kimi_tau: float = 0.1  # kimi: weight of the squared log-ratio
     dro_beta: float = 0.5  # dro: weight of the squared log-ratio
     beta: float = 0.0  # weight of the KL term; 0 loads no reference model
     kl: str = "k3"  # name in KL_ESTIMATORS (train_grpo.py)
     kl_in_reward: bool = False  # subtract beta * KL from each token's reward instead of adding it to the loss
     kl_target: float | None = None  # adapt beta so that the KL stays near this
-    kl_horizon: float = 10000.0  # completions over which beta adapts
     ref_sync_steps: int | None = None  # move the reference model towards the policy every N steps
     ref_sync_alpha: float = 0.6  # ref <- alpha * policy + (1 - alpha) * ref
     entropy_coef: float = 0.0  # weight of the entropy bonus
     entropy_target: float | None = None  # adapt entropy_coef: up while the entropy is below this, down while above
-    entropy_coef_step: float = 0.0005  # change of entropy_coef per step
     top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
     router_replay: Literal["auto", "on", "off"] = "auto"  # experts as the generator chose; auto: where it tells them
-    router_replay_reference: bool = False  # the reference model, too, takes the generator's experts
     router_aux_coef: float = 0.0  # on the loss that keeps experts evenly used, over the tokens that are learned from
     mask_truncated: bool = False  # leave completions cut at a length limit out of the loss
     old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer's, generator's, always pi
@@ -213,8 +210,7 @@ class TrainConfig:
     learning_rate: float = 1e-6  # peak learning rate
     lr_schedule: str = "constant"  # after the warm-up: constant, linear, cosine, or a name of transformers' schedules
     lr_scheduler_kwargs: dict | None = None  # arguments of transformers' schedule, as '{"min_lr_rate": 0.1}'
-    warmup_ratio: float = 0.0  # fraction of all optimizer updates over which the learning rate rises
-    warmup_steps: int | None = None  # or the number of steps over which it does
+    warmup_steps: float = 0.0  # steps over which the learning rate rises; below 1: a fraction of all updates
     optim: str = "AdamW"  # a class of torch.optim or bitsandbytes.optim, or transformers' name of one (adamw_8bit)
     weight_decay: float = 0.0  # the optimizer's
     adam_beta1: float = 0.9  # first of the optimizer's betas
@@ -250,25 +246,28 @@ class TrainConfig:
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps
     log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
-    log_unique_prompts: bool = False  # of the completions of equal prompts, write the first alone
     log_tokens_every: int = 1  # and every N steps its tokens, with advantage, weight in the loss, log-probs; 0: never
     print_samples_every: int = 10  # print one prompt, completion and reward every N steps; 0: never
     logprob_diff_limit: float = 0.2  # first step stops if |trainer - generator log-prob| exceeds this on average
     report_to: list[str] = field(default_factory=list)  # trackers besides the run folder: wandb, tensorboard, trackio
-    wandb_project: str = "grpo"  # project name for wandb and trackio
-    push_to_hub: bool = False  # upload the final model
-    hub_repo_id: str | None = None  # where to
-    hub_private: bool = True  # as a private repository; --no-hub_private makes it public
+    push_to_hub: str | None = None  # upload the final model, as a private repository NAME/REPO
 
     def __post_init__(self):
-        own = domains.read(self)
+        own = [domain_config(self, entry) for entry in self.domains]  # before unset settings get values for this run
         several = self.env or self.tools or self.mcp_config
         self.rollout = self.rollout or ("multi_turn" if several else "single_turn")
         if self.dataset_id is None:
             self.dataset_id = "seeds:2000" if self.env else "reasoning_gym:chain_sum"
         if self.reward_funcs is None:
             self.reward_funcs = ["environment" if self.env else "reasoning_gym"]
-        domains.settle(self, own)
+        for name in ("max_prompt_length", "max_completion_length") if own else ():
+            setattr(self, name, max(getattr(one, name) for one in own))
+        # Each entry gets what differs from the run's config. Read again, as by dataclasses.replace, that is the same.
+        self.domains = [
+            {"name": entry["name"], "weight": read_weight(entry.get("weight", 1))}
+            | {key: getattr(one, key) for key in sorted(BY_DOMAIN) if getattr(one, key) != getattr(self, key)}
+            for entry, one in zip(self.domains, own, strict=True)
+        ]
 
     def of(self, row: dict) -> "TrainConfig":
         """The config of the row's domain: this one, with what the domain has of its own. Without domains, this one."""
@@ -277,7 +276,7 @@ class TrainConfig:
             return self
         known = self.__dict__.setdefault("_of", {})
         if entry["name"] not in known:
-            own = {key: value for key, value in entry.items() if key not in domains.OWN_KEYS}
+            own = {key: value for key, value in entry.items() if key not in ("name", "weight")}
             known[entry["name"]] = dataclasses.replace(self, **own, domains=[{"name": entry["name"]}])
         return known[entry["name"]]
 
@@ -335,55 +334,94 @@ PRESETS: dict[str, dict] = {  # arXiv
 }  # fmt: skip
 
 
+# ---- domains: several data sets in one run, with settings of their own ----------------------------------------------
+
+# What may differ by domain. A knob of your own may, too: config.BY_DOMAIN.add("my_knob")
+BY_DOMAIN = {
+    *"dataset_id dataset_config dataset_split eval_dataset_id eval_split eval_solved".split(),
+    *"system_prompt no_apply_chat_template allow_special_tokens max_prompt_length max_pixels min_pixels".split(),
+    *"rollout max_completion_length min_completion_length".split(),
+    *"env tools mcp_config tool_parser max_turns max_turn_length max_tool_result".split(),
+    *"tool_timeout tool_cache tokenization_check".split(),
+    *"reward_funcs reward_weights reward_model judge_url judge_model judge_max_tokens judge_template".split(),
+    *"teacher_urls teacher_prompt".split(),
+    *"reward_timeout reward_on_timeout group_mean_min group_mean_max".split(),
+}
+# First words of metrics: NAME/reward must not be taken for one of these.
+TAKEN = "advantages async clip_ratio completions distill dynamic_sampling eval images kl kl_cov lr ranks".split()
+TAKEN += "rewards rollout sampling staleness time tools turns value".split()
+
+
+def domain_config(cfg: TrainConfig, entry: dict) -> TrainConfig:
+    """The config of a domain, from an entry of `domains`. ConfigError for one that cannot be one."""
+    name, names = entry.get("name"), [one.get("name") for one in cfg.domains]
+    fits = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,50}", name) and name not in TAKEN
+    if not fits or names.count(name) > 1:
+        raise ConfigError(
+            f"domains, name {name!r}: give each entry a name of its own, of letters, digits, - . _ (quoted, if YAML "
+            f"takes it for a number), and none with which other metrics begin: {', '.join(TAKEN)}."
+        )
+    for key in entry:
+        known_name(f"domain {name!r}, settings of its own", key, {"name", "weight", *BY_DOMAIN})
+    hints = typing.get_type_hints(type(cfg))
+    plain = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    try:
+        read_weight(entry.get("weight", 1))
+        own = {key: convert(key, hints[key], value) for key, value in entry.items() if key in BY_DOMAIN}
+        return type(cfg)(**plain | own | {"domains": []})
+    except ConfigError as error:
+        raise ConfigError(f"domain {name!r}: {error}") from None
+
+
+def read_weight(weight):
+    """A domain's share of the prompts: a number, points [[step, number], ...] of a line by step, or "success"."""
+    if weight == "success":
+        return weight
+    with contextlib.suppress(TypeError, ValueError):
+        points = [[int(step), float(n)] for step, n in (weight if isinstance(weight, list) else [[0, weight]])]
+        if points == sorted(points) and min(n for _, n in points) >= 0 and 0 < max(n for _, n in points) < math.inf:
+            return points if isinstance(weight, list) else points[0][1]
+    rule = "a number above 0, points such as [[0, 1.0], [100, 0.2]] (step and weight), or success"
+    raise ConfigError(f"weight {weight!r}: give {rule}.")
+
+
+@contextlib.contextmanager
+def named(cfg: TrainConfig):
+    """A ConfigError under it says which domain it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        if not cfg.domain:
+            raise
+        raise ConfigError(f"domain {cfg.domain!r}: {error}") from error.__cause__
+
+
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
-
-def check_ranges(cfg: TrainConfig) -> None:
-    """Each number for itself. Written so that nan fails, too."""
-    positive = "prompts_per_step num_minibatches num_iterations max_completion_length max_prompt_length temperature "
-    positive += "learning_rate eval_generations reward_timeout judge_max_tokens "
-    positive += "max_turns max_calls_per_turn max_tool_result tool_timeout tool_concurrency server_timeout "
-    positive += "teacher_timeout distill_clip "
-    positive += "request_timeout rollout_timeout dist_timeout push_steps "
-    positive += "lora_r lora_alpha save_total_limit log_steps max_grad_norm num_epochs "
-    positive += "kl_horizon sapo_tau_pos sapo_tau_neg correction_max top_entropy_quantile"
-    positive += " critic_learning_rate critic_iterations value_clip"  # of train_ppo.py
-    for name in positive.split():
-        if not getattr(cfg, name, 1) > 0:
-            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
-    for name in (
-        "min_completion_length beta weight_decay eval_temperature print_samples_every log_tokens_every epsilon_high "
-        "resample_rounds spare_prompts critic_warmup group_std_min correction_min reject_below entropy_coef_step "
-        "router_aux_coef kl_cov_coef kimi_tau dro_beta adam_epsilon distill_coef distill_topk"
-    ).split():
-        if not getattr(cfg, name) >= 0:
-            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be 0 or more.")
-    for name in "server_timeout request_timeout teacher_timeout dist_timeout".split():
-        if not getattr(cfg, name) <= 2e6:  # a socket's limit is that of a C int of milliseconds
-            raise ConfigError(f"--{name}={getattr(cfg, name)}: at most 2,000,000 seconds, which are 23 days.")
-    optional = "max_steps eval_steps save_steps top_k ref_sync_steps max_turn_length tokens_per_microbatch "
-    for name in (optional + "push_bucket_mb logprob_chunk").split():
-        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
-            raise ConfigError(
-                f"--{name}={getattr(cfg, name)}: at least 1; leave it out, or give none, to switch it off."
-            )
-    if not 0 <= cfg.seed < 2**32:
-        raise ConfigError(f"--seed={cfg.seed}: must be between 0 and 2^32 - 1.")
-    for name in (
-        "epsilon warmup_ratio adam_beta1 adam_beta2 top_p min_p gamma lam ref_sync_alpha top_entropy_quantile "
-        "clip_cov_ratio kl_cov_ratio max_failed distill_gamma distill_jsd"
-    ).split():
-        if getattr(cfg, name) is not None and not 0 <= getattr(cfg, name) <= 1:
-            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be between 0 and 1.")
+POSITIVE = "prompts_per_step num_generations num_minibatches num_iterations max_completion_length max_prompt_length "
+POSITIVE += "temperature learning_rate num_epochs max_steps eval_steps eval_generations save_steps save_total_limit "
+POSITIVE += "log_steps push_steps push_bucket_mb server_timeout request_timeout rollout_timeout dist_timeout "
+POSITIVE += "reward_timeout tool_timeout max_turns max_turn_length max_tool_result judge_max_tokens lora_r lora_alpha "
+POSITIVE += "tokens_per_microbatch logprob_chunk shard_size top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target "
+POSITIVE += "ref_sync_steps correction_max critic_learning_rate critic_iterations value_clip"
+NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds spare_prompts "
+NOT_NEGATIVE += "print_samples_every log_tokens_every min_completion_length distill_coef distill_topk router_aux_coef"
+FRACTIONS = "epsilon gamma lam top_p adam_beta1 adam_beta2 ref_sync_alpha top_entropy_quantile clip_cov_ratio "
+FRACTIONS += "kl_cov_ratio max_failed distill_jsd"
 
 
 def check(cfg: TrainConfig, world_size: int | None = None) -> None:
-    """Checks that need nothing but the config and the number of ranks (torchrun's WORLD_SIZE)."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        if not os.environ.get(name, "0").isdecimal():
-            raise ConfigError(f"{name}={os.environ[name]} in the environment must be a whole number; torchrun sets it.")
+    """What needs nothing but the config and the number of ranks (torchrun's WORLD_SIZE). ConfigError if it is wrong."""
     world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    check_ranges(cfg)
+    for names, fits, rule in (
+        (POSITIVE, lambda value: value > 0, "above 0"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (FRACTIONS, lambda value: 0 <= value <= 1, "between 0 and 1"),
+        ("dual_clip", lambda value: value > 1, "above 1 (DAPO uses 10), or unset"),
+    ):
+        for name in names.split():
+            if (value := getattr(cfg, name, None)) is not None and not fits(value):
+                raise ConfigError(f"--{name}={value}: must be {rule}.")
     unit = world * cfg.num_minibatches
     if cfg.prompts_per_step % unit and not cfg.eval_only:
         low, high = cfg.prompts_per_step // unit * unit, -(-cfg.prompts_per_step // unit) * unit
@@ -391,55 +429,18 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
             f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} rank(s) x {cfg.num_minibatches} "
             f"minibatch(es); use {f'{low} or ' if low else ''}{high}."
         )
-    c = cfg
-    why = "with --use_peft it is the model without adapters" if c.use_peft else "--beta 0 loads none"
-    for wrong, message in (
-        (c.num_generations < 1, f"--num_generations={c.num_generations}: at least 1; 8 is usual."),
-        (c.offload and c.strategy == "ddp",
-         "--offload moves shards to the CPU, and --strategy ddp has none; add --strategy fsdp2."),
-        (c.offload and c.strategy == "fsdp",
-         "--offload with --strategy fsdp: torch's FSDP1 would keep the gradient of the last micro-batch alone; use "
-         "--strategy fsdp2."),
-        (c.shard_size is not None and c.strategy == "ddp",
-         f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
-        (c.shard_size is not None and c.shard_size < 1,
-         f"--shard_size={c.shard_size}: at least 1; usual is the number of GPUs of a node."),
-        (c.shard_size and c.starts_ranks and world % c.shard_size,
-         f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
-        (c.offload_activations and c.gradient_checkpointing is False,
-         "--offload_activations moves what --gradient_checkpointing keeps; leave out --no-gradient_checkpointing."),
-        (c.compile and c.strategy == "fsdp",
-         "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
-        (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
-         "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
-        (c.kl_target is not None and not c.kl_target > 0, f"--kl_target={c.kl_target}: must be above 0."),
-        (c.kl_target is not None and c.kl_horizon < c.sequences_per_step,
-         f"--kl_horizon={c.kl_horizon}: at least the completions of a step, {c.sequences_per_step}."),
-        (c.group_mean_min > c.group_mean_max,
-         f"--group_mean_min={c.group_mean_min} is above --group_mean_max={c.group_mean_max}: no group would be learned "
-         "from; swap them, or leave one out."),
-        (c.clip_cov_min >= c.clip_cov_max,
-         f"--clip_cov_min={c.clip_cov_min} is not below --clip_cov_max={c.clip_cov_max}: no token would be chosen."),
-        (c.ref_sync_steps and (c.use_peft or c.beta == 0),
-         f"--ref_sync_steps moves the reference model, and {why}; leave it out."),
-        (not c.reject_above > c.reject_below, f"--reject_above={c.reject_above} is not above --reject_below."),
-        (c.correction_max < c.correction_min, f"--correction_max={c.correction_max} is below --correction_min."),
-        (c.dual_clip is not None and not c.dual_clip > 1,
-         f"--dual_clip={c.dual_clip}: must be above 1 (DAPO uses 10), or leave it unset."),
-        (c.dual_clip is not None and c.policy_loss != "ppo", "--dual_clip belongs to --policy_loss ppo; give none."),
-        (c.min_completion_length > c.max_completion_length,
-         f"--min_completion_length={c.min_completion_length} is more than --max_completion_length="
-         f"{c.max_completion_length}; lower the first or raise the second."),
-        (c.spare_prompts and not c.dynamic_sampling,
-         f"--spare_prompts={c.spare_prompts} replace groups without signal; add --dynamic_sampling, or leave it out."),
-        (c.spare_prompts and c.generator == "hf",
-         f"--spare_prompts={c.spare_prompts}: --generator hf samples one prompt after another, so spare ones gain no "
-         "time; leave it out, or use --generator vllm."),
-        (c.spare_prompts > c.resample_rounds * c.prompts_per_step,
-         f"--spare_prompts={c.spare_prompts}: a step draws at most --resample_rounds={c.resample_rounds} x "
-         f"--prompts_per_step={c.prompts_per_step} further prompts; lower it, or raise --resample_rounds."),
-        (not c.reward_funcs,
-         "--reward_funcs is empty: give at least one, a name in REWARDS or path/to/file.py:function."),
+    for is_wrong, message in [*wrong_to_learn(cfg), *wrong_on_ranks(cfg, world), *wrong_to_run(cfg)]:
+        if is_wrong:
+            raise ConfigError(message)
+    if cfg.judge_template:
+        read_text(cfg.judge_template)
+    for tracker in cfg.report_to:
+        known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio"))
+
+
+def wrong_to_learn(c: TrainConfig) -> list[tuple]:
+    return [
+        (not c.reward_funcs, "--reward_funcs is empty: give at least one, a name in REWARDS or FILE.py:function."),
         (c.reward_weights is not None and len(c.reward_weights) != len(c.reward_funcs),
          f"--reward_weights has {len(c.reward_weights or ())} values for {len(c.reward_funcs)} --reward_funcs "
          f"({', '.join(c.reward_funcs)}); give one each."),
@@ -447,81 +448,69 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
          "--reward_funcs reward_model needs --reward_model: a folder, a hub id or an http address."),
         ("judge" in c.reward_funcs and not (c.judge_url and c.judge_model),
          "--reward_funcs judge needs --judge_url and --judge_model."),
-        (c.judge_url and not c.judge_url.startswith(("http://", "https://")),
-         "--judge_url has no http:// or https:// before it; give the address up to and with /v1."),
-        (c.judge_template and not os.path.isfile(c.judge_template),
-         f"--judge_template={c.judge_template}: there is no such file, or it is a folder or a pipe."),
-        (c.mcp_config and os.path.exists(c.mcp_config) and not os.path.isfile(c.mcp_config),
-         f"--mcp_config={c.mcp_config} is a folder, a pipe or a device; give a JSON file."),
-        (c.colocate and c.generator == "hf",
-         "--colocate has a server and the trainer take turns; --generator hf samples in the trainer: leave one out."),
-        (c.colocate and world > 1,
-         f"--colocate is for one GPU, and there are {world} ranks: start one, or give the server a GPU of its own."),
-        (c.colocate and c.strategy != "ddp" and not c.offload,
-         f"--colocate --strategy {c.strategy}: its shards cannot be moved; take ddp, or fsdp2 with --offload."),
+        (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
+         "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
+        (c.ref_sync_steps and (c.use_peft or c.beta == 0),
+         "--ref_sync_steps moves a reference model: --beta 0 loads none, and with --use_peft it is the model without "
+         "adapters; leave it out."),
+        (c.teacher_urls and c.teacher_id,
+         f"--teacher_urls and --teacher_id={c.teacher_id} are two teachers; leave one out."),
+        (c.has_teacher and c.temperature != 1,
+         f"--temperature={c.temperature}: a teacher's log-probs are those at temperature 1; leave --temperature out."),
+        (c.spare_prompts and (not c.dynamic_sampling or c.generator == "hf"),
+         f"--spare_prompts={c.spare_prompts} replace groups without signal while others are sampled; add "
+         "--dynamic_sampling and --generator vllm, or leave it out."),
+    ]  # fmt: skip
+
+
+def wrong_on_ranks(c: TrainConfig, world: int) -> list[tuple]:
+    return [
+        (c.offload and c.strategy != "fsdp2",
+         f"--offload with --strategy {c.strategy}: ddp has no shards to move, and FSDP1 would keep the gradient of the "
+         "last micro-batch alone; add --strategy fsdp2."),
+        (c.shard_size and c.strategy == "ddp",
+         f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
+        (c.shard_size and c.starts_ranks and world % c.shard_size,
+         f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
+        (c.compile and c.strategy == "fsdp",
+         "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
         (c.strategy == "fsdp" and c.ref_sync_steps,
          "--strategy fsdp --ref_sync_steps: its flat shards cannot be averaged in place; take fsdp2 or ddp."),
         (c.strategy == "fsdp" and c.use_peft and c.dtype != "float32",
          f"--strategy fsdp --use_peft --dtype {c.dtype}: a unit has one dtype, adapters float32; use fsdp2 or ddp."),
-        (c.colocate and c.push_steps > 1,
-         f"--colocate --push_steps={c.push_steps}: a server that slept has no weights, so each step pushes them."),
-        (c.push_lora != "auto" and not (c.use_peft and c.generator == "vllm"),
-         f"--push_lora={c.push_lora} says how LoRA travels to a server; add --use_peft, and --generator vllm, or leave "
-         "it out."),
         (c.load_in and not c.use_peft,
          "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
         (c.load_in and (c.strategy == "fsdp" or c.offload),
          f"--load_in 4bit {'--offload' if c.offload else '--strategy fsdp'}: not built for weights in 4 bits; use "
          "--strategy ddp, with which each GPU has the whole base in 4 bits, or --strategy fsdp2 without --offload."),
         (c.load_in and c.strategy == "fsdp2" and c.generator == "hf",
-         "--load_in 4bit --strategy fsdp2 --generator hf: the policy itself would sample, and each rank for as long as "
-         "its own completions take, while its shards want all ranks; use a vLLM server, or --strategy ddp."),
+         "--load_in 4bit --strategy fsdp2 --generator hf: the policy itself would sample, each rank for as long as its "
+         "own completions take, while its shards want all ranks; use a vLLM server, or --strategy ddp."),
+    ]  # fmt: skip
+
+
+def wrong_to_run(c: TrainConfig) -> list[tuple]:
+    return [
+        (c.generator == "vllm" and not c.server_urls,
+         "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
+        (c.colocate and (c.generator == "hf" or int(os.environ.get("WORLD_SIZE", "1")) > 1),
+         "--colocate has a server and one rank take turns on one GPU: start one rank, with --generator vllm."),
+        (c.colocate and c.strategy != "ddp" and not c.offload,
+         f"--colocate --strategy {c.strategy}: its shards cannot be moved; take ddp, or fsdp2 with --offload."),
+        (c.colocate and (c.push_steps > 1 or c.load_in),
+         "--colocate: a server that slept has no weights, so each step pushes all of them; leave out --push_steps and "
+         "--load_in, or --colocate."),
         (c.load_in and c.push_lora == "folded",
          "--load_in 4bit --push_lora folded: nothing can be folded into 4 bits; leave --push_lora out, and start the "
          "server with --enable-lora."),
-        (c.load_in and c.colocate,
-         "--load_in 4bit --colocate: a server that slept has no weights, and only adapters are pushed; leave "
-         "--colocate out and give the server a share of the GPU (--gpu-memory-utilization), or --generator hf."),
-        (c.load_in and c.generator == "hf" and c.push_steps > 1,
-         f"--load_in 4bit --generator hf --push_steps={c.push_steps}: the policy itself samples, with its newest "
-         "adapters; leave --push_steps out."),
-        (c.teacher_urls and c.teacher_id,
-         f"--teacher_urls and --teacher_id={c.teacher_id} are two teachers; leave one out."),
-        (c.teacher_model and not c.teacher_urls,
-         f"--teacher_model={c.teacher_model} is a name on a server; add --teacher_urls, or give --teacher_id FOLDER."),
-        (c.has_teacher and c.temperature != 1,
-         f"--temperature={c.temperature}: a teacher's log-probs are those at temperature 1, to which the policy would "
-         "be pulled at this one; leave --temperature out."),
-        (c.distill_jsd and not c.distill_topk,
-         f"--distill_jsd={c.distill_jsd} is a kind of the term over the teacher's top tokens; add --distill_topk 20."),
-        (c.generator == "vllm" and not c.server_urls,
-         "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
-        (c.push_to_hub and not c.hub_repo_id, "--push_to_hub needs a place to upload to: add --hub_repo_id NAME/REPO."),
-        (c.push_to_hub and c.eval_only, "--eval_only makes nothing to upload; leave out --push_to_hub."),
-        (c.eval_split is None and (c.eval_steps or c.eval_only) and not c.domain,
-         "--eval_split=none and evaluation contradict each other; in a list of domains, one may have none."),
         (c.eval_dataset_id and not (c.eval_steps or c.eval_only),
          "--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it."),
-        (math.isinf(c.num_epochs), f"--num_epochs={c.num_epochs}: give a number; --max_steps N ends a run earlier."),
-        (c.min_pixels is not None and c.max_pixels is not None and c.min_pixels > c.max_pixels,
-         f"--min_pixels={c.min_pixels} is above --max_pixels={c.max_pixels}: no image could be scaled to both; swap "
-         "them, or leave one out."),
-        (c.warmup_steps is not None and c.warmup_steps < 0, f"--warmup_steps={c.warmup_steps}: must be 0 or more."),
-        (c.warmup_steps is not None and c.warmup_ratio > 0,
-         f"--warmup_steps={c.warmup_steps} and --warmup_ratio={c.warmup_ratio} are two lengths of one warm-up: give "
-         "one."),
-        (c.run_name is not None and not re.fullmatch(r"(?!\.+$)[^/\x00-\x1f]{1,200}", c.run_name),
+        (c.run_name is not None and not re.fullmatch(r"(?!\.+$)[^/]{1,200}", c.run_name),
          f"--run_name={c.run_name!r:.60}: give the name of a folder under --output_dir, at most 200 characters, no /."),
         (c.resume and not c.run_name, "--resume needs --run_name, the folder under --output_dir to continue."),
-        (c.strict_resume and not c.resume, "--strict_resume says how to resume; add --resume, or leave it out."),
-        (c.keep_going and not c.resume, "--keep_going says how to resume; add --resume, or leave it out."),
-    ):  # fmt: skip
-        if wrong:
-            raise ConfigError(message)
-    if c.judge_template:
-        cli.read_text(c.judge_template, "text", cli.MOST_BYTES)
-    for tracker in cfg.report_to:
-        known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio"))
+        ((c.strict_resume or c.keep_going) and not c.resume,
+         "--strict_resume and --keep_going say how to resume; add --resume, or leave them out."),
+    ]  # fmt: skip
 
 
 # ---- values from defaults, preset, file and command line ------------------------------------------------------------
@@ -534,10 +523,10 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     given, unknown = parser.parse_known_args(argv)
     given = vars(given)
     if unknown:
-        raise unknown_argument(unknown[0], {name: hints[name] for name in known})
+        raise unknown_argument(unknown[0], known)
     values, paths = {}, given.pop("config", None) or []
     for path in paths:
-        values |= read_yaml(path, known)
+        values |= read_settings(path, known)
     values |= given
     if not is_none(preset := values.get("preset")):
         known_name("--preset", preset, PRESETS)
@@ -545,26 +534,24 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     converted = {name: convert(name, hints[name], value) for name, value in values.items()}
     cfg = cls(**converted)
     if cfg.generator == "vllm":  # read before anything is written or started: masked from here on, and not inherited
-        token = read_secret("VLLM_SERVER_TOKEN", cfg.server_token)
-        cfg.server_token = cfg.server_token and token
+        read_secret("VLLM_SERVER_TOKEN")
         cfg.server_urls = addresses(cfg.server_urls, "--server_urls")
     for own in cfg.by_domain():
-        with domains.named(own):
+        with named(own):
             addresses(own.teacher_urls, "--teacher_urls")
             check(own)
-    if (cfg.eval_steps or cfg.eval_only) and all(own.eval_split is None for own in cfg.by_domain()):
-        raise ConfigError("evaluation and eval_split none in every domain contradict each other; give one a split.")
     for name in given if cfg.domains else ():
         if all(name in entry for entry in converted["domains"]):
-            where = f"of {' and '.join(paths)}" if paths else "of --domains"
-            raise ConfigError(f"--{name} changes nothing: every domain {where} has its own. Change it there.")
+            raise ConfigError(
+                f"--{name} changes nothing: every domain of {' and '.join(paths)} has its own; change it there."
+            )
     return cfg
 
 
-def read_secret(variable: str, given: str | None = None) -> str:
+def read_secret(variable: str) -> str:
     """As secrets.read; ConfigError for a file that cannot be read."""
     try:
-        return secrets.read(variable, given)
+        return secrets.read(variable)
     except ValueError as error:
         raise ConfigError(f"{error}.") from None
 
@@ -574,29 +561,17 @@ def addresses(urls: list[str], flag: str) -> list[str]:
     from safety import http
 
     try:
-        places = [http.origin(http.base(url)) for url in urls]
+        found = [http.base(url) for url in urls]
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}.") from None
-    if twice := next((url for n, url in enumerate(urls) if places[n] in places[:n]), None):
-        raise ConfigError(f"{flag} names {twice} twice: give it once, it takes many requests at a time.")
-    return [http.base(url) for url in urls]
+    if len(set(found)) < len(found):
+        raise ConfigError(f"{flag} names an address twice: give it once, it takes many requests at a time.")
+    return found
 
 
 def public_config(cfg: TrainConfig) -> dict:
     """The settings as plain values, without the secrets in them."""
-    shown = {f.name: getattr(cfg, f.name) for f in flags(type(cfg))}
-    return secrets.hide(shown | ({"server_token": secrets.HIDDEN} if cfg.server_token else {}))
-
-
-def first_steps(cfg: TrainConfig) -> str:
-    """What to type, for somebody who started a script without flags and without a server's secret."""
-    script = os.path.basename(sys.argv[0])
-    return f"""no arguments, and no VLLM_SERVER_TOKEN. On GPUs this trains {cfg.model_id} beside
-a server on a GPU of its own, both with that secret: python vllm_server.py --model {cfg.model_id}
-What runs without a GPU: with a server (installs, makes a small model and trains it, 10 minutes), or all in one process:
-  bash scripts/demo.sh
-  python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
-  python {script} {cfg.first_run}"""
+    return secrets.hide({f.name: getattr(cfg, f.name) for f in flags(type(cfg))})
 
 
 def knobs_of(script: str) -> type:
@@ -608,14 +583,10 @@ def knobs_of(script: str) -> type:
     if name not in sys.modules:
         if (spec := importlib.util.find_spec(script)) is None:
             raise ModuleNotFoundError(f"there is no {script}.py to take TrainConfig from", name=script)
-        with open(spec.origin, encoding="utf-8") as file:
-            tree = ast.parse(file.read(), spec.origin)
-        names = [[getattr(target, "id", "") for target in getattr(node, "targets", ())] for node in tree.body]
-        tree.body = tree.body[: names.index(["CONFIG"]) if ["CONFIG"] in names else None]
-        module = types.ModuleType(name)
+        above = Path(spec.origin).read_text(encoding="utf-8").split("\nCONFIG = ")[0]
+        module = sys.modules[name] = types.ModuleType(name)
         module.__file__ = spec.origin  # where --help finds the knobs' comments
-        sys.modules[name] = module
-        exec(compile(tree, spec.origin, "exec"), module.__dict__)
+        exec(compile(above, spec.origin, "exec"), module.__dict__)
     return sys.modules[name].TrainConfig
 
 
@@ -632,3 +603,295 @@ def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, descripti
         if os.environ.get("RANK", "0") == "0":
             print(f"{os.path.basename(sys.argv[0])}: error: {secrets.hide(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def first_steps(cfg: TrainConfig) -> str:
+    """What to type, for somebody who started a script without flags and without a server's secret."""
+    return f"""no arguments, and no VLLM_SERVER_TOKEN. On GPUs this trains {cfg.model_id} beside
+a server on a GPU of its own, both with that secret: python vllm_server.py --model {cfg.model_id}
+What runs without a GPU: with a server (installs, makes a small model and trains it, 10 minutes), or all in one process:
+  bash scripts/demo.sh
+  python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
+  python {os.path.basename(sys.argv[0])} {cfg.first_run}"""
+
+
+# ---- from a dataclass to a command line -----------------------------------------------------------------------------
+
+
+def flags(cls: type) -> list[dataclasses.Field]:
+    """The fields that are flags: all but those declared with metadata={"flag": False}, which code sets. Of a class with
+    `own_flags_alone = True` those that it declares itself; others keep their defaults."""
+    own = cls.__annotations__ if getattr(cls, "own_flags_alone", False) else None
+    known = [f for f in dataclasses.fields(cls) if own is None or f.name in own]
+    return [f for f in known if f.metadata.get("flag", True)]
+
+
+def field_help(cls: type) -> dict[str, tuple[str, str]]:
+    """Field name -> (group, help): the comment behind the field, under its `# --- group ---`, bases first."""
+    found: dict[str, tuple[str, str]] = {}
+    for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
+        try:
+            lines = inspect.getsource(base).splitlines()
+        except (OSError, TypeError):  # typed into an interpreter: works, without help texts
+            continue
+        group = name = None
+        for line in lines:
+            if ruler := re.fullmatch(r"\s*# --- (.+) ---", line):
+                group = ruler[1]
+            if (start := re.match(r"    (\w+): ", line)) and start[1] in base.__annotations__:
+                name = start[1]
+                inherited = found.get(name, ("of this script", ""))
+                found[name] = (group or inherited[0], inherited[1])
+            if name and (comment := re.search(r"  # (.+)", line)):
+                found[name], name = (found[name][0], comment[1]), None
+    return found
+
+
+def help_page(cls: type, page: str) -> dict[str, str]:
+    """Flag -> heading, in the order in which `--help` shows them. page "all": all, by the rulers in the class; "": the
+    first_flags, by what one wants to do, and those that a script adds."""
+    names, helps = [f.name for f in flags(cls)], field_help(cls)
+    base = next((c for c in cls.__mro__ if "first_flags" in vars(c)), None)
+    if page == "all" or base is None:
+        return {name: helps.get(name, ("options",))[0] for name in names}
+    added = names if getattr(cls, "own_flags_alone", False) else set(names) - {f.name for f in flags(base)}
+    first = {name: wish for wish, listed in base.first_flags.items() for name in listed.split() if name in names}
+    return first | {name: "of this script" for name in names if name in added and name not in first}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{message}. See --help.")
+
+
+def build_parser(cls: type, description: str | None = None, page: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all flags; of the flags on a page of `help_page` with help texts."""
+    hints = typing.get_type_hints(cls)
+    helps, shown = ({}, {}) if page is None else (field_help(cls), help_page(cls, page))
+    fields = {f.name: f for f in flags(cls)}
+    rest = len(fields) - len(shown)
+    parser = _Parser(
+        prog=os.path.basename(sys.argv[0]),
+        description=description,
+        epilog=f"{rest} more flags: --help all" if rest else None,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+        usage="[torchrun --nproc_per_node=N] %(prog)s [--config FILE.yaml] [--flag value ...]",
+    )
+    parser._negative_number_matcher = re.compile(r"-(?:\d|\.\d|inf$)")  # argparse's own knows neither -1e-3 nor -inf
+
+    class Help(argparse.Action):
+        def __call__(self, parser, namespace, word, option_string=None):
+            build_parser(cls, description, word).print_help()
+            parser.exit()
+
+    options = dict(nargs="?", const="", default=argparse.SUPPRESS, metavar="all", choices=["", "all"])
+    parser.add_argument("--help", "-h", action=Help, help="the flags one needs first; all: every flag", **options)
+    text = "YAML file of `flag: value` lines; of several --config the later win, the command line over all"
+    parser.add_argument("--config", metavar="FILE", action="append", help=text)
+    groups = {heading: parser.add_argument_group(heading) for heading in dict.fromkeys(shown.values())}
+    for f in [fields[name] for name in dict.fromkeys([*shown, *fields])]:  # those on the page in its order
+        kind, _ = without_none(hints[f.name])
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        text = helps.get(f.name, ("", ""))[1]
+        if default not in (None, "", []):
+            text += f" [{' '.join(map(str, default)) if isinstance(default, list) else default}]"
+        text = text.replace("%", "%%") if f.name in shown else argparse.SUPPRESS
+        options = dict(dest=f.name, default=argparse.SUPPRESS, help=text)
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is list:
+            options |= dict(nargs="*", metavar="X")
+        elif typing.get_origin(kind) is Literal:
+            options["metavar"] = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+        else:
+            options["metavar"] = kind.__name__.upper()
+        groups.get(shown.get(f.name), parser).add_argument(f"--{f.name}", **options)
+    return parser
+
+
+OF_OTHER_SCRIPTS = {"max_staleness": "train_async.py", "lam": "train_ppo.py", "critic_warmup": "train_ppo.py"}
+
+
+def unknown_argument(given: str, known: list[str]) -> ConfigError:
+    """What was meant by an argument that the parser does not know."""
+    if not given.startswith("--"):
+        return ConfigError(f"unexpected {given!r}. Switches take no value: --flag is on, --no-flag off. See --help.")
+    word = given.split("=")[0].lstrip("-").replace("-", "_").lower()
+    if word in OF_OTHER_SCRIPTS:
+        return ConfigError(f"unknown argument {given!r}: it is one of {OF_OTHER_SCRIPTS[word]}.")
+    guess = nearest(word.removeprefix("no_"), known)
+    hint = f"Did you mean --{guess}?" if guess else "See --help all."
+    return ConfigError(f"unknown argument {given!r}. {hint} A knob of your own stands above the line CONFIG = ...")
+
+
+def read_settings(path: str, known: list[str]) -> dict:
+    """`flag: value` lines of a --config file, the names checked; without the section `example`, which
+    examples/run.py reads."""
+    values = load_yaml(path) or {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config={path}: expected `flag: value` lines, found a {type(values).__name__}.")
+    values.pop("example", None)
+    for name in values:
+        known_name(f"--config={path}", name, known)
+    return values
+
+
+def load_yaml(path: str):
+    """The value in a YAML file. ConfigError, with the line, for one that cannot be read."""
+    text = read_text(path)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}. Write `name: value` lines.") from None
+
+
+def read_text(path: str) -> str:
+    """What a file of settings holds. ConfigError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # -sig: some editors put a byte-order mark first
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def without_none(annotation) -> tuple[object, bool]:
+    """`X | None` -> (X, True); anything else -> (itself, False)."""
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType) and type(None) in args:
+        return next(a for a in args if a is not type(None)), True
+    return annotation, False
+
+
+def is_none(value) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+
+
+KIND_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+KIND_NAMES[dict] = "`name: value` lines in a --config file, or JSON such as '{\"name\": 1}'"
+
+
+def convert(name: str, annotation, value):
+    """A string (command line) or YAML value as the field's type; ConfigError naming the flag otherwise."""
+    kind, optional = without_none(annotation)
+    if typing.get_origin(kind) is Literal:
+        if isinstance(value, bool):  # YAML reads on and off so
+            value = "on" if value else "off"
+        if value in typing.get_args(kind):  # before None is looked for: one choice may be called none
+            return value
+    if typing.get_origin(kind) is list:
+        items = value if isinstance(value, list) else [value]
+        if len(items) == 1 and is_none(items[0]):
+            return None if optional else []
+        return [convert(name, typing.get_args(kind)[0], item) for item in items]
+    if is_none(value):
+        if optional:
+            return None
+        raise ConfigError(f"--{name}: cannot be unset; give a value.")
+    if typing.get_origin(kind) is Literal:
+        known_name(f"--{name}", value, typing.get_args(kind))
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    try:
+        if kind is dict:
+            return dict(json.loads(value) if isinstance(value, str) else value)
+        # YAML knows true, lists and maps: str() would take them all, and int(True) is 1.
+        if kind is bool or not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            raise ValueError
+        if kind is int and float(value) != int(float(value)):  # int("1e3") fails, and int(1.5) is 1
+            raise ValueError
+        return int(float(value)) if kind is int else kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"--{name}={str(value):.200}: expected {KIND_NAMES.get(kind, kind)}.") from None
+
+
+def nearest(name: str, known) -> str | None:
+    """The known name that `name` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
+
+
+def known_name(kind: str, name: str, known, elsewhere: dict[str, str] | None = None) -> None:
+    """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess.
+
+    elsewhere: {name: the script that has it}, of names that other scripts know."""
+    if not isinstance(name, str) or name not in known:
+        guess = nearest(name, known)
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        if isinstance(name, str) and name in (elsewhere or {}):
+            hint = f" {name!r} is for {elsewhere[name]}: start that with the same flags."
+        raise ConfigError(f"{kind}: unknown name {name!r:.200}; known are {', '.join(sorted(known))}.{hint}")
+
+
+def shorten(value, limit: int = 200) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # whatever a class of somebody else's raises here must not hide what is being said about it
+        text = f"<a {type(value).__name__} that cannot be shown>"
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+# ---- code of others: functions named as path/to/file.py:function, and packages that not every run needs -------------
+
+
+def function_path(spec: str) -> tuple[str, str] | None:
+    """`path/to/file.py:function` -> (path, function); None for anything else."""
+    found = re.fullmatch(r"(.+\.py):(\w+)", spec)
+    return (found[1], found[2]) if found else None
+
+
+def with_arguments(spec: str) -> tuple[str, dict]:
+    """`NAME?key=value&...` -> (NAME, {key: value}). A value is a literal of Python where it can be one, or true, false,
+    none; else text. As in an address, + is a blank; %26 stands for a &, %2B for a +."""
+    name, _, query = spec.partition("?")
+    arguments = {}
+    for part in filter(None, query.split("&")):
+        key, equals, text = (unquote_plus(piece) for piece in part.partition("="))
+        if not key or not equals:
+            raise ConfigError(f"{spec}: {part!r} is no key=value; a switch is written {key or 'key'}=true.")
+        try:
+            arguments[key] = ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
+        except (ValueError, SyntaxError):
+            arguments[key] = text
+    return name, arguments
+
+
+def require(module: str, what: str, install: str | None = None) -> None:
+    """ConfigError that says what to install, if `what` needs a module that is not there. Imports nothing.
+
+    install: pip's arguments, where its name and pinned version are not all."""
+    if importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
+        pinned = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("requirements*.txt"))
+        found = re.search(rf"^{re.escape(package)}==[\w.]+", pinned, re.MULTILINE)
+        install = install or (found[0] if found else package)
+        raise ConfigError(f"{what}: {package} is not installed; pip install {install}")
+
+
+def load_function(spec: str, also: type | tuple = ()):
+    """The function `path/to/file.py:function`, or a value of the type `also`. A file runs once, however many are taken
+    from it."""
+    path, name = function_path(spec)
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(f"{spec}: there is no file {path} (looked in {Path.cwd()}).")
+    # The hash keeps apart two files of the same name in different folders.
+    module_name = f"user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    if module_name not in sys.modules:
+        module_spec = importlib.util.spec_from_file_location(module_name, file)
+        sys.modules[module_name] = importlib.util.module_from_spec(module_spec)
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))  # last: the file can import its neighbours, which never shadow ours
+        try:
+            module_spec.loader.exec_module(sys.modules[module_name])
+        except ModuleNotFoundError as error:
+            del sys.modules[module_name]
+            require(error.name.partition(".")[0], spec)
+            raise
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    names = vars(sys.modules[module_name])
+    if name not in names or not (callable(names[name]) or isinstance(names[name], also)):
+        own = [n for n, value in names.items() if getattr(value, "__module__", None) == module_name and n[0] != "_"]
+        raise ConfigError(f"{spec}: {path} has no {name!r}; it has {', '.join(own) or 'nothing'}.")
+    return names[name]

@@ -1,4 +1,5 @@
-"""Rows: where they come from, what makes one valid, and which are left out because their prompts are too long.
+"""Rows: where they come from, what makes one valid, which are left out because their prompts are too long, and whose
+turn it is.
 
 A row is a dict. `prompt` is its only required column: a non-empty string or a list of chat messages. `answer`, `image`
 and `images` are the other standard names. Every column is kept and handed to the reward functions by keyword.
@@ -13,50 +14,138 @@ and `images` are the other standard names. Every column is kept and handed to th
 Mistakes raise ConfigError: what was given, what is allowed, what to do.
 """
 
-import ast
-import contextlib
 import csv
 import dataclasses
-import functools
-import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
 import re
 import sys
-import threading
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from urllib.parse import unquote
 
 import numpy as np
-import psutil
 
-import domains
-from cli import ConfigError, known_name, shorten
-from inputs import on_disk
+from config import ConfigError, function_path, known_name, load_function, require, shorten, with_arguments
 from inputs.parts import PartError, parts_of
-from inputs.pictures import opened
-from plugins import function_path, load_function, require, with_arguments
+from inputs.pictures import opened_value, undecoded
 
-# `datasets`, pyarrow and reasoning_gym are imported where such rows are read: workers import this file, too.
+# `datasets` and reasoning_gym are imported where such rows are read: a run with rows of a function needs neither.
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # of rows whose environment makes the prompt
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 GYM_SPLITS = ("train", "test", "validation")
-# Reward functions get these from us; most of them from TRL's trainer, too.
 PROMPT_RULE = "`prompt` must be a non-empty string or a list of chat messages [{'role': 'user', 'content': '...'}]"
-MAX_DEPTH = 100  # lists in lists, of a row: what handles rows recurses, and Python ends at 1,000 calls
-SURROGATE = re.compile("[\ud800-\udfff]")
-MOST_ROWS = 2_000_000  # of a function that does not say how many it has
-LEAST_MEMORY = 0.05  # of the machine's that reading rows leaves free
-MEMORY_SECONDS, _looked = 0.1, 0.0  # between two looks at it; when the last one was
-PROGRESS_SECONDS = 5.0  # between two lines about something that takes long
+MOST_ROWS = 2_000_000  # of a function that yields them: they are kept in memory
+AT_ONCE = 1000  # rows that are read from the disk together
+SEEN = 1000  # rows that tell which columns there are
+FLOOR = 0.1  # least weight by success: what is always or never solved is tried again now and then
+NEW = 0.1  # share that one step has in a success rate
 REMEDY = "Build or rename columns in format_row (train script) or a function of yours: --dataset_id file.py:function"
+
+
+# ---- rows that stay on disk -----------------------------------------------------------------------------------------
+
+
+class Rows(Sequence):
+    """Rows that stay on disk, in `table`, a `datasets.Dataset`. Each is made a dict by `make` when it is taken, and a
+    new one each time. name: what messages call them. by: the code of `make`, so that what is kept changes with it."""
+
+    def __init__(self, table, make: Callable[[dict], dict], name: str, by: str = ""):
+        self.table, self.make, self.name, self.by = table, make, name, by
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, place):
+        if not isinstance(place, slice):
+            return made(self.make, self.table[place], f"{self.name}, row {place}")
+        columns, numbers = self.table[place], range(len(self))[place]
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        return [made(self.make, row, f"{self.name}, row {n}") for n, row in zip(numbers, rows, strict=True)]
+
+    def __iter__(self) -> Iterator[dict]:
+        return itertools.chain.from_iterable(self[start : start + AT_ONCE] for start in range(0, len(self), AT_ONCE))
+
+    def select(self, places) -> "Rows":
+        return Rows(self.table.select(places), self.make, self.name, self.by)
+
+    def then(self, change: Callable[[dict], dict], by: str) -> "Rows":
+        return Rows(self.table, lambda row: change(self.make(row)), self.name, self.by + by)
+
+
+def made(make: Callable[[dict], dict], row: dict, where: str) -> dict:
+    """What `make` makes of a row; what it raises says where."""
+    try:
+        return make(row)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except Exception as error:
+        error.add_note(f"Raised at {where}, whose columns are {', '.join(map(str, row))}.")
+        raise
+
+
+def each(rows, find: Callable[[list[dict], int], list], *what) -> list:
+    """What `find` says of each row: find(some of the rows, number of the first) -> a number for each.
+
+    what: names all that the numbers depend on beside the rows; the next start then reads those of rows on disk from
+    the cache of `datasets`."""
+    if isinstance(rows, list):
+        return find(rows, 0)
+    import datasets
+    from filelock import FileLock
+
+    def look(_, numbers: list[int]) -> dict:
+        return {"found": find(rows[numbers[0] : numbers[-1] + 1], numbers[0])}
+
+    table, how = rows.table, dict(batched=True, batch_size=AT_ONCE, with_indices=True, desc=str(what[0]))
+    how |= dict(remove_columns=table.column_names, features=datasets.Features(found=datasets.Value("int64")))
+    mark = datasets.fingerprint.Hasher.hash([table._fingerprint, rows.by, *map(str, what)])
+    kept = Path(datasets.config.HF_DATASETS_CACHE, "grpo")
+    kept.mkdir(parents=True, exist_ok=True)
+    with FileLock(kept / f"{mark}.lock"):  # one rank looks, the others read what it found
+        made = table.map(look, new_fingerprint=mark, cache_file_name=str(kept / f"{mark}.arrow"), **how)
+    return made.with_format("numpy")["found"][:].tolist()
+
+
+def columns_of(rows) -> set[str] | None:
+    """Those that all of the first rows have; None where there are no rows."""
+    first = [*rows[:SEEN]]
+    return set.intersection(*({*row} for row in first)) if first else None
+
+
+def has_column(rows, *names: str) -> bool:
+    """Whether one of the first rows has one of them."""
+    return any(name in row for row in rows[:SEEN] for name in names)
+
+
+def without_nulls(value):
+    """Without the keys that are None in dicts, as Arrow gives each dict the keys of all others. A message's `content`
+    stays: templates ask whether it is None."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None or (k == "content" and "role" in value)}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def own_keys(row: dict) -> dict:
+    """`without_nulls` of every column."""
+    return {name: without_nulls(value) for name, value in row.items()} if isinstance(row, dict) else row
+
+
+def from_table(table, name: str) -> Rows:
+    """Rows of a `datasets.Dataset`: images are opened when a row is taken, and decoded when they are first used."""
+    images = [name for name in ("image", "images") if name in table.column_names]
+    files = undecoded(table, images) if images else table
+    decoded = [name for name in images if files.features[name] != table.features[name]]
+
+    def make(row: dict) -> dict:
+        return own_keys(row) | {name: opened_value(row[name]) for name in decoded}
+
+    return Rows(files, make, name)
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
@@ -69,464 +158,52 @@ def load_rows(
     seed: int = 0,
     format_row: Callable[[dict], dict] | None = None,
     own_prompts: bool = True,
-    lines: bool = False,
 ):
-    """All rows of a data set, checked: a list of dicts, or (hub, parquet) a `datasets.Dataset`, which indexes to dicts
-    and decodes images only when a row is taken. Files have no splits: held-out rows need a file of their own.
+    """All rows of a data set, checked: a list of dicts, or Rows, which stay on disk. Files have no splits: held-out
+    rows need a file of their own.
 
-    `format_row` makes a row from each one read, before the check (and a list of them all, images opened); one that
-    gives back the row as it is leaves a `datasets.Dataset` what it is. Without `own_prompts` a row may lack `prompt`:
-    it is an empty one, for an environment to complete. With `lines` the rows of a large .jsonl file may stay there
-    (`on_disk.Lines`).
+    `format_row` makes a row from each one, before the check; of Rows whenever one is taken. Without `own_prompts` a row
+    may lack `prompt`: it is an empty one, for an environment to complete.
     """
-    is_gym, is_function = dataset_id.startswith("reasoning_gym:"), names_function(dataset_id)
-    if config is not None and (is_gym or is_function or names_file(dataset_id)):
-        raise ConfigError(f"--dataset_config={config}: only hub data sets have configurations; {dataset_id} has none.")
-    if dataset_id.startswith("seeds:"):
-        rows = load_seeds(dataset_id, split, seed)
-    elif is_gym:
-        rows = load_gym(dataset_id.removeprefix("reasoning_gym:"), split, seed)
-    elif is_function:
-        rows = load_from_function(dataset_id, split, seed)
-    elif names_file(dataset_id):
-        rows = load_file(dataset_id, lines and own_prompts and changes_nothing(format_row))
+    rows = read_rows(dataset_id, config, split, seed)
+    if len(rows) == 0:
+        raise ConfigError(f"{dataset_id}: has no rows.")
+
+    def whole(row: dict) -> dict:
+        check_dict(row)
+        row = row if own_prompts or "prompt" in row else row | {"prompt": NO_PROMPT}
+        return format_row(row) if format_row else row
+
+    def check(part: list[dict], first: int) -> list[int]:
+        for number, row in enumerate(part, first):
+            made(check_row, row, f"{dataset_id}, row {number}")
+        return [1] * len(part)
+
+    if isinstance(rows, list):
+        rows = [made(whole, row, f"{dataset_id}, row {number}") for number, row in enumerate(rows)]
     else:
-        rows = load_hub(dataset_id, config, split)
-    if not isinstance(rows, (list, on_disk.Lines)) and nested(rows) and rows.format["type"] is None:
-        rows = rows.with_transform(without_nulls_of_others)
-    if not own_prompts:
-        whole = each_a_dict(opened(rows), dataset_id)
-        rows = [row if "prompt" in row else row | {"prompt": NO_PROMPT} for row in whole]
-    if isinstance(rows, on_disk.Lines) and not stays_on_disk(rows):
-        rows = [*rows]
-    if format_row is not None and not (changes_nothing(format_row) and stays_on_disk(rows)):
-        rows = [*formatted(format_row, with_progress(opened(rows), f"{dataset_id}: format_row", len(rows)), dataset_id)]
-    check_rows(rows, dataset_id)
+        rows = rows.then(whole, f"{file_of(format_row)} {own_prompts}")
+    each(rows, check, "looking at rows", file_of(check_row))
     return rows
 
 
-def changes_nothing(format_row: Callable) -> bool:
-    """Whether it is `return row`, as the script's is until somebody edits it."""
-    code = getattr(format_row, "__code__", None)
-    return code is not None and code.co_code == (lambda row: row).__code__.co_code
-
-
-def stays_on_disk(rows) -> bool:
-    """Whether these are rows that are read when they are taken: a `datasets.Dataset`, and none with images, as those
-    are opened and looked at, nor one that makes its rows by a function (`with_transform`)."""
-    if isinstance(rows, list) or {"image", "images"} & {*rows.column_names}:
-        return False
-    made = isinstance(rows, on_disk.Lines) or rows.format["format_kwargs"].get("transform")
-    return made in (True, None, without_nulls_of_others)
-
-
-def nested(rows) -> bool:
-    """Whether a column of a `datasets.Dataset` holds dicts."""
-    return "struct<" in str(rows.features.arrow_schema)
-
-
-def without_nulls(value):
-    """Without the keys that are None in dicts, as Arrow gives each dict the keys of all others. A message's `content`
-    stays: templates ask whether it is None."""
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None or (k == "content" and "role" in value)}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def without_nulls_of_others(rows: dict[str, list]) -> dict[str, list]:
-    """`without_nulls` of each column."""
-    return {name: without_nulls(values) for name, values in rows.items()}
-
-
-def many_on_disk(rows) -> bool:
-    return not isinstance(rows, list) and len(rows) >= on_disk.MANY
-
-
-def remembered(rows, what: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """make(): a number for each row. Of many rows on disk, which know by a fingerprint what they are, the next start
-    finds what was made. what: all that the numbers depend on beside the rows.  [rows]"""
-    return on_disk.kept(f"{rows._fingerprint} {what}", len(rows), make) if many_on_disk(rows) else make()
-
-
-def each_of(rows, find: Callable[[int, int], np.ndarray], told: str) -> np.ndarray:
-    """What `find` says of each row, given the first place and the one behind the last; of many rows on disk several
-    processes ask it. told: what is done, for those who wait.  [rows]"""
-    if not many_on_disk(rows):
-        return find(0, len(rows))
-    starts = range(0, len(rows), on_disk.CHUNK)
-    found = on_disk.by_processes(lambda start: find(start, min(start + on_disk.CHUNK, len(rows))), starts)
-    return np.concatenate([*with_progress(found, told, len(starts))])
-
-
-def columns_of(rows) -> set[str] | None:
-    """Those that every row has; None where there are no rows."""
-    if isinstance(rows, on_disk.Lines):
-        return rows.in_every_row
-    if not isinstance(rows, list):
-        return {*rows.column_names}
-    return functools.reduce(lambda known, row: known & row.keys(), rows[1:], {*rows[0]}) if rows else None
-
-
-def each_a_dict(rows: Iterable, name: str) -> Iterator[dict]:
-    for number, row in enumerate(rows):
-        check_dict(row, f"{name}, row {number}")
-        yield row
-
-
-def formatted(format_row: Callable[[dict], dict], rows: Iterable[dict], name: str) -> Iterator[dict]:
-    """Each row as `format_row` makes it; what that raises says where."""
-    for number, row in enumerate(each_a_dict(rows, name)):
-        try:
-            yield format_row(row)
-        except Exception as error:
-            error.add_note(f"Raised by format_row at row {number} of {name}, whose columns are {', '.join(row)}.")
-            raise
-
-
-def load_seeds(spec: str, split: str, seed: int) -> list[dict]:
-    """`seeds:2000`: so many rows of no prompt but a seed each, other ones in every split."""
-    known_name(f"split of {spec}", split, GYM_SPLITS)
-    count = spec.removeprefix("seeds:")
-    if not count.isdecimal() or not 0 < int(count) <= 2**28:
-        raise ConfigError(f"--dataset_id={spec}: give a number of rows behind the colon, such as seeds:2000.")
-    first = gym_seed(seed, split)
-    return collected(({"prompt": NO_PROMPT, "seed": first + n} for n in range(int(count))), spec)
-
-
-def load_hub(dataset_id: str, config: str | None, split: str):
-    import datasets
-
-    first = dataset_id.partition("/")[0]
-    if not Path(dataset_id).exists() and (
-        first in ("", ".", "..", "~") or (Path(first).is_dir() and "/" in dataset_id)
-    ):
-        raise ConfigError(f"{dataset_id}: no such file or folder (looked in {Path.cwd()}).")
-    try:
-        if not any((Path(dataset_id) / name).exists() for name in ("dataset_dict.json", "state.json")):
-            return datasets.load_dataset(dataset_id, config, split=split)
-        saved = datasets.load_from_disk(dataset_id)
-        splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
-    except (OSError, ValueError) as error:  # unknown name, hub out of reach, unknown configuration or split
-        raise ConfigError(
-            f"--dataset_id={dataset_id} (configuration {config}, split {split}) cannot be loaded: {error}\n"
-            f"Allowed: a hub id with --dataset_config and --dataset_split, a {'/'.join(FILE_TYPES)} file, "
-            "reasoning_gym:TASK?parameter=value, or path/to/file.py:function."
-        ) from error
-    known_name(f"split of {dataset_id}", split, splits)
-    return splits[split]
-
-
-def with_progress(items: Iterable, what: str, total: int, done: Callable[[], int] | None = None) -> Iterator:
-    """The items. Every PROGRESS_SECONDS rank 0 says how far it is; of what takes less, nothing.
-
-    done: how much of `total` there is behind us; without it, the number of items.
-    """
-    last = time.monotonic()
-    for number, item in enumerate(items):
-        check_memory(number, what)
-        if time.monotonic() - last > PROGRESS_SECONDS and os.environ.get("RANK", "0") == "0":
-            last = time.monotonic()
-            print(f"{what}, {(done() if done else number) / total:.0%}", flush=True)
-        yield item
-
-
-def collected(items: Iterable, what: str, most: float = math.inf) -> list:
-    """All items; how many there are is told meanwhile. ConfigError if there are over `most`, or if they fill the
-    memory."""
-    rows = []
-    with told(what, rows):
-        for item in items:
-            if len(rows) >= most:
-                raise ConfigError(
-                    f"--dataset_id={what} gave {most:,} rows and goes on. All rows are read before the first step: end "
-                    "it, as by itertools.islice(rows, N), or return a list, which may be longer."
-                )
-            check_memory(len(rows), what)
-            rows.append(item)
-    return rows
-
-
-@contextlib.contextmanager
-def told(what: str, rows: list):
-    """While the block under it runs, rank 0 says every PROGRESS_SECONDS how many rows there are, before the first one,
-    too."""
-    start, over = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        while not over.wait(PROGRESS_SECONDS):
-            print(f"{what}: {len(rows):,} rows after {time.monotonic() - start:.1f} s", flush=True)
-
-    if os.environ.get("RANK", "0") == "0":
-        threading.Thread(target=tell, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def check_memory(number: int, what: str) -> None:
-    """`look_at_memory`, of rows that are read one at a time."""
-    if number % 64 == 63:
-        look_at_memory(number, what)
-
-
-def look_at_memory(number: int, what: str) -> None:
-    """ConfigError if the memory is nearly full, which the system would end the process for without a word. Looked at
-    every MEMORY_SECONDS."""
-    global _looked
-    if time.monotonic() - _looked >= MEMORY_SECONDS:
-        left, total = memory_left()
-        _looked = time.monotonic()
-        if left < LEAST_MEMORY * total:
-            raise ConfigError(
-                f"{what}: after {number} rows only {left / 1e9:.1f} of {total / 1e9:.1f} GB of memory are left. Rows "
-                "are kept in memory: give fewer or smaller ones, or more memory."
-            )
-
-
-def memory_left() -> tuple[int, int]:
-    """(free, all) bytes of memory of this machine, or of its container where that may have less."""
-    machine = psutil.virtual_memory()
-    try:
-        most, used = (
-            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8")) for name in ("max", "current")
-        )
-        cached = re.search(
-            r"^inactive_file (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text(encoding="utf-8"), re.M
-        )
-    except (OSError, ValueError):  # none, or `max`: no limit
-        return machine.available, machine.total
-    free = min(machine.available, most - used + int(cached[1] if cached else 0))
-    return free, min(machine.total, most)
-
-
-def load_file(path: str, lines: bool = False):
-    """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings. lines: see `load_rows`."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        odd = "a folder, pipe or device, not a file; give a file" if file.exists() else "no such file"
-        raise ConfigError(f"{path}: {odd} (looked in {Path.cwd()}).")
-    readers = {".parquet": read_parquet, ".csv": read_csv, ".json": read_json, ".jsonl": read_jsonl}
-    suffix = file.suffix.lower()
-    try:
-        if lines and suffix == ".jsonl" and (rows := lines_of(file)) is not None:
-            return rows
-        return readers[suffix](file)
-    except ConfigError as error:
-        raise ConfigError(f"{path}{error}") from None
-    except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(f"{path}: not valid {suffix[1:]}: {error}") from error
-
-
-def read_parquet(file: Path):
-    import datasets
-    import pyarrow.parquet
-
-    # Not load_dataset: it would copy the file into a cache. Image columns that `datasets` wrote still decode.
-    parts, count = [], 0
-    with pyarrow.parquet.ParquetFile(file) as opened:
-        check_once(opened.schema_arrow.names, "")
-        for part in opened.iter_batches(20_000):  # how large it is unpacked nothing says beforehand
-            parts.append(part)
-            count += len(part)
-            look_at_memory(count, "")
-        table = pyarrow.Table.from_batches(parts, opened.schema_arrow)
-    table.validate(full=True)  # that text is UTF-8; reading a row would fail in the middle of the run
-    return datasets.Dataset(table, fingerprint=on_disk.fingerprint(file, on_disk.stamp(file.stat())))
-
-
-def read_lines(file: Path) -> Iterator[str]:
-    """The lines of a text file, ends included. ConfigError (", line N: ...") where one is not UTF-8."""
-    # -sig: some programs put a byte-order mark first. surrogateescape: a byte that is no UTF-8 shows as a surrogate.
-    with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as opened:
-        size = max(file.stat().st_size, 1)
-        lines = with_progress(opened, f"reading {file} ({size / 1e6:.0f} MB)", size, opened.buffer.tell)
-        for number, line in enumerate(lines, 1):
-            check_utf8(line, f", line {number}")
-            yield line
-
-
-def check_utf8(line: str, place: str) -> None:
-    if not line.isascii() and (bad := SURROGATE.search(line)):
-        byte = f"{ord(bad[0]) - 0xDC00:#x} {where_in(line, bad.start())}"
-        raise ConfigError(f"{place}: not UTF-8: byte {byte}. Save the file as UTF-8.")
-
-
-def where_in(text: str, position: int) -> str:
-    return f"after {text[max(position - 30, 0) : position]!r}" if position else "at the beginning"
-
-
-class Unfit(ValueError):
-    """JSON as Python's parser takes it, but with another meaning than it may seem to have."""
-
-
-def once(pairs: list[tuple]) -> dict:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise Unfit(f"key {twice!r:.200} stands there twice; keep one")
-    return row
-
-
-def no_number(name: str):
-    raise Unfit(f"{name} is no JSON; write null for a value that is not known")
-
-
-def decimal(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise Unfit(f"{text:.50} is too large for a number; write it as a text")
-    return number
-
-
-STRICT = dict(object_pairs_hook=once, parse_constant=no_number, parse_float=decimal)
-DECODER = json.JSONDecoder(**STRICT)
-
-
-def parse_json(text: str, place: str):
-    """The value. ConfigError beginning with `place`, ", line N" of a file of lines; "" of a whole file."""
-    kind = "jsonl" if place else "json"
-    try:
-        return DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        place = place or f", line {error.lineno}"
-        raise ConfigError(f"{place}: not valid {kind}: {error.msg} at character {error.colno}") from None
-    except RecursionError:
-        deep = re.search(rf"([\[{{][^][{{}}]*){{{MAX_DEPTH}}}", text)  # where so many are opened and none is closed
-        place = place or (f", line {text.count(chr(10), 0, deep.end()) + 1}" if deep else "")
-        raise ConfigError(f"{place}: lists in lists deeper than {MAX_DEPTH} levels; flatten them") from None
-    except Unfit as error:
-        raise ConfigError(f"{place or f', line {line_of_unfit(text)}'}: {error}") from None
-    except ValueError as error:  # a number of more than 4,300 digits
-        raise ConfigError(f"{place}: not valid {kind}: {error}") from None
-
-
-def line_of_unfit(text: str) -> int:
-    """The line on which the innermost object begins that is Unfit. Slow: the parser in C does not say."""
-    decoder, begins = json.JSONDecoder(**STRICT), [0]
-
-    def parse_object(rest, *more):
-        try:
-            return json.decoder.JSONObject(rest, *more)
-        except Unfit:
-            begins.insert(-1, rest[1])  # the innermost one is the first to come by
-            raise
-
-    decoder.parse_object = parse_object
-    decoder.scan_once = json.scanner.py_make_scanner(decoder)
-    try:
-        decoder.decode(text)
-    except Unfit:
-        pass
-    return text.count("\n", 0, begins[0]) + 1
-
-
-def read_json(file: Path):
-    rows = parse_json("".join(read_lines(file)), "")
-    if not isinstance(rows, list):
-        kind = type(rows).__name__
-        raise ConfigError(f": is {shorten(rows)}, a {kind}; a .json file is a list of rows, [{{...}}, ...].")
-    for index, row in enumerate(rows):
-        if fault := content_fault(row):
-            raise ConfigError(f", row {index}: {fault}")
-    return rows
-
-
-def read_jsonl(file: Path) -> list:
-    rows = []
-    for number, line in enumerate(read_lines(file), 1):
-        if line.strip():
-            rows.append(parse_line(line, f", line {number}"))
-    return rows
-
-
-def parse_line(line: str, place: str):
-    row = parse_json(line.rstrip("\r\n"), place)
-    suspect = "\\u" in line or line.count("[") + line.count("{") > MAX_DEPTH  # looking at each takes its time
-    if suspect and (fault := content_fault(row)):
-        raise ConfigError(f"{place}: {fault}")
-    return row
-
-
-def lines_of(file: Path) -> on_disk.Lines | None:
-    """The rows of a large file, checked; they stay there. None of a small one, or where that does not do."""
-
-    def checked(line: bytes, place: str = "", index: int = 0) -> dict:
-        text = line.decode("utf-8", "surrogateescape")
-        check_utf8(text, place)
-        row = parse_line(text, place or ", line")
-        check_row(row, f", row {index}", looked_into=True)
-        return row
-
-    mark = on_disk.stamp(file.stat())
-    if mark[0] < on_disk.LARGE:
-        return None
-    made_by = (check_row, on_disk.form_of, parts_of, on_disk.row_hash)
-    what = f"lines of {on_disk.fingerprint(file, mark)}, by {[code_of(f) for f in made_by]}"
-    told = f"reading {file} ({mark[0] / 1e6:.0f} MB)"
-    changed = ConfigError(": was changed while it was read. Start again when nothing writes to it.")
-
-    def look() -> np.ndarray:
-        found = on_disk.looked_at(file, checked, lambda parts, n: with_progress(parts, told, n))
-        if on_disk.stamp(file.stat()) != mark:  # then it is not what is kept under its old mark
-            raise changed
-        return found
-
-    try:
-        looks = on_disk.kept(what, None, look)
-    except on_disk.Unsound as error:
-        number, index, line = error.args
-        checked(line, f", line {number}", index)
-        raise
-    if len(looks) < on_disk.MANY:
-        return None
-    rows = on_disk.Lines(file, lambda line: json.loads(line.decode().strip()), looks)
-    if rows.stamp != mark:
-        raise changed
-    return rows
-
-
-def read_csv(file: Path) -> list[dict]:
-    csv.field_size_limit(2**31 - 1)  # of the module; 131,072 characters otherwise
-    reader = csv.DictReader(read_lines(file), strict=True)  # else a quote that is not closed takes all that follows
-    names = reader.fieldnames or []
-    check_once(names, ", line 1")
-    rows = []
-    for row in reader:
-        if None in row or None in row.values():
-            count = len(names) + len(row.get(None, ())) - sum(value is None for value in row.values())
-            raise ConfigError(
-                f", line {reader.line_num}: {count} fields, but the first line names {len(names)}. A field with a "
-                "comma or a line break wants double quotes around it."
-            )
-        rows.append(row)
-    return rows
-
-
-def check_once(names: list[str], place: str) -> None:
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(f"{place}: column {twice[0]!r} stands there twice; give each a name of its own.")
-
-
-def content_fault(value) -> str | None:
-    """What is wrong with a row or prompt, however it is nested: half a surrogate pair in a text, which no tokenizer and
-    no file takes, or lists in lists without end. None if nothing is."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inside = []
-        for item in level:
-            if isinstance(item, str):
-                if not item.isascii() and (half := SURROGATE.search(item)):
-                    place = where_in(item, half.start())
-                    return f"text with half a surrogate pair, {half[0]!a}, {place}: an emoji cut in two? Mend the text"
-            elif isinstance(item, dict):
-                inside += [*item, *item.values()]
-            elif isinstance(item, (list, tuple)):
-                inside += item
-        if not inside:
-            return None
-        level = inside
-    return f"lists in lists deeper than {MAX_DEPTH} levels; flatten them"
+def file_of(function: Callable | None) -> str:
+    """The text of the file that a function stands in: what is kept of rows changes with it."""
+    code = getattr(function, "__code__", None)
+    path = Path(code.co_filename) if code else None
+    return path.read_text(encoding="utf-8") if path and path.is_file() else repr(function)
+
+
+def read_rows(dataset_id: str, config: str | None, split: str, seed: int):
+    if dataset_id.startswith("seeds:"):
+        return load_seeds(dataset_id, split, seed)
+    if dataset_id.startswith("reasoning_gym:"):
+        return load_gym(dataset_id.removeprefix("reasoning_gym:"), split, seed)
+    if names_function(dataset_id):
+        return load_from_function(dataset_id, split, seed)
+    if names_file(dataset_id):
+        return load_file(dataset_id)
+    return from_table(load_hub(dataset_id, config, split), dataset_id)
 
 
 def names_function(dataset_id: str) -> bool:
@@ -537,29 +214,115 @@ def names_file(dataset_id: str) -> bool:
     return not names_function(dataset_id) and Path(dataset_id).suffix.lower() in FILE_TYPES
 
 
+def load_file(path: str):
+    """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings."""
+    file = Path(path).expanduser()
+    if not file.is_file() or file.stat().st_size == 0:
+        raise ConfigError(f"{path}: {'has no rows' if file.is_file() else 'no such file'} (looked in {Path.cwd()}).")
+    kind = file.suffix.lower()[1:]
+    try:
+        if kind == "json":
+            rows = json.loads(file.read_text(encoding="utf-8-sig"))
+            if not isinstance(rows, list):
+                raise ConfigError(
+                    f"{path}: is a {type(rows).__name__}; a .json file is a list of rows, [{{...}}, ...]."
+                )
+            return rows
+        if kind == "jsonl":
+            return Rows(lines_of(file), lambda row: parsed(row["text"]), path)
+        if kind == "parquet":
+            return from_table(table_of("parquet", file), path)
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            names = next(csv.reader(opened))
+        import datasets
+
+        texts = datasets.Features({name: datasets.Value("string") for name in names})
+        return from_table(table_of("csv", file, features=texts, keep_default_na=False), path)
+    except ConfigError:
+        raise
+    except Exception as error:  # of `datasets` and what it reads with, which derive from no class of their own
+        raise ConfigError(f"{path}: not valid {kind}: {error.__cause__ or error}") from error
+
+
+def table_of(kind: str, file: Path, **how):
+    """The `datasets.Dataset` of a file, which it keeps in its cache."""
+    import datasets
+
+    if os.environ.get("RANK", "0") != "0":
+        datasets.disable_progress_bars()
+    return datasets.load_dataset(kind, data_files=str(file), split="train", **how)
+
+
+def lines_of(file: Path):
+    """A .jsonl file as lines: each is parsed when its row is taken, and so stays as it is. Arrow would make dates of
+    texts, and give each dict the keys of all others."""
+    import pyarrow.compute as compute
+
+    table = table_of("text", file)
+    blank = np.asarray(compute.equal(compute.utf8_trim_whitespace(table.data.column("text")), ""))
+    return table.select(np.flatnonzero(~blank)) if blank.any() else table
+
+
+def parsed(line: str):
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"not valid jsonl: {error}, in {shorten(line)}") from None
+
+
+def load_hub(dataset_id: str, config: str | None, split: str):
+    """A `datasets.Dataset` of the hub, or of a folder."""
+    import datasets
+
+    if dataset_id[0] in "/.~" and not Path(dataset_id).exists():
+        raise ConfigError(f"{dataset_id}: no such file or folder (looked in {Path.cwd()}).")
+    try:
+        if not any((Path(dataset_id) / name).exists() for name in ("dataset_dict.json", "state.json")):
+            return datasets.load_dataset(dataset_id, config, split=split)
+        saved = datasets.load_from_disk(dataset_id)
+    except (OSError, ValueError) as error:  # unknown name, hub out of reach, unknown configuration or split
+        raise ConfigError(
+            f"--dataset_id={dataset_id} (configuration {config}, split {split}) cannot be loaded: {error}\n"
+            f"Allowed: a hub id with --dataset_config and --dataset_split, a {'/'.join(FILE_TYPES)} file, "
+            "reasoning_gym:TASK?parameter=value, or path/to/file.py:function."
+        ) from error
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    known_name(f"split of {dataset_id}", split, splits)
+    return splits[split]
+
+
 def load_from_function(spec: str, split: str, seed: int):
     name, arguments = with_arguments(spec)
     function = load_function(name)
-    if taken := [key for key in ("split", "seed") if key in arguments]:
-        raise ConfigError(f"--dataset_id={spec}: {taken[0]} is given by --dataset_split, --eval_split and --seed.")
     signature = inspect.signature(function)
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        for key in arguments:
-            known_name(f"argument of --dataset_id {name}", key, signature.parameters)
     try:
-        signature.bind(split=split, seed=seed, **arguments)
+        call = signature.bind(**arguments, split=split, seed=seed)
     except TypeError as error:
         raise ConfigError(f"--dataset_id={spec} is called as f(split=..., seed=...), but: {error}.") from error
-    with told(spec, []):
-        rows = function(split=split, seed=seed, **arguments)
+    rows = function(*call.args, **call.kwargs)
     if isinstance(rows, (str, bytes, dict)) or not isinstance(rows, Iterable):
         raise ConfigError(f"--dataset_id={spec} returned a {type(rows).__name__}; return an iterable of dicts.")
-    # A datasets.Dataset stays one, so that images are decoded row by row; who returns one has imported the package.
-    is_dataset = "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset)
-    if is_dataset:
+    if isinstance(rows, Rows):
         return rows
-    most = math.inf if isinstance(rows, Sized) else MOST_ROWS  # what it has read may come from Arrow, too
-    return collected((without_nulls_of_others(r) if isinstance(r, dict) else r for r in rows), spec, most)
+    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
+        return from_table(rows, spec)
+    found = [*itertools.islice(map(own_keys, rows), MOST_ROWS + 1)]
+    if len(found) > MOST_ROWS:
+        raise ConfigError(
+            f"--dataset_id={spec} gave {MOST_ROWS:,} rows and goes on. All are read before the first step: end it, "
+            "as by itertools.islice(rows, N), or return a datasets.Dataset, which stays on disk."
+        )
+    return found
+
+
+def load_seeds(spec: str, split: str, seed: int) -> list[dict]:
+    """`seeds:2000`: so many rows of no prompt but a seed each, other ones in every split."""
+    known_name(f"split of {spec}", split, GYM_SPLITS)
+    count = spec.removeprefix("seeds:")
+    if not count.isdecimal() or not 0 < int(count) <= MOST_ROWS:
+        raise ConfigError(f"--dataset_id={spec}: give a number of rows behind the colon, such as seeds:2000.")
+    first = gym_seed(seed, split)
+    return [{"prompt": NO_PROMPT, "seed": first + n} for n in range(int(count))]
 
 
 # ---- reasoning-gym --------------------------------------------------------------------------------------------------
@@ -576,9 +339,7 @@ def load_gym(task: str, split: str, seed: int) -> list[dict]:
     name, parameters = parse_gym(task)
     parameters["seed"] = gym_seed(parameters.get("seed", seed), split)
     try:
-        items = collected(reasoning_gym.create_dataset(name, **parameters), f"reasoning_gym:{task}")
-    except ConfigError:  # of ours
-        raise
+        items = [*reasoning_gym.create_dataset(name, **parameters)]
     except (AssertionError, TypeError, ValueError) as error:  # the task's own checks
         raise ConfigError(f"--dataset_id=reasoning_gym:{task}: {name} refuses these parameters: {error}") from error
     return [{"prompt": item["question"], **item, "reasoning_gym_task": task} for item in items]
@@ -595,95 +356,35 @@ def parse_gym(task: str) -> tuple[str, dict]:
     """`chain_sum?min_terms=2&allow_negation=true` -> ("chain_sum", {"min_terms": 2, "allow_negation": True})."""
     from reasoning_gym.factory import DATASETS
 
-    name, _, query = task.partition("?")
+    name, parameters = with_arguments(task)
     known_name("reasoning-gym task", name, [known for known in DATASETS if known != "composite"])
-    fields, parameters = {f.name: f for f in dataclasses.fields(DATASETS[name][1])}, {}
-    for pair in filter(None, query.split("&")):
-        key, _, text = pair.partition("=")
-        known_name(f"parameter of reasoning_gym:{name}", key, fields)
-        parameters[key] = gym_value(name, fields[key], unquote(text))
+    known = {field.name for field in dataclasses.fields(DATASETS[name][1])}
+    for key in parameters:
+        known_name(f"parameter of reasoning_gym:{name}", key, known)
     return name, parameters
-
-
-def gym_value(task: str, field: dataclasses.Field, text: str):
-    """`text` as a python literal, which must have the type of the parameter's default (a default of None: any)."""
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    default = 0 if field.name == "seed" else default
-    try:
-        value = ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
-        value = text
-    if isinstance(default, (list, tuple)) and isinstance(value, (list, tuple)):
-        return type(default)(value)
-    if isinstance(default, float) and type(value) is int:
-        return float(value)
-    if default is not None and default is not dataclasses.MISSING and type(value) is not type(default):
-        raise ConfigError(
-            f"reasoning_gym:{task}: {field.name}={text} is a {type(value).__name__}, not a {type(default).__name__}; "
-            f"the default is {default!r}."
-        )
-    return value
 
 
 # ---- checking -------------------------------------------------------------------------------------------------------
 
 
-def check_rows(rows, name: str) -> None:
-    """ConfigError naming data set, row and fault for the first row that no prompt can be made of."""
-    if isinstance(rows, on_disk.Lines):
-        return  # lines_of has looked at each
-    if not isinstance(rows, list):  # a datasets.Dataset: look at one column, the others may be images to decode
-        check_columns(rows.column_names, name)
-        if len(rows) == 0:
-            raise ConfigError(f"{name}: has no rows.")
-        prompts, told = rows.select_columns(["prompt"]), f"{name}: looking at the rows"
-
-        def check(first: int, last: int) -> np.ndarray:
-            """1 for each row."""
-            for index in first + np.flatnonzero(~on_disk.Prompts(rows, first, last).sound()):
-                check_row(prompts[int(index)], f"{name}, row {index}")
-            return np.ones(last - first, np.uint8)
-
-        what = f"are right, by {code_of(check_row)} {code_of(on_disk.form_of)}"
-        remembered(rows, what, lambda: each_of(rows, check, told))
-    else:
-        check_each(rows, name)
-
-
-def code_of(function: Callable) -> str:
-    """Changes with the file that a function stands in."""
-    return hashlib.sha256(Path(function.__code__.co_filename).read_bytes()).hexdigest()
-
-
-def check_each(rows, name: str) -> None:
-    if len(rows) == 0:
-        raise ConfigError(f"{name}: has no rows.")
-    for index, row in enumerate(with_progress(rows, f"{name}: looking at the rows", len(rows))):
-        check_row(row, f"{name}, row {index}")
-
-
-def check_dict(row, where: str) -> None:
+def check_dict(row) -> None:
     if not isinstance(row, dict):
-        raise ConfigError(f"{where}: is a {type(row).__name__}, {shorten(row)}; a row must be a dict. {REMEDY}")
+        raise ConfigError(f"is a {type(row).__name__}, {shorten(row)}; a row must be a dict. {REMEDY}")
 
 
-def check_row(row, where: str, looked_into: bool = False) -> None:
-    """looked_into: `parse_line` has been through the row's texts."""
-    check_dict(row, where)
-    check_columns(row, where)
-    if fault := prompt_fault(row["prompt"]) or (None if looked_into else content_fault(row["prompt"])):
-        raise ConfigError(f"{where}: {fault}. {PROMPT_RULE}.")
-
-
-def check_columns(columns, where: str) -> None:
-    if "prompt" not in columns:
-        raise ConfigError(f"{where}: no column `prompt`, only {', '.join(map(str, columns))}. {PROMPT_RULE}. {REMEDY}")
+def check_row(row) -> None:
+    """ConfigError if no prompt can be made of it."""
+    check_dict(row)
+    if "prompt" not in row:
+        raise ConfigError(f"no column `prompt`, only {', '.join(map(str, row))}. {PROMPT_RULE}. {REMEDY}")
+    if fault := prompt_fault(row["prompt"]):
+        raise ConfigError(f"{fault}. {PROMPT_RULE}.")
 
 
 def prompt_fault(prompt) -> str | None:
-    """What is wrong with a prompt, but for what `content_fault` finds in its texts; or None."""
+    """What is wrong with a prompt, or None."""
     if isinstance(prompt, str):
-        return None if prompt.strip() else "`prompt` is an empty string"
+        return text_fault(prompt) if prompt.strip() else "`prompt` is an empty string"
     if not isinstance(prompt, list) or not prompt:
         return f"`prompt` is a {type(prompt).__name__}, {shorten(prompt)}"
     for number, message in enumerate(prompt):
@@ -695,10 +396,18 @@ def prompt_fault(prompt) -> str | None:
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             return f"message {number} of `prompt` has no `content`: {shorten(message)}"
         try:
-            parts_of(message.get("content"))
+            texts = [part["text"] for part in parts_of(message.get("content")) if part["type"] == "text"]
         except PartError as error:
             return f"message {number} of `prompt`: {error}"
+        if fault := next(filter(None, map(text_fault, texts)), None):
+            return fault
     return None
+
+
+def text_fault(text: str) -> str | None:
+    """Half a surrogate pair is no character: no tokenizer and no file takes it."""
+    half = None if text.isascii() else re.search("[\ud800-\udfff]", text)
+    return f"`prompt` holds half an emoji, {half[0]!a}: a text cut in two? Mend it" if half else None
 
 
 def filter_overlong(rows, lengths: Sequence[int], max_prompt_length: int) -> tuple:
@@ -729,6 +438,9 @@ def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> No
             f"--prompts_per_step={prompts_per_step}: the prompts of a step are distinct, and the data set has only "
             f"{num_rows} rows; use {legal}, or more data."
         )
+
+
+# ---- whose turn it is -----------------------------------------------------------------------------------------------
 
 
 class Epochs:
@@ -798,13 +510,88 @@ def epochs_of(name: str, count: int, per_step: int, seed: int) -> Epochs:
     return epochs
 
 
+class Mixture:
+    """How many prompts of a step each domain has, by its weight, and in which order; the same on all ranks.
+
+    A step's numbers differ from the exact shares by less than one, at random, so that shares are exact on average. A
+    weight by success knows the steps before, less the `lag` that train_async.py begins a step ahead. What has to be
+    known to go on is in `ended`'s result, which checkpoints keep."""
+
+    def __init__(self, weights: dict, per_step: int, seed: int = 0, lag: int = 0):
+        self.names, self.weights, self.per_step = list(weights), list(weights.values()), per_step
+        self.seed, self.lag = seed, lag
+        self.rates: dict[int, dict[str, float]] = {}  # by step: the share solved lately, before it
+        self._drawn = {0: np.zeros(len(weights), int)}  # by step: prompts of each domain before it
+
+    @classmethod
+    def of(cls, cfg) -> "Mixture":
+        weights = {entry["name"]: entry["weight"] for entry in cfg.domains} or {"": 1}
+        return cls(weights, cfg.prompts_per_step, cfg.seed, getattr(cfg, "max_staleness", 0))
+
+    def weights_at(self, step: int) -> list[float]:
+        rates, found = self.rates.get(step - self.lag, {}), []
+        for name, weight in zip(self.names, self.weights, strict=True):
+            if weight == "success":
+                p = rates.get(name, 0.5)
+                weight = max(4 * p * (1 - p), FLOOR)
+            found.append(float(np.interp(step, *zip(*weight, strict=True))) if isinstance(weight, list) else weight)
+        return found
+
+    def counts(self, step: int) -> np.ndarray:
+        """Prompts of each domain in a step, [domains]."""
+        weights = np.maximum(self.weights_at(step), 1e-9)
+        ends = self.per_step * np.cumsum(weights) / weights.sum()
+        ends[-1] = self.per_step
+        begin = np.random.default_rng([self.seed, step]).random()  # the same for all: no number is off by one or more
+        return np.diff(np.floor(ends + begin).astype(int), prepend=0)
+
+    def turns(self, step: int) -> list[int]:
+        """For each prompt of the step the number of its domain; mixed, as each rank takes a part."""
+        numbers = np.repeat(np.arange(len(self.names)), self.counts(step))
+        return np.random.default_rng([self.seed, step, 1]).permutation(numbers).tolist()
+
+    def drawn(self, step: int) -> np.ndarray:
+        """Prompts of each domain before the step, [domains]."""
+        for s in range(max(known for known in self._drawn if known <= step), step):
+            self._drawn[s + 1] = self._drawn[s] + self.counts(s)
+        return self._drawn[step]
+
+    def ended(self, step: int, metrics: dict) -> dict:
+        """Take note of how a step went. Returns what a run that goes on after it has to know, for `restore`, {} without
+        domains.
+
+        metrics: `NAME/prompts` and `NAME/solved`, the share of completions, of the domains that had prompts. With
+        --dynamic_sampling `dynamic_sampling/NAME/prompts` and `/solved`, prompts' worth of completions, count instead:
+        what is always solved, or never, is not among the prompts that a step keeps."""
+        if self.names == [""]:
+            return {}
+        rates = dict(self.rates.get(step, {}))
+        for name in self.names:
+            solved, tried = metrics.get(f"{name}/solved", 0), metrics.get(f"{name}/prompts", 0)
+            if f"dynamic_sampling/{name}/prompts" in metrics:
+                tried = metrics[f"dynamic_sampling/{name}/prompts"]
+                solved = metrics[f"dynamic_sampling/{name}/solved"] / max(tried, 1)
+            if tried:
+                rates[name] = (1 - NEW) * rates.get(name, 0.5) + NEW * solved
+        self.rates[step + 1] = rates
+        drawn = dict(zip(self.names, self.drawn(step + 1).tolist(), strict=True))
+        recent = {str(s): rates for s, rates in self.rates.items() if s > step - self.lag}
+        return {"domains": {"step": step + 1, "drawn": drawn, "rates": recent}}
+
+    def restore(self, saved: dict | None, step: int = 0) -> None:
+        """Go on where `ended` was. step: where the run goes on if nothing was saved."""
+        saved = saved or {"step": step, "drawn": {}, "rates": {}}
+        self._drawn = {saved["step"]: np.array([saved["drawn"].get(name, 0) for name in self.names])}
+        self.rates = {int(s): rates for s, rates in saved["rates"].items()}
+
+
 class Draw:
     """In place of Epochs where a run has domains: `mixture` says whose turn each prompt of a step is, and each
     domain has epochs of its own rows, which lie together, and is as far in them as its turns have gone."""
 
-    def __init__(self, mixture: domains.Mixture, rows: list[dict], cfg):
+    def __init__(self, mixture: Mixture, rows: list[dict], cfg):
         self.mixture, self.parts, first = mixture, [], 0
-        for name, count in domains.sizes(rows, cfg).items():
+        for name, count in sizes(rows, cfg).items():
             self.parts.append((first, epochs_of(name, count, cfg.prompts_per_step, cfg.seed)))
             first += count
 
@@ -824,6 +611,47 @@ class Draw:
         for number, (first, part) in enumerate(self.parts):
             rows[turns == number] = first + of_part(number, part, int((turns == number).sum()))
         return rows
+
+
+def check_enough(cfg, rows: list[dict]) -> None:
+    """ConfigError for a domain with fewer rows than it may give to one step: the prompts of a step are distinct."""
+    weights = [entry["weight"] for entry in cfg.domains]
+    ranges = [[FLOOR, 1] if w == "success" else [n for _, n in w] if isinstance(w, list) else [w] for w in weights]
+    for number, (name, count) in enumerate(sizes(rows, cfg).items() if cfg.domains else ()):
+        others = sum(min(values) for other, values in enumerate(ranges) if other != number)
+        most = math.ceil(cfg.prompts_per_step * max(ranges[number]) / (max(ranges[number]) + others))
+        if count < most:
+            raise ConfigError(
+                f"domain {name!r} has {count} rows and gives up to {most} of the {cfg.prompts_per_step} prompts of a "
+                "step, which are distinct; lower its weight or --prompts_per_step, or give it more rows."
+            )
+
+
+def sizes(rows: list[dict], cfg) -> dict[str, int]:
+    """Rows of each domain; without domains, {"": all}."""
+    counts = Counter(row["domain"] for row in (rows if cfg.domains else ()))
+    return {entry["name"]: counts[entry["name"]] for entry in cfg.domains} or {"": len(rows)}
+
+
+# ---- what a config reads --------------------------------------------------------------------------------------------
+
+
+def rows_of(rows: list[dict], cfg, source: str, names: list[str]) -> list[dict]:
+    """The rows of a data set that are this config's domain's, with its name in their column `domain`: those that name
+    it there, or all rows of a data set without that column. Without domains, all as they are.
+
+    names: of all domains.
+    """
+    if not cfg.domain:
+        return rows
+    if not has_column(rows, "domain"):
+        return [row | {"domain": cfg.domain} for row in rows]
+    for number, row in enumerate(rows):
+        known_name(f"{source}, row {number}, column `domain` (which of --config)", row.get("domain"), names)
+    found = [row for row in rows if row["domain"] == cfg.domain]
+    if not found:
+        raise ConfigError(f"{source}: no row names {cfg.domain!r} in its column `domain`; leave that domain out.")
+    return found
 
 
 def sources(cfg) -> dict[str, tuple]:
@@ -851,12 +679,10 @@ def load_data(
     for use, source in sources(cfg).items():
         (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
         if source not in read:
-            read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts, lines=not cfg.domain)
-        same = (dataclasses.replace(own, eval_split=own.eval_split or split) for own in (whole or cfg).by_domain())
-        sharing = [own.domain for own in same if sources(own).get(use, ())[:3] == source[:3]]
-        loaded = domains.rows_of(read[source], cfg, where, sharing)
+            read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts)
+        loaded = rows_of(read[source], cfg, where, [own.domain for own in (whole or cfg).by_domain()])
         if use == "eval" or cfg.env:  # held-out rows are few, and an environment's get a seed
-            loaded = loaded if isinstance(loaded, list) else [*opened(loaded)]
+            loaded = loaded if isinstance(loaded, list) else [*loaded]
         if cfg.env:  # rows may have equal prompts, or be one object, and should not all be the same game
             named = f"{cfg.seed} {dataset_id} {split}"
             loaded = [

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -188,7 +188,7 @@ class HFGenerator:
         """n samples of one prompt. Requests of tasks that are ready together run in one batch.
 
         expanded: of a prompt with images, what the model is given; `images` themselves go to servers only.
-        options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k, min_p of `_sample`.
+        options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k of `_sample`.
         """
         prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
         max_tokens = min(max_tokens, (self.window or math.inf) - len(prompt_ids))
@@ -246,7 +246,7 @@ class HFGenerator:
         since = self._since
         return self._sampled + (0.0 if since is None else time.monotonic() - since)
 
-    def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, min_p=0.0):
+    def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0):
         """Decode all requests of a batch together; sequences that ended leave it."""
         if not self.cached and any(request.model_inputs for request in batch):
             raise ValueError(f"{type(self.model).__name__} samples no prompts with images here; use --generator vllm")
@@ -267,7 +267,7 @@ class HFGenerator:
         if experts is not None:
             paths = [[experts[row, longest - len(batch[row].prompt_ids) :]] for row in repeat.tolist()]
         for count in range(max(most)):
-            scores = self._scores(logits, temperature, top_p, top_k, min_p, blocked=count < min_tokens)  # [S, V]
+            scores = self._scores(logits, temperature, top_p, top_k, blocked=count < min_tokens)  # [S, V]
             token = self._draw(scores)  # [S, 1]
             logprob = scores.gather(1, token)
             for index, t, lp in zip(alive, token[:, 0].tolist(), logprob[:, 0].tolist(), strict=True):
@@ -373,7 +373,7 @@ class HFGenerator:
         draw = torch.rand(len(scores), 1, dtype=torch.float64, device=self.device, generator=self.random)
         return torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
 
-    def _scores(self, logits: Tensor, temperature, top_p, top_k, min_p, blocked: bool) -> Tensor:
+    def _scores(self, logits: Tensor, temperature, top_p, top_k, blocked: bool) -> Tensor:
         """Log-probs of the distribution that is sampled from: temperature, then the filters.  [S, V] -> [S, V]"""
         logits = logits.float()
         if blocked:
@@ -386,8 +386,6 @@ class HFGenerator:
         scores = logits / temperature
         if top_k:
             scores = TopKLogitsWarper(top_k)(None, scores)
-        if min_p:
-            scores = MinPLogitsWarper(min_p)(None, scores)
         if top_p < 1:  # of what the others have left, as vLLM has it
             scores = TopPLogitsWarper(top_p)(None, scores)
         return scores.log_softmax(-1)

@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-from cli import ConfigError
+from config import ConfigError
 
 HOST, PORT = "127.0.0.1", 6060
 

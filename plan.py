@@ -10,7 +10,7 @@ arithmetic on the rates given below, which are assumptions about your GPUs: meas
 from dataclasses import fields, replace
 from typing import Literal
 
-from config import ConfigError, TrainConfig, parse_args
+from config import BY_DOMAIN, ConfigError, TrainConfig, parse_args
 
 
 class PlanConfig(TrainConfig):
@@ -64,7 +64,6 @@ from types import SimpleNamespace
 
 import torch
 
-import domains
 import memory
 import train_ppo
 from inputs.backbone import experts_of
@@ -379,7 +378,7 @@ def flags(cfg: TrainConfig) -> list[str]:
     for field in fields(TrainConfig):
         value = getattr(cfg, field.name)
         untouched = cfg.critic and field.name not in PLANNED and value == field.default
-        untouched |= bool(cfg.domains) and field.name in {"domains", *domains.BY_DOMAIN}
+        untouched |= bool(cfg.domains) and field.name in {"domains", *BY_DOMAIN}
         if value == getattr(usual, field.name) or untouched or field.name == "model_id" or not field.repr:
             continue
         if isinstance(value, bool):

@@ -43,9 +43,7 @@ from collections.abc import Callable, Iterable
 from math import nan
 from types import SimpleNamespace
 
-from cli import shorten
-from config import ConfigError, known_name
-from plugins import function_path, load_function, require
+from config import ConfigError, function_path, known_name, load_function, require, shorten
 from safety.calls import RETURN_RULE, UnusableResult, copied, finite, plain, reward_values, run_limited, unread
 from safety.storable import calls_in
 from scoring.scorers import math_equal, reasoning_gym

@@ -22,8 +22,8 @@ from dataclasses import replace
 
 from jinja2 import TemplateError
 
-from config import ConfigError, TrainConfig, known_name
-from data import shorten
+from config import ConfigError, TrainConfig, known_name, shorten
+from data import has_column
 from envs import ToolEnvironment, adapters
 from envs.adapters import put_away, take_environment
 from envs.base import as_text, call_environment, checked_step, finite_number, name_of, reset, state_of
@@ -62,7 +62,7 @@ from safety.storable import calls_in, text_of
 def sampling_options(cfg: TrainConfig) -> dict:
     """The sampling arguments of `generator.generate` that a config sets; every turn samples with the same ones."""
     options = dict(temperature=cfg.temperature, max_tokens=cfg.max_completion_length)
-    options |= dict(min_tokens=cfg.min_completion_length, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
+    options |= dict(min_tokens=cfg.min_completion_length, top_p=cfg.top_p, top_k=cfg.top_k)
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -128,8 +128,6 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
             prompt = build_prompt(row, generator, cfg)
         except PictureError as error:  # of a file that was not decoded at start, or has changed since
             failure = RowPictureError(str(error), row)
-            if cfg.env_errors == "stop":
-                raise failure from error
             return [failed_trajectory(row, group, failure) for _ in range(cfg.num_generations)]
         told = {"told": prompt_messages(row, cfg.system_prompt)} if cfg.system_prompt else {}
         images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
@@ -210,7 +208,7 @@ def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> 
 async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
     """Model and environment (or tools) by turns. Every trajectory is a task of its own and waits for no other.
 
-    With --env_errors drop one whose environment fails is returned as `failed_trajectory`.
+    One whose environment fails is returned as `failed_trajectory`.
     """
     make = adapters.environment_maker(cfg)
 
@@ -222,8 +220,6 @@ async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Traj
             reusable = True
             return trajectory
         except TrajectoryError as error:
-            if cfg.env_errors == "stop":
-                raise
             return failed_trajectory(row, group, error)
         finally:
             if environment is not None:
@@ -263,7 +259,7 @@ def group_size(row: dict, cfg: TrainConfig) -> int:
 
 def group_sizes(rows: list[dict], cfg: TrainConfig) -> list[int]:
     """`group_size` of every row."""
-    if not isinstance(rows, list) and "num_generations" not in rows.column_names:  # all rows need not be read
+    if not isinstance(rows, list) and not has_column(rows, "num_generations"):  # all rows need not be read
         return [cfg.num_generations] * len(rows)
     return [group_size(row, cfg) for row in rows]
 
@@ -287,14 +283,12 @@ def sampled_by(row: dict, cfg: TrainConfig) -> TrainConfig:
 async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:
     """What cfg.rollout makes of a row: cfg.num_generations trajectories, checked. RolloutError if they are not that.
 
-    A rollout that raises TrajectoryError, or takes longer than --rollout_timeout, has failed for this row: with
-    --env_errors drop they are returned as `failed_trajectory`.
+    A rollout that raises TrajectoryError, or takes longer than --rollout_timeout, has failed for this row:
+    they are returned as `failed_trajectory`.
     """
     try:
         returned = await in_time(ROLLOUTS[cfg.rollout], row, generator, cfg)
     except TrajectoryError as error:
-        if cfg.env_errors == "stop":
-            raise
         return [failed_trajectory(row, 0, error) for _ in range(cfg.num_generations)]
     return checked_rollout(returned, row, generator, cfg)
 

@@ -22,12 +22,11 @@ from torch import Tensor
 
 import utils
 from batch import Batch, collate
-from config import ConfigError, TrainConfig
-from data import columns_of, shorten
+from config import ConfigError, TrainConfig, function_path, load_function, shorten
+from data import columns_of
 from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
 from inputs.trajectory import Trajectory, TrajectoryError
-from plugins import function_path, load_function
 from safety import secrets
 from safety.calls import run_limited, say_once, unread
 from safety.http import origin
@@ -91,7 +90,7 @@ def servers(cfg: TrainConfig) -> TeacherServers:
     token = secrets.read("TEACHER_TOKEN")
     if own_server(cfg):  # its token is for no other server
         token = token or secrets.read("VLLM_SERVER_TOKEN", cfg.server_token)
-    return _servers(tuple(cfg.teacher_urls), cfg.teacher_model, token, cfg.teacher_timeout)
+    return _servers(tuple(cfg.teacher_urls), token, cfg.request_timeout)
 
 
 @functools.cache
@@ -106,8 +105,7 @@ async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scor
     """Have the teacher's servers say what they find of each trajectory: teacher_logprobs, teacher_top and
     info["teacher_seconds"]; of a teacher in this process, what it is to see: info["teacher_prompt"].
 
-    scored: ends when the trajectories have their rewards. One that could not be scored is left out (info["failure"]),
-    or ends the run: --env_errors.
+    scored: ends when the trajectories have their rewards. One that could not be scored is left out (info["failure"]).
     """
     if not cfg.has_teacher or cfg.purpose != "train":
         return
@@ -127,10 +125,7 @@ async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scor
                     )
                 trajectory.info["teacher_prompt"] = shown
         except TeacherError as error:
-            failure = TrajectoryError(str(error), trajectory.row)
-            if cfg.env_errors == "stop":
-                raise failure from error
-            trajectory.info["failure"] = failure
+            trajectory.info["failure"] = TrajectoryError(str(error), trajectory.row)
 
     await asyncio.gather(*map(one, trajectories))
 

@@ -37,13 +37,13 @@ What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, 
 `scores` [B] are as the reward functions gave them, `shaped_scores` [B] the same after --reward_mean, --reward_std and
 --kl_in_reward; `groups` [B] says whose prompt a row has, rows of one prompt are adjacent.
 
-A domain is one of several data sets in a run, with settings of its own (domains.py): `cfg.of(row)` is the config of a
+A domain is one of several data sets in a run, with settings of its own: `cfg.of(row)` is the config of a
 row's domain, `cfg.by_domain()` are all of them, `own` is one of them and `own.prefix` its name with a slash, for
 metrics. Without --domains there is one: cfg itself, with the prefix "".
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
 
-from config import ConfigError, TrainConfig, known_name, parse_args
+from config import ConfigError, TrainConfig, known_name, named, parse_args
 
 # A knob of your own: here, above CONFIG; it needs no decorator.
 # class TrainConfig(TrainConfig):
@@ -84,7 +84,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import data
-import domains
 import teachers
 import utils
 from algorithms import optimizers
@@ -196,7 +195,7 @@ class Run:
     reward_functions: dict[str, Callable]
     processor: object  # the tokenizer; of a model that takes images the processor, which has one
     sampler: "PromptSampler | None"  # None where nothing is trained (--eval_only)
-    mixture: domains.Mixture  # how often each domain is drawn
+    mixture: data.Mixture  # how often each domain is drawn
     generator: object  # samples: vLLM servers, or a copy of the model in this process
     policy: nn.Module  # wrapped by DDP or FSDP, to be called
     inner: "Policy"  # the same without its wrapper
@@ -331,7 +330,7 @@ def train(
     if log:
         log.close()
         if cfg.push_to_hub:
-            checkpoints.push_to_hub(run.run_dir, cfg.max_steps, cfg.hub_repo_id, cfg.hub_private)
+            checkpoints.push_to_hub(run.run_dir, cfg.max_steps, cfg.push_to_hub)
     return last_eval
 
 
@@ -340,9 +339,9 @@ def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
     if cfg.kl_target is not None and "kl" in metrics:  # Ziegler et al., 1909.08593 sec. 2.2
         error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
         count = metrics.get("completions/count", cfg.sequences_per_step)
-        cfg = replace(cfg, beta=cfg.beta * (1 + error * count / cfg.kl_horizon))
+        cfg = replace(cfg, beta=cfg.beta * (1 + error * count / 10_000))
     if cfg.entropy_target is not None and "entropy" in metrics:
-        change = cfg.entropy_coef_step if metrics["entropy"] < cfg.entropy_target else -cfg.entropy_coef_step
+        change = 0.0005 if metrics["entropy"] < cfg.entropy_target else -0.0005
         cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
     return cfg
 
@@ -497,8 +496,6 @@ async def rollout(
             # A teacher's prompt may show the rewards: then it waits for `scored`.
             await asyncio.gather(scored, teachers.tell(played, generator, cfg, scored))
         except RewardError as error:
-            if cfg.env_errors == "stop":
-                raise
             trajectories = [failed_trajectory(t.row, t.group, error) for t in trajectories]
         for trajectory in trajectories if cfg.domain else ():
             trajectory.info["domain"] = cfg.domain
@@ -528,7 +525,7 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
         return False
     mean = fmean(known)
     # A single completion that was asked for has signal, a single survivor of several has none.
-    differs = len(group) == 1 or (len(known) > 1 and stdev(known) > cfg.group_std_min + 1e-6 * max(abs(mean), 1))
+    differs = len(group) == 1 or (len(known) > 1 and stdev(known) > 1e-6 * max(abs(mean), 1))
     return differs and cfg.group_mean_min <= mean <= cfg.group_mean_max
 
 
@@ -616,7 +613,7 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
     elif cfg.beta > 0 or "ref_logprobs" in asked:
-        seen = batch if cfg.router_replay_reference else replace(batch, routed_experts=None)
+        seen = replace(batch, routed_experts=None)  # the reference chooses its experts itself
         with inner.model.disable_adapter():
             batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
 
@@ -779,12 +776,11 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     rows = [t.row for t in trajectories]
     keep = torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     scores, groups = torch.tensor([sum(t.token_rewards) for t in trajectories]).double(), batch.groups.cpu()
-    mean, std = group_mean(scores, groups), group_std(scores, groups)
-    filters = [(own.group_mean_min, own.group_mean_max, own.group_std_min) for own in map(cfg.of, rows)]
-    lowest, highest, smallest = torch.tensor(filters, dtype=torch.float64).unbind(1)  # [B] each
+    mean = group_mean(scores, groups)  # [B]
+    filters = [(own.group_mean_min, own.group_mean_max) for own in map(cfg.of, rows)]
+    lowest, highest = torch.tensor(filters, dtype=torch.float64).unbind(1)  # [B] each
     keep &= (mean >= lowest) & (mean <= highest)  # neither too hard nor too easy
-    # Without --group_std_min equal scores stay, as a KL or an entropy may learn from them; a group of one has no std.
-    keep &= (std > smallest) | (group_index(groups)[1] == 1) | (smallest == 0)
+    # Groups of equal scores stay, as a KL or an entropy may learn from them.
     # A filter of yours goes here: keep &= ...  [B], bool, on the CPU
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
@@ -1353,8 +1349,7 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     """
     if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
         return None
-    replays = cfg.router_replay if cfg.router_replay_reference else "off"
-    return load_frozen(replace(cfg, router_replay=replays), device, "the reference model")[0]
+    return load_frozen(replace(cfg, router_replay="off"), device, "the reference model")[0]
 
 
 def load_teacher(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Policy] | None:
@@ -1609,7 +1604,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     cfg = planned(utils.computable(cfg, device), rows, device, critic=make_critic is not None)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
-    mixture = domains.Mixture.of(cfg)
+    mixture = data.Mixture.of(cfg)
     sampler = None
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
@@ -1670,13 +1665,13 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     cfg = replace(cfg, push_bucket_mb=cfg.push_bucket_mb or push_bucket_mb(hf_model.num_parameters()))
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
-        with domains.named(own):
+        with named(own):
             check_rollout(own)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
     cfg = formats.settled(cfg, processor)
     rows, held_out, reward_functions = rows_and_rewards(cfg, processor)
     if not cfg.eval_only:
-        domains.check_enough(cfg, rows)
+        data.check_enough(cfg, rows)
     check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
@@ -1721,7 +1716,7 @@ def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict
     """Training rows, held-out rows and reward functions, of all domains if there are any."""
     rows, held_out, reward_functions, tools, files_read = [], [], {}, {}, {}
     for own in cfg.by_domain():
-        with domains.named(own):
+        with named(own):
             parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, files_read)
             functions = get_reward_functions(own, data.columns_of(parts[0] if len(parts[0]) else parts[1]))
             if own.has_teacher and not cfg.eval_only:

@@ -146,7 +146,7 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     _, alike = torch.stack([batch.groups[rows], states]).unique(dim=1, return_inverse=True)  # [M]
     steps = by_turn(normalize(table[rows, k], alike, "group", "group"), turns, pairs, batch.loss_mask)
     episodes = spread(normalize(batch.shaped_scores, batch.groups, "group", "group"), batch.loss_mask)
-    return episodes + cfg.gigpo_step_weight * steps
+    return episodes + steps
 
 
 def otb(batch: Batch, cfg: TrainConfig) -> Tensor:

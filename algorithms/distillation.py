@@ -6,13 +6,12 @@ What it says is learned from as an advantage (`distill`), or, with its likeliest
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import utils
-from batch import Batch, normalize, returns_to_go, spread
+from batch import Batch, normalize, spread
 from config import ConfigError, TrainConfig
 
 FAR = 3.0  # nats: the teacher gives a token less than a twentieth of what the policy does
@@ -47,16 +46,15 @@ def about_place(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """grpo's advantage + distill_coef * R_t, R_t = sum of gamma^(s - t) (log p_teacher - log p_policy) over s >= t,
-    gamma of --distill_gamma: the sampled reverse KL. With all rewards 0 it is pure distillation.
+    """grpo's advantage + distill_coef * R_t, R_t = log p_teacher - log p_policy at token t, within 20 nats: the sampled
+    reverse KL. With all rewards 0 it is pure distillation.
 
-    K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025 (gamma 0); 2306.08543 eq. 3 (gamma 1). Not in these is
-    --distill_baseline place: R_t minus the mean of the step's other tokens at that place t. The gradient expected is
-    the same, and far from the teacher, where every token's gap is negative, most of the noise is gone.  [B, T]
+    K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025. Not in it is --distill_baseline place: R_t minus the
+    mean of the step's other tokens at that place t. The gradient expected is the same, and
+    far from the teacher, where every token's gap is negative, most of the noise is gone.  [B, T]
     """
-    said = gap(batch).clamp(-cfg.distill_clip, cfg.distill_clip)
+    said = gap(batch).clamp(-20, 20)
     rewarded = spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
-    said = returns_to_go(replace(batch, rewards=said), cfg.distill_gamma)
     if cfg.distill_baseline == "place":
         asked = batch.loss_mask if batch.teacher_logprobs is None else batch.loss_mask * ~batch.teacher_logprobs.isnan()
         said = about_place(said, asked)

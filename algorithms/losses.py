@@ -57,13 +57,13 @@ def topr(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict
 
 
 def kimi(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """-A log pi + tau / 2 log-ratio^2.  Kimi k1.5, 2501.12599.  [B, T]"""
-    return -batch.advantages * logprobs + cfg.kimi_tau / 2 * log_ratio(logprobs, batch) ** 2, {}
+    """dro with the coefficient .1.  Kimi k1.5, 2501.12599.  [B, T]"""
+    return dro(logprobs, batch, replace(cfg, dro_beta=0.1))
 
 
 def dro(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """kimi under another name and coefficient: direct reward optimisation.  2405.19107.  [B, T]"""
-    return kimi(logprobs, batch, replace(cfg, kimi_tau=cfg.dro_beta))
+    """-A log pi + beta / 2 log-ratio^2: direct reward optimisation.  2405.19107.  [B, T]"""
+    return -batch.advantages * logprobs + cfg.dro_beta / 2 * log_ratio(logprobs, batch) ** 2, {}
 
 
 topr.check = kimi.check = dro.check = has_no_ratio

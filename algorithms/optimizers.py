@@ -37,9 +37,9 @@ def check_optimisation(cfg: TrainConfig) -> None:
 
 def warmup_updates(cfg: TrainConfig, total: int) -> int:
     """Optimizer updates over which the learning rate rises, of `total`."""
-    if cfg.warmup_steps is not None:
-        return cfg.warmup_steps * cfg.num_iterations * cfg.num_minibatches
-    return math.ceil(cfg.warmup_ratio * total)
+    if cfg.warmup_steps < 1:
+        return math.ceil(cfg.warmup_steps * total)
+    return int(cfg.warmup_steps) * cfg.num_iterations * cfg.num_minibatches
 
 
 def transformers_schedule(cfg: TrainConfig) -> bool:

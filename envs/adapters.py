@@ -23,12 +23,10 @@ from pathlib import Path
 
 import numpy
 
-from cli import shorten
-from config import ConfigError, TrainConfig, known_name
+from config import ConfigError, TrainConfig, function_path, known_name, load_function, require, shorten, with_arguments
 from envs.base import Environment, ToolEnvironment, limited, name_of
 from envs.tools import Toolbox, chat, from_function, get_tools
 from inputs.parts import parts_of, text_of_parts
-from plugins import function_path, load_function, require, with_arguments
 from safety.calls import run_limited, to_thread, unread, warn_once
 from safety.sandbox import check_contained
 
@@ -381,7 +379,7 @@ def maker(
 
 
 _MADE: dict[tuple, Callable] = {}  # tools keep their servers, results and limits from step to step
-KIND = "env mcp_config tool_parser tool_timeout max_tool_result max_calls_per_turn tool_cache tool_concurrency".split()
+KIND = "env mcp_config tool_parser tool_timeout max_tool_result tool_cache".split()
 
 
 def kind(cfg) -> tuple:

@@ -25,7 +25,7 @@ An environment is one object a trajectory, and a class like this:
 
 Every method may be plain or async and has --tool_timeout seconds, the constructor too; none of them holds up other
 trajectories. One that raises or is late costs its trajectory, which is left out and counted; above --max_failed of a
-step the run stops and shows the commonest cause (--env_errors stop: at the first). The seed is the row's column `seed`,
+step the run stops and shows the commonest cause. The seed is the row's column `seed`,
 or a number made of its prompt: the members of a group share it. The numbers of `info` are logged, their means over a
 trajectory's turns, as rewards/environment/NAME; `score()` is added to the last turn's reward. A turn that is cut by its
 length ends the trajectory without a step. `state()` lets --advantage gigpo compare turns that began alike. `close()` is

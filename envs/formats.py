@@ -19,11 +19,8 @@ from dataclasses import dataclass, field, replace
 
 from jinja2 import TemplateError
 
-import domains
-from cli import shorten
-from config import ConfigError
+from config import ConfigError, function_path, load_function, named, shorten
 from inputs.special_tokens import clean, each_text, tokenizer_of
-from plugins import function_path, load_function
 
 # transformers takes seconds, and is imported where calls are read.
 
@@ -208,7 +205,7 @@ def settled(cfg, processor):
     names = {}
     for own in cfg.by_domain():
         if own.env or own.tools or own.mcp_config:
-            with domains.named(own):
+            with named(own):
                 names[own.domain] = parser_for(own.tool_parser, processor, bool(own.env))
     if not cfg.domains:
         return replace(cfg, tool_parser=names.get("", cfg.tool_parser))

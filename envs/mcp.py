@@ -23,10 +23,9 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from config import ConfigError
+from config import ConfigError, require
 from envs.tools import Tool
 from inputs.parts import text_part
-from plugins import require
 from safety import secrets
 from safety.calls import AT_END, warn_once
 

@@ -25,13 +25,11 @@ from dataclasses import dataclass, replace
 
 from PIL import Image
 
-from cli import shorten
-from config import ConfigError, known_name
+from config import ConfigError, function_path, known_name, load_function, shorten
 from envs.formats import Call
 from inputs.parts import PartError, parts_of
 from inputs.pictures import data_url
 from inputs.special_tokens import clean, each_text
-from plugins import function_path, load_function
 from safety import http
 from safety.calls import run_limited, time_limit, warn_once
 from safety.sandbox import run_python
@@ -46,7 +44,7 @@ class Tool:
     description: str
     parameters: dict  # JSON schema of an object
     call: Callable  # by keyword; plain or async
-    concurrency: int | None = None  # most calls at the same time, beside --tool_concurrency for all tools together
+    concurrency: int | None = None  # most calls at the same time, beside MOST_CALLS for all tools together
     rate: float | None = None  # most calls a second
     timeout: float | None = None  # seconds a call may take; None: --tool_timeout
     server: object = None  # an isolated MCP server (mcp.Server), which each trajectory has for itself
@@ -225,12 +223,14 @@ def without(tool: Tool, fixed: dict) -> Tool:
 
 # ---- calling --------------------------------------------------------------------------------------------------------
 
+MOST_CALLS = 64  # at the same time on each rank; environments have no such limit
+CALLS_PER_TURN = 16  # are run; the model is told about the others
 KEPT_RESULTS = 4096  # of --tool_cache
 
 
 class Toolbox:
     """Runs calls: all at the same time, as far as the limits let them, each within its time; of one turn at most
-    cfg.max_calls_per_turn. Results are kept from step to step under cfg.tool_cache."""
+    CALLS_PER_TURN. Results are kept from step to step under cfg.tool_cache."""
 
     def __init__(self, tools: dict[str, Tool], cfg):
         self.tools, self.cfg = tools, cfg
@@ -249,9 +249,9 @@ class Toolbox:
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
         """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached; the name as it
         was written, arguments, result)"""
-        most, number = self.cfg.max_calls_per_turn, len(calls)
+        most, number = CALLS_PER_TURN, len(calls)
         if number > most:
-            fault = f"this turn made {number} calls; only the first {most} were run (--max_calls_per_turn)"
+            fault = f"this turn made {number} calls; only the first {most} were run"
             calls = [*calls[:most], replace(calls[most], error=fault)]
         results = await self._all(calls, tools)
         messages = [
@@ -295,7 +295,7 @@ class Toolbox:
                 begin = max(time.monotonic(), self._next.get(tool.name, 0.0))
                 self._next[tool.name] = begin + 1 / tool.rate
                 await asyncio.sleep(begin - time.monotonic())
-            everyone = self._of_loop(None, lambda: asyncio.Semaphore(self.cfg.tool_concurrency))
+            everyone = self._of_loop(None, lambda: asyncio.Semaphore(MOST_CALLS))
             await held.enter_async_context(everyone)
             outcome = await run_limited(tool.call, tool.check(call.arguments), seconds, as_content)
         if outcome is None:

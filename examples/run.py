@@ -25,8 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))
 
-from cli import load_yaml  # noqa: E402
-from config import ConfigError, load_config  # noqa: E402
+from config import (  # noqa: E402
+    ConfigError,
+    load_config,
+    load_yaml,  # noqa: E402
+)
 from runlog.reading import held_out  # noqa: E402
 from safety.orphans import ends_with_us  # noqa: E402
 

@@ -9,7 +9,7 @@ SOURCE is anything that pictures.open_image takes. What is none of these - a vid
 read - is refused by name: nothing of a message is lost without a word.
 """
 
-from cli import shorten
+from config import shorten
 
 SOURCES = ("image", "url", "path", "base64")  # keys under which an image part may bring its image
 SETTINGS = ("detail",)  # keys that are no content: OpenAI's servers alone read them

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from PIL import Image, ImageOps
 
-from cli import shorten
+from config import shorten
 
 # `datasets` takes seconds, and is imported where rows are of one.
 
@@ -150,18 +150,9 @@ def undecoded(rows, columns: list[str]):
     return rows
 
 
-def opened(rows) -> Iterator[dict]:
-    """The rows of a data set with `image` and `images` as PIL images that are opened, and decoded when they are first
-    used: all decoded at once fill the memory, and one that is damaged would end the run without its row's number.
-    What cannot be opened stays a file, and check_images names it. Rows of a list as they are."""
-    names = [c for c in ("image", "images") if c in getattr(rows, "column_names", ())]
-    files = undecoded(rows, names) if names else rows
-    names = [c for c in names if files.features[c] != rows.features[c]]
-    for row in files:
-        yield row | {name: opened_value(row[name]) for name in names} if names else row
-
-
 def opened_value(value):
+    """An image column's value as PIL images that are opened, and decoded when they are first used. What cannot be
+    opened stays a file, and check_images names it."""
     if isinstance(value, list):
         return [opened_value(one) for one in value]
     if isinstance(value, dict) and value["bytes"] is None and not os.path.isfile(value["path"] or ""):

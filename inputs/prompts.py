@@ -22,19 +22,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from jinja2 import TemplateError
 from PIL import Image
 
-from cli import shorten
-from config import ConfigError, TrainConfig
-from data import code_of, each_of, many_on_disk, remembered, with_progress
-from inputs import on_disk
-from inputs.on_disk import rows_between
+from config import ConfigError, TrainConfig, shorten
+from data import Rows, each, file_of, has_column
 from inputs.parts import PartError, parts_of, text_of_parts, text_part
-from inputs.pictures import PictureError, load_image, open_image, scaled, undecoded, upright_size
+from inputs.pictures import PictureError, load_image, open_image, scaled, upright_size
 from inputs.processor import read_by_template
-from inputs.special_tokens import END, begins_by_itself, found_in, guard, special_texts, tokenize, tokenizer_of
+from inputs.special_tokens import END, begins_by_itself, found_in, guard, tokenize, tokenizer_of
 from safety.calls import say_once
 
 # torch is imported where there are images, so that environments can be tried without it.
@@ -563,9 +559,6 @@ def check_images(rows, name: str, processor, first: int = 0) -> list:
     """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
     cannot be read, or are not as many as its placeholders. What is damaged behind that costs its row when it is drawn.
     first: the first row's number."""
-    columns = [c for c in ("image", "images") if c in getattr(rows, "column_names", ())]
-    if columns:  # a datasets.Dataset: its files as they are, nothing decoded
-        rows = undecoded(rows, columns).select_columns(["prompt", *columns])
     sizes = []
     for index, row in enumerate(rows, first):
         where = f"{name}, row {index}"
@@ -585,19 +578,10 @@ def check_images(rows, name: str, processor, first: int = 0) -> list:
 
 def prompt_lengths(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     """Tokens of every prompt, its images counted by their sizes."""
-    columns = [
-        name for name in ("prompt", "tools", "chat_template_kwargs") if name in getattr(rows, "column_names", ())
-    ]
-    if many_on_disk(rows) and getattr(processor, "is_fast", False) and len(columns) == 1:  # a tokenizer says what it is
-        how = (processor.backend_tokenizer.to_str(), processor.chat_template, cfg.chat_template_kwargs)
-        how += (cfg.system_prompt, cfg.allow_special_tokens, cfg.no_apply_chat_template, cfg.max_prompt_length)
-        how += (*map(code_of, (prompt_lengths, tokenize, parts_of)), type(processor).__name__)
-        how += tuple(map(version, ("transformers", "tokenizers", "jinja2")))
-        return remembered(rows, f"prompt lengths {how}", lambda: lengths_on_disk(rows, name, processor, cfg))
-    sizes = check_images(rows, name, processor)
-    lengths, texts = [], rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(columns)
-    texts = with_progress(texts, f"{name}: measuring prompts", len(rows))
-    for index, (row, shapes) in enumerate(zip(texts, sizes, strict=True)):
+    if isinstance(rows, Rows) and not (is_vision(processor) or has_column(rows, "tools", "chat_template_kwargs")):
+        return text_lengths(rows, name, processor, cfg)
+    sizes, lengths = check_images(rows, name, processor), []
+    for index, (row, shapes) in enumerate(zip(rows, sizes, strict=True)):
         try:
             text = prompt_text(row, processor, cfg, len(shapes))
             sent = len(tokenize(text, processor, adds_bos(text, processor, cfg)))
@@ -640,94 +624,59 @@ def unsaid(processor, count: int) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-TRIED = 4000  # rows on disk, evenly spread, that are always tokenised
+TRIED = 500  # rows on disk, evenly spread, that are always tokenised
 
 
-def lengths_on_disk(rows, name: str, tokenizer, cfg: TrainConfig) -> np.ndarray:
-    """`prompt_lengths` of very many rows of text, where tokenising each would take a core ten minutes for two million.
+def text_lengths(rows: Rows, name: str, tokenizer, cfg: TrainConfig) -> list[int]:
+    """`prompt_lengths` of rows on disk, of text alone: to tokenise each would take a core ten minutes for two million.
 
-    No more tokens than UTF-8 bytes: so it is for tokenizers that begin with bytes, and templates that write each text
-    once. Where that shows that a prompt fits, its bytes, with those of its template, stand for its length. Some of the
-    prompts are tokenised all the same; if one has more tokens than that, all of them are.
+    No more tokens than UTF-8 bytes: where these, with the tokens of the template around them, fit, they stand for the
+    length. Should that be wrong for some that are tried (a template that writes a text twice), all are tokenised.
     """
+    around: dict[tuple, float] = {}  # tokens, by the roles of the messages
 
-    def count(row: dict) -> int:
-        return len(prompt_ids(row, tokenizer, cfg))
+    def bound(prompt) -> float:
+        messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
+        if any(m.keys() > {"role", "content"} or not isinstance(m.get("content"), str) for m in messages):
+            return math.inf
+        roles = tuple(m["role"] for m in messages)
+        if roles not in around:
+            letters = "x" if isinstance(prompt, str) else [{"role": role, "content": "x"} for role in roles]
+            try:
+                around[roles] = len(prompt_ids({"prompt": letters}, tokenizer, cfg))
+            except PartError:  # the template refuses such roles
+                around[roles] = math.inf
+        return around[roles] + sum(len(m["content"].encode()) for m in messages)
 
-    def template(roles: tuple | None) -> float:  # its tokens around texts of a letter
-        messages = [{"role": role, "content": "x"} for role in roles or ()]
-        return math.inf if roles is None else count({"prompt": messages or "x"})
+    def lengths(part: list[dict], first: int) -> list[int]:
+        bounds = [bound(row["prompt"]) if bounded else math.inf for row in part]
+        far = [place for place, most in enumerate(bounds) if most > cfg.max_prompt_length]
+        for place in far:
+            (bounds[place],) = prompt_lengths([part[place]], f"{name}, from row {first + place} on", tokenizer, cfg)
+        return [int(most) for most in bounds]
 
-    texts, roles = texts_of(rows)
-    forms, place = np.unique(texts["form"], return_inverse=True)
-    known = np.array([template(roles[form]) for form in forms.tolist()])[place] + texts["size"]
-    asked = known > cfg.max_prompt_length
-    asked[:: max(len(rows) // TRIED, 1)] = True
-
-    def lengths(first: int, last: int) -> np.ndarray:
-        found = known[first:last].copy()
-        for start in range(first, last, 1000):
-            numbers = start + np.flatnonzero(asked[start : min(start + 1000, last)])
-            part = rows_between(rows, start, min(start + 1000, last)) if len(numbers) > 100 else None
-            for index in numbers.tolist():
-                row = {"prompt": (rows[index] if part is None else part[index - start])["prompt"]}
-                if math.isinf(known[index]):
-                    check_images([row], name, tokenizer, first=index)
-                try:
-                    found[index - first] = count(row)
-                except PartError as error:
-                    raise ConfigError(f"{name}, row {index}: {error}.") from error
-        return np.minimum(found, np.iinfo(np.int32).max).astype(np.int32)
-
-    told = f"{name}: measuring prompts"
-    made = each_of(rows, lengths, told)
-    if (made > known).any():
-        asked[:] = True
-        made = each_of(rows, lengths, told)
-    return made
+    bounded = False  # while the rows are tried
+    tried = [*rows.select(range(0, len(rows), max(len(rows) // TRIED, 1)))]
+    known = lengths(tried, 0)
+    bounded = all(length <= bound(row["prompt"]) for length, row in zip(known, tried, strict=True))
+    how = tokenizer.backend_tokenizer.to_str() if getattr(tokenizer, "is_fast", False) else vars(tokenizer)
+    how = (how, tokenizer.chat_template, cfg.chat_template_kwargs, cfg.system_prompt, cfg.allow_special_tokens)
+    how += (cfg.no_apply_chat_template, cfg.max_prompt_length, version("transformers"))
+    return each(rows, lengths, "measuring prompts", file_of(text_lengths), *how)
 
 
-def texts_of(rows) -> tuple[np.ndarray, dict[int, tuple | None]]:
-    """(form and bytes of the texts of each prompt of rows on disk, [rows] of on_disk.FORM; by form the roles of its
-    messages, () of a text, None of one that holds more than texts)."""
-    if isinstance(rows, on_disk.Lines):
-        texts = np.zeros(len(rows), on_disk.FORM)
-        texts["form"], texts["size"] = rows.mine("kind"), rows.mine("size")
-        return texts, {kind: roles for kind, (_, roles) in enumerate(rows.forms)}
-    look = lambda first, last: on_disk.Prompts(rows, first, last).forms()  # noqa: E731
-    what = f"texts, by {code_of(on_disk.form_of)}"
-    texts = remembered(rows, what, lambda: each_of(rows, look, "looking at prompts"))
-    forms, first = np.unique(texts["form"], return_index=True)
-    pairs = zip(forms.tolist(), first.tolist(), strict=True)
-    prompts = rows.select_columns(["prompt"])
-    return texts, {form: on_disk.form_of(prompts[row])[1] if form else None for form, row in pairs}
+LOOKED_AT = 10_000  # rows
 
 
 def special_text_in(rows, processor, cfg: TrainConfig) -> str | None:
     """What to say about prompts whose text reads like special tokens; None where there are none."""
     if cfg.no_apply_chat_template:  # such prompts bring the tokens of their template along
         return None
-    if not (many_on_disk(rows) and getattr(processor, "is_fast", False)):
-        rows = rows if isinstance(rows, (list, on_disk.Lines)) else rows.select_columns(["prompt"])
-        having = [row for row in rows if found_in(row["prompt"], processor)]
-    else:
-        texts = special_texts(processor)
-
-        def holding(first: int, last: int) -> np.ndarray:
-            if isinstance(rows, on_disk.Lines):
-                found = rows.holding(texts, first, last)
-            else:
-                pattern = "|".join(re.escape(text) for text in texts)
-                found = on_disk.Prompts(rows, first, last).holding(pattern) if texts else np.zeros(last - first, bool)
-            for place in np.flatnonzero(found).tolist():
-                found[place] = bool(found_in(rows[first + place]["prompt"], processor))
-            return found
-
-        what = f"special text {processor.backend_tokenizer.to_str()} {code_of(found_in)} {code_of(on_disk.form_of)}"
-        each = remembered(rows, what, lambda: each_of(rows, holding, "looking for special tokens in prompts"))
-        having = rows.select(np.flatnonzero(each)) if each.any() else []
-    found = [tokens for row in having if (tokens := found_in(row["prompt"], processor))]
+    found = [tokens for row in rows[:LOOKED_AT] if (tokens := found_in(row["prompt"], processor))]
     if not found:
         return None
     remedy = "becomes one" if cfg.allow_special_tokens else "is broken by a blank (--allow_special_tokens: becomes one)"
-    return f"{len(found)} prompts hold text that reads like a special token, such as {found[0][0]!r}: it {remedy}."
+    seen = f" of the first {LOOKED_AT:,}" if len(rows) > LOOKED_AT else ""
+    return (
+        f"{len(found)} prompts{seen} hold text that reads like a special token, such as {found[0][0]!r}: it {remedy}."
+    )

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from config import TrainConfig
-from data import shorten
+from config import TrainConfig, shorten
 from safety.calls import LARGEST
 
 ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger

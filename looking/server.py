@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cli import ConfigError
+from config import ConfigError
 from looking.runs import Gone, Run, Runs, digest, plain, stamp, unreadable
 from looking.told import all_notes, compared, described, standing_out
 from runlog import samples

@@ -8,10 +8,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from cli import ConfigError
+from config import ConfigError, load_function
 from data import load_file, load_hub, names_file
 from inputs.pictures import opened_value
-from plugins import load_function
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_HELD_OUT = 1000  # rows

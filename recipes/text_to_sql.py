@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from published import published
 
-from cli import ConfigError
+from config import ConfigError
 from scoring.text import answer_part, completion_text, fenced
 
 ASK = "The database, in sqlite:\n\n{tables}\n\n{question}\n{hint}Answer with one query for sqlite, in a block ```sql."

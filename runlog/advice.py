@@ -278,7 +278,7 @@ def teacher(curves: Curves) -> list[dict]:
     if len(far) >= 3 and (start := since(steps, far > 0.2)) is not None:
         text = f"{now(far):.0%} of the sampled tokens have less than a twentieth of their probability for the teacher, "
         text += f"since step {start}. It corrects a policy that is near it; far away, a supervised pass over its "
-        text += "answers comes first, or --distill_clip 2."
+        text += "answers comes first."
         found.append(note("watch", "Far from the teacher", text, "far-from-teacher"))
     return found
 

@@ -653,11 +653,11 @@ def _set_rng_state(path: Path) -> None:
         torch.cuda.set_rng_state_all(rng["cuda"])
 
 
-def push_to_hub(run_dir: Path, step: int, repo_id: str, private: bool) -> None:
+def push_to_hub(run_dir: Path, step: int, repo_id: str) -> None:
     """Upload the `from_pretrained` part of a checkpoint."""
     api, folder = HfApi(), folder_of(run_dir, step)
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.create_repo(repo_id, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=["trainer/*", SUMS])
     except Exception as error:  # of several libraries
         raise RuntimeError(

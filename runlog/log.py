@@ -37,10 +37,8 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from cli import NotNow
-from config import PRESETS, ConfigError, public_config
+from config import PRESETS, ConfigError, NotNow, public_config, require
 from inputs.parts import without_sources
-from plugins import require
 from runlog import tokens
 from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
 from runlog.trackers import check_trackers, open_trackers
@@ -185,10 +183,8 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         print(
             "  Warning: k1 as a loss has no gradient towards the reference model; use --kl k2, k3+ or --kl_in_reward."
         )
-    if cfg.top_p not in (None, 1) or cfg.top_k or cfg.min_p:
-        print(
-            "  Warning: top_p, top_k and min_p bias the importance ratio: the trainer knows the full distribution only."
-        )
+    if cfg.top_p not in (None, 1) or cfg.top_k:
+        print("  Warning: top_p and top_k bias the importance ratio: the trainer knows the full distribution only.")
 
 
 def completion_rows(
@@ -413,8 +409,7 @@ class RunLog:
         left = pace * (self.num_steps - step) if self.num_steps else None
         self._say(visible(progress_text(line, self.num_steps, bool(self.cfg.distill_coef), left)))
         if completions and self.cfg.log_completions:
-            first = {repr(row["prompt"]): row for row in reversed(completions)} if self.cfg.log_unique_prompts else {}
-            self.completions(step, [*reversed(first.values())] or completions)
+            self.completions(step, completions)
         if completions:
             self.sample(step, completions)
 

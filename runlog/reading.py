@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from cli import ConfigError
+from config import ConfigError
 from inputs.parts import transcript
 from safety.storable import text_of
 

@@ -6,6 +6,7 @@ is said and training goes on; --strict_resume refuses it.
 
 import base64
 import hashlib
+import json
 import os
 import socket
 import time
@@ -16,11 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import data
-import domains
 import utils
 from config import ConfigError, TrainConfig, public_config
-from inputs import on_disk
-from inputs.on_disk import row_hash
 from runlog import checkpoints
 from runlog.log import claim_run, code_files, package_versions
 
@@ -28,8 +26,8 @@ from runlog.log import claim_run, code_files, package_versions
 FREE = (
     "resume strict_resume keep_going run_name output_dir server_urls server_token server_timeout "
     "request_timeout push_bucket_mb dist_timeout save_total_limit log_steps "
-    "log_completions log_unique_prompts log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
-    "wandb_project push_to_hub hub_repo_id hub_private num_epochs eval_only preset"
+    "log_completions log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
+    "push_to_hub num_epochs eval_only preset"
 ).split()
 
 SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written
@@ -124,11 +122,9 @@ def check_same_rows(rows, held_out) -> None:
 def glance(rows) -> tuple[int, str]:
     """How many rows there are, and a digest of the prompts of some, in their order."""
     found = hashlib.sha256()
-    if not isinstance(rows, (list, on_disk.Lines)):
-        rows = rows.select_columns([name for name in ("prompt", "seed") if name in rows.column_names])
     for place in range(0, len(rows), -(-len(rows) // COMPARED) or 1):
         row = rows[place]
-        found.update(row_hash({name: row.get(name) for name in ("prompt", "seed")}).to_bytes(8, "little"))
+        found.update(row_hash({name: row.get(name) for name in ("prompt", "seed")}).to_bytes(8, "little", signed=True))
     return len(rows), found.hexdigest()
 
 
@@ -195,7 +191,7 @@ def fingerprint(cfg: TrainConfig, rows, held_out, world: int) -> dict:
     return {
         "settings": {name: value for name, value in public_config(cfg).items() if name not in FREE},
         "ranks": world,
-        "domains": domains.sizes(rows, cfg),
+        "domains": data.sizes(rows, cfg),
         "rows": base64.b64encode(row_hashes(rows).astype("<u8").tobytes()).decode(),
         "held_out": hashlib.sha256(row_hashes(held_out).tobytes()).hexdigest() if len(held_out) else None,
         "files": {path: checkpoints.sha256(Path(path)) for path in code_files(cfg)},
@@ -204,23 +200,22 @@ def fingerprint(cfg: TrainConfig, rows, held_out, world: int) -> dict:
 
 
 def row_hashes(rows) -> np.ndarray:
-    """[rows] of uint64. Of equal rows the second is another one, and so on. Image columns of a `datasets.Dataset` are
-    left out: to read them all takes long."""
-    if isinstance(rows, on_disk.Lines):
-        return told_apart(rows.mine("hash"))
-    if not isinstance(rows, list):
-        rows = rows.remove_columns([name for name in ("image", "images") if name in rows.column_names])
+    """[rows] of uint64. Of equal rows the second is another one, and so on."""
+    found = data.each(rows, lambda part, _: [row_hash(row) for row in part], "hashing rows", data.file_of(row_hash))
+    return told_apart(np.array(found, np.int64).view(np.uint64))
 
-    def alone(first: int, last: int) -> np.ndarray:
-        starts = range(first, last, 1000)
-        parts = (on_disk.rows_between(rows, start, min(start + 1000, last)) for start in starts)
-        return np.array([row_hash(row) for part in parts for row in part], np.uint64)
 
-    def make() -> np.ndarray:
-        told = "hashing rows, to tell after a --resume whether they are the same"
-        return told_apart(data.each_of(rows, alone, told))
+def _other(value) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
 
-    return data.remembered(rows, f"hashes, by {data.code_of(row_hash)}", make)
+
+ENCODER = json.JSONEncoder(default=_other, skipkeys=True)
+
+
+def row_hash(row: dict) -> int:
+    """64 bits of a row's texts, numbers and bytes; of anything else, such as a decoded image, the type alone."""
+    digest = hashlib.blake2b(ENCODER.encode(row).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def told_apart(hashes: np.ndarray) -> np.ndarray:

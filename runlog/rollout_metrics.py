@@ -10,8 +10,7 @@ from collections import Counter
 import torch
 
 import utils
-from config import TrainConfig
-from data import shorten
+from config import TrainConfig, shorten
 from inputs.trajectory import RowPictureError, Trajectory, is_scored, stands_in
 from rollouts import any_number
 from safety.calls import warn_once

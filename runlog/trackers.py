@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from config import ConfigError, public_config
-from plugins import require
+from config import ConfigError, public_config, require
 from runlog.reading import is_own, readable_prompt
 from safety.storable import visible
 
@@ -78,13 +77,16 @@ def cell_of(name: str, row: dict):
     return None if value is None else float(value)
 
 
+PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # for wandb and trackio
+
+
 def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     import wandb
 
     id_file = run_dir / "wandb_id.txt"
     run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else secrets.token_hex(4)
     id_file.write_text(run_id, encoding="utf-8")
-    how = dict(project=cfg.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir)
+    how = dict(project=PROJECT, name=run_dir.name, id=run_id, resume="allow", dir=run_dir)
     run = wandb.init(**how, config=public_config(cfg))
     # Our own step on the x axis: wandb's only ever grows, and a resumed run goes back to its checkpoint.
     run.define_metric("step")
@@ -130,7 +132,7 @@ def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     """On this machine, where trackio keeps its projects (TRACKIO_DIR); `trackio show --project NAME` is its page."""
     import trackio
 
-    how = dict(project=cfg.wandb_project, name=run_dir.name, resume="allow")
+    how = dict(project=PROJECT, name=run_dir.name, resume="allow")
     run = trackio.init(**how, config=public_config(cfg), embed=False, auto_log_cpu=False, auto_log_gpu=False)
 
     def write(line: dict) -> None:

@@ -36,8 +36,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from cli import shorten
-from plugins import function_path, load_function
+from config import function_path, load_function, shorten
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,7 +12,7 @@ import threading
 import time
 from functools import cache
 
-from cli import shorten
+from config import shorten
 from inputs.processor import check_missing
 from inputs.prompts import normal, prompt_messages
 from inputs.special_tokens import begins_by_itself

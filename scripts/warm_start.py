@@ -43,11 +43,11 @@ from dataclasses import replace
 import data
 import train_grpo as script
 import utils
+from config import function_path, load_function
 from envs import adapters, formats
 from envs.adapters import put_away
 from inputs.processor import load_processor, with_template_kwargs
 from inputs.prompts import rope_index_of
-from plugins import function_path, load_function
 from rollouts import measure, play
 from runlog import checkpoints
 from vllm_client import Completion

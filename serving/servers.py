@@ -3,7 +3,6 @@ pushes."""
 
 import functools
 import re
-import sys
 import uuid
 
 import torch
@@ -20,8 +19,6 @@ def reach(cfg: TrainConfig) -> VLLMClient:
     """The client of --server_urls, once they are ready; with --colocate they can sleep."""
     client = VLLMClient(cfg.server_urls, cfg.server_token, None, cfg.server_timeout, cfg.request_timeout)
     if utils.is_main():
-        if any(word.startswith("--server_token") for word in sys.argv):
-            print("torchrun shows --server_token in `ps`; rather set VLLM_SERVER_TOKEN or VLLM_SERVER_TOKEN_FILE")
         print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
     client.wait_ready(cfg.server_timeout)
     if cfg.colocate and not all(info.can_sleep for info in client.server_info()):

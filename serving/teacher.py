@@ -49,9 +49,9 @@ class Server:
 class TeacherServers:
     """One or several servers of one teacher. model: its name there; None: the only one. seconds: for one answer."""
 
-    def __init__(self, urls: list[str], model: str | None = None, token: str = "", seconds: float = 120.0):
+    def __init__(self, urls: list[str], token: str = "", seconds: float = 600.0):
         self.servers = [Server(http.base(url)) for url in urls]
-        self.model, self.seconds, self.session = model, seconds, http.session(token)
+        self.seconds, self.session = seconds, http.session(token)
         self.pool = ThreadPoolExecutor(256, "teacher")
 
     def connect(
@@ -94,13 +94,11 @@ class TeacherServers:
     def _card(self, server: Server) -> dict:
         """Of the model that is served, at /v1/models."""
         cards = {card["id"]: card for card in self._ask(server, "GET", "/v1/models").get("data", [])}
-        name = self.model or next(iter(cards), None)
-        if name not in cards or (self.model is None and len(cards) > 1):
+        if len(cards) != 1:
             raise ConfigError(
-                f"--teacher_urls: {server.url} serves {', '.join(cards) or 'no model'}: say which is the teacher, "
-                f"--teacher_model NAME (now {self.model})."
+                f"--teacher_urls: {server.url} serves {', '.join(cards) or 'no model'}; give it the teacher alone."
             )
-        return cards[name]
+        return next(iter(cards.values()))
 
     def _check_vocabulary(self, server: Server, decode: Callable, vocab_size: int) -> None:
         """Every token must read the same on both sides: the server's /detokenize against the policy's tokenizer."""
@@ -134,7 +132,7 @@ class TeacherServers:
                 server.load -= 1
         raise TeacherError(
             f"the teacher gave no log-probs: {'; '.join(causes)}. Look at its terminal; start it again, or raise "
-            f"--teacher_timeout (now {self.seconds:g} s)."
+            f"--request_timeout (now {self.seconds:g} s)."
         )
 
     def _said(self, server: Server, ids: list[int], top: int, images: list | None, expanded: list[int]) -> Said:

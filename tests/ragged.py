@@ -147,7 +147,7 @@ def distilled(batch: script.Batch, asked: torch.Tensor) -> script.Batch:
     said = -1 - (batch.input_ids % 7).float()  # [B, T]
     said = said.where(asked[:, None], torch.nan)
     batch = replace(batch, teacher_top=None, teacher_top_logprobs=None, teacher_logprobs=said)
-    script.add_advantages(batch, TrainConfig(advantage="distill", distill_gamma=0.5, distill_baseline="place"))
+    script.add_advantages(batch, TrainConfig(advantage="distill", distill_baseline="place"))
     return batch
 
 

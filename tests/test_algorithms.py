@@ -366,7 +366,7 @@ def test_an_unbounded_log_ratio_stays_finite():
 
 
 def test_learning_rate_warms_up_and_decays():
-    cfg = TrainConfig(learning_rate=1.0, warmup_ratio=0.2, max_steps=10, lr_schedule="linear")
+    cfg = TrainConfig(learning_rate=1.0, warmup_steps=0.2, max_steps=10, lr_schedule="linear")
     rates = [script.lr_at(n, cfg) for n in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert rates[-1] == pytest.approx(1 / 8)

@@ -25,9 +25,9 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def test_two_steps_without_what_only_some_runs_need(tmp_path):
-    start, rows, reward = tmp_path / "start.py", tmp_path / "rows.jsonl", tmp_path / "even.py"
+    start, rows, reward = tmp_path / "start.py", tmp_path / "rows.json", tmp_path / "even.py"
     start.write_text(START.format(without=WITHOUT.split(), root=str(ROOT), script=f"{ROOT}/train_grpo.py"), "utf-8")
-    rows.write_text("".join(json.dumps({"prompt": f"Count to {n}:"}) + "\n" for n in range(8)), "utf-8")
+    rows.write_text(json.dumps([{"prompt": f"Count to {n}:"} for n in range(8)]), "utf-8")
     reward.write_text("def even(completion_ids, **_):\n    return [float(ids[0] % 2 == 0) for ids in completion_ids]\n")
     words = f"--model_id {make_tiny()} --dataset_id {rows} --reward_funcs {reward}:even --generator hf --max_steps 2 "
     words += "--prompts_per_step 2 --num_generations 2 --max_completion_length 4 --save_steps 2 --no-log_completions "

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import cli
 import config
-from cli import flags
-from config import PRESETS, ConfigError, TrainConfig, check, load_config
+from config import PRESETS, ConfigError, TrainConfig, check, flags, load_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -108,14 +106,6 @@ def test_defaults_then_preset_then_file_then_command_line(tmp_path):
     assert parse("--preset grpo --beta 0").beta == 0, "a flag given its default is given"
 
 
-def test_a_list_that_is_given_twice_is_said(capsys):
-    """The last one counts, as with every flag; of a list one may think that both do."""
-    assert parse("--tools calculator --tools python").tools == ["python"]
-    assert "--tools is given twice" in capsys.readouterr().err
-    parse("--learning_rate 1 --learning_rate 2")
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_are_valid(name):
     cfg = parse(f"--preset {name}")
@@ -137,7 +127,6 @@ def test_presets_are_valid(name):
         ("--beta -0.1", "--beta=-0.1", "0 or more"),
         ("--reward_funcs a b --reward_weights 1", "1 values for 2 --reward_funcs (a, b)", "give one each"),
         ("--server_urls none", "--server_urls is empty", "--generator hf"),
-        ("--push_to_hub", "--push_to_hub", "add --hub_repo_id"),
         ("--resume", "--resume", "needs --run_name"),
     ],
 )
@@ -157,15 +146,12 @@ def test_the_number_of_ranks_counts(monkeypatch):
 # ---- help, and knobs of one's own -----------------------------------------------------------------------------------
 
 
-def test_help_shows_every_flag_with_its_default_and_choices_and_first_what_one_needs_first(capsys):
-    text = config.build_parser(TrainConfig).format_help()
+def test_help_shows_every_flag_with_its_default_and_choices_and_first_what_one_needs_first():
+    text = config.build_parser(TrainConfig, page="all").format_help()
     missing = [field.name for field in flags(TrainConfig) if not re.search(rf"^  --{field.name}\b", text, re.M)]
     assert not missing and "--strategy {ddp,fsdp,fsdp2}" in text and "[1e-06]" in text
     short = re.findall(r"^  --(\w+)", config.build_parser(TrainConfig, page="").format_help(), re.M)
     assert {"model_id", "dataset_id", "reward_funcs", "learning_rate"} < {*short} and len(short) < 25
-    with pytest.raises(SystemExit):
-        load_config(argv=["--help=lora"])
-    assert "--lora_r" in (text := capsys.readouterr().out) and "--seed" not in text
 
 
 @dataclasses.dataclass
@@ -185,10 +171,10 @@ class Extended(TrainConfig):
 def test_a_subclass_adds_fields_and_changes_defaults():
     cfg = parse("--my_coef 0.5", Extended)
     assert (cfg.my_coef, cfg.my_words, cfg.learning_rate) == (0.5, ["#1"], 5e-6)
-    helps = cli.field_help(Extended)
+    helps = config.field_help(Extended)
     assert helps["my_coef"] == ("my idea", "weight of my idea, 100 % mine") and "fake" not in helps
-    assert helps["learning_rate"][1] == cli.field_help(TrainConfig)["learning_rate"][1]
-    assert "100 % mine [0.1]" in config.build_parser(Extended).format_help()
+    assert helps["learning_rate"][1] == config.field_help(TrainConfig)["learning_rate"][1]
+    assert "100 % mine [0.1]" in config.build_parser(Extended, page="all").format_help()
     assert "Did you mean --my_coef?" in error("--my_coeff 1", Extended)
 
 

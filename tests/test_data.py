@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rollouts
 from config import ConfigError, TrainConfig
-from data import filter_overlong, load_data, load_rows
-from inputs import on_disk
+from data import Rows, each, filter_overlong, load_data, load_rows
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids, prompt_lengths
 from train_grpo import PromptSampler
@@ -85,7 +84,7 @@ def test_nested_columns_and_images_are_kept(tmp_path):
     chat = [{"role": "user", "content": "What is this"}]
     rows = [{"prompt": chat, "answer": 5, "tests": [{"in": [1, 2], "out": None}]}, {"prompt": "a", "level": 1.5}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert load_rows(f"{tmp_path}/rows.jsonl") == rows
+    assert [*load_rows(f"{tmp_path}/rows.jsonl")] == rows
     columns = {"prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}]}
     columns |= {"image": datasets.Image(), "answer": datasets.Value("int64")}
     row = {"prompt": chat, "image": Image.new("RGB", (3, 2), "red"), "answer": 5}
@@ -117,7 +116,7 @@ def test_a_function_gets_split_seed_and_what_stands_behind_its_name(tmp_path):
     assert load_rows(spec, split="test", seed=3) == [{"prompt": "hello test 3 'none' 1 False"}]
     (row,) = load_rows(f"{spec}?source=a/b%26c.jsonl&most=5&odd=true")
     assert row["prompt"] == "hello train 0 'a/b&c.jsonl' 5 True"
-    assert "Did you mean 'source'" in refused(f"{spec}?sorce=a")
+    assert "'sorce'" in refused(f"{spec}?sorce=a")
     assert "has no 'row'" in refused(f"{tmp_path}/mine.py:row")
     assert "seed" in refused(f"{tmp_path}/mine.py:seedless") and "str" in refused(f"{tmp_path}/mine.py:text")
 
@@ -129,7 +128,7 @@ def test_reasoning_gym():
     assert rows[0]["prompt"] == rows[0]["question"] and rows[0]["reasoning_gym_task"] == task
     for wrong, says in {"chain_sums": "'chain_sum'", "chain_sum?min_term=2": "'min_terms'"}.items():
         assert f"Did you mean {says}" in refused(f"reasoning_gym:{wrong}")
-    assert "min_terms=two" in refused("reasoning_gym:chain_sum?min_terms=two")
+    assert "min_terms=two" in refused("reasoning_gym:chain_sum?min_terms=two&max_terms=3")
     assert "max_terms must be >= min_terms" in refused("reasoning_gym:chain_sum?min_terms=5&max_terms=3")
 
 
@@ -160,7 +159,7 @@ def test_rows_of_an_environment_that_are_one_object_are_several_games(tmp_path):
         ("object.json", '{"data": [{"prompt": "a"}]}', "a list of rows"),
         ("fake.parquet", "text", "not valid parquet"),
         ("empty.jsonl", "", "no rows"),
-        ("fewer.csv", "prompt,answer\na,b\nc\n", "line 3"),
+        ("more.csv", "prompt,answer\na,b\nc,d,e\n", "line 3"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, text, says):
@@ -240,10 +239,8 @@ def test_template_mistakes_name_the_flag(tokenizer):
         prompt_ids({"prompt": "a"}, tokenizer, TrainConfig())
 
 
-@pytest.mark.parametrize("as_dataset", [False, True])
-def test_overlong_prompts_are_counted(tokenizer, as_dataset):
+def test_overlong_prompts_are_counted(tokenizer):
     rows = [{"prompt": " ".join("a" * n), "id": n} for n in (1, 6, 2, 9)]  # 6 more tokens come from the template
-    rows = datasets.Dataset.from_list(rows) if as_dataset else rows
     lengths = prompt_lengths(rows, "rows", tokenizer, TrainConfig())
     assert [*lengths] == [7, 12, 8, 15]
     kept, dropped = filter_overlong(rows, lengths, 8)
@@ -254,18 +251,16 @@ def test_overlong_prompts_are_counted(tokenizer, as_dataset):
 
 
 @pytest.mark.parametrize("tools", [[], ["calculator"]])
-@pytest.mark.parametrize("kind, many", [("jsonl", False), ("jsonl", True), ("parquet", True)])
-def test_exactly_the_prompts_that_do_not_fit_are_left_out(tmp_path, monkeypatch, kind, many, tools):
-    """Counted by a tokenizer called by hand, at the length of one of the rows, so that off by one shows; many rows on
-    disk are left there and measured in processes."""
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_exactly_the_prompts_that_do_not_fit_are_left_out(tmp_path, kind, tools):
+    """Counted by a tokenizer called by hand, at the length of one of the rows, so that off by one shows; rows on disk
+    stay there."""
     rng = random.Random(0)
     asked = [f"{n} " + "please think about these wörter " * rng.randrange(40) for n in range(120)]
     rows = [{"prompt": [{"role": "user", "content": text}], "answer": str(n)} for n, text in enumerate(asked)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     datasets.Dataset.from_list(rows).to_parquet(f"{tmp_path}/rows.parquet")
-    if many:
-        for name, value in {"MANY": 10, "LARGE": 1, "PART": 5000, "CHUNK": 70, "KEPT": tmp_path / "kept"}.items():
-            monkeypatch.setattr(on_disk, name, value)
     processor = load_processor("models/tiny")
     # Tools are told within the prompt: the rows left out with them are found by what they add, the same for each.
     plain = AutoTokenizer.from_pretrained("models/tiny")
@@ -276,7 +271,33 @@ def test_exactly_the_prompts_that_do_not_fit_are_left_out(tmp_path, monkeypatch,
     limit = sorted(counts)[60]
     cfg.max_prompt_length = limit + added.pop()
     kept, _ = load_data(cfg, lambda row: row, lambda rows, name: rollouts.measure(rows, name, processor, cfg))
+    assert isinstance(kept, list if kind == "json" else Rows)
     assert [row["answer"] for row in kept] == [str(n) for n, count in enumerate(counts) if count <= limit]
+
+
+def test_a_bound_by_bytes_that_does_not_hold_is_not_used(tmp_path, tokenizer):
+    """Of a template that writes each text twice."""
+    rows = [{"prompt": " ".join("a" * n)} for n in (2, 30, 2)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    tokenizer.chat_template = "{% for m in messages %}" + "{{ m.content }} : " * 4 + "{% endfor %}"
+    lengths = prompt_lengths(load_rows(f"{tmp_path}/rows.jsonl"), "rows", tokenizer, TrainConfig(max_prompt_length=100))
+    assert lengths == prompt_lengths(rows, "rows", tokenizer, TrainConfig())
+
+
+def test_what_was_found_of_rows_on_disk_is_kept_until_they_or_the_code_change(tmp_path):
+    file, looked = tmp_path / "rows.jsonl", []
+
+    def look(part: list[dict], first: int) -> list[int]:
+        looked.append(first)
+        return [len(row["prompt"]) for row in part]
+
+    for texts, what, again in ((("ab", "c"), 1, 1), (("ab", "c"), 1, 0), (("ab", "c"), 2, 1), (("abc", "c"), 2, 1)):
+        lines = "\n".join(json.dumps({"prompt": text}) for text in texts)
+        if not file.exists() or file.read_text(encoding="utf-8") != lines:
+            file.write_text(lines, encoding="utf-8")
+        looked.clear()
+        assert each(load_rows(str(file)), look, "looking", what, str(tmp_path)) == [*map(len, texts)]
+        assert len(looked) == again
 
 
 # ---- prompt order ---------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_the_generator_takes_weights_and_samples(gpu, tokenizer):
     script.push_weights(policy, generator, 0, 1)
     assert all(p.device == GPU for p in generator.model.parameters())
     generator.seed(7)
-    for options in (dict(), dict(top_k=5, top_p=0.9, min_p=0.01, min_tokens=2), dict(temperature=0.0)):
+    for options in (dict(), dict(top_k=5, top_p=0.9, min_tokens=2), dict(temperature=0.0)):
         several = [generator.generate(ids, n=2, max_tokens=4 + len(ids), **options) for ids in ([5, 6], [7, 8, 9])]
         for completion in sum(asyncio.run(gathered(several)), []):
             assert 1 <= len(completion.token_ids) <= 7

@@ -13,8 +13,7 @@ import yaml
 from live import running, trainer
 from server_fixture import make_tiny
 
-from config import TrainConfig, load_config
-from plugins import load_function
+from config import TrainConfig, load_config, load_function
 from runlog.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 import train_grpo
 import train_minimal as script
 import utils
-from cli import ConfigError
-from config import TrainConfig, load_config
+from config import ConfigError, TrainConfig, load_config
 from rewards import completion_text
 from rollouts import Trajectory
 from runlog.reading import read_metrics

@@ -54,7 +54,6 @@ def test_a_warm_up_in_steps_counts_steps():
 @pytest.mark.parametrize(
     "flags, says",
     [
-        ("--warmup_steps 3 --warmup_ratio 0.1", "--warmup_steps=3 and --warmup_ratio=0.1"),
         ("--lr_schedule cosinus", "'cosinus'.*Did you mean 'cosine'"),
         ("--lr_schedule greedy", "follows a metric"),
         ('--lr_schedule linear --lr_scheduler_kwargs {"power":2}', "power"),

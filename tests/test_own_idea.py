@@ -281,8 +281,6 @@ def test_a_rollout_that_takes_too_long_or_gives_up_costs_its_row(monkeypatch):
     groups, _ = rolled_out(monkeypatch, mine, rows, rollout_timeout=0.2)
     assert [sum("failure" in t.info for t in group) for group in groups] == [4, 4, 0]
     assert groups[0][0].info["failure"].cause == "rollout 'mine' took over 0.2 s (--rollout_timeout)"
-    with pytest.raises(rollouts.TrajectoryError, match="took over|no way on"):
-        rolled_out(monkeypatch, mine, rows, rollout_timeout=0.2, env_errors="stop")
 
 
 def test_a_rollout_knows_what_it_is_called_for(monkeypatch):

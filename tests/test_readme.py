@@ -17,8 +17,7 @@ from server_fixture import ROOT, make_tiny
 import plan
 import train_grpo
 import train_ppo
-from cli import ConfigError
-from config import load_config
+from config import ConfigError, load_config
 from runlog.reading import read_metrics
 
 PAGES = sorted(

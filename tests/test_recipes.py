@@ -19,9 +19,8 @@ from live import running, trainer
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, load_function
 from inputs.prompts import build_prompt
-from plugins import load_function
 from rewards import REWARDS, get_reward_function
 from runlog.reading import read_metrics
 from safety import sandbox

@@ -25,7 +25,7 @@ from train_grpo import PromptSampler, Trajectory
 
 STEPS = 6
 FLAGS = f"{SMALL} --max_steps {STEPS} --save_steps 2 --eval_steps 3 --eval_generations 1 --beta 0.04 "
-FLAGS += "--num_iterations 2 --num_minibatches 2 --lr_schedule cosine --warmup_ratio 0.2 --weight_decay 0.1"
+FLAGS += "--num_iterations 2 --num_minibatches 2 --lr_schedule cosine --warmup_steps 0.2 --weight_decay 0.1"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def assert_same_run(run: Path, reference: Path):
 
 
 GRPO, PPO = "train_grpo.py", "train_ppo.py"
-ADAPTIVE = "--kl_target 0.01 --kl_horizon 100 --ref_sync_steps 2 --entropy_target 5 --entropy_coef_step 0.01 "
+ADAPTIVE = "--kl_target 0.01 --ref_sync_steps 2 --entropy_target 5 "
 ADAPTIVE += "--reward_mean running --reward_std running"
 CASES = {
     "adaptive PPO": (PPO, 1, f"--critic_learning_rate 1e-3 {ADAPTIVE}"),

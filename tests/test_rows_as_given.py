@@ -8,10 +8,9 @@ import pytest
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, load_function
 from data import load_rows
 from inputs.prompts import prompt_ids, prompt_lengths
-from plugins import load_function
 from rollouts import measure
 
 pytestmark = pytest.mark.quick

@@ -8,8 +8,8 @@ from pathlib import Path
 import datasets
 import pytest
 
+from config import load_function
 from data import load_rows
-from plugins import load_function
 from rewards import math_equal
 
 pytestmark = pytest.mark.quick

@@ -13,7 +13,7 @@ from test_turns import Scripted, add, config, tokenizer_of, tool_environment
 from transformers import AutoTokenizer
 
 from config import ConfigError
-from envs import formats
+from envs import formats, tools
 from envs.formats import Call, read_calls
 from envs.tools import Tool, Toolbox, from_function, get_tools
 from inputs.prompts import shown_by
@@ -71,7 +71,7 @@ def test_a_call_that_fails_is_answered():
     assert [event["name"] for event in events] == names and 0.9 < events[-2]["seconds"]
 
 
-def test_limits_and_cache():
+def test_limits_and_cache(monkeypatch):
     """Of all tools, of one, in a second; of equal calls with --tool_cache one runs, from step to step."""
     running, most, times = 0, 0, []
 
@@ -88,7 +88,8 @@ def test_limits_and_cache():
         return Tool("watched", "", object_of(a={"type": "integer"}), watched, **limits)
 
     calls = [Call("watched", {"a": n % 4}) for n in range(8)]
-    messages, _ = run_tools(config(tool_concurrency=3), calls, limited())
+    monkeypatch.setattr(tools, "MOST_CALLS", 3)
+    messages, _ = run_tools(config(), calls, limited())
     assert most == 3 and [message["content"] for message in messages] == [*"01230123"]
     most = 0
     run_tools(config(), calls, limited(concurrency=2))

@@ -35,11 +35,12 @@ def test_wandb_keeps_the_run_and_no_secret_is_in_the_folder(tmp_path, monkeypatc
     servers = {"a": {"url": "https://host/mcp", "headers": {"Authorization": f"Bearer {header}"}}}
     servers |= {"b": {"command": "serve", "args": ["--port", "80"], "env": {"ANY": variable}}}
     (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}), encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--server_token", token, f"--judge_url=http://j/v1?key={key}"])
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--judge_url=http://j/v1?key={key}"])
     monkeypatch.setenv("MY_API_KEY", key)
-    cfg = load_config(argv=["--server_token", token])  # reads the token, as a training does before its run folder
+    monkeypatch.setenv("VLLM_SERVER_TOKEN", token)
+    load_config(argv=[])  # reads the token, as a training does before its run folder
     read_servers(str(tmp_path / "mcp.json"), 30)
-    settings = dict(mcp_config=str(tmp_path / "mcp.json"), server_token=cfg.server_token)
+    settings = dict(mcp_config=str(tmp_path / "mcp.json"))
     log = log_of(tmp_path, report_to=["wandb", "tensorboard"], print_samples_every=1, **settings)
     log.step(1, {"reward": 0.25}, [ROW | {"rewards/exact": None}, ROW | {"rewards/late": 0.5, "verdict": "short"}])
     log.close()
@@ -62,7 +63,6 @@ def test_wandb_keeps_the_run_and_no_secret_is_in_the_folder(tmp_path, monkeypatc
         if word.encode() in path.read_bytes()
     ]
     assert not found
-    assert "--server_token ***" in (log.dir / "command.txt").read_text(encoding="utf-8")
     kept = json.loads((log.dir / kept_name(settings["mcp_config"])).read_text(encoding="utf-8"))["mcpServers"]
     assert kept["b"]["args"] == ["--port", "80"] and kept["b"]["env"] == {"ANY": "***"}
 

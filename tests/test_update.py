@@ -135,13 +135,13 @@ def test_kl_goes_into_the_reward_and_scores_are_normalised(policy):
 
 
 def test_adaptive_beta_matches_the_published_numbers_and_entropy_steers_its_coefficient():
-    cfg = TrainConfig(beta=0.001, kl_target=0.1, kl_horizon=10000, prompts_per_step=32, num_generations=8)
+    cfg = TrainConfig(beta=0.001, kl_target=0.1, prompts_per_step=32, num_generations=8)
     up = script.adapt(cfg, {"kl": 0.5})
     down = script.adapt(up, {"kl": 0.01})
     assert [up.beta, down.beta] == pytest.approx([0.00100512, 0.0009999737856], abs=1e-12)
-    cfg = TrainConfig(entropy_target=1.0, entropy_coef_step=0.01)
+    cfg = TrainConfig(entropy_target=1.0)
     up = script.adapt(cfg, {"entropy": 0.5})
-    assert up.entropy_coef == 0.01 and script.adapt(up, {"entropy": 2.0}).entropy_coef == 0.0
+    assert up.entropy_coef == 0.0005 and script.adapt(up, {"entropy": 2.0}).entropy_coef == 0.0
 
 
 def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(policy):

@@ -88,7 +88,7 @@ def test_the_order_of_two_pictures_matters_and_is_kept(run):
 def test_pictures_travel_to_a_teacher(run, server, prompt):
     """The policy's own server as its teacher: behind the same prompt it says what it said when it sampled."""
     _, cfg, client = run
-    own = dict(teacher_urls=[server.url], distill_topk=4, env_errors="stop")
+    own = dict(teacher_urls=[server.url], distill_topk=4, max_failed=0.0)
     cfg = replace(cfg, **own, teacher_prompt="hint" if prompt == "another" else None)
     rows = [row | {"hint": [{"role": "user", "content": "Another one."}]} for row in rows_of(FAMILY)]
     teachers.connect(cfg, client.tokenizer, rows)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from config import TrainConfig
-from plugins import load_function
+from config import TrainConfig, load_function
 from rewards import get_reward_functions, score
 
 ROOT = Path(__file__).parent.parent
