@@ -259,14 +259,16 @@ def number(value) -> float | None:
 
 
 def reward_values(values) -> list:
-    """Of a reward: floats, Nones and {component: float, None or, of "turns" and "spans", list}, one a completion."""
+    """Of a reward: floats, Nones and {component: float, None or, of "turns", list}, one a completion."""
 
     def one(index: int, value):
         try:
             if not isinstance(value, Mapping):
                 return number(value)
-            readers = {"turns": lambda turns: turns and list(map(number, turns)), "spans": plain}
-            return {str(name): readers.get(name, number)(part) for name, part in value.items()}
+            return {
+                str(name): part and [*map(number, part)] if name == "turns" else number(part)
+                for name, part in value.items()
+            }
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises the last
             fault = f"returned {shorten(value)}, a {type(value).__name__}, for completion {index}: {error}"
             raise UnusableResult(f"{fault}; {RETURN_RULE}", index) from None
