@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+from orphans import ends_with_us  # noqa: E402
 from server_fixture import free_port  # noqa: E402
 
 from runlog.reading import read_metrics  # noqa: E402
-from safety.orphans import ends_with_us  # noqa: E402
 
 MODEL = "models/SmolLM2-135M-Instruct"
 COMMON = (

@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from safety.orphans import ends_with_us  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from orphans import ends_with_us  # noqa: E402
 
 STEPS = 30
 EQUAL = 3072  # tokens at which rewards are compared: 12 steps without resampling

@@ -37,8 +37,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from safety.orphans import ends_with_us  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from orphans import ends_with_us  # noqa: E402
 
 PHASES = ("generate", "score", "logprobs", "update", "push", "other")
 RUN_LIMIT = 1800  # seconds a run may take; the limit a hung one is ended by

@@ -23,7 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 os.chdir(ROOT)
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from orphans import ends_with_us  # noqa: E402
 
 from config import (  # noqa: E402
     ConfigError,
@@ -31,7 +33,6 @@ from config import (  # noqa: E402
     load_yaml,  # noqa: E402
 )
 from runlog.reading import held_out  # noqa: E402
-from safety.orphans import ends_with_us  # noqa: E402
 
 MADE = {  # models that need no hub, and what makes them
     "models/SmolLM2-135M-Instruct": ["scripts/make_models.py", "smollm2"],

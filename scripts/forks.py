@@ -20,7 +20,7 @@ from unittest import mock
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.append(str(SCRIPTS.parent))
 
-from safety.orphans import end_with  # noqa: E402
+from orphans import end_with  # noqa: E402
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["preloaded"])

@@ -32,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from orphans import ends_with_us  # noqa: E402
 from ragged import SETTINGS, gradients, relative_difference, settled, wake_adapters  # noqa: E402
 
 import train_grpo as script  # noqa: E402
@@ -40,7 +41,6 @@ import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 from runlog.reading import PHASES, read_metrics  # noqa: E402
-from safety.orphans import ends_with_us  # noqa: E402
 
 TINY, SMOLLM = ROOT / "models" / "tiny", ROOT / "models" / "SmolLM2-135M-Instruct"
 CPU = torch.device("cpu")

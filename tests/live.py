@@ -11,12 +11,11 @@ from pathlib import Path
 
 import psutil
 
-from safety.orphans import ends_with_us
-
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 from forks import Fork, places  # noqa: E402
+from orphans import ends_with_us  # noqa: E402
 
 # A random model of 6 M parameters, and a reward by which it learns: about half of all token ids are even.
 EVEN = (

@@ -77,8 +77,9 @@ def _told(logs: list[Path], ranks: Iterable[int]) -> str:
 
 def _run(payload: bytes, place: dict[str, str], answer, log: Path, limit: float) -> None:
     """In the fork: join the group, run, answer (exception, its traceback, result)."""
+    from orphans import end_with
+
     import utils
-    from safety.orphans import end_with
 
     end_with(os.getppid())
     with open(log, "a", encoding="utf-8") as file:

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 import requests
 
-from safety.orphans import ends_with_us
-
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from forks import free_port  # noqa: E402
+from orphans import ends_with_us  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny"
