@@ -48,28 +48,18 @@ def read_part(part) -> dict:
         return text_part(part)
     if not isinstance(part, dict):
         raise PartError(f"is a {type(part).__name__}, {shorten(part, 80)}")
-    given = {key: value for key, value in part.items() if value is not None}  # data sets fill up with None
-    kind = given.pop("type", None)
-    if kind == "text":
-        if not isinstance(given.get("text"), str) or given.keys() & {*SOURCES, "image_url"}:
-            raise PartError(f"is a text with {said(given)}, not with `text` alone")
+    # Data sets fill up with None.
+    given = {key: value for key, value in part.items() if value is not None and key not in ("type", *SETTINGS)}
+    kind = part.get("type")
+    if kind == "text" and isinstance(given.get("text"), str) and not given.keys() & {*SOURCES, "image_url"}:
         return {"type": "text"} | given
-    if kind == "image_url":
-        inner = given.pop("image_url", None)
-        given |= {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {"url": inner}
-        if given.get("url") is None:
-            raise PartError('is an image_url without an image: {"type": "image_url", "image_url": {"url": ...}}')
-    elif kind != "image":
-        raise PartError(f"is of type {shorten(kind, 40)}" if kind else f"has no type, but {said(given)}")
-    given = {key: value for key, value in given.items() if key not in SETTINGS and value != ""}
-    if len(given) > 1 or given.keys() - {*SOURCES}:
-        raise PartError(f"is an image with {said(given)}, not with one of {', '.join(SOURCES)}")
-    sources = list(given.values())
-    return {"type": "image", "image": sources[0]} if sources else {"type": "image"}
-
-
-def said(given: dict) -> str:
-    return " and ".join(shorten(key, 40) for key in given) or "nothing"
+    if kind == "image_url" and "image_url" in given:
+        inner = given["image_url"]
+        given = {"image": inner.get("url") if isinstance(inner, dict) else inner}
+    sources = {key: value for key, value in given.items() if key in SOURCES and value is not None and value != ""}
+    if kind == "image" and given.keys() <= {*SOURCES} and len(sources) <= 1 or kind == "image_url" and sources:
+        return {"type": "image"} | {"image": source for source in sources.values()}
+    raise PartError(f"is {shorten(part, 80)}")
 
 
 def text_of_parts(content) -> str:
