@@ -56,9 +56,9 @@ def read_part(part) -> dict:
     if kind == "image_url" and "image_url" in given:
         inner = given["image_url"]
         given = {"image": inner.get("url") if isinstance(inner, dict) else inner}
-    sources = {key: value for key, value in given.items() if key in SOURCES and value is not None and value != ""}
+    sources = [value for key, value in given.items() if key in SOURCES and not (isinstance(value, str) and not value)]
     if kind == "image" and given.keys() <= {*SOURCES} and len(sources) <= 1 or kind == "image_url" and sources:
-        return {"type": "image"} | {"image": source for source in sources.values()}
+        return {"type": "image", "image": sources[0]} if sources else {"type": "image"}
     raise PartError(f"is {shorten(part, 80)}")
 
 
