@@ -328,15 +328,16 @@ def as_content(result):
     """What a tool returned, made plain, as the content of a message: text as it is, parts in their usual form, and
     Pillow's images, alone or in a list with texts and parts, as parts of their own; the rest as JSON as far as it has a
     form there, else as Python shows it. PartError for parts of which one cannot be shown."""
+    if isinstance(result, str):
+        return clean(result)
     listed = result if isinstance(result, list) else [result]
     if any(isinstance(each, Image.Image) or is_part(each) for each in listed):
-        result = parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in listed])
-    elif not isinstance(result, str):
-        try:
-            result = json.dumps(result, default=as_json, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):  # keys that are no text, a value within itself
-            result = shorten(result, 10_000)
-    return each_text(result, clean)
+        parts = parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in listed])
+        return each_text(parts, clean)
+    try:
+        return clean(json.dumps(result, default=as_json, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, a value within itself
+        return clean(shorten(result, 10_000))
 
 
 def as_json(value):
@@ -347,9 +348,8 @@ def as_json(value):
 def is_part(value) -> bool:
     """Whether it is a text or an image as messages have them (inputs/parts.py), and not just some dict."""
     try:
-        (part,) = parts_of([value] if isinstance(value, dict) else [])
-        return "text" in part or "image" in part
-    except (PartError, ValueError):
+        return isinstance(value, dict) and parts_of([value]) != [{"type": "image"}]  # such has nothing to show
+    except PartError:
         return False
 
 
