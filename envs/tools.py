@@ -327,11 +327,12 @@ def unfit(call: Call, tools: dict[str, Tool]) -> str | None:
 def as_content(result):
     """What a tool returned, made plain, as the content of a message: text as it is, parts in their usual form, and
     Pillow's images, alone or in a list with texts and parts, as parts of their own; the rest as JSON as far as it has a
-    form there, else as Python shows it. PartError for parts of which one cannot be shown."""
+    form there, else as Python shows it."""
     if isinstance(result, str):
         return clean(result)
     listed = result if isinstance(result, list) else [result]
-    if any(isinstance(each, Image.Image) or is_part(each) for each in listed):
+    shown = [isinstance(each, Image.Image) or is_part(each) for each in listed]
+    if any(shown) and all(one or isinstance(each, str) for one, each in zip(shown, listed, strict=True)):
         parts = parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in listed])
         return each_text(parts, clean)
     try:
