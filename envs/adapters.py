@@ -25,7 +25,8 @@ import numpy
 
 from config import ConfigError, TrainConfig, function_path, known_name, load_function, require, shorten, with_arguments
 from envs.base import Environment, ToolEnvironment, limited, name_of
-from envs.tools import Toolbox, chat, from_function, get_tools
+from envs.mcp import get_tools
+from envs.tools import Toolbox, chat, from_function
 from inputs.parts import parts_of, text_of_parts
 from safety.calls import run_limited, to_thread, unread, warn_once
 from safety.sandbox import check_contained

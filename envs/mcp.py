@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from config import ConfigError, require
-from envs.tools import Tool
+from envs.tools import Tool, named_tools
 from inputs.parts import text_part
 from safety import secrets
 from safety.calls import AT_END, warn_once
@@ -40,6 +40,16 @@ logger = logging.getLogger(__name__)
 _loop = asyncio.new_event_loop()
 _live: set["Connection"] = set()
 _starts = asyncio.Semaphore(2 * (os.cpu_count() or 1))  # all at once would each take longer than a start may
+
+
+def get_tools(cfg) -> dict[str, Tool]:
+    """{name: Tool} of cfg.tools and of the servers of cfg.mcp_config, which are started."""
+    tools: dict[str, Tool] = {}
+    for tool in named_tools(cfg) + (connect(cfg.mcp_config, cfg.tool_timeout) if cfg.mcp_config else []):
+        if tool.name in tools:
+            raise ConfigError(f'two tools are named {tool.name!r}; rename one, or give its MCP server a "prefix".')
+        tools[tool.name] = tool
+    return tools
 
 
 def connect(path: str, seconds: float) -> list[Tool]:

@@ -172,21 +172,6 @@ def named_tools(cfg) -> list[Tool]:
     return found
 
 
-def get_tools(cfg) -> dict[str, Tool]:
-    """{name: Tool} of cfg.tools and of the servers of cfg.mcp_config, which are started."""
-    found = named_tools(cfg)
-    if cfg.mcp_config:
-        from envs.mcp import connect  # it imports this file
-
-        found += connect(cfg.mcp_config, cfg.tool_timeout)
-    tools = {}
-    for tool in found:
-        if tool.name in tools:
-            raise ConfigError(f'two tools are named {tool.name!r}; rename one, or give its MCP server a "prefix".')
-        tools[tool.name] = tool
-    return tools
-
-
 def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
     """The tools that the row's column `tools` allows, without the arguments that its `tools_kwargs` sets."""
     names, hidden = row.get("tools"), row.get("tools_kwargs") or {}

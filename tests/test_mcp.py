@@ -19,7 +19,8 @@ from server_fixture import free_port
 
 from config import ConfigError, TrainConfig
 from envs import ToolEnvironment, mcp
-from envs.tools import Call, Toolbox, get_tools
+from envs.mcp import get_tools
+from envs.tools import Call, Toolbox
 from safety import secrets
 
 START = 60.0  # seconds a server may take to start

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from config import ConfigError
 from envs import formats, tools
 from envs.formats import Call, read_calls
-from envs.tools import Tool, Toolbox, from_function, get_tools
+from envs.mcp import get_tools
+from envs.tools import Tool, Toolbox, from_function
 from inputs.prompts import shown_by
 from rollouts import play
 
