@@ -125,10 +125,8 @@ def test_no_token_sees_what_comes_later(family, tmp_path):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-# Of all kinds: recurrent, sinks, latent attention, chunks, Mamba alone, experts in the attention, layers that read the
-# keys of others, Mamba-2 with experts, convolutions, scaled logits.
-TRAINED = ["qwen3_5_text", "gpt_oss", "deepseek_v3", "llama4_text", "mamba", "jetmoe", "gemma3n_text"]
-TRAINED += ["granitemoehybrid", "lfm2_moe", "cohere2"]
+# Of all kinds: recurrent, sinks, latent attention, Mamba alone, layers that read the keys of others, Mamba-2 with experts.
+TRAINED = ["qwen3_5_text", "gpt_oss", "deepseek_v3", "mamba", "gemma3n_text", "granitemoehybrid"]
 
 
 @pytest.mark.parametrize("family", TRAINED)

@@ -60,7 +60,7 @@ def no_secrets(monkeypatch):
 BUSY = (503, "busy", {"Retry-After": "0"})
 
 
-@pytest.mark.parametrize("first", [[None], [BUSY, BUSY], [(429, "slow down", {})]])
+@pytest.mark.parametrize("first", [[None], [BUSY, BUSY]])
 def test_asks_again_after_a_broken_connection_and_a_busy_server(server, first):
     server.answers = list(first)
     assert http.ask("POST", f"{server.url}/v1/x?key=a", 10, {"a": 1}, "tökén") == {"fine": 1}
@@ -86,7 +86,6 @@ def test_what_must_not_be_done_twice_is_asked_once(server, first):
         ((400, "no such model", {}), 400, "no such model"),
         ((401, "", {}), 401, "token"),
         ((307, "", {"Location": "http://elsewhere:1/x"}), 307, "elsewhere:1"),
-        ((200, "[1]", {}), 200, "no JSON object"),
         ((200, "<html>", {}), 200, "no JSON object"),
     ],
 )
