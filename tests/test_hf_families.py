@@ -125,7 +125,7 @@ def test_no_token_sees_what_comes_later(family, tmp_path):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-# Of all kinds: recurrent, sinks, latent attention, Mamba alone, layers that read the keys of others, Mamba-2 with experts.
+# Of all kinds: recurrent, sinks, latent attention, Mamba alone, shared keys, Mamba-2 with experts.
 TRAINED = ["qwen3_5_text", "gpt_oss", "deepseek_v3", "mamba", "gemma3n_text", "granitemoehybrid"]
 
 
