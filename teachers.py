@@ -3,7 +3,7 @@
 A teacher is one of three, by the settings of the row's domain:
 
     --teacher_urls      servers: asked about each trajectory as it ends, beside its rewards (`tell`)
-    --teacher_id        a frozen model in this process: asked about the whole step (train_grpo.py, add_teacher)
+    --teacher_id        a frozen model in this process: asked about the whole step (`add`)
     --teacher_prompt    without either of these: the policy itself, which sees more than it saw when it sampled
 
 With --teacher_prompt the teacher sees another prompt, and behind it the tokens as they were sampled: a column of the
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import utils
+from algorithms.distillation import distill_metrics
 from batch import Batch, collate
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
 from data import columns_of
@@ -179,6 +180,25 @@ async def ask(trajectory: Trajectory, shown: Prompt, cfg: TrainConfig) -> None:
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
+
+
+def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig, all_logprobs) -> dict:
+    """Adds a teacher's log-probs to a step's batch, and returns metrics. Servers have sent theirs while sampling; those
+    of a teacher in this process are computed here. run, all_logprobs: train_grpo.py's."""
+    if not cfg.has_teacher:
+        return {}
+    metrics = seconds(trajectories)
+    complete(batch, cfg)
+    if in_this_process(cfg):
+        teacher, inner = run.teacher or (run.policy, run.inner)  # itself, by another prompt
+        seen, inner.top = as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk
+        began = time.perf_counter()
+        logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
+        metrics["time/teacher"] = time.perf_counter() - began
+        inner.top = 0
+        enter(batch, seen, trajectories, logprobs, top, cfg)
+    drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
+    return metrics | distill_metrics(batch)
 
 
 def complete(batch: Batch, cfg: TrainConfig) -> None:

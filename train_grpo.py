@@ -84,23 +84,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import data
+import rollouts
 import teachers
 import utils
-from algorithms import optimizers
+from algorithms import checks, optimizers
 from algorithms.advantages import MORE_ADVANTAGES
-from algorithms.checks import (
-    check_loss,
-    check_needs,
-    check_statistics,
-    check_term,
-    computed,
-    explained,
-    logged,
-    prepared,
-    read_once,
-    with_numbers,
-)
-from algorithms.distillation import check_teacher, distill_metrics, divergence, rewards_count
+from algorithms.distillation import check_teacher, divergence, rewards_count
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
     Batch,
@@ -165,17 +154,7 @@ from inputs.trajectory import (
 )
 from memory import push_bucket_mb, settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
-from rollouts import (
-    ROLLOUTS,  # noqa: F401 - for an entry of yours
-    call_rollout,
-    check_rollout,
-    check_smallest,
-    enough_of_each,
-    group_sizes,
-    measure,
-    sampled_by,
-    scored_together,
-)
+from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import checkpoints, gpu, resume
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
 from runlog.rollout_metrics import check_failed, counts_by_origin, domain_metrics, eval_metrics, rollout_metrics, solved
@@ -271,20 +250,20 @@ def train(
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             metrics |= domain_metrics(trajectories, cfg)
             state |= run.mixture.ended(step, metrics)  # what was drawn of each domain, and how often it was solved
-            trajectories, numbers = with_numbers(after_rollout(trajectories, memory, step, cfg), trajectories)
+            trajectories, numbers = checks.with_numbers(after_rollout(trajectories, memory, step, cfg), trajectories)
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)
             metrics |= (foreign := counts_by_origin(trajectories))  # of all ranks
             batch = collate(trajectories, pad_id, run.device, run.rank, step)
             as_sampled = replace(cfg, temperature=settings_at(step, cfg).temperature)
-            metrics |= add_teacher(batch, run, trajectories, pad_id, as_sampled)
+            metrics |= teachers.add(batch, run, trajectories, pad_id, as_sampled, all_logprobs)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, as_sampled)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            batch.extras |= prepared({f"--policy_loss {cfg.policy_loss}": POLICY_LOSSES[cfg.policy_loss]}, batch, cfg)
-            metrics |= logged(leave_out(batch, trajectories, cfg) or {}, batch)
+            batch.extras |= checks.prepared(POLICY_LOSSES[cfg.policy_loss], batch, cfg)
+            metrics |= checks.logged(leave_out(batch, trajectories, cfg) or {}, batch)
             if with_tokens and learns:
                 start_record(batch)
             with clock(metrics, "update"):
@@ -454,7 +433,9 @@ async def sample_rows(
             ended[f"{own.prefix}solved"] += sum(solved(score, own) for score in known) / len(known)
         return group, cfg.dynamic_sampling and not has_signal(group, own), seconds
 
-    groups, counts = await enough_of_each(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
+    groups, counts = await rollouts.enough_of_each(
+        sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg
+    )
     return groups, counts | ended
 
 
@@ -486,7 +467,7 @@ async def rollout(
     start, ended_at = time.perf_counter(), []
 
     async def together(row: dict, cfg: TrainConfig) -> list[Trajectory]:  # cfg: of the row's domain, for this part
-        trajectories = await call_rollout(row, generator, cfg)
+        trajectories = await rollouts.call_rollout(row, generator, cfg)
         ended_at.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
@@ -504,8 +485,10 @@ async def rollout(
     # A group is sampled in one call; or in one call per completion, scored as it ends, if the rollout and every reward
     # say `per_trajectory`. A part is the config of a call: [cfg], or G x [cfg with num_generations=1]. First parts go
     # first.
-    configs = [sampled_by(row, cfg) for row in rows]  # the domain's; in training with the row's own num_generations
-    divided = [scored_together(own, own_functions(reward_functions, own)) for own in configs]
+    configs = [
+        rollouts.sampled_by(row, cfg) for row in rows
+    ]  # the domain's; in training with the row's own num_generations
+    divided = [rollouts.scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
     groups: list[list[Trajectory]] = [[] for _ in rows]
     parts = await asyncio.gather(*(together(rows[i], part) for i, part in calls))
@@ -578,25 +561,6 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
 
 
 # ==== 4 log-probs ====================================================================================================
-
-
-def add_teacher(batch: Batch, run: Run, trajectories: list[Trajectory], pad_id: int, cfg) -> dict:
-    """Adds a teacher's log-probs: of one in this process they are computed here, servers have sent theirs while
-    sampling. Returns metrics."""
-    if not cfg.has_teacher:
-        return {}
-    metrics = teachers.seconds(trajectories)
-    teachers.complete(batch, cfg)  # nan where none was asked
-    if teachers.in_this_process(cfg):
-        teacher, inner = run.teacher or (run.policy, run.inner)  # itself, by another prompt
-        seen, inner.top = teachers.as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk  # behind its own prompt
-        with clock(metrics, "teacher"):
-            logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
-        inner.top = 0
-        teachers.enter(batch, seen, trajectories, logprobs, top, cfg)
-    # Ids that the policy lacks:
-    teachers.drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
-    return metrics | distill_metrics(batch)
 
 
 def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cfg: TrainConfig) -> None:
@@ -712,12 +676,12 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics: mean size, share of completions in groups where all are 0."""
-    batch.extras |= prepared({f"--advantage {cfg.advantage}": ADVANTAGES[cfg.advantage]}, batch, cfg)
+    batch.extras |= checks.prepared(ADVANTAGES[cfg.advantage], batch, cfg)
     whole, stats = torch.zeros_like(batch.rewards), {}
     for own, rows, part in by_domain(batch, cfg):  # statistics over "batch" cover the rows of one domain
-        advantages, numbers = computed(ADVANTAGES[cfg.advantage], part, own)
+        advantages, numbers = checks.computed(ADVANTAGES[cfg.advantage], part, own)
         whole = placed(advantages, rows, whole)
-        stats |= logged({own.prefix + name: value for name, value in numbers.items()}, part)
+        stats |= checks.logged({own.prefix + name: value for name, value in numbers.items()}, part)
     batch.advantages = whole
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
@@ -928,7 +892,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     return metrics | {"loss": loss, "grad_norm": sum(norms) / len(norms)} | rates
 
 
-@read_once()  # whether losses are finite is checked once, at the end: each check waits for the GPU
+@checks.read_once()  # whether losses are finite is checked once, at the end: each check waits for the GPU
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
@@ -985,7 +949,7 @@ def ready(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
         return batch
     if choose or "current_logprobs" in needs(cfg):
         batch = replace(batch, current_logprobs=all_logprobs(policy, batch, cfg)[0])
-    batch = replace(batch, extras=batch.extras | prepared({"own_term": own_term}, batch, cfg))
+    batch = replace(batch, extras=batch.extras | checks.prepared(own_term, batch, cfg))
     if not choose:
         return batch
     now = batch.current_logprobs
@@ -1049,25 +1013,25 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: the ratio is 1
         part = replace(part, old_logprobs=logprobs.detach())
     # An error over a field that nobody computed says what to add to the loss's `needs`.
-    with explained(f"policy loss {cfg.policy_loss!r}", part):
-        per_token, stats = check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
+    with checks.explained(f"policy loss {cfg.policy_loss!r}", part):
+        per_token, stats = checks.check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
     trust = correction(logprobs, part, cfg)
     per_token, stats = per_token * trust, stats | mismatch_statistics(logprobs, trust, part, cfg)
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
-        kl = check_term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
+        kl = checks.check_term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
     if part.top_logprobs is not None:
         term, seen = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * term, stats | seen
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
-    with explained("own_term", part):
+    with checks.explained("own_term", part):
         term, seen = own_term(logprobs, entropy, part, cfg)
-    stats = stats | check_statistics("own_term", seen, part)
+    stats = stats | checks.check_statistics("own_term", seen, part)
     weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
     loss = (weights * per_token).sum()
     if term is not None:
         own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else weights
-        loss = loss + (own_weights * check_term("own_term", term, part)).sum()
+        loss = loss + (own_weights * checks.check_term("own_term", term, part)).sum()
     return loss, stats | {"entropy": entropy}
 
 
@@ -1642,7 +1606,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     log = RunLog(cfg, first or None, cfg.max_steps, lock) if rank == 0 else None
     state["made_with"] = made_with
     if rank == 0:
-        describe(cfg, policy, group_sizes(rows, cfg), world)
+        describe(cfg, policy, rollouts.group_sizes(rows, cfg), world)
         if cfg.log_completions and cfg.log_tokens_every:
             write_vocabulary(run_dir, processor)
     run = Run(
@@ -1666,13 +1630,13 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
         with named(own):
-            check_rollout(own)
+            rollouts.check_rollout(own)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
     cfg = formats.settled(cfg, processor)
     rows, held_out, reward_functions = rows_and_rewards(cfg, processor)
     if not cfg.eval_only:
         data.check_enough(cfg, rows)
-    check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
+    rollouts.check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
     return cfg, reward_functions, processor, rows, held_out
@@ -1683,7 +1647,7 @@ def check_algorithm(cfg: TrainConfig) -> None:
     for name, known in tables().items():
         known_name(f"--{name}", getattr(cfg, name), known, elsewhere={"gae": "train_ppo.py"})  # it needs the critic
     for name, function in in_use(cfg).items():
-        check_needs(name, function)
+        checks.check_needs(name, function)
         if fault := getattr(function, "check", lambda cfg: None)(cfg):
             raise ConfigError(f"{name}: {fault}.")
     check_teacher(in_use(cfg), cfg)
@@ -1717,7 +1681,9 @@ def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict
     rows, held_out, reward_functions, tools, files_read = [], [], {}, {}, {}
     for own in cfg.by_domain():
         with named(own):
-            parts = data.load_data(own, format_row, partial(measure, processor=processor, cfg=own), cfg, files_read)
+            parts = data.load_data(
+                own, format_row, partial(rollouts.measure, processor=processor, cfg=own), cfg, files_read
+            )
             functions = get_reward_functions(own, data.columns_of(parts[0] if len(parts[0]) else parts[1]))
             if own.has_teacher and not cfg.eval_only:
                 teachers.connect(own, processor, parts[0])
@@ -1733,7 +1699,7 @@ def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bo
     """Settings that were left open, chosen to fit the device's free memory; prints a warning if nothing fits."""
     if cfg.colocate:  # the server has the GPU at first: what is free when it sleeps is what a step has
         servers.reach(cfg).sleep()
-    largest = max(group_sizes(rows, cfg), default=cfg.num_generations)  # the largest group of any row must fit
+    largest = max(rollouts.group_sizes(rows, cfg), default=cfg.num_generations)  # the largest group of any row must fit
     asked, world = replace(cfg, num_generations=largest), utils.world_size()
     fitting, warning = settled(empty_policy, asked, world, utils.free_memory(device), critic=critic)
     if warning and utils.is_main():

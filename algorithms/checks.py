@@ -46,23 +46,22 @@ def explained(name: str, batch) -> Iterator[None]:
 # ---- what they returned ---------------------------------------------------------------------------------------------
 
 
-def prepared(functions: dict[str, Callable], batch, cfg: TrainConfig) -> dict:
-    """What the functions compute once a step, before it is cut: {name: number, or tensor [B, ...]}."""
-    found = {}
-    for name, function in functions.items():
-        if prepare := getattr(function, "prepare", None):
-            with explained(f"{name}: .prepare", batch), utils.counted(not batch.stand_in):
-                extras = prepare(batch, cfg)
-            if taken := extras.keys() & {*batch.extras, *found}:
-                raise ValueError(f"{name}: .prepare returned {min(taken)!r}, which is there already; rename one.")
-            for key, value in extras.items():
-                shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-                if shape not in ((), (len(batch),), tuple(batch.loss_mask.shape)):
-                    raise ValueError(
-                        f"{name}: .prepare returned {key!r} of shape {shape}; give a number, a tensor with a value for "
-                        f"each of the {len(batch)} rows (group_mean and center_by_group make one), or for each token."
-                    )
-                found[key] = value.to(batch.loss_mask.device) if isinstance(value, Tensor) else float(value)
+def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
+    """What FUNCTION.prepare computes of a batch before it is cut: {name: number, or tensor [B, ...]}."""
+    found, name = {}, f"{getattr(function, '__name__', function)}.prepare"
+    if prepare := getattr(function, "prepare", None):
+        with explained(name, batch), utils.counted(not batch.stand_in):
+            extras = prepare(batch, cfg)
+        if taken := extras.keys() & batch.extras.keys():
+            raise ValueError(f"{name} returned {min(taken)!r}, which is there already; rename one.")
+        for key, value in extras.items():
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+            if shape not in ((), (len(batch),), tuple(batch.loss_mask.shape)):
+                raise ValueError(
+                    f"{name} returned {key!r} of shape {shape}; give a number, a tensor with a value for each of the "
+                    f"{len(batch)} rows (group_mean and center_by_group make one), or for each token."
+                )
+            found[key] = value.to(batch.loss_mask.device) if isinstance(value, Tensor) else float(value)
     return found
 
 

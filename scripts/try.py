@@ -86,7 +86,7 @@ def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -
         generator.seed(own.seed)
     else:
         generator, own = Typed(processor, texts), replace(own, max_turns=1)
-    trajectories = asyncio.run(script.call_rollout(row, generator, own))
+    trajectories = asyncio.run(script.rollouts.call_rollout(row, generator, own))
     if failed := [t.info["failure"] for t in trajectories if "failure" in t.info]:
         raise ConfigError(f"{len(failed)} of {len(trajectories)} trajectories failed: {failed[0]}")
     prompt = pieces(trajectories[0].prompt_ids, processor)

@@ -157,7 +157,7 @@ def test_the_term_over_all_tokens_has_the_gradient_of_cross_entropy():
 
 @pytest.fixture(scope="module")
 def tiny():
-    """(cfg, run as add_teacher sees it) with models/tiny as the policy, in float32."""
+    """(cfg, run as teachers.add sees it) with models/tiny as the policy, in float32."""
     cfg = TrainConfig(
         model_id="models/tiny", generator="hf", compute_dtype="float32", advantage="distill", distill_topk=5
     )
@@ -187,7 +187,7 @@ def test_what_a_teacher_here_says_is_what_its_model_says(tiny, shown, shared):
         asked = [True] * 4
     cfg = replace(cfg, shared_prefix=shared)
     batch = collate(said, 0, CPU)
-    script.add_teacher(batch, run, said, 0, cfg)
+    teachers.add(batch, run, said, 0, cfg, script.all_logprobs)
     for row, t in enumerate(said):
         prompt = t.info["teacher_prompt"].token_ids if "teacher_prompt" in t.info else t.prompt_ids
         logprobs = all_logits(run.inner.hf_model, prompt + t.token_ids)

@@ -163,7 +163,8 @@ def test_a_statistic_of_groups_is_taken_once_and_not_in_a_part(small, monkeypatc
     cfg = replace(cfg, policy_loss="mine", shared_prefix=False)
     with pytest.raises(KeyError, match=r"In policy loss 'mine'.*batch.extras has nothing"):
         script.accumulate_gradients(policy, batch, cfg)
-    batch.extras |= checks.prepared(script.in_use(cfg), batch, cfg)
+    for function in script.in_use(cfg).values():
+        batch.extras |= checks.prepared(function, batch, cfg)
     gradients = []
     for budget in (40, 100_000):
         policy.zero_grad()
