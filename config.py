@@ -47,6 +47,10 @@ class NotNow(ConfigError):
     status = 1
 
 
+# A field that is no flag: set by code, or a constant of one published loss. Declared again above CONFIG it is a flag.
+NO_FLAG = {"flag": False}
+
+
 @dataclass
 class TrainConfig:
     def __init_subclass__(cls):  # a knob in a script's own TrainConfig needs no decorator, and may have one
@@ -103,7 +107,7 @@ class TrainConfig:
     top_k: int | None = None  # sample from the k likeliest tokens; off by default for the same reason
     generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
-    server_token: str | None = field(default=None, repr=False, metadata={"flag": False})  # of VLLM_SERVER_TOKEN
+    server_token: str | None = field(default=None, repr=False, metadata=NO_FLAG)  # of VLLM_SERVER_TOKEN
     server_timeout: float = 60.0  # seconds to wait for a server to answer, and for each step of a weight push
     request_timeout: float = 600.0  # seconds one generation request may take
     colocate: bool = False  # server and trainer take turns on one GPU; the server needs --enable-sleep-mode
@@ -123,11 +127,12 @@ class TrainConfig:
     max_failed: float = 0.1  # the run stops if more of a step's trajectories fail; 0: at any
     tool_cache: bool = False  # equal calls of a tool are run once; the last 4096 results are kept
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
-    tokenization_check: Literal["strict", "warn", "off"] = "warn"  # tokens of all turns against the chat template's
+    # Tokens of all turns against the chat template's.
+    tokenization_check: Literal["strict", "warn", "off"] = field(default="warn", metadata=NO_FLAG)
 
     rollout_timeout: float = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
     # What rollouts, and rewards, are called for; set by code. baseline: the greedy completion that remax compares with.
-    purpose: Literal["train", "eval", "baseline"] = field(default="train", metadata={"flag": False})  # no flag
+    purpose: Literal["train", "eval", "baseline"] = field(default="train", metadata=NO_FLAG)  # no flag
 
     # --- batch ---
     prompts_per_step: int = 32  # distinct prompts per step, over all ranks
@@ -170,21 +175,21 @@ class TrainConfig:
     advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
     scale_rewards: Literal["group", "batch", "none"] = "group"  # std that grpo divides by: of ...
     gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
-    lam: float = field(default=1.0, metadata={"flag": False})  # of train_ppo.py, where it is a flag
-    critic_warmup: int = field(default=0, metadata={"flag": False})  # the same
+    lam: float = field(default=1.0, metadata=NO_FLAG)  # of train_ppo.py, where it is a flag
+    critic_warmup: int = field(default=0, metadata=NO_FLAG)  # the same
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "seq_mean"  # how tokens are weighted
     epsilon: float = 0.2  # lower clip: the ratio is kept above 1 - epsilon
     epsilon_high: float = 0.2  # upper clip: the ratio is kept below 1 + epsilon_high (DAPO: 0.28)
     dual_clip: float | None = None  # bound on the loss of a token with negative advantage (DAPO: 10)
-    sapo_tau_pos: float = 1.0  # sapo: steepness of the gate where the advantage is positive
-    sapo_tau_neg: float = 1.05  # sapo: and where it is not
-    clip_cov_ratio: float = 0.0002  # clip_cov: fraction of the update's tokens that lose their gradient
-    clip_cov_min: float = 1.0  # clip_cov: drawn from those with a covariance above this ...
-    clip_cov_max: float = 5.0  # ... and below this
-    kl_cov_ratio: float = 0.0002  # kl_cov: fraction of the update's tokens that are held back, by their covariance
-    kl_cov_coef: float = 1.0  # kl_cov: weight of |log-ratio| on them
-    dro_beta: float = 0.5  # dro: weight of the squared log-ratio
+    sapo_tau_pos: float = field(default=1.0, metadata=NO_FLAG)  # sapo: steepness of the gate where A > 0
+    sapo_tau_neg: float = field(default=1.05, metadata=NO_FLAG)  # sapo: and where it is not
+    clip_cov_ratio: float = field(default=0.0002, metadata=NO_FLAG)  # clip_cov: share of tokens without gradient
+    clip_cov_min: float = field(default=1.0, metadata=NO_FLAG)  # clip_cov: of those with a covariance above this ...
+    clip_cov_max: float = field(default=5.0, metadata=NO_FLAG)  # ... and below this
+    kl_cov_ratio: float = field(default=0.0002, metadata=NO_FLAG)  # kl_cov: share of tokens that are held back
+    kl_cov_coef: float = field(default=1.0, metadata=NO_FLAG)  # kl_cov: weight of |log-ratio| on them
+    dro_beta: float = field(default=0.5, metadata=NO_FLAG)  # dro: weight of the squared log-ratio
     beta: float = 0.0  # weight of the KL term; 0 loads no reference model
     kl: str = "k3"  # name in KL_ESTIMATORS (train_grpo.py)
     kl_in_reward: bool = False  # subtract beta * KL from each token's reward instead of adding it to the loss
@@ -619,7 +624,7 @@ What runs without a GPU: with a server (installs, makes a small model and trains
 
 
 def flags(cls: type) -> list[dataclasses.Field]:
-    """The fields that are flags: all but those declared with metadata={"flag": False}, which code sets. Of a class with
+    """The fields that are flags: all but those with metadata=NO_FLAG. Of a class with
     `own_flags_alone = True` those that it declares itself; others keep their defaults."""
     own = cls.__annotations__ if getattr(cls, "own_flags_alone", False) else None
     known = [f for f in dataclasses.fields(cls) if own is None or f.name in own]

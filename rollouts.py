@@ -557,8 +557,8 @@ def check_tokenization(ids: list[int], turns: list[dict], shown: dict, processor
     texts = [repr(text[max(same - 30, 0) : same + 60]) for text in (ours, whole)]
     message = f"a trajectory reads {texts[0]} where the chat template writes {texts[1]}"
     if cfg.tokenization_check == "strict":
-        raise RuntimeError(f"--tokenization_check strict: {message}")
-    text = f"--tokenization_check: {message}. Said once; trained on is what was sampled."
+        raise RuntimeError(f"tokenization_check strict: {message}")
+    text = f"Check of tokenization: {message}. Said once; trained on is what was sampled."
     warn_once(text, kind="tokenization_check")
 
 

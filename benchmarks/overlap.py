@@ -37,8 +37,7 @@ COMMON = (
 )
 MODES = {
     "equal": "--max_completion_length 12 --min_completion_length 12 --learning_rate 3e-4 ",
-    "tails": "--max_completion_length 160 --max_turn_length 16 --env benchmarks/slow_env.py:Slow "
-    "--tokenization_check off --learning_rate 3e-4 ",
+    "tails": "--max_completion_length 160 --max_turn_length 16 --env benchmarks/slow_env.py:Slow --learning_rate 3e-4 ",
 }
 AHEAD = {f"max_staleness {n}": ["--max_staleness", str(n)] for n in (1, 2, 4)}
 SYSTEMS = {"train_grpo.py": [], **AHEAD}
