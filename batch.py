@@ -62,6 +62,7 @@ class Batch:
     routed_experts: Tensor | None = None  # [B, T, layers, k] that the generator took, -1 unknown; see inputs/routing.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
+    versions: Tensor | None = None  # [B, T] of the weights that sampled each token: steps done before
     step: int = 0  # of the run, from 0
     stand_in: bool = False  # this rank has no rows here; the one it has, for the collectives, counts for nothing
     record: TokenRecord | None = None  # of the whole step, where the run keeps it, and
@@ -104,7 +105,7 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     if not trajectories:
         raise ValueError("after_rollout returned no trajectories on this rank; every rank needs one at least")
     rows, length = len(trajectories), max(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
-    input_ids = torch.full((rows, length), pad_id)
+    input_ids, versions = torch.full((rows, length), pad_id), torch.zeros(rows, length)
     attention_mask, loss_mask, rewards, logprobs = torch.zeros(4, rows, length).unbind()  # [B, T] each
     for row, t in enumerate(trajectories):
         start, end = len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids)
@@ -113,11 +114,15 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
         loss_mask[row, start:end] = torch.tensor(t.loss_mask, dtype=torch.float)
         rewards[row, start:end] = torch.tensor(t.token_rewards, dtype=torch.float)
         logprobs[row, start:end] = torch.tensor(t.logprobs, dtype=torch.float)
+        versions[row, start:end] = t.policy_version
+        for turn in t.info.get("turns", ()):  # of several, each has the oldest weights that sampled it
+            if "versions" in turn:
+                versions[row, start + turn["start"] : start + turn["end"]] = turn["versions"][0]
     groups = torch.tensor([t.group + rank * GROUPS for t in trajectories])
     inputs = [t.info.get("model_inputs", {}) for t in trajectories]
     tensors = (t.to(device) for t in (input_ids, attention_mask, loss_mask, rewards, groups, logprobs))
     batch = Batch(*tensors, model_inputs=inputs, rows=[t.row for t in trajectories], step=step)
-    batch.stand_in = all(map(stands_in, trajectories))
+    batch.versions, batch.stand_in = versions.to(device), all(map(stands_in, trajectories))
     # Where a reward function did not apply it counts as 0; domains may have different numbers of them.
     parts, baselines = ([t.info.get(name) for t in trajectories] for name in ("reward_components", "baselines"))
     mine = max((len(part) for part in parts if part is not None), default=0), any(b is not None for b in baselines)

@@ -105,6 +105,7 @@ class TrainConfig:
     temperature: float = 1.0  # sampling temperature; the trainer divides its logits by it, too
     top_p: float | None = None  # nucleus sampling; off by default, it biases the importance ratio
     top_k: int | None = None  # sample from the k likeliest tokens; off by default for the same reason
+    stop: list[str] = field(default_factory=list)  # texts at which sampling ends; they are trained on as sampled
     generator: Literal["vllm", "hf"] = "vllm"  # vllm: vllm_server.py beside this script; hf: sample in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # one or several vllm_server.py
     server_token: str | None = field(default=None, repr=False, metadata=NO_FLAG)  # of VLLM_SERVER_TOKEN
@@ -141,6 +142,7 @@ class TrainConfig:
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
     tokens_per_microbatch: int | None = None  # of a forward pass on a rank, a tenth more to save one; unset: what fits
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
+    head_dtype: Literal["auto", "float32"] = "auto"  # of the output layer's product; auto: --compute_dtype
     logprob_chunk: int | None = None  # sampled tokens whose logits exist at a time; unset: 256, more on GPUs
 
     # --- reward ---
@@ -155,6 +157,7 @@ class TrainConfig:
     reward_on_timeout: float = 0.0  # score of completions whose reward function ran out of time
     reward_mean: Literal["none", "group", "batch", "running"] = "none"  # subtract this mean from the scores beforehand
     reward_std: Literal["none", "group", "batch", "running"] = "none"  # divide the scores by this std beforehand
+    length_penalty: float = 0.0  # minus this x share of the group that is solved x length / longest of the group
     dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)
     resample_rounds: int = 3  # with dynamic_sampling: at most this many times a step; groups still without signal stay
     spare_prompts: int = 0  # with dynamic_sampling: so many more begin with each step, to replace groups without signal
@@ -178,7 +181,7 @@ class TrainConfig:
     lam: float = field(default=1.0, metadata=NO_FLAG)  # of train_ppo.py, where it is a flag
     critic_warmup: int = field(default=0, metadata=NO_FLAG)  # the same
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
-    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "seq_mean"  # how tokens are weighted
+    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant", "prompt_mean"] = "seq_mean"  # weights of tokens
     epsilon: float = 0.2  # lower clip: the ratio is kept above 1 - epsilon
     epsilon_high: float = 0.2  # upper clip: the ratio is kept below 1 + epsilon_high (DAPO: 0.28)
     dual_clip: float | None = None  # bound on the loss of a token with negative advantage (DAPO: 10)
@@ -190,8 +193,11 @@ class TrainConfig:
     kl_cov_ratio: float = field(default=0.0002, metadata=NO_FLAG)  # kl_cov: share of tokens that are held back
     kl_cov_coef: float = field(default=1.0, metadata=NO_FLAG)  # kl_cov: weight of |log-ratio| on them
     dro_beta: float = field(default=0.5, metadata=NO_FLAG)  # dro: weight of the squared log-ratio
+    dppo_tau: float = field(default=0.0, metadata=NO_FLAG)  # dppo_tv, dppo_kl: the same, on all tokens (prime-rl: .001)
+    positive_nll: float = 0.0  # weight of the likelihood of right completions (--eval_solved), a term of its own (VAPO)
     beta: float = 0.0  # weight of the KL term; 0 loads no reference model
     kl: str = "k3"  # name in KL_ESTIMATORS (train_grpo.py)
+    kl_ratio: bool = False  # multiply the KL term by pi / pi_old, with its gradient: the unbiased estimate
     kl_in_reward: bool = False  # subtract beta * KL from each token's reward instead of adding it to the loss
     kl_target: float | None = None  # adapt beta so that the KL stays near this
     ref_sync_steps: int | None = None  # move the reference model towards the policy every N steps
@@ -202,12 +208,15 @@ class TrainConfig:
     router_replay: Literal["auto", "on", "off"] = "auto"  # experts as the generator chose; auto: where it tells them
     router_aux_coef: float = 0.0  # on the loss that keeps experts evenly used, over the tokens that are learned from
     mask_truncated: bool = False  # leave completions cut at a length limit out of the loss
-    old_logprobs: Literal["recompute", "sampler", "current"] = "recompute"  # pi_old: trainer's, generator's, always pi
+    # pi_old: the trainer's before the update, the generator's, between the generator's and pi by age, or always pi
+    old_logprobs: Literal["recompute", "sampler", "interpolate", "current"] = "recompute"
     correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / generator on the loss
-    correction_mode: Literal["truncate", "mask"] = "truncate"  # weights outside the bounds: clamp, or leave out
+    # weights outside the bounds: clamp, or leave out; normalise: clamp, then divide by the mean over the update
+    correction_mode: Literal["truncate", "mask", "normalise"] = "truncate"
     correction_min: float = 0.0  # lower bound
     correction_max: float = 2.0  # upper bound
-    reject_below: float = 0.0  # no policy loss where a completion's geometric mean of trainer / generator is below
+    reject_by: str = "seq_mean_k1"  # token_, seq_mean_, seq_sum_ or seq_max_ k1, k2 or k3 of log trainer / generator
+    reject_below: float = 0.0  # no policy loss where that is below (of k1 its exponential, a ratio) ...
     reject_above: float = math.inf  # ... or above
     off_policy_threshold: float | None = None  # drop tokens with A < 0 of rows that drifted further (mean nats a token)
 
@@ -335,6 +344,10 @@ PRESETS: dict[str, dict] = {  # arXiv
     "topr": _NO_KL | dict(advantage="dr_grpo", policy_loss="topr", loss_agg="seq_sum"),  # 2503.14286
     "kimi": _NO_KL | dict(advantage="dr_grpo", policy_loss="kimi", loss_agg="seq_sum"),  # 2501.12599
     "gigpo": _PPO | dict(advantage="gigpo", gamma=0.95, loss_agg="seq_mean", beta=0.01, kl="k3"),  # 2505.10978
+    "prime_rl": _NO_KL | dict(  # the default of prime-rl; 2602.04879
+        advantage="dr_grpo", policy_loss="dppo_tv", epsilon=0.2, epsilon_high=0.2, dppo_tau=1e-3, loss_agg="token_mean",
+        old_logprobs="sampler",
+    ),
     "ppo": _KL | _PPO | dict(num_generations=1, advantage="gae", gamma=1, lam=1, loss_agg="token_mean"),  # 1707.06347
 }  # fmt: skip
 
@@ -410,7 +423,8 @@ POSITIVE += "reward_timeout tool_timeout max_turns max_turn_length max_tool_resu
 POSITIVE += "tokens_per_microbatch logprob_chunk shard_size top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target "
 POSITIVE += "ref_sync_steps correction_max critic_learning_rate critic_iterations value_clip"
 NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds spare_prompts "
-NOT_NEGATIVE += "print_samples_every log_tokens_every min_completion_length distill_coef distill_topk router_aux_coef"
+NOT_NEGATIVE += "print_samples_every log_tokens_every min_completion_length distill_coef distill_topk router_aux_coef "
+NOT_NEGATIVE += "dppo_tau positive_nll length_penalty"
 FRACTIONS = "epsilon gamma lam top_p adam_beta1 adam_beta2 ref_sync_alpha top_entropy_quantile clip_cov_ratio "
 FRACTIONS += "kl_cov_ratio max_failed distill_jsd"
 
@@ -458,6 +472,10 @@ def wrong_to_learn(c: TrainConfig) -> list[tuple]:
         (c.ref_sync_steps and (c.use_peft or c.beta == 0),
          "--ref_sync_steps moves a reference model: --beta 0 loads none, and with --use_peft it is the model without "
          "adapters; leave it out."),
+        (not re.fullmatch("(token|seq_mean|seq_sum|seq_max)_k[123]", c.reject_by),
+         f"--reject_by={c.reject_by}: token, seq_mean, seq_sum or seq_max, then _k1, _k2 or _k3, such as seq_mean_k3."),
+        (c.correction_mode == "normalise" and c.old_logprobs != "recompute",
+         f"--correction_mode normalise takes a mean before the update: --old_logprobs {c.old_logprobs} has none yet."),
         (c.teacher_urls and c.teacher_id,
          f"--teacher_urls and --teacher_id={c.teacher_id} are two teachers; leave one out."),
         (c.has_teacher and c.temperature != 1,

@@ -188,7 +188,8 @@ class HFGenerator:
         """n samples of one prompt. Requests of tasks that are ready together run in one batch.
 
         expanded: of a prompt with images, what the model is given; `images` themselves go to servers only.
-        options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k of `_sample`.
+        options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k, stop of
+        `_sample`.
         """
         prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
         max_tokens = min(max_tokens, (self.window or math.inf) - len(prompt_ids))
@@ -246,7 +247,7 @@ class HFGenerator:
         since = self._since
         return self._sampled + (0.0 if since is None else time.monotonic() - since)
 
-    def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0):
+    def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, stop=()):
         """Decode all requests of a batch together; sequences that ended leave it."""
         if not self.cached and any(request.model_inputs for request in batch):
             raise ValueError(f"{type(self.model).__name__} samples no prompts with images here; use --generator vllm")
@@ -273,7 +274,8 @@ class HFGenerator:
             for index, t, lp in zip(alive, token[:, 0].tolist(), logprob[:, 0].tolist(), strict=True):
                 tokens[index].append(t)
                 logprobs[index].append(lp)
-            keep = [i for i, k in enumerate(alive) if tokens[k][-1] not in self.eos_ids and len(tokens[k]) < most[k]]
+            ended = [self._stopped(tokens[k], stop if count + 1 > min_tokens else ()) for k in alive]
+            keep = [i for i, k in enumerate(alive) if not ended[i] and len(tokens[k]) < most[k]]
             if not keep:
                 break
             if len(keep) < len(alive):
@@ -289,7 +291,7 @@ class HFGenerator:
                 paths[index].append(experts[place, -1:])
             logits = out.logits[:, -1]
         samples = iter(zip(tokens, logprobs, paths, strict=True))
-        return [[self._completion(request, *next(samples)) for _ in range(request.n)] for request in batch]
+        return [[self._completion(request, stop, *next(samples)) for _ in range(request.n)] for request in batch]
 
     def _noted(self, run, sequences: int) -> tuple:
         """What `run` returns, and the experts of its tokens, [sequences, tokens, layers, k], if they are to be told."""
@@ -358,8 +360,17 @@ class HFGenerator:
         """[axes, S, T] as the model wants it: without the first dimension if there is one axis."""
         return positions if len(positions) > 1 else positions[0]
 
-    def _completion(self, request: _Request, tokens: list[int], logprobs: list[float], path: list) -> Completion:
-        reason = "stop" if tokens[-1] in self.eos_ids else "length"
+    def _stopped(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether the last token ends a turn, or completes one of the texts `stop`."""
+        if tokens[-1] in self.eos_ids:
+            return True
+        last = tokens[-8 - max(map(len, stop), default=0) :]  # n characters are n tokens at most, but for rare signs
+        return bool(stop) and any(text in self.tokenizer.decode(last, skip_special_tokens=True) for text in stop)
+
+    def _completion(
+        self, request: _Request, stop: tuple[str, ...], tokens: list[int], logprobs: list[float], path: list
+    ) -> Completion:
+        reason = "stop" if self._stopped(tokens, stop) else "length"
         experts = np.concatenate(path)[: len(request.prompt_ids) + len(tokens) - 1] if path else None
         return Completion(tokens, logprobs, reason, self.version, request.prompt_ids, routed_experts=experts)
 

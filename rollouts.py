@@ -63,6 +63,7 @@ def sampling_options(cfg: TrainConfig) -> dict:
     """The sampling arguments of `generator.generate` that a config sets; every turn samples with the same ones."""
     options = dict(temperature=cfg.temperature, max_tokens=cfg.max_completion_length)
     options |= dict(min_tokens=cfg.min_completion_length, top_p=cfg.top_p, top_k=cfg.top_k)
+    options |= {"stop": tuple(cfg.stop)} if cfg.stop else {}
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -432,7 +433,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         opened = begun_in(so_far.token_ids, processor, shown)
         sample = await sample_turn(so_far, cfg.max_completion_length - len(mask), generator, cfg)
         experts = joined(experts, sample)
-        turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor))
+        turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))
         so_far = continued(so_far, sample.token_ids)
         mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
         states += [state] * len(sample.token_ids)
@@ -493,11 +494,13 @@ async def sample_turn(so_far, budget: int, generator, cfg: TrainConfig):
     return sample
 
 
-def turn_of(sample, start: int, opened: str, state, environment, processor) -> dict:
+def turn_of(sample, start: int, opened: str, state, environment, processor, cfg: TrainConfig) -> dict:
     """What is kept of a turn. start, end: its places among the trajectory's tokens; versions: of the weights that
     sampled it, first and last; begun: what the prompt has begun it with; state: the environment's before it."""
     ids, last = sample.token_ids, sample.policy_version_last
-    text = processor.decode(ids[:-1] if sample.finish_reason == "stop" else ids)  # special tokens, too
+    text = processor.decode(ids)  # special tokens, too
+    if sample.finish_reason == "stop" and not any(stop in text for stop in cfg.stop):
+        text = processor.decode(ids[:-1])  # without the token that ends a turn
     turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
     turn |= {"tokens": len(ids), "start": start, "end": start + len(ids)}
     turn["versions"] = (sample.policy_version, sample.policy_version if last is None else last)

@@ -88,7 +88,7 @@ import rollouts
 import teachers
 import utils
 from algorithms import checks, optimizers
-from algorithms.advantages import MORE_ADVANTAGES
+from algorithms.advantages import MORE_ADVANTAGES, role_means
 from algorithms.distillation import check_teacher, divergence, rewards_count
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
@@ -570,7 +570,7 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
     asked = needs(cfg)
     inner.squares = "sum_pi_squared" in asked  # a pass over [n, V], which updates do not need
     of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
-    if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
+    if several or normalises(cfg) or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
         batch.old_logprobs, batch.entropy, squares = all_logprobs(policy, batch, cfg)
         batch.sum_pi_squared = squares if inner.squares else None
     inner.squares = False
@@ -667,11 +667,27 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
         # Once per completion: the score is the sum of its row, and the outcome's reward is on the last token.
         rewards[torch.arange(len(part)), last] -= (center / scale).to(scale.dtype)
         batch.rewards = placed(rewards, rows, batch.rewards)
+    if cfg.length_penalty:
+        batch.rewards = with_length_penalty(batch, cfg)
+    if cfg.advantage == "rae":
+        batch.baselines = role_means(batch, moments.setdefault("rae", {}))
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
     batch.rewards = batch.rewards - cfg.beta * kl
     return {"kl": float(utils.global_mean(kl, batch.loss_mask))}
+
+
+def with_length_penalty(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Rewards minus length_penalty x share of the group that is solved x length / longest of the group, at the last
+    sampled token: short answers where the prompt is easy (prime-rl).  [B, T]"""
+    lengths = batch.loss_mask.sum(1)  # [B]
+    share = group_mean(is_solved(batch, cfg), batch.groups)  # [B]
+    index, _ = group_index(batch.groups)
+    longest = torch.zeros_like(lengths).scatter_reduce(0, index, lengths, "amax")[index].clamp(min=1)
+    last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=lengths.device)).argmax(1)
+    penalty = (cfg.length_penalty * share * lengths / longest).to(lengths.dtype)
+    return batch.rewards.index_put((torch.arange(len(batch)), last), -penalty, accumulate=True)
 
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
@@ -850,9 +866,18 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
         return loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)
     if mode == "seq_sum":
         return loss_mask / max(num_sequences, 1)
+    if mode == "prompt_mean":  # every prompt alike, in it every token; num_tokens [B, 1]: those of the row's prompt
+        return loss_mask / num_tokens.clamp(min=1) / max(num_sequences, 1)
     if mode == "constant":  # no length in it at all (Dr. GRPO, 2503.20783 sec. 3.1)
         return loss_mask / (max(num_sequences, 1) * max_tokens)
-    raise ValueError(f"loss_agg {mode!r}: known are token_mean, seq_mean, seq_sum, constant")
+    raise ValueError(f"loss_agg {mode!r}: known are token_mean, seq_mean, seq_sum, prompt_mean, constant")
+
+
+def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
+    """`token_weights` of a micro-batch: of prompt_mean with the tokens of each row's prompt.  [B, T]"""
+    if cfg.loss_agg == "prompt_mean":
+        counts = counts | {"num_tokens": part.extras["prompt_tokens"][:, None]}
+    return token_weights(part.loss_mask, cfg.loss_agg, **counts)
 
 
 # ==== 7 update =======================================================================================================
@@ -945,6 +970,7 @@ def ready(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
     """The batch with what is known of an update before it is cut: what own_term prepares, and the tokens that a loss
     chooses among all (NAME.choose)."""
     choose = getattr(POLICY_LOSSES[cfg.policy_loss], "choose", None)
+    batch = replace(batch, extras=batch.extras | shares(batch, cfg))
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
     if choose or "current_logprobs" in needs(cfg):
@@ -953,15 +979,41 @@ def ready(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
     if not choose:
         return batch
     now = batch.current_logprobs
-    old = batch.sampling_logprobs if cfg.old_logprobs == "sampler" else batch.old_logprobs
-    old = now if old is None or cfg.old_logprobs == "current" else old.where(~old.isnan(), now)  # nan: not sampled
-    return replace(batch, chosen=choose(now, replace(batch, old_logprobs=old), cfg))
+    return replace(batch, chosen=choose(now, replace(batch, old_logprobs=pi_old(now, batch, cfg)), cfg))
+
+
+def shares(batch: Batch, cfg: TrainConfig) -> dict:
+    """What parts of the loss divide by, besides `global_counts`: by the update's rows of all ranks."""
+    found, tokens = {}, batch.loss_mask.sum(1)  # [B]
+    if cfg.loss_agg == "prompt_mean":
+        found["prompt_tokens"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
+    if cfg.positive_nll:
+        right = is_solved(batch, cfg)
+        found["right"] = right / utils.all_sum((right * tokens).sum()).clamp(min=1)  # [B]
+    if normalises(cfg):
+        w = mismatch(batch.old_logprobs, batch, cfg)[1].clamp(cfg.correction_min, cfg.correction_max)  # [B, T]
+        whole = cfg.correction == "sequence"  # of completions, else of tokens
+        mean = utils.global_mean(w[:, 0], (tokens > 0).float()) if whole else utils.global_mean(w, batch.loss_mask)
+        found["mean_correction"] = float(mean)
+    return found
+
+
+def normalises(cfg: TrainConfig) -> bool:
+    return cfg.correction_mode == "normalise" and cfg.correction != "none"
+
+
+def is_solved(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """1 for completions whose score reaches their domain's --eval_solved, else 0.  [B]"""
+    scores = zip(batch.scores.tolist(), batch.rows, strict=True)
+    return batch.rewards.new_tensor([float(solved(score, cfg.of(row))) for score, row in scores])
 
 
 def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
     """What `token_weights` divides by, of all ranks."""
     counts_all = cfg.loss_agg == "constant" and not batch.stand_in  # else completions with a loss token
     sequences = len(batch) if counts_all else int(batch.loss_mask.any(1).sum())
+    if cfg.loss_agg == "prompt_mean":  # a prompt's completions lie on one rank
+        sequences = len(batch.groups[batch.loss_mask.any(1)].unique())
     mine = torch.tensor([float(batch.loss_mask.sum()), float(sequences)])
     tokens, sequences = utils.all_sum(mine).tolist()
     return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
@@ -1006,12 +1058,7 @@ def add_statistics(sums: dict[str, Tensor], stats: dict[str, Tensor], loss_mask:
 def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _ = compute_logprobs(policy, part, cfg)  # [B, T]
-    # pi_old is, by --old_logprobs: the trainer's before the first update (recompute), the generator's (sampler), or pi.
-    if cfg.old_logprobs == "sampler":
-        old = part.sampling_logprobs.where(~part.sampling_logprobs.isnan(), logprobs.detach())
-        part = replace(part, old_logprobs=old)
-    elif part.old_logprobs is None or cfg.old_logprobs == "current":  # pi_old is pi: the ratio is 1
-        part = replace(part, old_logprobs=logprobs.detach())
+    part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))
     # An error over a field that nobody computed says what to add to the loss's `needs`.
     with checks.explained(f"policy loss {cfg.policy_loss!r}", part):
         per_token, stats = checks.check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
@@ -1019,6 +1066,8 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     per_token, stats = per_token * trust, stats | mismatch_statistics(logprobs, trust, part, cfg)
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = checks.check_term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
+        if cfg.kl_ratio:  # sampled from pi_old: with the weight pi / pi_old it is the KL of pi, and so is its gradient
+            kl = kl * log_ratio(logprobs, part).exp()
         per_token, stats["kl"] = per_token + cfg.beta * kl, kl
     if part.top_logprobs is not None:
         term, seen = divergence(part, cfg)  # [B, T]
@@ -1027,12 +1076,29 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     with checks.explained("own_term", part):
         term, seen = own_term(logprobs, entropy, part, cfg)
     stats = stats | checks.check_statistics("own_term", seen, part)
-    weights = token_weights(part.loss_mask, cfg.loss_agg, **counts)  # [B, T]
+    weights = weights_of(part, cfg, counts)  # [B, T]
     loss = (weights * per_token).sum()
+    if cfg.positive_nll:  # VAPO (2504.05118) sec. 4.5: mean over the tokens of right completions
+        loss = loss - cfg.positive_nll * (part.extras["right"][:, None] * part.loss_mask * logprobs).sum()
     if term is not None:
         own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else weights
         loss = loss + (own_weights * checks.check_term("own_term", term, part)).sum()
     return loss, stats | {"entropy": entropy}
+
+
+def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
+    """log pi_old, by --old_logprobs: the trainer's before the first update (recompute), the generator's (sampler),
+    between the generator's and pi (interpolate), or pi itself (current): then the ratio is 1. Where no generator
+    sampled a token it is pi.  [B, T]
+
+    interpolate (AReaL): with weights of L steps ago log mu + L / (L + 1) (log pi - log mu), as if the policy had moved
+    as far in each step, this one included. What was sampled by the newest weights has mu.
+    """
+    now, sampled = logprobs.detach(), part.sampling_logprobs
+    if cfg.old_logprobs in ("sampler", "interpolate"):
+        lag = (part.step - part.versions).clamp(min=0) if cfg.old_logprobs == "interpolate" else 0  # [B, T]
+        return (sampled + lag / (lag + 1) * (now - sampled)).where(~sampled.isnan(), now)
+    return now if part.old_logprobs is None or cfg.old_logprobs == "current" else part.old_logprobs
 
 
 def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -1049,13 +1115,24 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     elif cfg.correction_mode == "mask":
         w = w.where(within_bounds(w, cfg), 0)
     else:
-        w = w.clamp(cfg.correction_min, cfg.correction_max)
-    mean = row_mean(d, mask).exp()  # [B, 1]
-    keep = (mean >= cfg.reject_below) & (mean <= cfg.reject_above)
+        w = w.clamp(cfg.correction_min, cfg.correction_max) / batch.extras.get("mean_correction", 1.0)
+    keep = not_rejected(d, mask, cfg)
     if cfg.off_policy_threshold is not None:
         drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)
         keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
     return w * keep
+
+
+def not_rejected(d: Tensor, mask: Tensor, cfg: TrainConfig) -> Tensor:
+    """Which tokens or completions --reject_by keeps, of d = log trainer / generator: k1 = d, whose exponential has to
+    be within the bounds, k2 = d^2 / 2 or k3 = e^d - 1 - d, of each token, or as the mean, the sum or the largest (k1:
+    and the smallest) of a completion.  [B, T] or [B, 1], bool"""
+    over, _, name = cfg.reject_by.rpartition("_")
+    values = {"k1": d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[name] * mask
+    values = {"seq_mean": row_mean(values, mask), "seq_sum": values.sum(1, keepdim=True)}.get(over, values)
+    values = values.exp() if name == "k1" else values
+    keep = (values >= cfg.reject_below) & (values <= cfg.reject_above)
+    return (keep | (mask == 0)).all(1, keepdim=True) if over == "seq_max" else keep
 
 
 def mismatch(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -1073,6 +1150,8 @@ def within_bounds(w: Tensor, cfg: TrainConfig) -> Tensor:
 
 def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
     """How far trainer and generator are apart.  [B, T] each; weights: `correction`'s"""
+    if cfg.old_logprobs == "interpolate":  # pi_old is not the trainer's
+        batch = replace(batch, old_logprobs=logprobs.detach())
     d, w = mismatch(logprobs, batch, cfg)
     stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
     stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2, "ratio_outside": (~within_bounds(w, cfg)).float()}
@@ -1119,9 +1198,11 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
         self.model, self.temperature, self.chunk, self.autocast = model, cfg.temperature, cfg.logprob_chunk, autocast
+        if cfg.head_dtype == "float32" and type(self.hf_model.get_output_embeddings()) is not nn.Linear:
+            raise ConfigError("--head_dtype float32 needs a plain linear output layer; leave it out of --lora_targets.")
         reads_entropy = "entropy" in inspect.signature(own_term).parameters
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads_entropy
-        self.offload = cfg.offload_activations
+        self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
             # It handles ordinary rows as well, so it may stay if sharing turns out to be impossible.
             use_shared_attention(self.hf_model, attention_kind(cfg.attn_implementation, self.hf_model))
@@ -1162,7 +1243,7 @@ class Policy(nn.Module):
 
     def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
-        logits = logits_of(self.hf_model, hidden).float()  # [n, V]
+        logits = logits_of(self.hf_model, hidden, self.float32).float()  # [n, V]
         if self.never:
             logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
         if self.temperature != 1:  # the generator did the same

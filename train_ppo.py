@@ -56,7 +56,7 @@ from inputs.backbone import backbone
 from inputs.packing import why_not_shared
 from inputs.processor import faults_named
 from runlog.log import clock
-from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, token_weights, whiten
+from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, weights_of, whiten
 
 
 def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) 
     """This micro-batch's share of the critic's loss, and statistics as per-token matrices [B, T]."""
     (values,) = compute_logprobs(critic, part, cfg)  # [B, T]
     per_token, stats = value_loss(values, part, cfg)
-    return (token_weights(part.loss_mask, cfg.loss_agg, **counts) * per_token).sum(), stats
+    return (weights_of(part, cfg, counts) * per_token).sum(), stats
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ class VLLMClient:
         With images, `prompt_ids` has one placeholder token an image, as the chat template writes it; the server
         expands it and the completion's `prompt_ids` says to what (`expanded` is for in-process generators).
         """
-        usual = {"logprobs": 0, "detokenize": False, "stop_token_ids": self.stop_token_ids}
+        usual = {"logprobs": 0, "detokenize": "stop" in sampling, "stop_token_ids": self.stop_token_ids}
         usual["logit_bias"] = {token: -100.0 for token in self.never} or None
         body = {"request_id": uuid.uuid4().hex, "token_ids": [*prompt_ids], "return_token_ids": True}
         body["sampling_params"] = usual | sampling | {"n": n, "max_tokens": max_tokens}

@@ -68,6 +68,40 @@ def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
     return spread(advantages, batch.loss_mask)
 
 
+def maxrl(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """(s - group mean) / group mean, 0 where the mean is not above 0: maximum likelihood RL.  2602.02710.  [B, T]"""
+    mean = group_mean(batch.shaped_scores, batch.groups)
+    centred = center_by_group(batch.shaped_scores, batch.groups)
+    return spread(torch.where(mean > 0, centred / mean.clamp(min=1e-6), 0.0).to(centred.dtype), batch.loss_mask)
+
+
+def rae(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """s - running mean of the scores of the row's `role` (Batch.baselines, of `role_means`): role-conditioned advantage
+    estimation, for self-play, where a seat may win more often than the other.  2506.24119.  [B, T]"""
+    return spread(batch.shaped_scores - batch.baselines, batch.loss_mask)
+
+
+rae.compares_group = False
+RAE_DECAY = 0.95  # of the means, a step
+
+
+def role_means(batch: Batch, means: dict[str, float]) -> Tensor:
+    """The mean of each row's role, the column `role` of the data, with this step's scores in it.  [B]
+
+    means: by role, kept in checkpoints; brought up to date, the same on all ranks, which all call it: decay m + (1 -
+    decay) times the step's mean; a role's first step is its mean.
+    """
+    roles = [str(row.get("role", "")) for row in batch.rows]
+    mine = [] if batch.stand_in else list(zip(roles, batch.scores.tolist(), strict=True))
+    scores: dict[str, list[float]] = {}
+    for role, score in sum(utils.gather_objects(mine), []):
+        scores.setdefault(role, []).append(score)
+    for role, values in scores.items():
+        now = sum(values) / len(values)
+        means[role] = RAE_DECAY * means.get(role, now) + (1 - RAE_DECAY) * now
+    return batch.scores.new_tensor([means.get(role, 0.0) for role in roles])
+
+
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """Every reward function normalised in its group, their weighted sum whitened: no function drowns another.
     2601.05242.  [B, T]"""
@@ -190,7 +224,8 @@ def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
 
 
 MORE_ADVANTAGES = {
-    "lite_ppo": lite_ppo, "opo": opo, "gpg": gpg, "gdpo": gdpo, "grpo_passk": grpo_passk, "remax": remax,
+    "lite_ppo": lite_ppo, "opo": opo, "gpg": gpg, "maxrl": maxrl, "rae": rae, "gdpo": gdpo,
+    "grpo_passk": grpo_passk, "remax": remax,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "turn": turn, "gigpo": gigpo, "otb": otb,
     "tir_otb": tir_otb, "distill": distill,
 }  # fmt: skip

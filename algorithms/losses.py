@@ -81,7 +81,8 @@ def vespo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dic
 
 def dppo_tv(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """-sg(min(ratio, 20)) A log pi while the token's probability moved by at most epsilon / epsilon_high in A's
-    direction: divergence PPO, binary total variation.  2602.04879.  [B, T]"""
+    direction: divergence PPO, binary total variation.  2602.04879. + dppo_tau log-ratio^2 on all tokens, masked or not:
+    prime-rl's loss with --old_logprobs sampler.  [B, T]"""
     moved = (logprobs.exp() - batch.old_logprobs.exp()).detach()
     return within_divergence(moved.abs(), moved, logprobs, batch, cfg)
 
@@ -96,8 +97,9 @@ def dppo_kl(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, d
 def within_divergence(divergence: Tensor, moved: Tensor, logprobs, batch: Batch, cfg) -> tuple[Tensor, dict]:
     high = (batch.advantages > 0) & (moved > 0) & (divergence > cfg.epsilon_high)
     low = (batch.advantages <= 0) & (moved < 0) & (divergence > cfg.epsilon)
-    weight = log_ratio(logprobs, batch).exp().clamp(max=20).detach() * ~(low | high)
-    return -weight * batch.advantages * logprobs, clip_stats(low, high)
+    d = log_ratio(logprobs, batch)
+    weight = d.exp().clamp(max=20).detach() * ~(low | high)
+    return -weight * batch.advantages * logprobs + cfg.dppo_tau * d**2, clip_stats(low, high)
 
 
 # clip_cov and kl_cov (2505.22617) hold back the tokens that reduce the entropy most: those that contribute most to the

@@ -42,8 +42,9 @@ def replaced(module: nn.Module, **methods) -> Iterator[None]:
                 module.__dict__[name] = old
 
 
-def logits_of(hf_model: nn.Module, hidden: Tensor) -> Tensor:
-    """What `hf_model` answers for tokens with these last hidden states.  [n, H] -> [n, V]
+def logits_of(hf_model: nn.Module, hidden: Tensor, float32: bool = False) -> Tensor:
+    """What `hf_model` answers for tokens with these last hidden states; float32: the output layer's product in it, not
+    a cast behind it.  [n, H] -> [n, V]
 
     Its own forward runs, in which the backbone gives them. So nothing that it does to logits is written here again:
     Gemma caps them, Granite divides them, Cohere multiplies them, ModernBERT has one more layer before.
@@ -52,9 +53,17 @@ def logits_of(hf_model: nn.Module, hidden: Tensor) -> Tensor:
     def give(*_, **__) -> Given:
         return Given([hidden[None]])
 
+    output = hf_model.get_output_embeddings()
+
+    def multiply(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if output.bias is None else output.bias.float()
+            return nn.functional.linear(hidden.float(), output.weight.float(), bias)
+
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
     with (
         replaced(backbone(hf_model), forward=give),
-        replaced(text_model(hf_model), forward=give),
-    ):  # OPT calls the latter
+        replaced(text_model(hf_model), forward=give),  # OPT calls this one
+        replaced(output, forward=multiply) if float32 else contextlib.nullcontext(),
+    ):
         return hf_model(input_ids=ids, use_cache=False).logits[0]

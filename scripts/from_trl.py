@@ -40,7 +40,7 @@ SAME = {  # TRL's name -> ours, with the value as it is
     "off_policy_mask_threshold": "off_policy_threshold", "router_aux_loss_coef": "router_aux_coef",
     "entropy_coef": "entropy_coef", "entropy_target": "entropy_target",
     "ref_model_mixup_alpha": "ref_sync_alpha", "torch_compile": "compile",
-    "gradient_checkpointing": "gradient_checkpointing", "report_to": "report_to",
+    "gradient_checkpointing": "gradient_checkpointing", "use_bias_correction_kl": "kl_ratio", "report_to": "report_to",
     "save_total_limit": "save_total_limit",
     "log_completions": "log_completions", "hub_model_id": "push_to_hub",
     "vllm_server_base_url": "server_urls", "vllm_server_timeout": "server_timeout", "ddp_timeout": "dist_timeout",

@@ -168,6 +168,17 @@ def test_completions_end_as_they_are_asked_to(client):
     assert one == two != other
 
 
+def test_sampling_ends_with_the_token_that_completes_a_text(client, model):
+    client.run = None
+    tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
+    (plain,) = sample(client, n=1, max_tokens=30, seed=1)
+    stop = tokenizer.decode(plain.token_ids[6:8])[-2:]
+    (cut,) = sample(client, n=1, max_tokens=30, seed=1, stop=("never said", stop))
+    assert plain.token_ids[: len(cut.token_ids)] == cut.token_ids and cut.finish_reason == "stop"
+    assert stop in tokenizer.decode(cut.token_ids) and stop not in tokenizer.decode(cut.token_ids[:-1])
+    assert agrees(model, cut)
+
+
 def test_a_turn_ends_as_the_chat_template_ends_it(client, model):
     """Where that is no EOS token of the model: sampling ends there, and the end is trained. The weights are such that
     it is what the model says."""

@@ -1,0 +1,248 @@
+"""What TRL, verl, prime-rl and AReaL ship: each formula against a loop of its own over plain transformers' log-probs,
+on one rank and two, with micro-batches that cut a group."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+import ragged
+import torch
+from ranks import on_ranks
+from server_fixture import make_tiny
+
+import train_grpo as script
+import utils
+from algorithms.advantages import role_means
+from config import ConfigError, TrainConfig, check
+from hf_generator import HFGenerator
+from inputs.processor import load_processor
+from rollouts import single_turn
+
+CPU, STEP = torch.device("cpu"), 7
+CFG = TrainConfig(compute_dtype="float32", dtype="float32", tokens_per_microbatch=30, shared_prefix=False)
+CFG = replace(CFG, correction="none", loss_agg="seq_mean", eval_solved=1.0)
+FIELDS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
+
+
+def made() -> list:
+    """(trajectory, what is added to the policy's log-probs of each token for each of FIELDS) of every completion."""
+    generator, out = torch.Generator().manual_seed(3), []
+    for number, t in enumerate(ragged.trajectories()):
+        t.policy_version = STEP - number % 4
+        out.append((t, 0.4 * torch.randn(len(FIELDS), len(t.token_ids), generator=generator)))
+    return out
+
+
+def ours(settings: dict) -> dict:
+    """Gradient and statistics of one update on this rank."""
+    script.load_hf_model = ragged.small_llama  # in a fork
+    cfg, rank, world = replace(CFG, **settings), torch.distributed.get_rank(), utils.world_size()
+    policy, inner = script.load_policy(cfg, CPU)
+    mine = [(t, noise) for t, noise in made() if world == 1 or (t.group >= 3) == (rank == 1)]
+    for t, _ in mine:
+        t.group -= 3 * rank
+    batch = script.collate([t for t, _ in mine], 0, CPU, rank, STEP)
+    batch.advantages = script.dr_grpo(batch, cfg)
+    now = script.all_logprobs(policy, batch, cfg)[0]
+    for field, name in enumerate(FIELDS):
+        values = now.clone()
+        for row, (t, noise) in enumerate(mine):
+            values[row, len(t.prompt_ids) : len(t.prompt_ids) + len(t.token_ids)] += noise[field]
+        setattr(batch, name, values * batch.loss_mask)
+    if cfg.old_logprobs != "recompute":
+        batch.old_logprobs = None
+    if not cfg.beta:
+        batch.ref_logprobs = None
+    return ragged.gradients(policy, inner, batch, cfg)
+
+
+def theirs(settings: dict) -> dict:
+    """The same in a loop over completions and their sampled tokens."""
+    cfg, model, rows = replace(CFG, **settings), ragged.small_llama(None, torch.float32), []
+    for t, noise in made():
+        log_p = model(torch.tensor([t.prompt_ids + t.token_ids])).logits[0].log_softmax(-1)
+        places = [i for i, mask in enumerate(t.loss_mask) if mask]
+        now = [log_p[len(t.prompt_ids) + i - 1, t.token_ids[i]] for i in places]
+        mu, old, ref = ([p.detach() + noise[f, i] for p, i in zip(now, places, strict=True)] for f in range(3))
+        rows.append((t, now, mu, old, ref, sum(t.token_rewards)))
+    scores = {g: [s for t, *_, s in rows if t.group == g] for g in range(5)}
+    tokens = {g: sum(len(now) for t, now, *_ in rows if t.group == g) for g in range(5)}
+    right = sum(len(now) for _, now, *_, s in rows if s >= 1)
+
+    def weights(t, mu, old):
+        """Of each token, clamped: pi_old / mu, or the product of them over the completion."""
+        d = [float(o - m) for o, m in zip(old, mu, strict=True)]
+        d = [sum(d)] * len(d) if cfg.correction == "sequence" else d
+        return [min(max(math.exp(x), cfg.correction_min), cfg.correction_max) for x in d]
+
+    every = [weights(t, mu, old) for t, _, mu, old, *_ in rows if mu]
+    every = [w[:1] for w in every] if cfg.correction == "sequence" else every
+    mean = sum(map(sum, every)) / sum(map(len, every))
+    total, sampled = 0.0, [row for row in rows if row[1]]
+    for t, now, mu, old, ref, score in sampled:
+        advantage, lag = score - sum(scores[t.group]) / len(scores[t.group]), STEP - t.policy_version
+        if cfg.old_logprobs == "sampler":
+            old = mu
+        if cfg.old_logprobs == "interpolate":
+            old = [m + lag / (lag + 1) * (p.detach() - m) for m, p in zip(mu, now, strict=True)]
+        d = [float(o - m) for o, m in zip(old, mu, strict=True)]
+        k = {"k1": d, "k2": [x * x / 2 for x in d], "k3": [math.exp(x) - 1 - x for x in d]}[cfg.reject_by[-2:]]
+        by = {"tok": k, "sum": [sum(k)], "mea": [sum(k) / len(k)], "max": k}
+        k = by[cfg.reject_by.removeprefix("seq_")[:3]]
+        k = [math.exp(x) for x in k] if cfg.reject_by.endswith("k1") else k
+        inside = [cfg.reject_below <= x <= cfg.reject_above for x in k]
+        kept = inside if cfg.reject_by.startswith("token") else [all(inside)] * len(now)
+        w = weights(t, mu, old) if cfg.correction != "none" and cfg.old_logprobs != "sampler" else [1.0] * len(now)
+        for i, p in enumerate(now):
+            ratio = (p - old[i]).exp()
+            if cfg.policy_loss == "dppo_tv":
+                moved = float(p.detach().exp() - old[i].exp())
+                masked = moved > cfg.epsilon_high if advantage > 0 else -moved > cfg.epsilon
+                loss = -advantage * ratio * (not masked) + cfg.dppo_tau * (p - old[i]) ** 2
+            else:
+                loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high))
+            loss = loss * w[i] / (mean if cfg.correction_mode == "normalise" else 1) * kept[i]
+            if cfg.beta:
+                x = p - ref[i]
+                kl = {"k1": x, "k3": (-x).exp() - 1 + x}[cfg.kl]
+                loss = loss + cfg.beta * (kl * ratio if cfg.kl_ratio else kl)
+            filled = [g for g in range(5) if tokens[g]]
+            share = {"prompt_mean": 1 / tokens[t.group] / len(filled), "seq_mean": 1 / len(now) / len(sampled)}
+            total = total + loss * share[cfg.loss_agg]
+            total = total - cfg.positive_nll * p / right * (score >= 1)
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+NORMALISED = dict(correction_mode="normalise", correction_max=1.2)
+CASES = [
+    dict(beta=0.3, kl="k3", kl_ratio=True),
+    dict(beta=0.3, kl="k1", kl_ratio=True),
+    dict(loss_agg="prompt_mean"),
+    dict(correction="token", **NORMALISED),
+    dict(correction="sequence", loss_agg="prompt_mean", **NORMALISED),
+    dict(reject_by="token_k1", reject_below=0.8, reject_above=1.3),
+    dict(reject_by="seq_mean_k3", reject_above=0.08),
+    dict(reject_by="seq_max_k1", reject_below=0.5, reject_above=2.0),
+    dict(reject_by="seq_sum_k2", reject_above=0.4),
+    dict(policy_loss="dppo_tv", dppo_tau=0.5, epsilon=1e-4, epsilon_high=1e-4, old_logprobs="sampler"),
+    dict(old_logprobs="interpolate", correction="token"),
+    dict(positive_nll=0.5),
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_the_gradient_is_that_of_a_loop(settings):
+    expected, plain = theirs(settings), theirs({})
+    size = max(gradient.norm() for gradient in expected.values())
+    assert max((expected[n] - plain[n]).norm() for n in expected) > 0.01 * size, "it changes something"
+    for ranks in (1, 2):
+        found = on_ranks(ranks, ours, settings)[0]
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() < 2e-5 * size, (ranks, name)
+
+
+# ---- advantages -----------------------------------------------------------------------------------------------------
+
+
+def test_maxrl_divides_by_the_mean():
+    batch = ragged.local_batch(0, 1)
+    found = script.ADVANTAGES["maxrl"](batch, CFG)
+    for row, (score, group) in enumerate(zip(batch.scores.tolist(), batch.groups.tolist(), strict=True)):
+        mine = batch.scores[batch.groups == group].tolist()
+        mean = sum(mine) / len(mine)
+        expected = (score - mean) / mean if mean > 0 else 0.0
+        assert found[row].tolist() == pytest.approx([expected * m for m in batch.loss_mask[row].tolist()], abs=1e-6)
+
+
+def of_roles() -> tuple[list, dict]:
+    """rae in two steps of the same scores, the second times ten."""
+    batch, means, out = ragged.local_batch(torch.distributed.get_rank(), utils.world_size()), {}, []
+    batch.rows = [{"role": "first" if group % 2 else "second"} for group in (batch.groups % 3).tolist()]
+    for _ in range(2):
+        batch.baselines = role_means(batch, means)
+        out.append(script.ADVANTAGES["rae"](batch, CFG).sum(1).tolist())
+        batch.rewards = 10 * batch.rewards
+    return [*zip(batch.groups.tolist(), *out, strict=True)], means
+
+
+def test_rae_keeps_a_mean_of_each_role_over_all_ranks():
+    """The groups 0 to 4 of one rank are 0, 1, 2 and 0, 1 of two: as roles 0, 1, 0, 0, 1 there and here."""
+    rows = ragged.trajectories()
+    roles = ["first" if t.group in (1, 4) else "second" for t in rows]
+    scores, means = [sum(t.token_rewards) for t in rows], {}
+    now = {r: [s for s, role in zip(scores, roles, strict=True) if role == r] for r in ("first", "second")}
+    now = {r: sum(values) / len(values) for r, values in now.items()}
+    means = {r: 0.95 * mean + 0.05 * 10 * mean for r, mean in now.items()}
+    for ranks in (1, 2):
+        found = on_ranks(ranks, of_roles)
+        assert all(of_rank[1] == pytest.approx(means) for of_rank in found)
+        values = sum((of_rank[0] for of_rank in found), [])
+        for (_, first, second), t, role, score in zip(values, rows, roles, scores, strict=True):
+            tokens = sum(t.loss_mask)
+            assert first == pytest.approx(tokens * (score - now[role]), abs=1e-5)
+            assert second == pytest.approx(tokens * (10 * score - means[role]), abs=1e-4)
+
+
+def test_the_length_penalty_looks_at_the_group():
+    cfg, batch = replace(CFG, length_penalty=0.5), ragged.local_batch(0, 1)
+    before = batch.scores
+    script.shape_rewards(batch, cfg, {})
+    for row, group in enumerate(batch.groups.tolist()):
+        mates = [i for i, other in enumerate(batch.groups.tolist()) if other == group]
+        length = batch.loss_mask.sum(1).tolist()
+        share = sum(float(before[i]) >= 1 for i in mates) / len(mates)
+        expected = float(before[row]) - 0.5 * share * length[row] / max(1, *(length[i] for i in mates))
+        assert float(batch.shaped_scores[row]) == pytest.approx(expected, abs=1e-6)
+    assert batch.scores.equal(before)
+
+
+# ---- the last product -----------------------------------------------------------------------------------------------
+
+
+def test_the_output_layer_in_float32_multiplies_in_it(monkeypatch):
+    """Of hidden states in bfloat16, as autocast makes them: what a cast behind a product in bfloat16 is not."""
+    monkeypatch.setattr(script, "load_hf_model", ragged.small_llama)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets, found = torch.arange(5), {}
+    for dtype in ("auto", "float32"):
+        _, inner = script.load_policy(replace(CFG, head_dtype=dtype), CPU)
+        with torch.autocast("cpu", torch.bfloat16):
+            found[dtype] = inner.head(hidden, targets)[0]
+    weight = inner.hf_model.lm_head.weight
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1)[targets, targets]
+    assert (found["float32"] - exact).abs().max() < 1e-6 < 1e-4 < (found["auto"] - exact).abs().max()
+
+
+# ---- stop strings ---------------------------------------------------------------------------------------------------
+
+
+def test_sampling_ends_with_the_token_that_completes_a_text():
+    """What was sampled up to there is trained on. Evaluations sample with the same options."""
+    processor = load_processor(str(make_tiny()))
+    model = script.load_hf_model(TrainConfig(model_id=str(make_tiny())), torch.float32)
+    generator = HFGenerator(model, processor)
+    row = {"prompt": "Count from one to a hundred."}
+
+    def sampled(**settings):
+        generator.seed(5)
+        cfg = TrainConfig(num_generations=4, max_completion_length=40, **settings)
+        return asyncio.run(single_turn([row], generator, cfg))
+
+    for whole in (plain := sampled()):
+        assert len(whole.token_ids) > 10
+    stop = processor.decode(plain[0].token_ids[6:8])[-2:]
+    cut = sampled(stop=["never said", stop])[0]
+    assert plain[0].token_ids[: len(cut.token_ids)] == cut.token_ids and cut.finish_reason == "stop"
+    assert stop in cut.info["completion"] and stop not in processor.decode(cut.token_ids[:-1])
+    assert set(cut.loss_mask) == {1}
+
+
+def test_settings_that_do_not_go_together():
+    for settings, says in (
+        (dict(reject_by="seq_k3"), "--reject_by=seq_k3: token, seq_mean"),
+        (dict(correction_mode="normalise", old_logprobs="sampler"), "--correction_mode normalise takes a mean"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check(TrainConfig(**settings))
