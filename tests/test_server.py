@@ -172,11 +172,11 @@ def test_sampling_ends_with_the_token_that_completes_a_text(client, model):
     client.run = None
     tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
     (plain,) = sample(client, n=1, max_tokens=30, seed=1)
-    stop = tokenizer.decode(plain.token_ids[6:8])[-2:]
+    whole, text = plain.token_ids, tokenizer.decode(plain.token_ids, skip_special_tokens=True)
+    stop = next(text[i : i + 2] for i in range(8, len(text)) if text[i : i + 2].isalpha() and text[i : i + 2].isascii())
+    end = next(n for n in range(1, len(whole)) if stop in tokenizer.decode(whole[:n], skip_special_tokens=True))
     (cut,) = sample(client, n=1, max_tokens=30, seed=1, stop=("never said", stop))
-    assert plain.token_ids[: len(cut.token_ids)] == cut.token_ids and cut.finish_reason == "stop"
-    assert stop in tokenizer.decode(cut.token_ids) and stop not in tokenizer.decode(cut.token_ids[:-1])
-    assert agrees(model, cut)
+    assert (cut.token_ids, cut.finish_reason) == (whole[:end], "stop") and end < len(whole)
 
 
 def test_a_turn_ends_as_the_chat_template_ends_it(client, model):

@@ -14,6 +14,7 @@ from server_fixture import make_tiny
 import train_grpo as script
 import utils
 from algorithms.advantages import role_means
+from batch import GROUPS
 from config import ConfigError, TrainConfig, check
 from hf_generator import HFGenerator
 from inputs.processor import load_processor
@@ -159,7 +160,8 @@ def test_maxrl_divides_by_the_mean():
 def of_roles() -> tuple[list, dict]:
     """rae in two steps of the same scores, the second times ten."""
     batch, means, out = ragged.local_batch(torch.distributed.get_rank(), utils.world_size()), {}, []
-    batch.rows = [{"role": "first" if group % 2 else "second"} for group in (batch.groups % 3).tolist()]
+    offset = 3 * torch.distributed.get_rank()
+    batch.rows = [{"role": "first" if g % GROUPS + offset in (1, 4) else "second"} for g in batch.groups.tolist()]
     for _ in range(2):
         batch.baselines = role_means(batch, means)
         out.append(script.ADVANTAGES["rae"](batch, CFG).sum(1).tolist())
@@ -168,7 +170,6 @@ def of_roles() -> tuple[list, dict]:
 
 
 def test_rae_keeps_a_mean_of_each_role_over_all_ranks():
-    """The groups 0 to 4 of one rank are 0, 1, 2 and 0, 1 of two: as roles 0, 1, 0, 0, 1 there and here."""
     rows = ragged.trajectories()
     roles = ["first" if t.group in (1, 4) else "second" for t in rows]
     scores, means = [sum(t.token_rewards) for t in rows], {}
@@ -212,7 +213,7 @@ def test_the_output_layer_in_float32_multiplies_in_it(monkeypatch):
             found[dtype] = inner.head(hidden, targets)[0]
     weight = inner.hf_model.lm_head.weight
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)[targets, targets]
-    assert (found["float32"] - exact).abs().max() < 1e-6 < 1e-4 < (found["auto"] - exact).abs().max()
+    assert (found["float32"] - exact).abs().max() < 5e-6 < 1e-4 < (found["auto"] - exact).abs().max()
 
 
 # ---- stop strings ---------------------------------------------------------------------------------------------------
@@ -227,16 +228,15 @@ def test_sampling_ends_with_the_token_that_completes_a_text():
 
     def sampled(**settings):
         generator.seed(5)
-        cfg = TrainConfig(num_generations=4, max_completion_length=40, **settings)
-        return asyncio.run(single_turn([row], generator, cfg))
+        cfg = TrainConfig(num_generations=1, max_completion_length=40, **settings)
+        return asyncio.run(single_turn([row], generator, cfg))[0]
 
-    for whole in (plain := sampled()):
-        assert len(whole.token_ids) > 10
-    stop = processor.decode(plain[0].token_ids[6:8])[-2:]
-    cut = sampled(stop=["never said", stop])[0]
-    assert plain[0].token_ids[: len(cut.token_ids)] == cut.token_ids and cut.finish_reason == "stop"
-    assert stop in cut.info["completion"] and stop not in processor.decode(cut.token_ids[:-1])
-    assert set(cut.loss_mask) == {1}
+    text, whole = (plain := sampled()).info["completion"], plain.token_ids
+    stop = next(text[i : i + 2] for i in range(8, len(text)) if text[i : i + 2].isalpha() and text[i : i + 2].isascii())
+    end = next(n for n in range(1, len(whole)) if stop in processor.decode(whole[:n], skip_special_tokens=True))
+    cut = sampled(stop=["never said", stop])
+    assert cut.token_ids == whole[:end] and cut.finish_reason == "stop" and set(cut.loss_mask) == {1}
+    assert stop in cut.info["completion"] and end < len(whole)
 
 
 def test_settings_that_do_not_go_together():
