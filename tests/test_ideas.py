@@ -59,7 +59,6 @@ HARD = "def right(completion_ids, **_):\n"
 HARD += "    return [float(sum(t % 2 == 0 for t in ids) > len(ids) / 2) for ids in completion_ids]\n"
 
 IDEAS = [
-    ("An advantage: MaxRL", "--advantage maxrl", "maxrl/group_mean"),
     ("An advantage with a knob: pass@k", "--advantage passk --pass_k 2", "pass_at_k"),
     ("A loss whose bounds", "--policy_loss dynamic_clip --num_iterations 2", "clip_ratio/low_mean"),
     ("A loss with two knobs", "--policy_loss ce_gppo --num_iterations 2 --keep_low 0.75", "ce_gppo/kept_mean"),
@@ -71,7 +70,7 @@ IDEAS = [
 ]
 
 
-CHEAP = ("maxrl", "scaled", "1e-4", "2")  # an advantage, a loss that remembers, an optimizer, a term of one's own
+CHEAP = ("passk", "scaled", "1e-4", "2")  # an advantage, a loss that remembers, an optimizer, a term of one's own
 
 
 @pytest.mark.parametrize(
@@ -108,10 +107,7 @@ def without_times(lines: list[dict]) -> list[dict]:
     "title",
     [
         "A replay",
-        *(
-            pytest.param(t, marks=pytest.mark.slow)
-            for t in ("A curriculum: rows", "A curriculum: harder", "A loss with a running")
-        ),
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ("A curriculum: rows", "A loss with a running")),
     ],
 )
 def test_what_is_remembered_is_restored(title, copy, tmp_path):
@@ -121,7 +117,7 @@ def test_what_is_remembered_is_restored(title, copy, tmp_path):
     flags = f"--reward_funcs {tmp_path}/right.py:right --dataset_id {tmp_path}/rows.jsonl --prompts_per_step 2 "
     flags += "--save_steps 1"
     flags += " --policy_loss scaled" * title.startswith("A loss")
-    rows = "".join(json.dumps({"prompt": f"{n}?", "level": n // 2}) + "\n" for n in range(4))
+    rows = "".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(4))
     (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
     whole = without_times(train(tmp_path, script, f"{flags} --max_steps 6", "whole"))
     train(tmp_path, script, f"{flags} --max_steps 3", "parts")
