@@ -4,9 +4,8 @@
     --mcp_config servers.json                   # {"mcpServers": {"files": {"command": "...", "args": []}, ...}}
 
 A function with type hints and a Google-style docstring is a tool as it is; it may be async. So are a functools.partial
-of one, an object with __call__, and tool objects of smolagents and langchain. What a tool returns is shown to the
-model: text, an image, or a list of message parts. What it raises is shown, too, and counted, as is a call
-that cannot be read: the model may try again. Columns of a data set may narrow this down by row: `tools` to some names,
+of one and an object with __call__. What a tool returns is shown to the model: text, an image, or a list of message
+parts. What it raises is shown, too, and counted, as is a call that cannot be read: the model may try again. Columns of a data set may narrow this down by row: `tools` to some names,
 `tools_kwargs` ({tool: {argument: value}}) to arguments that the model neither sees nor gives.
 """
 
@@ -63,31 +62,17 @@ class Tool:
 
 
 def as_tool(given, where: str) -> Tool:
-    """What a user names as a tool: a Tool, whatever can be called, or a tool object of smolagents or langchain."""
+    """What a user names as a tool: a Tool, or whatever can be called."""
     if isinstance(given, Tool):
         return given
-    if inspect.isclass(given):
-        raise ConfigError(f"{where} is a class: make an object of it in the file, and name that.")
-    if hasattr(given, "forward") and hasattr(given, "inputs"):  # smolagents
-        required = [name for name, about in given.inputs.items() if not about.get("nullable")]
-        parameters = {"type": "object", "properties": given.inputs, "required": required}
-        return Tool(given.name, given.description, parameters, given)
-    if hasattr(given, "ainvoke") and hasattr(given, "args"):  # langchain
-
-        async def invoke(**arguments):
-            return await given.ainvoke(arguments)
-
-        invoke.executes_code = getattr(given, "executes_code", False)
-        parameters = {"type": "object", "properties": given.args}
-        return Tool(given.name, given.description, parameters, invoke)
-    if not callable(given):
+    if inspect.isclass(given) or not callable(given):
         raise ConfigError(f"{where} is {shorten(given)}; {ALLOWED}")
     return from_function(given)
 
 
 ALLOWED = (
-    "allowed are functions, functools.partial, objects with __call__, tool objects of smolagents and langchain, and "
-    "envs.tools.Tool: call it in a function of your own, with type hints and a docstring."
+    "allowed are functions, functools.partial, objects with __call__ and envs.tools.Tool: call it in a function of "
+    "your own, with type hints and a docstring."
 )
 
 
