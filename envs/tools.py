@@ -5,9 +5,9 @@
 
 A function with type hints and a Google-style docstring is a tool as it is; it may be async. So are a functools.partial
 of one and an object with __call__. What a tool returns is shown to the model: text, an image, or a list of message
-parts. What it raises is shown, too, and counted, as is a call that cannot be read: the model may try again. Columns of a
-data set may narrow this down by row: `tools` to some names, `tools_kwargs` ({tool: {argument: value}}) to arguments that
-the model neither sees nor gives.
+parts. What it raises is shown, too, and counted, as is a call that cannot be read: the model may try again. Columns of
+a data set may narrow this down by row: `tools` to some names, `tools_kwargs` ({tool: {argument: value}}) to arguments
+that the model neither sees nor gives.
 """
 
 import ast
