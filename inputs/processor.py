@@ -128,19 +128,10 @@ NEEDLESS = re.compile(
     "_token_id must be `None` or an integer within the vocabulary|"
     "We set the attention implementation for the sub-config|`attention_mask` was passed, but it is unused"
 )
-KERNELS = re.compile(r"falling back to its reference PyTorch implementation because (\S+) is not installed")
 
 
-def worth_saying(record, named=set()) -> bool:  # noqa: B006 for this process
-    """Packages with kernels are worth it on GPUs; each is named once, by the first rank."""
-    text = record.getMessage()
-    if found := KERNELS.search(text):
-        import torch
-
-        new = torch.cuda.is_available() and os.environ.get("RANK", "0") == "0" and found[1] not in named
-        named.add(found[1])
-        return new
-    return not NEEDLESS.search(text)
+def worth_saying(record) -> bool:
+    return not NEEDLESS.search(record.getMessage())
 
 
 def without_dropout(config):
