@@ -164,7 +164,7 @@ class TrainConfig:
     group_mean_min: float = -math.inf  # groups whose mean score is below this (too hard) leave the loss ...
     group_mean_max: float = math.inf  # ... and those above this (too easy)
 
-    # --- teacher: on-policy distillation, docs/algorithms.md ---
+    # --- teacher: on-policy distillation, docs/distillation.md ---
     teacher_urls: list[str] = field(default_factory=list)  # servers of a teacher that scores what the policy samples
     teacher_id: str | None = None  # or a hub id or folder: a frozen teacher in this process, sharded as the policy is
     teacher_prompt: str | None = None  # prompt that it sees instead: a column, file.py:function; alone: of the policy
