@@ -15,7 +15,7 @@ from torch import Tensor
 
 import utils
 from config import TrainConfig
-from inputs.routing import collated
+from inputs.router_replay import collated
 from inputs.trajectory import stands_in
 
 GROUPS = 2**32  # more than a rank has
@@ -59,7 +59,7 @@ class Batch:
     chosen: Tensor | None = None  # [B, T] of bool: tokens that a policy loss with `choose` treats apart
     given_scores: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
     extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...] that are cut as the rest is
-    routed_experts: Tensor | None = None  # [B, T, layers, k] that the generator took, -1 unknown; see inputs/routing.py
+    routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: inputs/router_replay.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
     versions: Tensor | None = None  # [B, T] of the weights that sampled each token: steps done before

@@ -206,7 +206,7 @@ class TrainConfig:
     entropy_target: float | None = None  # adapt entropy_coef: up while the entropy is below this, down while above
     top_entropy_quantile: float = 1.0  # train on this fraction of the step's tokens, highest entropy first
     router_replay: Literal["auto", "on", "off"] = "auto"  # experts as the generator chose; auto: where it tells them
-    router_aux_coef: float = 0.0  # on the loss that keeps experts evenly used, over the tokens that are learned from
+    router_aux_coef: float = 0.0  # on transformers' loss that keeps experts evenly used
     mask_truncated: bool = False  # leave completions cut at a length limit out of the loss
     # pi_old: the trainer's before the update, the generator's, between the generator's and pi by age, or always pi
     old_logprobs: Literal["recompute", "sampler", "interpolate", "current"] = "recompute"

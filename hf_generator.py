@@ -24,13 +24,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import utils
-from inputs import routing
 from inputs.agreement import evaluating
-from inputs.attention import takes_any
-from inputs.backbone import backbone, text_model
-from inputs.logits import logits_of
+from inputs.model import backbone, experts_of, logits_of
 from inputs.packing import join_inputs
 from inputs.prompts import TYPES, Prompt, end_ids, placeholder_tokens
+from inputs.router_replay import Routing
 from vllm_client import Completion
 
 
@@ -137,7 +135,7 @@ class HFGenerator:
         whole = inspect.signature(model.forward).parameters
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in whole else {}
         self.window = utils.window_of(model.config)
-        self.routing = routing.Routing(model) if routing.experts_of(model.config)[0] else None
+        self.routing = Routing(model) if experts_of(model.config)[0] else None
         self._queue: list[_Request] = []
         self._due: asyncio.AbstractEventLoop | None = None  # in which `_flush` is about to be called
         self._missing: set[str] = set()
@@ -146,8 +144,8 @@ class HFGenerator:
     def _prepare(self) -> None:
         """What may be changed of a copy."""
         self.model.eval().requires_grad_(False)
-        attention, kind = self.model.config._attn_implementation, type(text_model(self.model))
-        if self.device.type == "cpu" and attention == "sdpa" and takes_any(kind):
+        attention = self.model.config._attn_implementation
+        if self.device.type == "cpu" and attention == "sdpa" and self.model._can_set_attn_implementation():
             use_decode_attention(self.model)
 
     def _passes(self):

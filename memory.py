@@ -18,9 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from batch import Batch
 from config import TrainConfig
-from inputs import four_bits
-from inputs.backbone import backbone
-from inputs.logits import chunk_size
+from inputs.model import BYTES_IN_4_BITS, backbone, chunk_size
 from inputs.packing import most_tokens, pack
 
 GIB = 2**30
@@ -118,15 +116,16 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
     inputs, *where = longest_pass(cfg)
     with torch.device("meta"):
         policy = make_policy(cfg)
-    kept, more = copied_keys(inputs["attention_mask"], policy, cfg)
+    segments = inputs.pop("segments", None)
+    kept, more = copied_keys(segments, policy, cfg) if segments else (0, 0)
     packed = [getattr(p, "in_4_bits", False) for p in policy.parameters()]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"):
         claim_memory(policy, None if cfg.strategy == "ddp" else getattr(torch, cfg.compute_dtype))
-        if inputs["attention_mask"].ndim == 4:  # segments: their kernel keeps what that of causal attention keeps
+        if segments:  # their kernel keeps what that of causal attention keeps
             policy.hf_model.set_attn_implementation("sdpa")
             # One for all pairs: without any, transformers makes one of L x L of positions that begin anew.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        elif inputs["attention_mask"].ndim == 2:
+        else:
             rows, length = inputs["attention_mask"].shape
             inputs["attention_mask"] = torch.ones(rows, 1, length, length, dtype=torch.bool)
         inputs = {key: fake.from_tensor(x) if type(x) is Tensor else x for key, x in inputs.items()}
@@ -166,21 +165,21 @@ def pass_bytes(make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig
     return COUNTED[make_policy, repr(cfg)]
 
 
-def copied_keys(mask: Tensor, policy: nn.Module, cfg: TrainConfig) -> tuple[int, int]:
+def copied_keys(segments: list, policy: nn.Module, cfg: TrainConfig) -> tuple[int, int]:
     """Bytes that GPUs' attention behind shared prompts (attend_in_one_call) takes beyond that of one long row. What is
     kept for the backward pass: keys and values of a prompt once for each of its completions, of one layer or, if none
     is computed again, of all; and what its own backward pass takes on top: their gradients, which torch's kernel makes
     for all query heads first, and one of them in float32."""
     text, size = policy.hf_model.config.get_text_config(), itemsizes(cfg)[1]
     heads = getattr(text, "num_attention_heads", 0)  # none where all layers are recurrent
-    if mask.ndim != 4 or not heads:
+    if not heads:
         return 0, 0
-    segments, kv = mask[0, 0], getattr(text, "num_key_value_heads", None) or heads  # [S, 4], see inputs/attention.py
-    prompts = segments[:, 3] - segments[:, 2]
-    if not prompts.any():
+    kv = getattr(text, "num_key_value_heads", None) or heads
+    prompts = sum(segments[front][0] for _, front in segments if front is not None)
+    if not prompts:
         return 0, 0
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    keys = int((segments[:, 1] - segments[:, 0] + prompts).sum()) * width  # numbers of a head
+    keys = (sum(size for size, _ in segments) + prompts) * width  # numbers of a head
     layers = 1 if cfg.gradient_checkpointing else len(decoder_layers(policy))
     return keys * 2 * kv * size * layers, keys * (2 * kv * size + 2 * heads * size * (heads > kv) + 4 * kv)
 
@@ -263,7 +262,7 @@ def kept_bytes(make_policy: Callable, table: list[tuple], cfg: TrainConfig, rank
         pinned += 1 << max(own - 1, 0).bit_length()
         in_4_bits, scaled = in_4_bits + own * packed, scaled + torch.Size(shape).numel() * packed
         of_critic += own * (trained and not unused)
-    frozen = master * (size[False] - in_4_bits) + round(four_bits.BYTES * scaled + (in_4_bits - scaled) / 2)
+    frozen = master * (size[False] - in_4_bits) + round(BYTES_IN_4_BITS * scaled + (in_4_bits - scaled) / 2)
     need = Counter(weights=frozen + trained_in * size[True], optimizer=2 * trained_in * size[True])
     # FSDP1 lets go of gradients at the next forward pass only. DDP's buckets stay, and what micro-batches before the
     # last add up does not lie in them.

@@ -66,7 +66,7 @@ import torch
 
 import memory
 import train_ppo
-from inputs.backbone import experts_of
+from inputs.model import experts_of
 from memory import GIB
 from train_grpo import empty_policy, load_config
 

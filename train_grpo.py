@@ -118,32 +118,32 @@ from batch import (
 )
 from envs import formats
 from envs.tools import named_tools
-from inputs import agreement, balance, four_bits, prompts, routing
-from inputs.attention import attention_kind, attention_of, fall_back_to_eager, use_shared_attention
-from inputs.backbone import backbone, image_encoder
-from inputs.logits import chunk_size, logits_of
-from inputs.lora import (
+from inputs import agreement, prompts, router_replay
+from inputs.attention import attention_of, leave_nothing_out, packed, take_packed_rows
+from inputs.model import (
     adapter_buckets,
+    auto_class,
+    backbone,
     check_adapted,
+    chunk_size,
     dithered,  # noqa: F401 - what `folded` does, for a push of your own
     folded,
+    image_encoder,
+    in_4_bits,
     is_lora,
-    linear_layers,
-    lora_targets,
-    names_as_they_are,
-)
-from inputs.packing import micro_batches, minibatches, pack, why_not_shared, with_blank
-from inputs.processor import (
-    faults_named,
-    load_config,
-    load_processor,
     load_whole,
-    model_class,
+    logits_of,
+    lora_targets,
+    mark_4_bits,
+    names_as_they_are,
+    not_for_adapters,
+    set_up_4_bits,
+    share_adapters,
     taken_out,
-    takes_images,
-    with_template_kwargs,
-    without_dropout,
+    without_noise,
 )
+from inputs.packing import micro_batches, minibatches, pack, with_blank
+from inputs.processor import faults_named, load_config, load_processor, takes_images, with_template_kwargs
 from inputs.trajectory import (
     Trajectory,
     empty_trajectory,
@@ -190,7 +190,7 @@ class Run:
     first: int  # steps done before: above 0 in a resumed run
     state: dict  # numbers that checkpoints keep
     memory: dict  # of `after_rollout` and the prompt sampler; checkpoints keep it
-    checks: list[Callable]  # comparisons that have to wait until the trainer has the GPU (--colocate)
+    checks: list[Callable]  # cfg -> cfg: comparisons that have to wait until the trainer has the GPU (--colocate)
     size: tuple | None  # of the model, for perf/tflops (gpu.sizes); None without a GPU
 
 
@@ -245,7 +245,7 @@ def train(
                 generator.sleep()
                 utils.move(run, run.device)
                 for check in run.checks if step == run.first else ():
-                    check()
+                    cfg = check(cfg)
             metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator) | collected
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             metrics |= domain_metrics(trajectories, cfg)
@@ -268,7 +268,7 @@ def train(
                 start_record(batch)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, as_sampled, step) if learns else {}
-                metrics |= routing.metrics(run.inner.routing, batch, cfg)
+                metrics |= router_replay.metrics(run.inner.routing, batch, cfg)
             if learns and run.size:
                 metrics |= gpu.gpu_metrics(run.size, trajectories, cfg, metrics["time/update"], run.device)
             if not foreign and not agreed and "sampling/logprob_diff_mean" in metrics:
@@ -943,10 +943,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, learns)  # lists of row numbers; those with a row that learns come last
     learning = utils.all_max(sum(any(learns[row] for row in rows) for rows in passes))  # on the rank with most of them
-    silent = len(passes) - max(learning, 1)
-    if cfg.router_aux_coef and batch.advantages is not None:
-        balance.begin(policy, batch, cfg)  # each layer adds the gradient itself; the loss is in routing/aux_loss
-        silent = 0
+    silent = 0 if cfg.router_aux_coef else len(passes) - max(learning, 1)  # that loss has a gradient everywhere
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
@@ -1083,6 +1080,10 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     if term is not None:
         own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else weights
         loss = loss + (own_weights * checks.check_term("own_term", term, part)).sum()
+    if cfg.router_aux_coef and (balance := getattr(policy, "module", policy).aux_loss) is not None:
+        # A mean over the pass, which counts by its share of the update's tokens.
+        loss = loss + cfg.router_aux_coef * balance * (part.loss_mask.sum() / max(counts["num_tokens"], 1))
+        stats["routing/aux_loss"] = balance.detach().expand_as(part.loss_mask)
     return loss, stats | {"entropy": entropy}
 
 
@@ -1203,10 +1204,11 @@ class Policy(nn.Module):
         reads_entropy = "entropy" in inspect.signature(own_term).parameters
         self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads_entropy
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
-        if cfg.shared_prefix and why_not_shared(self.hf_model, cfg) is None:
-            # It handles ordinary rows as well, so it may stay if sharing turns out to be impossible.
-            use_shared_attention(self.hf_model, attention_kind(cfg.attn_implementation, self.hf_model))
-        self.routing = routing.of(self.hf_model, cfg) if self.replays else None
+        if cfg.shared_prefix:
+            take_packed_rows(self.hf_model)
+        self.routing = router_replay.of(self.hf_model, cfg) if self.replays else None
+        self.balance = router_replay.balance_loss(self.hf_model) if self.replays and cfg.router_aux_coef else None
+        self.aux_loss: Tensor | None = None  # of the latest pass, for `micro_loss`
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.top = 0  # how many of the likeliest tokens to return, with their log-probs (of a teacher)
         self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
@@ -1228,9 +1230,14 @@ class Policy(nn.Module):
         with casts() if self.autocast else contextlib.nullcontext():
             if self.blank:
                 inputs = with_blank(inputs, self.blank)
-            inputs = routing.replay(self.routing, inputs, rows, columns)
-            with save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext():
-                hidden = backbone(self.hf_model)(**inputs, use_cache=False).last_hidden_state  # [R, L, H]
+            inputs = router_replay.replay(self.routing, inputs)
+            saving = save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext()
+            with saving, packed(inputs.pop("segments", None), targets.device):
+                wanted = dict(output_router_logits=True) if self.balance else {}
+                out = backbone(self.hf_model)(**inputs, use_cache=False, **wanted)
+                hidden = out.last_hidden_state  # [R, L, H]
+            if self.balance:
+                self.aux_loss = self.balance(out.router_logits, inputs["attention_mask"])
             unused = 0 * hidden[-1, 0].sum() if self.blank else 0  # the tower gets a gradient of 0 on this rank, too
             hidden = hidden[rows, columns] + unused  # [N, H]
             size = self.chunk or chunk_size(self.hf_model.config.get_text_config().vocab_size, hidden.is_cuda)
@@ -1274,25 +1281,21 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False)
     Within `torch.device("meta")` no weights are read: the same modules without values. config: transformers', if known.
     body: its output layer is not read, and may be missing in its files.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     own = config or load_config(cfg.model_id)
-    quantised = taken_out(own)
-    vision, config = takes_images(own), without_dropout(own)
-    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    with attention_of(cfg.attn_implementation, model_class(config)) as attention:
+    quantised, config = taken_out(own), without_noise(own)
+    auto = auto_class(config)
+    with attention_of(cfg.attn_implementation) as attention:
         how = dict(dtype=dtype, attn_implementation=attention)
         if torch.get_default_device().type == "meta":
             model = auto.from_config(config, **how)
-            four_bits.mark(model, cfg)
+            mark_4_bits(model, cfg)
         else:
-            how |= four_bits.how_to_load(cfg, partial(auto.from_config, config, **how))
-            model = load_whole(auto, cfg.model_id, config, quantised, cfg.load_in, body, **how)
+            model = load_whole(auto, cfg.model_id, config, quantised, cfg.load_in, body, **how, **in_4_bits(cfg))
             utils.check_finite(model, cfg.model_id)
-            four_bits.check_packed(model, cfg)
-    fall_back_to_eager(model, cfg.attn_implementation)
+            set_up_4_bits(model, cfg)
+    leave_nothing_out(model, cfg.attn_implementation)
     model.own_config = own  # which checkpoints say
-    if vision and cfg.freeze_vision:
+    if takes_images(own) and cfg.freeze_vision:
         image_encoder(model).requires_grad_(False)
     for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):  # not every one is in the config
         module.p = 0.0
@@ -1303,16 +1306,16 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
-    try:
-        targets = lora_targets(model, cfg)
-        lora = LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
-        if cfg.freeze_vision and takes_images(model.config):
-            tower = set(image_encoder(model).modules())
-            lora.exclude_modules = [name for name, module in model.named_modules() if module in tower]
+    left_out = not_for_adapters(model) if cfg.lora_targets == ["all-linear"] else []
+    if cfg.freeze_vision and takes_images(model.config):
+        tower = set(image_encoder(model).modules())
+        left_out += [name for name, module in model.named_modules() if module in tower]
+    how = dict(target_modules=lora_targets(cfg), exclude_modules=left_out or None, task_type="CAUSAL_LM")
+    try:  # adapters in float32, whatever --dtype the frozen weights have
         with names_as_they_are():
-            adapted = get_peft_model(model, lora)  # adapters in float32, whatever --dtype the frozen weights have
+            adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **how))
     except (ValueError, re.error) as error:
-        names = sorted({n.split(".")[-1] for n in linear_layers(model)})
+        names = sorted({n.split(".")[-1] for n, part in model.named_modules() if isinstance(part, nn.Linear)})
         raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer) and autocasts(cfg):  # autocast casts: PEFT would keep a float32 copy
@@ -1346,7 +1349,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    fill = four_bits.share_adapters if cfg.load_in else utils.handed_out(policy, device)
+    fill = share_adapters if cfg.load_in else utils.handed_out(policy, device)
     if cfg.strategy == "ddp":
         fill(policy)
         if not trained or utils.world_size() == 1:
@@ -1471,7 +1474,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
             generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
     generator.tokenizer, generator.stop_token_ids = processor, sorted(prompts.end_ids(hf_model, processor))
     generator.rope_index = prompts.rope_index_of(hf_model)  # which places of a prompt have which positions: with images
-    routing.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
+    router_replay.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
     return generator
 
 
@@ -1667,11 +1670,6 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
             size = gpu.sizes(empty_policy(cfg).hf_model)
     policy, inner = load_policy(cfg, home)
     reference, teacher = load_reference(cfg, home), load_teacher(cfg, home)
-    for one in [inner, teacher[1]] if teacher else [inner]:
-        if cfg.shared_prefix and (reason := why_not_shared(one.hf_model, cfg)):
-            cfg = replace(cfg, shared_prefix=False)
-            if rank == 0:
-                print(f"Prompts are computed once per completion, not once per group: {reason}.")
     optimizer = optimizer_of(make_optimizer, policy, cfg)
     critic = make_critic(cfg, home) if make_critic else None
     generator = make_generator(cfg, inner.hf_model, processor, device)
@@ -1696,9 +1694,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
         policy=policy, inner=inner, reference=reference, teacher=teacher, optimizer=optimizer, critic=critic,
         modules=modules, generator=generator, checks=[], size=size,
     )  # fmt: skip
-    first_push(run, cfg)
     TRAINER_STATE.max_steps = cfg.max_steps
-    return cfg, run
+    return first_push(run, cfg), run
 
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
@@ -1706,7 +1703,9 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     check_algorithm(cfg)
     with torch.device("meta"):  # what cannot be built is refused here
         hf_model = load_hf_model(cfg, torch.float32)
-        balance.check(backbone(hf_model), cfg)
+        if cfg.router_aux_coef:
+            router_replay.balance_loss(hf_model)
+        backbone(hf_model)
     cfg = replace(cfg, push_bucket_mb=cfg.push_bucket_mb or push_bucket_mb(hf_model.num_parameters()))
     optimizers.check_optimisation(cfg)
     for own in cfg.by_domain():
@@ -1788,26 +1787,33 @@ def planned(cfg: TrainConfig, rows: list[dict], device: torch.device, critic: bo
     return replace(fitting, num_generations=cfg.num_generations)
 
 
-def first_push(run: Run, cfg: TrainConfig) -> None:
+def first_push(run: Run, cfg: TrainConfig) -> TrainConfig:
     """Compares the policy with its plain transformers model on a text, gives the generator the weights, and compares
-    what it samples with the policy; with --colocate it compares when the trainer has the GPU."""
+    what it samples with the policy; with --colocate it compares when the trainer has the GPU. Returns the settings,
+    with plain rows where packed ones differ."""
+    given = agreement.asked(run.generator, run.inner.hf_model, cfg, chain(run.rows, run.held_out))
 
-    def logprobs(batch: Batch, cfg: TrainConfig) -> Tensor:
-        return all_logprobs(run.policy, batch, cfg)[0]
+    def logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Tensor:
+        return all_logprobs(policy, batch, cfg)[0]
 
-    check_policy = partial(agreement.check_policy, run.inner, logprobs, run.processor, cfg, run.device)
+    def check_policies(cfg: TrainConfig) -> TrainConfig:
+        for policy, inner in [(run.policy, run.inner), *([run.teacher] if run.teacher else [])]:
+            cfg = agreement.check_policy(inner, partial(logprobs, policy), given, cfg, run.device)
+        return cfg
+
+    def check_generator(cfg: TrainConfig) -> TrainConfig:
+        dtype = run.generator.weight_dtype
+        agreement.check_generator(sampled, partial(logprobs, run.policy), dtype, cfg, run.device)
+        return cfg
+
     if cfg.colocate:  # the push wakes the server
         utils.move(run, torch.device("cpu"))
+        run.checks = [check_policies, check_generator]
     else:
-        check_policy()
+        cfg = check_policies(cfg)
     push_weights(run.policy, run.generator, run.first, cfg.push_bucket_mb)
-    sampled = agreement.ask(run.generator, run.inner.hf_model, cfg, chain(run.rows, run.held_out))
-    dtype = run.generator.weight_dtype
-    check_generator = partial(agreement.check_generator, sampled, logprobs, dtype, cfg, run.device)
-    if cfg.colocate:
-        run.checks = [check_policy, check_generator]
-    else:
-        check_generator()
+    sampled = agreement.ask(run.generator, given, cfg)
+    return cfg if cfg.colocate else check_generator(cfg)
 
 
 # ==== main ===========================================================================================================

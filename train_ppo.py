@@ -52,9 +52,8 @@ import teachers
 import train_grpo
 import utils
 from config import ConfigError
-from inputs.backbone import backbone
-from inputs.packing import why_not_shared
-from inputs.processor import faults_named
+from inputs.model import backbone
+from inputs.processor import faults_named, load_config
 from runlog.log import clock
 from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, weights_of, whiten
 
@@ -145,16 +144,14 @@ class CriticTrainer:
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
         with faults_named("--critic_model_id" if cfg.critic_model_id else "--model_id"):
             self.module, inner = train_grpo.load_policy(critic_cfg, device, Critic)
-        reason = why_not_shared(inner.hf_model, cfg) if cfg.shared_prefix else None
-        self.shares = cfg.shared_prefix and reason is None  # a critic of another family than the policy's may not
-        if reason and utils.is_main():
-            print(f"The critic: prompts are computed once per completion, not once per group: {reason}.")
+        # Whether packed rows are right is tried with the policy: of another family it is not known.
+        self.shares = inner.hf_model.config.model_type == load_config(cfg.model_id).model_type
         self.optimizer = train_grpo.optimizer_of(make_optimizer, self.module, critic_cfg)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
         """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""
         metrics: dict[str, float] = {}
-        cfg = replace(cfg, shared_prefix=self.shares)
+        cfg = replace(cfg, shared_prefix=cfg.shared_prefix and self.shares)
         with clock(metrics, "critic"):
             (batch.values,) = all_logprobs(self.module, batch, cfg)
             _, batch.returns = gae_returns(batch, cfg)

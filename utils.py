@@ -33,7 +33,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
 
 from config import ConfigError, TrainConfig
-from inputs.precision import slow_in_bfloat16
 from safety import calls
 from safety.storable import text_of, visible
 from vllm_client import ServerError
@@ -63,6 +62,11 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
             timeout=datetime.timedelta(seconds=timeout),
         )
     return rank, world, device
+
+
+def slow_in_bfloat16(device: torch.device) -> bool:
+    """Whether torch has no kernels for products in bfloat16 here: CPUs without AVX512, where it takes a plain loop."""
+    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def computable(cfg: TrainConfig, device: torch.device) -> TrainConfig:

@@ -160,11 +160,10 @@ def our_arguments(rest: list[str]) -> list[str]:
     import torch
     from vllm.platforms import current_platform
 
-    from inputs.precision import slow_in_bfloat16
-
     if current_platform.is_cpu():
         ours += ["--enforce-eager"]  # compiling costs minutes and gains little there
-        if slow_in_bfloat16(torch.device("cpu")) and "--dtype" not in rest:  # as the trainer: utils.computable
+        # As the trainer, utils.computable: without AVX512 products in bfloat16 take a plain loop.
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported() and "--dtype" not in rest:
             ours += ["--dtype", "float32"]
     return ours + rest
 

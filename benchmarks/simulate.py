@@ -62,7 +62,8 @@ import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import ConfigError, parse_args  # noqa: E402
-from inputs import four_bits, prompts  # noqa: E402
+from inputs import prompts  # noqa: E402
+from inputs.model import set_up_4_bits  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
 from inputs.processor import load_processor, takes_images  # noqa: E402
 from memory import GIB  # noqa: E402
@@ -586,7 +587,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
             if cfg.load_in:
                 pack(model, dtype, cfg)
             memory.claim_memory(model, dtype)
-            four_bits.check_packed(model, cfg)
+            set_up_4_bits(model, cfg)
         return model
 
     shown = pictures_of(cfg, config)
@@ -597,8 +598,6 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         machine.enter("load")
         with torch.device(GPU if cfg.load_in else "cpu"):  # a base in 4 bits is read to where it stays
             policy, inner = script.load_policy(cfg, GPU)
-        if reason := script.why_not_shared(inner.hf_model, cfg):
-            raise ConfigError(f"prompts are not shared: {reason}")
         optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES), shown.get("prompt"))
         trained = [p for p in policy.parameters() if p.requires_grad]
         for parameter in trained:  # makes the optimizer's state

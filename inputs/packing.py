@@ -12,27 +12,7 @@ from torch import Tensor, nn
 import utils
 from batch import Batch
 from config import TrainConfig
-from inputs import attention, recurrence
-from inputs.backbone import text_model
-from inputs.prompts import FOLLOWED_BY, PER_TOKEN, TYPES, join_inputs
-
-
-def why_not_shared(hf_model: nn.Module, cfg: TrainConfig) -> str | None:
-    """Why prompts cannot be computed once per group for this model, or None if they can."""
-    config, name = hf_model.config.get_text_config(), hf_model.config.model_type
-    if reason := recurrence.why_not_states(hf_model):
-        return reason
-    if name in FOLLOWED_BY or (config is not hf_model.config and attention.masks_by_block(type(hf_model))):
-        return f"{name} makes its own mask, in which images see themselves in both directions"
-    if not attention.takes_any(type(text_model(hf_model))):
-        return f"{name} has an attention of its own"
-    kind = attention.attention_kind(cfg.attn_implementation, hf_model)
-    known = ["sdpa", *(["eager"] if cfg.attn_implementation == "auto" else [])]  # asked for, it is for comparison
-    if kind not in known and not kind.startswith("flash_attention_"):
-        return f"{kind} attention takes no packed rows, sdpa and flash_attention_2 do"
-    if torch.cuda.is_available() and (cfg.compute_dtype == "float32" or torch.cuda.get_device_capability() < (8, 0)):
-        return "torch's flash attention wants --compute_dtype bfloat16 and a GPU of compute capability 8.0 or newer"
-    return attention.why_not_segments(hf_model, kind, torch.cuda.is_available())
+from inputs.prompts import PER_TOKEN, TYPES, join_inputs
 
 
 def on_host(batch: Batch) -> Batch:
@@ -110,7 +90,7 @@ def with_blank(inputs: dict, blank: dict) -> dict:
 
     def add(given: Tensor, own: Tensor) -> Tensor:
         """[..., R, L], [..., 1, n]"""
-        if mask.ndim == 4:
+        if "segments" in inputs:
             return torch.cat([given, own], -1)
         given = nn.functional.pad(given, (0, max(n - length, 0), 0, 1))
         given[..., -1, :n] = own[..., 0, :]
@@ -128,13 +108,12 @@ def with_blank(inputs: dict, blank: dict) -> dict:
         blank[types] = add(inputs.get(types, own[:, -1:].expand_as(ids)), own[:, :n])
     if "routed_experts" in inputs:  # [R, L, layers, k]; of the blank nothing is known
         given = inputs["routed_experts"].movedim(1, -1)
-        padding = (0, n) if mask.ndim == 4 else (0, max(n - length, 0), *[0] * 2 * (given.ndim - 2), 0, 1)
+        padding = (0, n) if "segments" in inputs else (0, max(n - length, 0), *[0] * 2 * (given.ndim - 2), 0, 1)
         blank["routed_experts"] = nn.functional.pad(given, padding, value=-1).movedim(-1, 1)
-    if mask.ndim == 4:
-        mask = torch.cat([mask, mask.new_tensor([[[[length, length + n, 0, 0]]]])], 2)
-    else:
-        mask = add(mask, torch.ones_like(blank["input_ids"]))
-    return blank | {"input_ids": add(ids, blank["input_ids"]), "attention_mask": mask}
+    if "segments" in inputs:
+        blank["segments"] = [*inputs["segments"], (n, None)]
+    blank["attention_mask"] = add(mask, torch.ones_like(blank["input_ids"]))
+    return blank | {"input_ids": add(ids, blank["input_ids"])}
 
 
 def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
@@ -143,51 +122,59 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     Groups stand one behind the other in one packed row, without padding: [prompt | completion 1 | ... | completion G].
     Positions restart after the prompt, and a completion sees the prompt and itself (attention.py):
 
-        p p a a b q c   positions 0 1 2 3 2 0 1   segments [0, 2), [2, 4) and [4, 5) behind [0, 2), [5, 6), [6, 7) ...
+        p p a a b q c   positions 0 1 2 3 2 0 1   segments (2, None) (2, 0) (1, 0) (1, None) (1, 3)
 
     Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N]; R is 1, or B
-    where prompts are not shared. The attention mask is then [B, T], else a table of segments [1, 1, S, 4].
+    where prompts are not shared. Packed rows have "segments" among the inputs, which is for attention.py.
     """
     device, batch = batch.input_ids.device, on_host(batch)
     rows, places = batch.loss_mask.nonzero(as_tuple=True)  # [N] each
-    before, targets = places - 1, utils.sent(batch.input_ids[rows, places], device)  # [N] each
-    axes = positions_of(batch)  # [axes, B, T]
-    if not cfg.shared_prefix:
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
-        inputs |= join_inputs(batch.model_inputs)
-        if len(axes) > 1:
-            inputs["position_ids"] = axes
-        for types in (name for name in TYPES if any(name in row for row in batch.model_inputs)):
-            inputs[types] = token_types(batch, types)
-        if batch.routed_experts is not None:
-            inputs["routed_experts"] = batch.routed_experts
-        inputs = {name: utils.sent(x, device) for name, x in inputs.items()}
-        return inputs, utils.sent(rows, device), utils.sent(before, device), targets
-    lengths = batch.attention_mask.sum(1).long().tolist()
-    spans, segments, places, images, end = [], [], [], [], 0
+    before, targets = places - 1, batch.input_ids[rows, places]  # [N] each
+    inputs, rows, columns = (packed_row if cfg.shared_prefix else plain_rows)(batch, rows, before)
+    inputs = {name: utils.sent(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return inputs, *(utils.sent(x, device) for x in (rows, columns, targets))
+
+
+def plain_rows(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor, Tensor]:
+    """As `pack`, one row a completion."""
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
+    inputs |= join_inputs(batch.model_inputs)
+    if len(axes := positions_of(batch)) > 1:
+        inputs["position_ids"] = axes
+    for types in (name for name in TYPES if any(name in row for row in batch.model_inputs)):
+        inputs[types] = token_types(batch, types)
+    if batch.routed_experts is not None:
+        inputs["routed_experts"] = batch.routed_experts
+    return inputs, rows, before
+
+
+def packed_row(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor, Tensor]:
+    """As `pack`, all completions behind their shared prompts in one row."""
+    lengths, axes = batch.attention_mask.sum(1).long().tolist(), positions_of(batch)  # axes: [axes, B, T]
+    spans: list[tuple[int, slice]] = []  # row, its tokens
+    segments, shifts, images, end = [], [], [], 0
     for members in sharing(batch):
-        start, prefix = end, shared_prefix(batch, members)
-        spans.append((members[0], slice(0, prefix)))  # row, its tokens
-        segments.append((start, start + prefix, 0, 0))
-        end += prefix
+        start, prefix, front = end, shared_prefix(batch, members), None
+        if prefix:
+            spans.append((members[0], slice(0, prefix)))
+            front, end = len(segments), end + prefix
+            segments.append((prefix, None))
         images += [batch.model_inputs[members[0]]] if batch.model_inputs else []
         for member in members:
-            size = lengths[member] - prefix
-            spans.append((member, slice(prefix, lengths[member])))
-            segments.append((end, end + size, start, start + prefix))
-            places.append((prefix, start, end - prefix))  # token t stands in column t + start, or t + end - prefix
-            end += size
-    inputs = {"input_ids": torch.cat([batch.input_ids[row, span] for row, span in spans])[None]}  # [1, L]
+            shifts.append((prefix, start, end - prefix))  # token t stands in column t + start, or t + end - prefix
+            if size := lengths[member] - prefix:
+                spans.append((member, slice(prefix, lengths[member])))
+                segments.append((size, front))
+                end += size
     positions = torch.cat([axes[:, row, span] for row, span in spans], dim=1)[:, None]  # [axes, 1, L]
-    inputs["position_ids"] = positions if len(axes) > 1 else positions[0]
-    inputs["attention_mask"] = torch.tensor([[[s for s in segments if s[1] > s[0]]]])
+    inputs = {"input_ids": torch.cat([batch.input_ids[row, span] for row, span in spans])[None], "segments": segments}
+    inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"])}  # [1, L]
+    inputs |= {"position_ids": positions if len(axes) > 1 else positions[0]}
     inputs |= join_inputs(images)
     if batch.routed_experts is not None:
         inputs["routed_experts"] = torch.cat([batch.routed_experts[row, span] for row, span in spans])[None]
-    prefix, prompt, shift = torch.tensor(places)[rows].unbind(1)  # [N] each
-    columns = before + torch.where(before < prefix, prompt, shift)
-    inputs = {name: utils.sent(x, device) for name, x in inputs.items()}
-    return inputs, torch.zeros_like(targets), utils.sent(columns, device), targets
+    prefix, prompt, shift = torch.tensor(shifts)[rows].unbind(1)  # [N] each
+    return inputs, torch.zeros_like(rows), before + torch.where(before < prefix, prompt, shift)
 
 
 def most_tokens(cfg: TrainConfig) -> int:

@@ -1,9 +1,7 @@
 """A model's tokenizer, or its processor of text and images."""
 
 import contextlib
-import copy
 import functools
-import inspect
 import json
 import os
 import re
@@ -17,7 +15,6 @@ from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from config import ConfigError
-from safety.calls import say_once
 
 # transformers and torch take seconds: they are imported where they are needed.
 
@@ -54,23 +51,6 @@ def takes_images(config) -> bool:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-
-def model_class(config) -> type:
-    """The class that AutoModelForImageTextToText or AutoModelForCausalLM makes of a model's config.
-
-    ConfigError if there is none.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    from transformers.models.auto.auto_factory import _get_model_class
-
-    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in mapping:
-        raise ConfigError(
-            f"--model_id={config.name_or_path}: transformers has no causal language model for {config.model_type}; "
-            "give a model that generates text."
-        )
-    return _get_model_class(config, mapping)
 
 
 @contextlib.contextmanager
@@ -132,92 +112,6 @@ NEEDLESS = re.compile(
 
 def worth_saying(record) -> bool:
     return not NEEDLESS.search(record.getMessage())
-
-
-def without_dropout(config):
-    """A copy of a config with every rate of dropout 0, in its parts, too: ratios between two passes must be those of
-    the weights. Modules read the rates when they are built; many then call a function, not a module that could be
-    found."""
-
-    def clear(part) -> None:
-        for name, value in vars(part).items():
-            if "drop" in name and type(value) in (int, float):
-                setattr(part, name, type(value)(0))  # some configs check types
-            elif name in part.sub_configs and value is not None:
-                clear(value)
-
-    clear(config := copy.deepcopy(config))
-    return config
-
-
-def taken_out(config) -> dict | None:
-    """What a config says of weights that were published quantised, which it says no longer: a model that is trained has
-    plain ones, and so do its checkpoints."""
-    found = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config())]
-    return next(filter(None, found), None)
-
-
-def load_plain(auto, model_id: str, given: dict, load_in: str | None, config, **how) -> tuple:
-    """`auto.from_pretrained` of a model that is published quantised, with plain weights where transformers makes them;
-    bitsandbytes' 4 bits with --load_in 4bit stay. given: what `taken_out` took out of its config. ConfigError where it
-    is neither."""
-    import torch
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    method, in_4_bits = given.get("quant_method", "bitsandbytes"), given.get("load_in_4bit")
-    with torch.device("meta"):
-        plain = {name for name, _ in auto.from_config(config).named_parameters()}
-    config.quantization_config = given
-    if in_4_bits and load_in:
-        return auto.from_pretrained(model_id, config=config, **how | {"quantization_config": None})
-    adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(in_4_bits)
-    refused = (
-        f"--model_id={model_id} is quantised ({method}), from which no weights are made here that could be trained"
-    )
-    refused = ConfigError(f"{refused}. Give the model that it was made from{adapters}.")
-    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
-    if load_in or kind is None or "dequantize" not in inspect.signature(kind).parameters:
-        raise refused
-    try:
-        model, found = auto.from_pretrained(
-            model_id, config=config, **how | {"quantization_config": kind(dequantize=True)}
-        )
-    except (ImportError, ValueError) as error:  # of the package that would do it
-        raise refused from error
-    if {name for name, _ in model.named_parameters()} != plain:  # scales are left, as compressed-tensors does
-        raise refused
-    model._weight_conversions = None  # else checkpoints would have the pieces in which it was published
-    say_once(f"{model_id} is published quantised ({method}): it is trained, and saved, as plain weights.")
-    return model, found
-
-
-def load_whole(auto, model_id: str, config=None, given=None, load_in=None, body=False, **how):
-    """auto.from_pretrained(model_id, config=config, **how), of plain weights.
-
-    given: what `taken_out` took out of the config. ConfigError naming weights that the folder lacks: they would be
-    random, and others on each rank. body: the output layer, which a critic does not read, may be missing.
-    """
-    config, how = config or load_config(model_id), how | {"output_loading_info": True}
-    given = given or taken_out(config)
-    with loading(model_id):
-        if given:
-            model, found = load_plain(auto, model_id, given, load_in, config, **how)
-        else:
-            model, found = auto.from_pretrained(model_id, config=config, **how)
-    check_missing(model, found, model_id, body)
-    return model
-
-
-def check_missing(model, found: dict, model_id: str, body=False, flag: str = "--model_id") -> None:
-    """ConfigError naming weights that the files lack, by what `from_pretrained` has found."""
-    head = model.get_output_embeddings() if body else None
-    unread = set() if head is None else set(head.parameters())
-    missing = [n for n, p in model.named_parameters() if n in found["missing_keys"] and p not in unread]
-    if missing:
-        raise ConfigError(
-            f"{flag}={model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they "
-            "would be random. Give a whole model of this kind, or copy the folder again."
-        )
 
 
 # What a chat template is given in any case, and a tag of transformers' own.

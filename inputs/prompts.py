@@ -503,7 +503,7 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: Trai
 
 def rope_index_of(hf_model) -> Callable | None:
     """The function that gives a prompt's positions on three axes, of models that have it."""
-    from inputs.backbone import backbone  # here, so that an environment can be tried without torch
+    from inputs.model import backbone  # here, so that an environment can be tried without torch
 
     return getattr(backbone(hf_model), "get_rope_index", None)
 

@@ -169,7 +169,7 @@ def one_update(name: str, day: Day, device: torch.device) -> None:
     with torch.device("meta"):
         sizes = counts.sizes(script.empty_policy(cfg).hf_model)
     policy, inner = script.load_policy(cfg, device)
-    wanted, cfg = cfg.shared_prefix, settled(cfg, inner)
+    wanted, cfg = cfg.shared_prefix, settled(cfg, policy, inner)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, device)
 
     def update() -> None:
@@ -220,7 +220,7 @@ def context(lengths: list[str], day: Day) -> None:
                 if policy is None:
                     policy, inner = script.load_policy(cfg, device)
                     optimizer = script.make_optimizer(policy, cfg)
-                cfg, batch = settled(cfg, inner), memory_worker.batch_of(cfg, 1, device)
+                cfg, batch = settled(cfg, policy, inner), memory_worker.batch_of(cfg, 1, device)
                 update = partial(script.update, policy, optimizer, batch, cfg, 0)
                 seconds = fastest(update, day, 1)
                 found = dict(seconds=round(seconds, 2), peak_gib=peak(day), planned_gib=gib(planned))

@@ -10,7 +10,7 @@ from torch import nn
 
 import utils
 from config import ConfigError, TrainConfig
-from inputs import lora
+from inputs.model import shapes_of, why_not_alone
 from inputs.prompts import placeholder_tokens
 from vllm_client import VLLMClient
 
@@ -71,13 +71,13 @@ def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: T
     times slower with adapters there. Else LoRA is folded into the weights, which is said; ConfigError under --push_lora
     adapters. Collective."""
     wanted = cfg.push_lora == "adapters" or cfg.load_in
-    reason = lora.why_not_alone(hf_model)
+    reason = why_not_alone(hf_model)
     if cfg.colocate:
         reason = "with --colocate the server drops its weights at each step, so all are pushed"
     elif not wanted and any(info.on_cpu for info in infos):
         reason = "the server is on CPUs, where it samples faster so"
     if reason is None and client.receives_weights:
-        reason = client.why_no_adapters(lora.shapes_of(hf_model))
+        reason = client.why_no_adapters(shapes_of(hf_model))
     reason, client.adapter = utils.gather_objects((reason, client.adapter))[0]
     if reason is not None and cfg.load_in:
         raise ConfigError(f"--load_in {cfg.load_in}: {reason}. Adapters must travel alone, or use --generator hf.")

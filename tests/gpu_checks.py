@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -214,48 +215,48 @@ def numbers(machine: Machine) -> str:
 # ---- attention and whole models --------------------------------------------------------------------------------------
 
 
-def attention_in_full(q, k, v, *, table, window: int, scaling: float, sinks=None) -> torch.Tensor:
-    """With a mask of every pair.  [1, heads, L, D] -> [1, L, heads, D]"""
-    from inputs.attention import dense_mask
-
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2) * scaling).masked_fill(~dense_mask(table, window), -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
-
-
-def forward_and_backward(attend: Callable, drawn: list[torch.Tensor], wave: torch.Tensor) -> list[torch.Tensor]:
-    """Output, and gradients of query, key, value and sinks."""
-    q, k, v, *sinks = leaves = [x.clone().requires_grad_() for x in drawn]
-    out = attend(q, k, v, sinks=sinks[0] if sinks else None)
-    (out.float() * wave).sum().backward()
-    return [out, *(leaf.grad for leaf in leaves)]
-
-
 def attention(machine: Machine) -> str:
-    from inputs.attention import attend_segments
+    """A packed row against plain rows written out, forward and backward."""
+    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-    prompt, other = (0, 70), (200, 233)  # two groups, as in a packed row
-    ends = [(*prompt, 0, 0), *((a, b, *prompt) for a, b in ((70, 120), (120, 123), (123, 200)))]
-    table = torch.tensor([[[*ends, (*other, 0, 0), (233, 300, *other)]]])
-    draw, kernels, limits = torch.Generator().manual_seed(0), ["sdpa"], {torch.bfloat16: 0.03}
+    from inputs.attention import PackedMask, PackedRow, attend
+
+    segments, draw = [(70, None), (50, 0), (3, 0), (77, 0), (33, None), (67, 4)], torch.Generator().manual_seed(0)
+    kernels, limits = ["sdpa"], {torch.float32: machine.near, torch.bfloat16: 0.03}
     if machine.gpu and importlib.util.find_spec("flash_attn"):
         kernels.append("flash_attention_2")
-    if not machine.gpu:  # whose kernel takes no float32
-        limits[torch.float32] = machine.near
+    seen = torch.zeros(300, 300, dtype=torch.bool)  # by the tokens of the row, and how many tokens before they are
+    back, ends = torch.zeros(300, 300), torch.tensor([size for size, _ in segments]).cumsum(0).tolist()
+    for (size, front), stop in zip(segments, ends, strict=True):
+        before = [] if front is None else [*range(ends[front] - segments[front][0], ends[front])]
+        keys, own = torch.tensor([*before, *range(stop - size, stop)]), torch.arange(stop - size, stop)
+        back[own[:, None], keys] = (torch.arange(len(before), len(keys))[:, None] - torch.arange(len(keys))).float()
+        seen[own[:, None], keys] = back[own[:, None], keys] >= 0
     largest = {dtype: {} for dtype in limits}
-    for kernel, dtype, width, window, sink in product(kernels, limits, (64, 128), (0, 16, 100), (False, True)):
-        if sink and kernel != "sdpa":
+    for kernel, dtype, width, window in product(kernels, limits, (64, 128), (0, 16, 100)):
+        if kernel != "sdpa" and dtype == torch.float32:
             continue  # which those packages have not
         drawn = [torch.randn(1, heads, 300, width, generator=draw).to(dtype) for heads in (8, 2, 2)]
-        drawn += [torch.randn(8, generator=draw).to(dtype)] * sink
-        wave, how = torch.randn(1, 300, 8, width, generator=draw), dict(window=window, scaling=0.1)
-        ours = partial(attend_segments, table=table.to(machine.device), implementation=kernel, **how)
-        found = forward_and_backward(ours, [x.to(machine.device) for x in drawn], wave.to(machine.device))
-        whole = partial(attention_in_full, table=table, **how)
-        expected = forward_and_backward(whole, [x.float() for x in drawn], wave)
-        largest[dtype][f"{kernel}, width {width}, window {window}{', sinks' * sink}"] = apart(found, expected)
+        wave = torch.randn(1, 300, 8, width, generator=draw)
+        sees = sliding_window_causal_mask_function(window) if window else causal_mask_function
+        mask = PackedMask(PackedRow(segments, machine.device), sees, window or None, None)
+        module = SimpleNamespace(num_key_value_groups=4, is_causal=True)
+
+        def ours(q, k, v, module=module, mask=mask, kernel=kernel):
+            return attend(module, q, k, v, mask, 0.1, own=kernel)[0]
+
+        def written_out(q, k, v, window=window):
+            k, v = (x.repeat_interleave(4, 1) for x in (k, v))
+            sees = seen & (back < window) if window else seen
+            return ((q @ k.mT * 0.1).masked_fill(~sees, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+        results = []
+        for attention, device, kind in ((ours, machine.device, dtype), (written_out, CPU, torch.float32)):
+            leaves = [x.to(device, kind).requires_grad_() for x in drawn]
+            out = attention(*leaves)
+            (out.float() * wave.to(device)).sum().backward()
+            results.append([out, *(leaf.grad for leaf in leaves)])
+        largest[dtype][f"{kernel}, width {width}, window {window}"] = apart(*results)
     return "; ".join(
         within(largest[dtype], limits[dtype], f"cases in {dtype}, forward and backward") for dtype in limits
     )
@@ -297,7 +298,7 @@ def rows(family: str, machine: Machine) -> str:
         cfg = settings(compute_dtype=dtype, shared_prefix=shared, tokens_per_microbatch=1000)
         script.load_hf_model = lambda cfg, dtype, **_: random_model(family, dtype)
         policy, inner = script.load_policy(cfg, machine.device)
-        cfg = settled(cfg, inner)
+        cfg = settled(cfg, policy, inner)
         found = script.compute_logprobs(policy, batch, cfg)[0][sampled]
         return [found.detach(), gradient_of(found, inner.hf_model)], cfg.shared_prefix
 
@@ -378,7 +379,7 @@ def gradient(flags: list[str], rank: int, world: int, device: torch.device, **mo
     original = script.shard
     script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
     policy, inner = script.load_policy(cfg, device)
-    script.shard, cfg = original, replace(settled(cfg, inner), **more)
+    script.shard, cfg = original, replace(cfg, **more)
     batch = script.collate([t for t in trajectories() if t.group % world == rank] or trajectories()[:1], 0, device)
     batch.loss_mask *= rank < 3  # of more ranks the last have no group
     batch.advantages, wave = script.dr_grpo(batch, cfg), batch.input_ids.float().sin()
@@ -612,7 +613,6 @@ def speed(machine: Machine) -> str:
     )  # fmt: skip
     script.load_hf_model = memory_worker.random_model
     policy, inner = script.load_policy(cfg, machine.device)
-    cfg = settled(cfg, inner)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, machine.device)
     seconds = fastest(lambda: script.update(policy, optimizer, batch, cfg, 0), machine, 3)
     flops = gpu.update_flops(gpu.sizes(inner.hf_model), [(prompt, [completion] * 8)] * 4, cfg.shared_prefix)

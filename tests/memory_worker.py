@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import ragged  # noqa: E402
 
 import memory  # noqa: E402
 import train_grpo as script  # noqa: E402
@@ -125,7 +124,6 @@ def measured(cfg: TrainConfig, critic: bool, rank: int, world: int, device) -> d
     own = train_ppo.TrainConfig(**{field.name: getattr(cfg, field.name) for field in fields(TrainConfig) if field.init})
     with seen:
         policy, inner = script.load_policy(cfg, device)
-        cfg = ragged.settled(cfg, inner)
         optimizer = script.make_optimizer(policy, cfg)
         trained = train_ppo.CriticTrainer(own, device) if critic else None
 

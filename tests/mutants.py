@@ -72,7 +72,7 @@ MUTANTS = {
                            "delta + cfg.gamma * next_advantage", "ppo -k gae"),
     "one_step_staler": ("train_async.py", "min(version + cfg.max_staleness, cfg.max_steps - 1)",
                         "min(version + cfg.max_staleness + 1, cfg.max_steps - 1)", "async -k bounded"),
-    "lora_scale_lost": ("inputs/lora.py", "alpha=layer.scaling[name]", "alpha=1.0", "loading -k reaches"),
+    "lora_scale_lost": ("inputs/model.py", "alpha=layer.scaling[name]", "alpha=1.0", "loading -k reaches"),
     "adam_forgotten": ("runlog/checkpoints.py", "set_optimizer_state_dict(module, optimizer, moments, options=options)",
                        "pass", "resume -k PPO"),
 }  # fmt: skip

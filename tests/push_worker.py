@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from ragged import settled  # noqa: E402
 
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
@@ -70,7 +69,7 @@ def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_p
         push_bucket_mb=4,
     )
     policy, inner = script.load_policy(cfg, device)
-    cfg, tokenizer = settled(cfg, inner), script_tokenizer(model_dir)
+    tokenizer = script_tokenizer(model_dir)
     return policy, cfg, script.make_generator(cfg, inner.hf_model, tokenizer, device)
 
 

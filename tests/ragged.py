@@ -8,6 +8,8 @@ import torch
 import train_grpo as script
 from batch import GROUPS
 from config import TrainConfig
+from inputs.agreement import check_policy
+from inputs.prompts import Prompt
 from rollouts import Trajectory
 
 SETTINGS = {  # so that tokens are chosen in a batch as small as this
@@ -59,9 +61,11 @@ def full_gradients(policy) -> dict[str, torch.Tensor]:
     return {script.clean_name(n): script.full(g).cpu().clone() for n, g in named}
 
 
-def settled(cfg: TrainConfig, inner) -> TrainConfig:
-    """As train_grpo.start leaves it: in float32 GPUs have no kernel for shared prompts."""
-    return cfg if script.why_not_shared(inner.hf_model, cfg) is None else replace(cfg, shared_prefix=False)
+def settled(cfg: TrainConfig, policy, inner, given: list[Prompt] | None = None) -> TrainConfig:
+    """As train_grpo.start leaves it: with plain rows where packed ones differ. given: prompts to try it with."""
+    ids = list(range(20, 60))
+    logprobs = lambda batch, cfg: script.all_logprobs(policy, batch, cfg)[0]  # noqa: E731
+    return check_policy(inner, logprobs, given or [Prompt(ids, ids)], cfg, inner.hf_model.device)
 
 
 def gradients(policy, inner, batch, cfg, loss_of=script.micro_loss) -> dict[str, torch.Tensor]:
@@ -97,7 +101,7 @@ def relative_difference(a: dict, b: dict) -> float:
 def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tuple, dict]:
     """{(loss, aggregation, cut): gradients by parameter}"""
     policy, inner = script.load_policy(base, device)
-    base, batch = settled(base, inner), local_batch(rank, world, device)
+    batch = local_batch(rank, world, device)
     logprobs = script.all_logprobs(policy, batch, base)[0]
     wave = torch.sin(batch.input_ids.float())
     batch.old_logprobs = (logprobs + 0.2 * wave) * batch.loss_mask

@@ -1,53 +1,26 @@
-"""Attention of packed rows: the pairs of plain rows and no others, for all families that share prompts."""
+"""Packed rows: the log-probs and gradients of plain rows, for all families that take them."""
 
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import ragged
 import torch
-from families import saved
+from families import FAMILIES, config_of, model_of
 from tiers import by_default
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import train_grpo as script
 from config import TrainConfig
-from inputs import attention, packing, reach
+from inputs import packing
+from inputs.attention import PackedMask, PackedRow, attend, attend_in_one_call
 
 pytestmark = pytest.mark.quick
 
-SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
-FAMILIES = {
-    "qwen3": dict(head_dim=16),
-    "qwen3_moe": dict(head_dim=16, **EXPERTS),
-    "deepseek_v3": LATENT | EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, num_key_value_heads=4),
-    "gemma": dict(head_dim=16),
-    "gpt2": dict(n_inner=96),  # positions are learned
-    "phi": {},
-    "falcon": {},  # calls sdpa itself
-}
-# Layers that see the last tokens alone; capped scores; sinks. A window has 8 tokens, prompts and completions more.
-WINDOWED = ["gemma2", "gemma3_text", "olmo3", "mistral", "cohere2", "exaone4", "gpt_oss", "afmoe", "modernbert-decoder"]
-
-
-def family(name: str):
-    """`load_hf_model` of a tiny model of this family."""
-
-    def load(cfg, dtype, **_):
-        torch.manual_seed(0)
-        tokens = dict(vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **tokens | SHAPE | FAMILIES[name]))
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        return model.to(dtype)
-
-    return load
+CPU = torch.device("cpu")
 
 
 def logprobs_and_gradient(policy, batch, cfg) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,66 +40,49 @@ def assert_equal_to_plain_rows(policy, cfg, tolerance: float) -> None:
     assert (gradient - plain_gradient).norm() < tolerance * plain_gradient.norm()
 
 
-@pytest.mark.parametrize("name", by_default(["qwen3", "deepseek_v3", "gpt2", "falcon"], FAMILIES))
-def test_families(name, monkeypatch):
-    """Log-probs and gradients are those of plain rows; a family that cannot share says so."""
-    monkeypatch.setattr(script, "load_hf_model", family(name))
-    cfg = TrainConfig(compute_dtype="float32", beta=0.0)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    reason = packing.why_not_shared(inner.hf_model, cfg)
-    assert (reason is not None) == (name == "falcon"), reason
-    if reason is None:
-        assert_equal_to_plain_rows(policy, cfg, 1e-6)
+# Plain, latent attention, learned positions, capped scores, windows (of 8 tokens), sinks; recurrent layers, Mamba
+# alone, an attention that takes no other. Those after the first six take plain rows.
+SOME = ["qwen3", "deepseek_v3", "gpt2", "gemma2", "mistral", "gpt_oss", "qwen3_5_text", "mamba", "falcon"]
 
 
-@pytest.mark.parametrize("name", by_default(["gemma2", "mistral", "gpt_oss"], WINDOWED))
-def test_windows(name, tmp_path):
-    cfg = TrainConfig(model_id=str(saved(name, tmp_path)), compute_dtype="float32", beta=0.0)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    assert packing.why_not_shared(inner.hf_model, cfg) is None
-    assert 0 < max(layer.window for layer in reach.layers_of(inner.hf_model)) < 10
-    assert_equal_to_plain_rows(policy, cfg, 2e-6)
+@pytest.mark.parametrize("family", by_default(SOME, FAMILIES))
+def test_families(family, monkeypatch, capsys):
+    def load(cfg, dtype, **_):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(script.without_noise(config_of(family)), dtype=dtype)
+        script.leave_nothing_out(model, "auto")
+        return model
+
+    monkeypatch.setattr(script, "load_hf_model", load)
+    policy, inner = script.load_policy(cfg := TrainConfig(compute_dtype="float32", beta=0.0), CPU)
+    cfg = ragged.settled(cfg, policy, inner)
+    if family in SOME:
+        assert cfg.shared_prefix == (family in SOME[:6])
+    if cfg.shared_prefix:
+        assert_equal_to_plain_rows(policy, cfg, 1e-5)
+    else:
+        assert "packed rows differ from" in capsys.readouterr().out
+        assert inner.hf_model.config._attn_implementation == model_of(family).config._attn_implementation
 
 
 SETTINGS = {
     "checkpointing": dict(gradient_checkpointing=True),
     "checkpointing, adapters": dict(gradient_checkpointing=True, use_peft=True),
     "bf16": dict(compute_dtype="bfloat16"),
-    "flash-attn": dict(attn_implementation="flash_attention_2"),
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_settings(settings, flash_attn, monkeypatch):
+def test_settings(settings, monkeypatch):
     monkeypatch.setattr(script, "load_hf_model", ragged.small_llama)
     cfg = TrainConfig(beta=0.0, **dict(compute_dtype="float32") | settings)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy, inner = script.load_policy(cfg, CPU)
     ragged.wake_adapters(inner)
     assert_equal_to_plain_rows(policy, cfg, 2e-2 if cfg.compute_dtype == "bfloat16" else 1e-6)
-    assert bool(flash_attn) == (cfg.attn_implementation == "flash_attention_2")
 
 
-# Two groups and a row of its own, segments of one token among them: prompts of 7, 2 and 4 tokens.
-TABLE = torch.tensor(
-    [[[[0, 7, 0, 0], [7, 8, 0, 7], [8, 13, 0, 7], [13, 16, 0, 7], [16, 18, 0, 0], [18, 24, 16, 18], [24, 28, 0, 0]]]]
-)
-
-
-def dense_mask(window: int = 0) -> torch.Tensor:
-    """[28, 28]"""
-    mask = torch.zeros(28, 28, dtype=torch.bool)
-    for start, stop, first, end in TABLE[0, 0].tolist():
-        seen = [*range(first, end), *range(start, stop)]  # as a plain row has them
-        for place in range(start, stop):
-            until = seen.index(place) + 1
-            mask[place, seen[max(0, until - window) if window else 0 : until]] = True
-    return mask
-
-
-def drawn() -> list[torch.Tensor]:
-    """query, key, value: four heads share two heads of keys"""
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, 28, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+# Two groups and a row of its own: prompts of 7, 2 and 4 tokens, segments of one token among them.
+ROW = PackedRow([(7, None), (1, 0), (5, 0), (3, 0), (2, None), (6, 4), (4, None)], CPU)
 
 
 def plain_varlen(query, key, value, query_ends, key_ends, *longest, scale, window_size, enable_gqa):
@@ -142,71 +98,47 @@ def plain_varlen(query, key, value, query_ends, key_ends, *longest, scale, windo
     return torch.cat(out)
 
 
-@pytest.fixture
-def flash_attn(monkeypatch):
-    """In place of the package, what its documentation says of flash_attn_varlen_func; lengths of segments, by call."""
-    calls = []
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0,
-    ):  # fmt: skip
-        assert causal and dropout_p == 0
-        calls.append(cu_seqlens_q.diff().tolist())
-        ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return plain_varlen(q, k, v, *ends, *longest, scale=softmax_scale, window_size=window_size, enable_gqa=True)
-
-    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: (None, flash_attn_varlen_func, None, None, None))
-    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
-    return calls
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0,
+):  # fmt: skip
+    """In place of the package, what its documentation says."""
+    assert causal and dropout_p == 0
+    ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return plain_varlen(q, k, v, *ends, *longest, scale=softmax_scale, window_size=window_size, enable_gqa=True)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 9])
-@pytest.mark.parametrize("kernel", ["cpu", "gpu", "flash_attention_2"])
-def test_equal_to_a_mask(kernel, window, flash_attn, monkeypatch):
-    """Output and gradients are those of a dense mask, and no pair more is computed than it has entries."""
+@pytest.mark.parametrize("kernel", ["sdpa", "flash_attention_2"])
+def test_the_kernels_of_gpus_compute_the_same(kernel, window, monkeypatch):
+    """Output and gradients are those of the loop over segments."""
     monkeypatch.setattr(varlen, "varlen_attn", plain_varlen)
-    layout = attention.layout_of(TABLE, window)
-    in_one_call = partial(attention.attend_in_one_call, implementation="sdpa" if kernel == "gpu" else kernel)
-    run = attention.Pieces.apply if kernel == "cpu" else in_one_call
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: (None, flash_attn_varlen_func, None, None, None))
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    sees = masking_utils.sliding_window_causal_mask_function(window) if window else masking_utils.causal_mask_function
+    mask, module = PackedMask(ROW, sees, window or None, None), SimpleNamespace(num_key_value_groups=2, is_causal=True)
     results = []
-    for attend in (
-        lambda q, k, v: run(q, k, v, None, layout, 0.3, None) if kernel == "cpu" else run(q, k, v, layout, 0.3),
-        lambda q, k, v: scaled_dot_product_attention(q, k, v, dense_mask(window), scale=0.3, enable_gqa=True),
+    for run in (
+        lambda *tensors: attend(module, *tensors, mask, 0.3, own="sdpa")[0],
+        lambda *tensors: attend_in_one_call(*tensors, mask, 0.3, kernel),
     ):
-        tensors = drawn()
-        out = attend(*tensors)
+        draw = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(1, heads, 28, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+        out = run(*tensors)
         out.backward(torch.cos(torch.arange(out.numel()).view(out.shape)))
         results.append([out, *(x.grad for x in tensors)])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-    sizes = [(q.count, q.size, k.size, in_order) for q, k, in_order in layout.pieces]
-    pairs = sum(count * (n * (n + 1) // 2 if in_order else n * m) for count, n, m, in_order in sizes)
-    assert pairs == dense_mask(window).sum()
 
 
-@pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_sinks_and_capped_scores(window, cap):
-    """Written out: a score is capped by tanh, and a sink is one more score of its head, whose value is 0."""
-    results, ours, sinks = [], attention.attend_segments, torch.randn(4, generator=torch.Generator().manual_seed(1))
-
-    def written_out(q, k, v, sinks):
-        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-        scores = 0.3 * q @ k.transpose(-1, -2)
-        scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~dense_mask(window), -torch.inf)
-        return torch.cat([scores, sinks.view(1, 4, 1, 1).expand(1, 4, 28, 1)], -1).softmax(-1)[..., :-1] @ v
-
-    for attend in (
-        lambda q, k, v, sinks: ours(q, k, v, TABLE, window, 0.3, "eager", sinks, cap).transpose(1, 2),
-        written_out,
-    ):
-        tensors = [*drawn(), sinks.clone().requires_grad_()]
-        out = attend(*tensors)
-        out.backward(torch.cos(torch.arange(out.numel()).view(out.shape)))
-        results.append([out, *(x.grad for x in tensors)])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+def test_what_the_kernels_of_gpus_cannot_do_is_refused():
+    """Then the run takes plain rows: chunks, of which a window would be too much, and sinks."""
+    chunks = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match="neither causal nor a window"):
+        print(PackedMask(ROW, chunks, 8, None).window)
+    some, mask = torch.zeros(1, 2, 28, 8), PackedMask(ROW, masking_utils.causal_mask_function, None, None)
+    with pytest.raises(ValueError, match="sinks"):
+        attend(SimpleNamespace(), some, some, some, mask, own="flash_attention_2", s_aux=torch.zeros(2))
 
 
 def test_no_padding():
@@ -217,6 +149,7 @@ def test_no_padding():
     prompts = [packing.shared_prefix(batch, members) for members in packing.sharing(batch)]
     length = sum(prompts) + sum(n - prompts[group] for n, group in zip(lengths, batch.groups.tolist(), strict=True))
     assert inputs["input_ids"].shape == inputs["position_ids"].shape == (1, length)
+    assert sum(size for size, _ in inputs["segments"]) == length
     following = inputs["input_ids"][rows, (columns + 1).clamp(max=length - 1)] == targets
     assert following.float().mean() > 0.8  # all but the first tokens of completions 2, 3, ...
     passes = packing.micro_batches(batch, replace(cfg, tokens_per_microbatch=length // 2 + 20))

@@ -87,27 +87,25 @@ def test_a_batch_and_what_is_computed_of_it(gpu):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_rows(attention, shared, gpu):
-    batch, cfg = gpu_checks.complete_batch(GPU), settings(shared_prefix=shared, attn_implementation=attention)
+def test_packed_rows(shared, gpu):
+    batch, cfg = gpu_checks.complete_batch(GPU), settings(shared_prefix=shared)
     assert len(script.micro_batches(batch, cfg)) > 1
     inputs, *places = script.pack(batch, cfg)
+    assert bool(inputs.pop("segments", None)) == shared
     assert all(x.device == GPU for x in (*inputs.values(), *places))
     assert all(on_the_gpu(part) for part in script.minibatches(batch, replace(cfg, num_minibatches=2)))
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_the_kernel_of_gpus_takes_fewer_heads_of_keys(sinks):
+def test_the_kernel_of_gpus_takes_fewer_heads_of_keys():
     """Forward and backward, with the checks of torch's kernel and none of its numbers."""
     with FakeTensorMode():
         made = dict(dtype=torch.bfloat16)
         query, key, value = (torch.empty(1, heads, 300, 64, **made, requires_grad=True) for heads in (8, 2, 2))
         ends, keys = torch.empty(4, dtype=torch.int32), torch.empty(400, dtype=torch.int64)
-        layout = SimpleNamespace(keys=keys, query_ends=ends, key_ends=ends, longest=(120, 200), window_size=(-1, 0))
-        extra = torch.empty(8, **made, requires_grad=True) if sinks else None
-        out = attend_in_one_call(query, key, value, layout, 0.1, "sdpa", extra, None)
+        row = SimpleNamespace(for_kernel=(keys, ends, ends), shapes=[(100, 0), (100, 100), (100, 0)])
+        out = attend_in_one_call(query, key, value, SimpleNamespace(row=row, window=0), 0.1, "sdpa")
         out.float().sum().backward()
-        assert out.shape == query.shape and key.grad.shape == key.shape
+        assert out.shape == query.transpose(1, 2).shape and key.grad.shape == key.shape
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------

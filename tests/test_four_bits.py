@@ -16,7 +16,8 @@ import train_grpo as script
 import utils
 from config import ConfigError, TrainConfig, load_config
 from hf_generator import PolicyGenerator
-from inputs import agreement, four_bits
+from inputs import agreement
+from inputs.prompts import Prompt
 from runlog import checkpoints
 
 pytestmark = pytest.mark.slow
@@ -80,8 +81,8 @@ def theirs(model_id: str) -> torch.nn.Module:
 
 
 def packed(model: torch.nn.Module) -> dict:
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and four_bits.is_packed(m)}
-    return {name.replace(".base_layer", ""): layer.weight for name, layer in layers.items()}
+    weights = {name.replace(".base_layer", ""): weight for name, weight in model.named_parameters()}
+    return {name: weight for name, weight in weights.items() if hasattr(weight, "quant_state")}
 
 
 def test_the_base_is_what_transformers_makes_of_it(cfg, policy):
@@ -131,7 +132,7 @@ def test_the_policy_itself_samples_and_stays_as_it_is(cfg, policy):
     assert isinstance(generator, PolicyGenerator) and generator.model is inner.hf_model
     modes = [module.training for module in inner.modules()]
     found = asyncio.run(generator.generate([5, 6, 7, 8], n=4, max_tokens=12))
-    batch = agreement.group_of([5, 6, 7, 8], [c.token_ids for c in found], CPU)
+    batch = agreement.batch_of([(Prompt([5, 6, 7, 8], []), [c.token_ids for c in found])], CPU)
     logprobs = script.compute_logprobs(own, batch, cfg)[0]
     sampled = torch.tensor(sum((c.logprobs for c in found), []))
     assert (logprobs[batch.loss_mask.bool()] - sampled).abs().max() < 1e-5

@@ -14,10 +14,6 @@ import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from hf_generator import HFGenerator
-from inputs import attention
-from inputs.backbone import backbone
-from inputs.lora import linear_layers
-from inputs.processor import model_class
 from runlog.reading import read_metrics
 
 CPU = torch.device("cpu")
@@ -90,12 +86,9 @@ def test_sampled_logprobs_of_every_family():
 
 def test_an_attention_that_is_not_there_is_refused_at_start(tmp_path):
     folder = str(saved("llama", tmp_path))
-    has = "LlamaForCausalLM has sdpa, eager, flash_attention_2"
-    for wanted, why in (("sdap", "."), ("flash_attention_2", " (FlashAttention2 has been toggled on, but")):
-        with pytest.raises(ConfigError) as error:
+    for wanted in ("sdap", "flash_attention_2"):
+        with pytest.raises(ConfigError, match=f"--attn_implementation={wanted}: .*auto takes what the model has"):
             script.setup(TrainConfig(model_id=folder, attn_implementation=wanted))
-        assert str(error.value).startswith(f"--attn_implementation={wanted}: {has}")
-        assert f"auto takes sdpa{why}" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_model_within_which_no_backbone_is_found_is_refused_at_start(tmp_path):
@@ -106,20 +99,6 @@ def test_a_model_within_which_no_backbone_is_found_is_refused_at_start(tmp_path)
     Llama4Config(text_config=text, vision_config=dict(hidden_size=64, num_hidden_layers=1)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="^Llama4ForConditionalGeneration has no part of its own below the output"):
         script.setup(TrainConfig(model_id=str(tmp_path)))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_token_sees_what_comes_later(family, tmp_path):
-    """With the attention that `auto` takes. A mask of a model's own makes sdpa see all of a row without padding."""
-    kind = model_class(model_of(family).config)
-    with attention.attention_of("auto", kind) as name:
-        model = model_of(family, attn_implementation=name)
-    ids = torch.tensor([list(range(20, 60))])
-    other = ids.clone()
-    other[0, -1] = 500
-    with torch.no_grad():
-        one, two = (backbone(model)(input_ids=x, use_cache=False).last_hidden_state[0, :-1] for x in (ids, other))
-    assert torch.allclose(one, two, atol=1e-5)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -141,12 +120,6 @@ def test_two_steps(family, tmp_path):
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
     assert len(steps) == 2 and all(line["grad_norm"] > 0 for line in steps)
     assert max(line["sampling/logprob_diff_mean"] for line in steps) < 1e-5
-
-
-def test_linear_layers_of_a_class_of_their_own_take_adapters():
-    """Falcon's. A router is a linear layer of a class of its own, too, and takes none."""
-    assert any(name.endswith("self_attention.dense") for name in linear_layers(model_of("falcon")))
-    assert not any("router" in name or name.endswith(".gate") for name in linear_layers(model_of("phimoe")))
 
 
 def test_a_long_prompt_does_not_cut_its_neighbours():

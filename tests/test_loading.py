@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import train_grpo as script
 from config import TrainConfig
-from inputs.lora import dithered
+from inputs.model import dithered
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,6 @@
 """Router replay: experts as the generator chose them, with the layer's own scores and their gradient."""
 
 import asyncio
-import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,13 +9,12 @@ import torch
 from ragged import local_batch
 from test_attention import logprobs_and_gradient
 from tiers import by_default
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
-from inputs import packing, routing
+from inputs import packing, router_replay
 from inputs import trajectory as experts
 from vllm_client import Completion
 
@@ -73,7 +71,7 @@ def test_a_layer_takes_the_given_experts_and_no_others(name):
     model = made(name)
     ids = torch.randint(3, 1000, (2, 9))
     plain = model(ids, use_cache=False).logits
-    routes = routing.Routing(model)
+    routes = router_replay.Routing(model)
     with routes.noting() as noted:
         assert torch.equal(model(ids, use_cache=False).logits, plain)
     own = routes.stacked(noted)
@@ -94,7 +92,7 @@ def test_a_layer_takes_the_given_experts_and_no_others(name):
 def test_weights_and_gradient_are_of_the_layers_own_scores():
     """Against Qwen3's router written out: softmax over all, gathered at the given experts, normalised."""
     model = made("qwen3_moe")
-    routes, ids, given = routing.Routing(model), torch.randint(3, 1000, (1, 7)), random_choice(7)
+    routes, ids, given = router_replay.Routing(model), torch.randint(3, 1000, (1, 7)), random_choice(7)
     routes.choice = given
     model(ids, use_cache=False).logits.square().sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -148,7 +146,7 @@ def test_generator_tells_what_its_tokens_went_through(monkeypatch):
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made("qwen3_moe", dtype))
     generator = hf_generator.HFGenerator(made("qwen3_moe", torch.bfloat16), SimpleNamespace(eos_token_id=2))
     cfg = TrainConfig(generator="hf", compute_dtype="float32")
-    routing.ask(generator, generator.model, cfg)
+    router_replay.ask(generator, generator.model, cfg)
 
     async def sampled():
         calls = (generator.generate(list(range(5, 9 + n)), n=3, max_tokens=20) for n in range(3))
@@ -163,70 +161,26 @@ def test_generator_tells_what_its_tokens_went_through(monkeypatch):
 # ---- experts evenly used ---------------------------------------------------------------------------------------------
 
 
-def gradient_of(policy) -> torch.Tensor:
-    grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters())
-    return torch.cat([grad.flatten() for grad in grads]).double()
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_balancing_is_transformers_loss_over_the_tokens_learned_from(name, checkpointing, monkeypatch):
-    """Value and gradient, against load_balancing_loss_func of the family with the tokens that predict as its mask."""
+def test_balancing_is_transformers_loss(name, checkpointing, monkeypatch):
+    """Gradient of an update in one pass, with the experts' own choice."""
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made(name, dtype))
     cfg = TrainConfig(compute_dtype="float32", gradient_checkpointing=checkpointing, router_aux_coef=0.3, beta=0.0)
-    cfg = replace(cfg, shared_prefix=False, tokens_per_microbatch=40)
+    cfg = replace(cfg, shared_prefix=False)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     batch = local_batch(0, 1)
     batch.advantages = torch.zeros_like(batch.advantages)
-    script.accumulate_gradients(policy, batch, cfg)
-    found, value = gradient_of(policy), inner.routing.mean_cost(cfg)
+    sums = script.accumulate_gradients(policy, batch, cfg)
+    found = {name: p.grad.clone() for name, p in inner.hf_model.named_parameters() if p.grad is not None}
     policy.zero_grad()
-    model = inner.hf_model
-    inner.routing.pull = None
-    out = model(batch.input_ids, attention_mask=batch.attention_mask.long(), output_router_logits=True, use_cache=False)
-    function = inspect.getmodule(type(model)).load_balancing_loss_func
-    mask = nn.functional.pad(batch.loss_mask[:, 1:], (0, 1))
-    loss = function(out.router_logits, 8, 2, mask)
-    (0.3 * loss).backward()
-    expected = gradient_of(policy)
-    assert value == pytest.approx(loss.item(), rel=1e-5)
-    assert expected.norm() > 0 and (found - expected).norm() < 1e-4 * expected.norm()
-
-
-@pytest.mark.parametrize("replay", [False, True])
-def test_no_cut_changes_how_experts_are_balanced(replay, monkeypatch):
-    """Micro-batches, shared prompts, rows without advantage: one gradient; also with experts of the generator, which
-    are known without a forward pass."""
-    monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made("qwen3_moe", dtype))
-    cfg = TrainConfig(compute_dtype="float32", router_aux_coef=0.3, beta=0.0)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    batch = local_batch(0, 1)
-    batch.advantages = batch.advantages * (batch.groups % 2)[:, None]
-    if replay:
-        batch.routed_experts = shared_choice(batch)
-    passes = []
-    policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    seen = {}
-    for cut, settings in {
-        "one": {},
-        "many": dict(tokens_per_microbatch=40, gradient_checkpointing=True),
-        "plain": dict(shared_prefix=False),
-        "plain, many": dict(shared_prefix=False, tokens_per_microbatch=40),
-        "without": dict(router_aux_coef=0.0),
-    }.items():
-        policy.zero_grad()
-        passes.clear()
-        own = replace(cfg, **settings)
-        script.accumulate_gradients(policy, replace(batch), own)
-        seen[cut] = gradient_of(policy), inner.routing.mean_cost(own) if own.router_aux_coef else 0
-        if own.router_aux_coef:
-            assert all(passes) == replay
-        inner.routing.pull = None
-    gradient, value = seen["one"]
-    for cut in ("many", "plain", "plain, many"):
-        assert (seen[cut][0] - gradient).norm() < 1e-4 * gradient.norm(), cut
-        assert seen[cut][1] == pytest.approx(value, rel=1e-5)
-    assert (seen["without"][0] - gradient).norm() > 0.01 * gradient.norm()
+    mask, model = batch.attention_mask.long(), inner.hf_model
+    out = model(batch.input_ids, attention_mask=mask, output_router_logits=True, use_cache=False)
+    (0.3 * out.aux_loss).backward()
+    assert float(sums["routing/aux_loss"] / sums["tokens"]) == pytest.approx(out.aux_loss.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert (found[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
 
 
 # ---- on the way ------------------------------------------------------------------------------------------------------
@@ -255,14 +209,14 @@ class Server:
 def test_asked_for_what_nobody_can_tell():
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=1000, **SHAPE))
     with pytest.raises(ConfigError, match="does not tell its experts"):
-        routing.ask(Server(), made("mixtral"), TrainConfig(router_replay="on"))
+        router_replay.ask(Server(), made("mixtral"), TrainConfig(router_replay="on"))
     with pytest.raises(ConfigError, match="the model has no experts"):
-        routing.ask(Server(), dense, TrainConfig(router_replay="on"))
+        router_replay.ask(Server(), dense, TrainConfig(router_replay="on"))
     server = Server()
     server.able = True
-    routing.ask(server, made("mixtral"), TrainConfig())
+    router_replay.ask(server, made("mixtral"), TrainConfig())
     assert server.tells_experts
-    routing.ask(server, made("mixtral"), TrainConfig(router_replay="off"))
+    router_replay.ask(server, made("mixtral"), TrainConfig(router_replay="off"))
     assert not server.tells_experts
-    routing.ask(server, dense, TrainConfig())
+    router_replay.ask(server, dense, TrainConfig())
     assert not server.tells_experts

@@ -14,6 +14,7 @@ import tiny_vlms
 import torch
 import torch.distributed as dist
 from PIL import Image
+from ragged import settled
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_turns import config
@@ -25,7 +26,7 @@ import train_ppo
 import utils
 from config import PRESETS, ConfigError, TrainConfig
 from envs import Environment
-from inputs import packing, pictures, prompts
+from inputs import agreement, pictures, prompts
 from inputs.processor import load_processor
 from rollouts import play, single_turn
 from runlog import checkpoints
@@ -38,6 +39,9 @@ FAMILIES = [
 ]
 
 
+PLAIN = {"gemma3", "gemma4", "paligemma", "qwen3_5", "lfm2_vl"}  # own masks, recurrent layers: they take plain rows
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def tiny(request, tmp_path_factory):
     """A family's model under training in fp32, its rows, and a Batch of 3 completions a row."""
@@ -45,8 +49,9 @@ def tiny(request, tmp_path_factory):
     cfg = TrainConfig(model_id=str(folder), compute_dtype="float32", generator="hf", num_generations=3, beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
     generator = script.make_generator(cfg, inner.hf_model, load_processor(str(folder)), torch.device("cpu"))
-    cfg = replace(cfg, shared_prefix=packing.why_not_shared(inner.hf_model, cfg) is None)
     rows = rows_of(request.param)
+    cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, rows))
+    assert cfg.shared_prefix == (request.param not in PLAIN)
     return SimpleNamespace(
         family=request.param,
         cfg=cfg,
@@ -272,13 +277,13 @@ def test_images_of_rows_and_of_an_environment(family, tmp_path):
     settings = dict(model_id=folder, env="x", tools=[], generator="hf", compute_dtype="float32", num_generations=2)
     cfg = config(**settings, max_turns=4, max_completion_length=400, max_turn_length=40, beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    cfg.shared_prefix = packing.why_not_shared(inner.hf_model, cfg) is None
     processor = load_processor(folder)
     generator = script.make_generator(cfg, inner.hf_model, processor, torch.device("cpu"))
     generator.eos_ids |= set(range(0, 4096, 8))  # a random model seldom ends a turn
     own = [picture(1), picture(2)]
     parts = [{"type": "image", "image": own[0]}, {"type": "text", "text": "then"}, {"type": "image"}]
     rows = [{"prompt": "Look.", "images": own}, {"prompt": [{"role": "user", "content": parts}], "image": own[1]}]
+    cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, rows))
     environments = [Pictures() for _ in range(6)]
 
     async def run():
