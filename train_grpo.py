@@ -88,7 +88,7 @@ import rollouts
 import teachers
 import utils
 from algorithms import checks, optimizers
-from algorithms.advantages import MORE_ADVANTAGES, role_means
+from algorithms.advantages import MORE_ADVANTAGES, role_means, with_length_penalty
 from algorithms.distillation import check_teacher, divergence, rewards_count
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
@@ -668,7 +668,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
         rewards[torch.arange(len(part)), last] -= (center / scale).to(scale.dtype)
         batch.rewards = placed(rewards, rows, batch.rewards)
     if cfg.length_penalty:
-        batch.rewards = with_length_penalty(batch, cfg)
+        batch.rewards = with_length_penalty(batch, is_solved(batch, cfg), cfg.length_penalty)
     if cfg.advantage == "rae":
         batch.baselines = role_means(batch, moments.setdefault("rae", {}))
     if not cfg.kl_in_reward:
@@ -676,18 +676,6 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
     batch.rewards = batch.rewards - cfg.beta * kl
     return {"kl": float(utils.global_mean(kl, batch.loss_mask))}
-
-
-def with_length_penalty(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Rewards minus length_penalty x share of the group that is solved x length / longest of the group, at the last
-    sampled token: short answers where the prompt is easy (prime-rl).  [B, T]"""
-    lengths = batch.loss_mask.sum(1)  # [B]
-    share = group_mean(is_solved(batch, cfg), batch.groups)  # [B]
-    index, _ = group_index(batch.groups)
-    longest = torch.zeros_like(lengths).scatter_reduce(0, index, lengths, "amax")[index].clamp(min=1)
-    last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=lengths.device)).argmax(1)
-    penalty = (cfg.length_penalty * share * lengths / longest).to(lengths.dtype)
-    return batch.rewards.index_put((torch.arange(len(batch)), last), -penalty, accumulate=True)
 
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:

@@ -102,6 +102,17 @@ def role_means(batch: Batch, means: dict[str, float]) -> Tensor:
     return batch.scores.new_tensor([means.get(role, 0.0) for role in roles])
 
 
+def with_length_penalty(batch: Batch, solved: Tensor, weight: float) -> Tensor:
+    """Rewards minus weight x share of the group that is solved x length / longest of the group, at the last sampled
+    token: short answers where the prompt is easy (prime-rl). solved: [B] of 0 and 1.  [B, T]"""
+    lengths, (index, _) = batch.loss_mask.sum(1), group_index(batch.groups)  # [B]
+    longest = torch.zeros_like(lengths).scatter_reduce(0, index, lengths, "amax")[index].clamp(min=1)
+    penalty = weight * group_mean(solved, batch.groups) * lengths / longest
+    last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=lengths.device)).argmax(1)
+    rows = torch.arange(len(batch), device=lengths.device)
+    return batch.rewards.index_put((rows, last), -penalty.to(batch.rewards.dtype), accumulate=True)
+
+
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """Every reward function normalised in its group, their weighted sum whitened: no function drowns another.
     2601.05242.  [B, T]"""
