@@ -587,7 +587,7 @@ def addresses(urls: list[str], flag: str) -> list[str]:
         found = [http.base(url) for url in urls]
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}.") from None
-    if len(set(found)) < len(found):
+    if len({http.origin(url) for url in found}) < len(found):
         raise ConfigError(f"{flag} names an address twice: give it once, it takes many requests at a time.")
     return found
 
