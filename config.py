@@ -263,7 +263,7 @@ class TrainConfig:
     log_tokens_every: int = 1  # and every N steps its tokens, with advantage, weight in the loss, log-probs; 0: never
     print_samples_every: int = 10  # print one prompt, completion and reward every N steps; 0: never
     logprob_diff_limit: float = 0.2  # first step stops if |trainer - generator log-prob| exceeds this on average
-    report_to: list[str] = field(default_factory=list)  # trackers besides the run folder: wandb, tensorboard, trackio
+    report_to: list[str] = field(default_factory=list)  # besides: wandb, tensorboard, trackio, swanlab, mlflow
     push_to_hub: str | None = None  # upload the final model, as a private repository NAME/REPO
 
     def __post_init__(self):
@@ -454,7 +454,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     if cfg.judge_template:
         read_text(cfg.judge_template)
     for tracker in cfg.report_to:
-        known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio"))
+        known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio", "swanlab", "mlflow"))
 
 
 def wrong_to_learn(c: TrainConfig) -> list[tuple]:

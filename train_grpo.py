@@ -152,12 +152,12 @@ from inputs.trajectory import (
     without_failed,
     without_unscored,
 )
-from memory import push_bucket_mb, settled
+from plan import push_bucket_mb, settled
 from rewards import TRAINER_STATE, RewardError, get_reward_functions, own_functions, score
 from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import checkpoints, gpu, resume
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
-from runlog.rollout_metrics import check_failed, counts_by_origin, domain_metrics, eval_metrics, rollout_metrics, solved
+from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, rollout_metrics, solved
 from runlog.tokens import keeps_tokens, write_vocabulary
 from safety import sandbox
 from serving import servers
@@ -246,9 +246,8 @@ def train(
                 utils.move(run, run.device)
                 for check in run.checks if step == run.first else ():
                     cfg = check(cfg)
-            metrics |= rollout_metrics(trajectories) | prompts.image_metrics(generator) | collected
+            metrics |= rollout_metrics(trajectories, cfg) | prompts.image_metrics(generator) | collected
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
-            metrics |= domain_metrics(trajectories, cfg)
             state |= run.mixture.ended(step, metrics)  # what was drawn of each domain, and how often it was solved
             trajectories, numbers = checks.with_numbers(after_rollout(trajectories, memory, step, cfg), trajectories)
             metrics |= numbers
@@ -522,14 +521,11 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     groups, _, seconds = (list(column) for column in zip(*sampled, strict=True))
     generate = max(spent["time/generate"] for spent in seconds)
     whole = max(sum(spent.values()) for spent in seconds)
-    metrics = {"time/generate": generate, "time/score": whole - generate, "rollout/failed": check_failed(groups, cfg)}
-    if cfg.dynamic_sampling:
-        totals = utils.all_sum(torch.tensor(list(counts.values()))).tolist()
-        metrics |= {f"dynamic_sampling/{name}": n for name, n in zip(counts, totals, strict=True)}
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
-    left_out = torch.tensor(sum(map(len, played)) - sum(map(len, kept)))
-    metrics["rollout/unrewarded"] = int(utils.all_sum(left_out))
+    counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else {}
+    counts["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
+    metrics = {"time/generate": generate, "time/score": whole - generate} | check_failed(groups, cfg, counts)
     groups, moved = utils.balanced(kept)
     for number, group in enumerate(groups):
         for trajectory in group:
@@ -1372,7 +1368,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
 
 
 def empty_policy(cfg: TrainConfig, config=None, kind: type | None = None) -> Policy:
-    """The policy itself, within `torch.device("meta")`: shapes without values, which memory.py counts."""
+    """The policy itself, within `torch.device("meta")`: shapes without values, which plan.py counts."""
     return (kind or Policy)(to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), config), cfg), cfg, autocasts(cfg))
 
 
@@ -1621,11 +1617,9 @@ def evaluate(
     for place, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = trajectory.info["row_number"] = rank + place * world
-    failed, metrics = check_failed(groups, cfg), {}
+    failed = check_failed(groups, cfg)["rollout/failed"]
     groups = [group for group in without_failed(groups) if group]
-    for prefix in dict.fromkeys(("", *(cfg.of(row).prefix for row in rows))):  # all rows, and those of each domain
-        mine = [group for group in groups if prefix in ("", cfg.of(group[0].row).prefix)]
-        metrics |= {f"eval/{prefix}{name}": value for name, value in eval_metrics(mine, cfg).items()}
+    metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg).items()}  # of each domain, too
     metrics |= {"eval/failed": failed} if failed else {}
     return metrics, [group[0] for group in groups]
 

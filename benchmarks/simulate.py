@@ -4,10 +4,10 @@
     python benchmarks/simulate_tables.py                                        benchmarks/results/simulate.md
 
 Takes every flag of plan.py; --gpus are the trainer's. The script's own functions run as one rank runs them (`--rank`):
-load_policy, all_logprobs, update (micro-batches, clipping, AdamW), push_weights, and what a checkpoint copies. torch's
-FSDP2 is the real one, too. Tensors have shapes and no memory (FakeTensorMode); they claim a device "gpu", as in
-tests/claimed.py. The other ranks are torch's fake process group. Small tensors whose values decide what is done next
-(lengths, masks, segments) have values.
+load_policy, all_logprobs, update (micro-batches, clipping, AdamW) and push_weights. torch's FSDP2 is the real one, too.
+Tensors have shapes and no memory (FakeTensorMode); they claim a device "gpu", as in tests/claimed.py. The other ranks
+are torch's fake process group. Small tensors whose values decide what is done next (lengths, masks, segments) have
+values.
 
     simulated   bytes       each storage once while it is alive, in blocks of 512, as CUDA's allocator counts
                 collectives each with the bytes that a rank ends or begins with, within a machine or between several
@@ -57,7 +57,6 @@ import claimed  # noqa: E402
 import memory_worker  # noqa: E402
 import tiny_vlms  # noqa: E402
 
-import memory  # noqa: E402
 import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
@@ -66,9 +65,8 @@ from inputs import prompts  # noqa: E402
 from inputs.model import set_up_4_bits  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
 from inputs.processor import load_processor, takes_images  # noqa: E402
-from memory import GIB  # noqa: E402
+from plan import GIB  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
-from runlog import checkpoints  # noqa: E402
 
 GPU, aten = claimed.GPU, torch.ops.aten
 
@@ -76,6 +74,10 @@ GPU, aten = claimed.GPU, torch.ops.aten
 class SimulateConfig(plan.PlanConfig):
     strategy: Literal["fsdp2", "ddp"] = "fsdp2"  # ddp on one GPU, which has no one to talk to: --load_in 4bit wants it
     # --- simulate ---
+    link_bandwidth: float = 150.0  # GB/s at which a GPU gathers or reduces shards in a machine
+    node_bandwidth: float = 40.0  # GB/s of each GPU's network card (400 Gb/s: 80 %)
+    cpu_bandwidth: float = 25.0  # GB/s of each GPU to CPU memory, and of AdamW there
+    push_bandwidth: float = 2.0  # GB/s of a weight push
     model: str = "qwen2.5-7b"  # a name in MODELS (benchmarks/simulate.py)
     hsdp: bool = False  # --shard_size: copies of the model on each machine, in shards
     rank: int = 0  # whose view; -1: the last one's
@@ -86,14 +88,40 @@ class SimulateConfig(plan.PlanConfig):
 
 QWEN3 = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, head_dim=128, num_attention_heads=64)
 QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False)
-VISION = plan.MORE_SHAPES["Qwen/Qwen2.5-VL-3B"]
-TOWER = VISION[1]["vision_config"]
-MODELS = {
-    **{f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("1.5b", "7b", "32b", "72b")},
-    **{"llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3.3-70b": "meta-llama/Llama-3.3-70B"},
+VISION = dict(
+    text_config=dict(
+        **dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
+        **dict(num_key_value_heads=2, vocab_size=151936, max_window_layers=36),
+    ),
+    vision_config=dict(
+        **dict(hidden_size=1280, intermediate_size=3420, depth=32, num_heads=16, out_hidden_size=2048),
+        **dict(patch_size=14, window_size=112, fullatt_block_indexes=[7, 15, 23, 31]),
+    ),
+    tie_word_embeddings=True,
+)
+MIXTURE = dict(
+    **dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48),
+    **dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128),
+    **dict(num_experts_per_tok=8, vocab_size=151936, norm_topk_prob=True, tie_word_embeddings=False),
+)
+TOWER = VISION["vision_config"]
+
+
+def dense(kind: str, hidden: int, wide: int, layers: int, heads: int, kv_heads: int, words: int, tied=False) -> tuple:
+    sizes = dict(hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=heads)
+    return kind, sizes | dict(num_key_value_heads=kv_heads, vocab_size=words, tie_word_embeddings=tied)
+
+
+MODELS = {  # published shapes: transformers' kind of model, and arguments of its config
+    "qwen2.5-1.5b": dense("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-7b": dense("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-32b": dense("qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": dense("qwen2", 8192, 29568, 80, 64, 8, 152064),
+    "llama-3.1-8b": dense("llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama-3.3-70b": dense("llama", 8192, 28672, 80, 64, 8, 128256),
     "qwen3-32b": ("qwen3", QWEN3),
-    "qwen3-30b-a3b": plan.MORE_SHAPES["Qwen/Qwen3-30B-A3B"],
-    "qwen2.5-vl-3b": VISION,
+    "qwen3-30b-a3b": ("qwen3_moe", MIXTURE),
+    "qwen2.5-vl-3b": ("qwen2_5_vl", VISION),
 }
 SIDE = 448  # pixels of a picture's sides, one in each prompt of a model that takes them
 
@@ -473,22 +501,30 @@ def config_of(cfg: SimulateConfig):
     """transformers' config of --model, with --layers of its layers."""
     if cfg.model not in MODELS:
         raise ConfigError(f"--model={cfg.model}: known are {', '.join(MODELS)}.")
-    shape = MODELS[cfg.model]
-    if isinstance(shape, str):
-        config = plan.model_config(shape)
-    else:
-        kind, sizes = shape
-        if kind in tiny_vlms.MARK:  # with the tokens of its processor
-            known = with_pictures(kind)[1]
-            rope = known["text_config"]["rope_parameters"] | {"mrope_section": [16, 24, 24]}
-            text = known["text_config"] | {"head_dim": None} | sizes["text_config"] | {"rope_parameters": rope}
-            sizes = known | sizes | {"text_config": text, "vision_config": known["vision_config"] | TOWER}
-        config = AutoConfig.for_model(kind, **sizes)
+    kind, sizes = MODELS[cfg.model]
+    if kind in tiny_vlms.MARK:  # with the tokens of its processor
+        known = with_pictures(kind)[1]
+        rope = known["text_config"]["rope_parameters"] | {"mrope_section": [16, 24, 24]}
+        text = known["text_config"] | {"head_dim": None} | sizes["text_config"] | {"rope_parameters": rope}
+        sizes = known | sizes | {"text_config": text, "vision_config": known["vision_config"] | TOWER}
+    config = AutoConfig.for_model(kind, **sizes)
     text = config.get_text_config()
     text.num_hidden_layers = cfg.layers or text.num_hidden_layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     return config
+
+
+def claim_memory(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Meta tensors become tensors of the CPU, as kernels see it, parameters in `dtype`. Tied ones stay one."""
+    copies: dict[int, Tensor] = {}
+    for store in [store for part in module.modules() for store in (part._parameters, part._buffers)]:
+        for name, old in store.items():
+            if old is not None and old.is_meta and id(old) not in copies:
+                parameter = isinstance(old, torch.nn.Parameter)
+                new = torch.empty(old.shape, dtype=dtype if parameter else old.dtype)
+                copies[id(old)] = torch.nn.Parameter(new, old.requires_grad) if parameter else new
+            store[name] = copies.get(id(old), old)
 
 
 def pack(model: torch.nn.Module, dtype: torch.dtype, cfg: SimulateConfig) -> None:
@@ -532,8 +568,8 @@ def settled(cfg: SimulateConfig) -> SimulateConfig:
         cfg = replace(cfg, model_id=with_pictures(MODELS[cfg.model][0])[0])
     if cfg.hsdp:
         cfg = replace(cfg, shard_size=cfg.node_gpus)
-    usual = dict(tokens_per_microbatch=cfg.tokens_per_microbatch or memory.BUDGETS[0], max_steps=1)
-    return replace(cfg, prompts_per_step=max(cfg.prompts_per_step, 8 * cfg.gpus), rates=None, **usual)
+    usual = dict(tokens_per_microbatch=cfg.tokens_per_microbatch or plan.BUDGETS[0], max_steps=1)
+    return replace(cfg, prompts_per_step=max(cfg.prompts_per_step, 8 * cfg.gpus), **usual)
 
 
 def batch_of(cfg: SimulateConfig, passes: int, shown: prompts.Prompt | None = None) -> script.Batch:
@@ -577,7 +613,7 @@ PASSES = ("first pass", "middle pass", "last pass")
 
 
 def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
-    """A step, phase by phase. Without `passes` a push and a checkpoint alone, in less time."""
+    """A step, phase by phase. Without `passes` a push alone, in less time."""
     begun, cfg, config, real = time.perf_counter(), settled(cfg), config_of(cfg), script.load_hf_model
 
     def load(cfg, dtype, given=None):
@@ -586,7 +622,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         if torch.get_default_device().type != "meta":
             if cfg.load_in:
                 pack(model, dtype, cfg)
-            memory.claim_memory(model, dtype)
+            claim_memory(model, dtype)
             set_up_4_bits(model, cfg)
         return model
 
@@ -613,17 +649,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         kept = machine.alive[GPU.type]
         server = Server(dist.get_rank())
         server.adapter = "policy" if cfg.load_in else None  # nothing can be folded into 4 bits: adapters travel alone
-        script.push_weights(policy, server, 1, cfg.push_bucket_mb or memory.push_bucket_mb(0))
-        machine.enter("save")
-        files: dict = {}
-        size = (cfg.push_bucket_mb or 256) * 2**20
-        if cfg.load_in:
-            buckets = script.adapter_buckets(script.one_by_one(policy), size, torch.float32, scaled=False)
-        else:
-            buckets = script.weight_buckets(policy, size, torch.bfloat16)
-        with mock.patch.object(checkpoints, "as_safetensors", lambda weights, metadata: b""):  # no numbers
-            with contextlib.suppress(ValueError):  # a rank without a file has its dtype from those that have one
-                checkpoints.model_files(buckets, inner.hf_model, files, alone=bool(cfg.load_in))
+        script.push_weights(policy, server, 1, cfg.push_bucket_mb or plan.push_bucket_mb(0))
         machine.enter("end")
         parameters, tokens = sum(p.numel() for p in policy.parameters()), most_tokens(cfg)
     return Result(cfg, machine.phases, kept, parameters, tokens, time.perf_counter() - begun)
@@ -652,20 +678,17 @@ def run_passes(machine, policy, optimizer, batch: script.Batch, cfg: SimulateCon
 
 
 def predicted(cfg: SimulateConfig) -> Counter:
-    """What memory.py says of the same."""
+    """What plan.py says of the same."""
     cfg = settled(cfg)
-    sends = cfg.rank % cfg.gpus == 0
-    return memory.rank_bytes(partial(script.empty_policy, config=config_of(cfg)), cfg, cfg.gpus, sends=sends)
+    with torch.device("meta"):
+        sizes = plan.sizes_of(script.empty_policy(cfg, config_of(cfg)))
+    return plan.bytes_needed(sizes, cfg, cfg.gpus)
 
 
 def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
-    """(bytes simulated, bytes that memory.py says) on the GPU: kept between steps, in an update, in a push."""
-    kept = memory.kept(need)
+    """(bytes simulated, bytes that plan.py says) on the GPU: kept between steps, in an update."""
     update = max(found.phases[name].peak[GPU.type] for name in (*PASSES, "optimizer"))
-    push = found.phases["push"].peak[GPU.type]
-    return {
-        "kept": (found.kept, kept), "update": (update, memory.update_peak(need)), "push": (push, kept + need["push"]),
-    }  # fmt: skip
+    return {"kept": (found.kept, plan.kept(need)), "update": (update, plan.peak(need))}
 
 
 def words(cfg: SimulateConfig) -> str:
@@ -693,7 +716,7 @@ def report(found: Result, need: Counter) -> str:
             lines.append(f"{name:<17} {kind:<15}{where:<20} {number:<7} {phase.moved[kind, where] / GIB:9.3f}")
     waits = found.phases[PASSES[1]].waits.items()
     lines.append("\nWaits of a middle pass: " + ", ".join(f"{number} x {at}" for at, number in waits))
-    lines.append("\nBytes on the GPU         simulated   memory.py")
+    lines.append("\nBytes on the GPU         simulated     plan.py")
     for what, (simulated, said) in errors(found, need).items():
         lines.append(f"{what:<22}{simulated / GIB:8.2f} GiB{said / GIB:8.2f} GiB {said / max(simulated, 1) - 1:+.1%}")
     return "\n".join(lines)

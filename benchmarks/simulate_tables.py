@@ -1,4 +1,4 @@
-"""benchmarks/results/simulate.md: what simulate.py says of models and machines up to 256 GPUs, beside memory.py and
+"""benchmarks/results/simulate.md: what simulate.py says of models and machines up to 256 GPUs, beside plan.py and
 beside published step times.
 
     python benchmarks/simulate_tables.py [PART OF A CASE'S WORDS ...]        half an hour on one core, by estimate
@@ -17,7 +17,7 @@ from simulate import GPU, PASSES, Result, SimulateConfig
 
 import plan
 from config import load_config
-from memory import GIB
+from plan import GIB
 from train_grpo import empty_policy
 
 LENGTHS = "--prompt 500 --completion 4000 --max_prompt_length 500 --max_completion_length 4000"
@@ -77,11 +77,12 @@ def whole(cfg: SimulateConfig) -> Result:
     return found
 
 
-def bytes_row(words: str, sizes: dict) -> str:
+def bytes_row(words: str, sizes: dict, push: int) -> str:
     cells = [words]
     for simulated, said in sizes.values():
         apart = f"{said / simulated - 1:+.1%}" if simulated > GIB / 10 else "-"
         cells += [f"{simulated / GIB:.2f}", f"{said / GIB:.2f}", apart]
+    cells.append(f"{push / GIB:.2f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -118,9 +119,9 @@ def published_row(source: str, words: str, tokens: int, completions: int, update
     parts["log-probs"] = 2 * passes * found.phases["old log-probs"].seconds  # of the policy and of the reference
     shape = simulate.config_of(cfg)
     with torch.device("meta"):
-        sizes = [p.numel() for p in empty_policy(cfg, shape).parameters()]
+        sizes = plan.sizes_of(empty_policy(cfg, shape))
     parts["sampling"] = plan.serve(cfg, shape, sizes, cfg.gpus, completions)["seconds"]
-    parts["push"] = 2 * sum(sizes) / (cfg.push_bandwidth * 1e9)
+    parts["push"] = 2 * sizes.trained / (cfg.push_bandwidth * 1e9)
     ours, said = sum(parts.values()), ", ".join(f"{name} {value:.0f}" for name, value in parts.items())
     return f"| {name} | {source} | {published:g} s | {ours:.0f} s ({said}) | {ours / published - 1:+.0%} |"
 
@@ -139,14 +140,13 @@ Rates (assumptions, H100): products {c.matrix_tflops:g} TFLOP/s, memory {c.memor
 {c.link_bandwidth:g} GB/s, between machines {c.node_bandwidth:g} GB/s for each GPU's network card, CPU memory
 {c.cpu_bandwidth:g} GB/s, a push {c.push_bandwidth:g} GB/s, {c.launch:g} microseconds of the host an operation.
 
-## Bytes on a GPU, GiB: simulated, by memory.py, how far memory.py is off
+## Bytes on a GPU, GiB: simulated, by plan.py, how far plan.py is off
 
 Rank 0 has the largest shards and sends a push, the last one (`--rank -1`) gathers with it; a push is never the peak of
-a step here. `--dtype bfloat16` keeps weights so, too; of a base in 4 bits adapters alone are pushed. With
-all layers, updates too, by simulate.py alone: 7B on 8 GPUs update +1.9 %, the mixture on 8 GPUs update +2.1 %.
+a step here. `--dtype bfloat16` keeps weights so, too; of a base in 4 bits adapters alone are pushed.
 
-| | kept | memory.py | | update | memory.py | | push | memory.py | |
-|---|---|---|---|---|---|---|---|---|---|
+| | kept | plan.py | | update | plan.py | | push |
+|---|---|---|---|---|---|---|---|
 """
 PASS = """
 ## A micro-batch between the first and the last, simulated
@@ -188,7 +188,8 @@ def main(only: list[str]) -> None:
     rows, passes = [], []
     for words in cases:
         found = whole(cfg := config(f"{words} {LENGTHS}"))
-        rows.append(bytes_row(words, simulate.errors(found, simulate.predicted(cfg))))
+        push = found.phases["push"].peak[GPU.type]
+        rows.append(bytes_row(words, simulate.errors(found, simulate.predicted(cfg)), push))
         passes.append(pass_row(words, found))
         print(rows[-1], passes[-1], sep="\n", flush=True)
     published = []

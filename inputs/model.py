@@ -147,7 +147,7 @@ def in_4_bits(cfg: TrainConfig) -> dict:
 
 
 def mark_4_bits(empty: nn.Module, cfg: TrainConfig) -> None:
-    """Of a model without values, for memory.py: note at its weights which of them will be in 4 bits."""
+    """Of a model without values, for plan.py: note at its weights which of them will be in 4 bits."""
     for layer in empty.modules() if cfg.load_in else ():
         if isinstance(layer, (nn.Linear, Conv1D)) and layer is not empty.get_output_embeddings():
             layer.weight.in_4_bits = True

@@ -32,12 +32,15 @@ def answers_of(run: Run) -> dict:
     found[f"notes?{urlencode({'run': run.name})}"] = {"notes": all_notes(run)}
     shown = []
     for path in samples.first_and_last(run.path / "completions", "token_ids"):
-        for number, row in samples.telling(path):
+        for number in samples.telling(path):
             place = {"run": run.name, "kind": "completions", "step": samples.step_of(path), "row": number}
             query = urlencode(place)
-            tokens = samples.token_view(samples.cut(row, TOKENS), run.vocabulary())
-            found[f"row?{query}"] = samples.one(path, number) | {"picture": False, "total": 0, "tokens": True}
-            found[f"tokens?{query}"] = tokens
+            found[f"row?{query}"] = samples.described(path, [number])[0] | {
+                "picture": False,
+                "total": 0,
+                "tokens": True,
+            }
+            found[f"tokens?{query}"] = samples.tokens(path, number, run.vocabulary(), TOKENS)
             found[f"scales?{query}"] = samples.scales(path)
             shown.append(place)
     return found | {"trajectories": shown}

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from config import ConfigError
-from looking.runs import Gone, Run, Runs, digest, plain, stamp, unreadable
+from looking.runs import Gone, Run, Runs, digest, plain, stamp
 from looking.told import all_notes, compared, described, standing_out
 from runlog import samples
 from runlog.reading import readable_prompt
@@ -64,7 +63,7 @@ def make_app(root: Path, token: str, flags: list[str] | None = None) -> Starlett
     app.state.files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
     if flags is not None:
         app.state.files["index.html"] = app.state.files["index.html"].replace(b"<body>", b"<body data-try>")
-    threading.Thread(target=read_ahead, args=(app.state.runs,), daemon=True).start()
+    threading.Thread(target=look_ahead, args=(app.state.runs,), daemon=True).start()
     return app
 
 
@@ -72,23 +71,16 @@ def new_token() -> str:
     return secrets.token_urlsafe(18)
 
 
-def read_ahead(runs: Runs) -> None:
-    """So that the first look at the table need not wait for a slow disk. Then, again and again, what stands out in each
-    run that has changed, one after the other and with four fifths of the time free."""
-    with contextlib.suppress(OSError):
-        for run in runs.all():
-            run.summary()
+def look_ahead(runs: Runs) -> None:
+    """What stands out in each run that has changed, again and again, with four fifths of the time free."""
     while True:
-        time.sleep(NOTED_SECONDS / 10)
-        for run in list(runs.known.values()):
+        for run in runs.all():
             begun = time.monotonic()
-            with contextlib.suppress(Exception):  # a run that cannot be read says so in the table
+            with contextlib.suppress(Exception):  # a run that cannot be read says so on its page
                 if run.noted[0] != run.version():
                     run.noted = run.version(), standing_out(run)
-                    if run not in runs.recent and run.state()[0] != "running":  # which would be read whole each time
-                        run.forget()
             time.sleep(4 * (time.monotonic() - begun))
-        time.sleep(0.9 * NOTED_SECONDS)
+        time.sleep(NOTED_SECONDS)
 
 
 # ---- who may ask, and how answers look ------------------------------------------------------------------------------
@@ -122,16 +114,12 @@ def guarded(answer):
         if not allowed(request):
             text = "Take the address that look.py printed when it started: it ends with ?token=..."
             reads = "text/html" in request.headers.get("accept", "")  # a browser's own request, such as a reload
-            refused = Response(text, 401, HEADERS, "text/plain") if reads else respond({"error": text}, 401)
-            refused.headers["Connection"] = "close"  # what else it may send is not worth reading
-            return refused
+            return Response(text, 401, HEADERS, "text/plain") if reads else respond({"error": text}, 401)
         try:
             made = answer(request)
         except Gone as error:
             return respond({"error": str(error)}, 404)
-        except ConfigError as error:
-            return respond({"error": str(error)}, 422)
-        except samples.Unreadable as error:
+        except (ConfigError, samples.Unreadable) as error:
             return respond({"error": str(error)}, 422)
         return made if isinstance(made, Response) else respond(made)
 
@@ -162,19 +150,6 @@ def unless_known(request: Request, tag: str | None, make) -> Response:
         if request.headers.get("if-none-match") == f'"{tag}"':
             return Response(status_code=304, headers=HEADERS | {"ETag": f'"{tag}"'})
     answer.headers.update(HEADERS | {"Cache-Control": "no-cache", "ETag": f'"{tag}"'})
-    return answer
-
-
-def unless_drawn(request: Request, tag: str, make) -> Response:
-    """make(known), where `known` is what the browser has of it, as its ETag says; 304 where that is all of it."""
-    given = request.headers.get("if-none-match", "").strip('"')
-    known, _, then = given.rpartition("_")
-    if then == tag:
-        return Response(status_code=304, headers=HEADERS | {"ETag": f'"{given}"'})
-    made = make(known)
-    mark = made.pop("mark")
-    answer = respond(made)
-    answer.headers.update({"Cache-Control": "no-cache", "ETag": f'"{mark}_{tag}"'})
     return answer
 
 
@@ -232,9 +207,9 @@ def of(request: Request) -> Run:
 
 
 def run(request: Request) -> Response:
-    found = of(request)
-    axis = choice(request, "x", ("step", "tokens", "seconds"))
-    return unless_drawn(request, digest(found.version(), found.state(), axis), partial(described, found, axis))
+    found, axis = of(request), choice(request, "x", ("step", "tokens", "seconds"))
+    tag = digest(found.version(), found.state(), axis)
+    return unless_known(request, tag, lambda: respond(described(found, axis)))
 
 
 def notes(request: Request) -> Response:
@@ -247,19 +222,14 @@ def compare(request: Request) -> Response:
     names = list(dict.fromkeys(request.query_params.getlist("run")))[:COMPARED]
     axis = choice(request, "x", ("step", "tokens", "seconds"))
     seeds = request.query_params.get("seeds") == "1"
-    chosen, gone, broken = [], [], []
+    chosen, gone = [], []
     for name in names:
         try:
-            found = runs_of(request).get(name)
-            found.curves(), found.config()
-            chosen.append(found)
+            chosen.append(runs_of(request).get(name))
         except Gone:
             gone.append(name)
-        except Exception as error:  # the others are compared without it
-            broken.append(f"{name}: {unreadable(error)[1]}")
-    tag = digest([(one.name, one.version()) for one in chosen], gone, broken, axis, seeds)
-    more = {"gone": gone, "unreadable": broken}
-    return unless_drawn(request, tag, lambda known: compared(chosen, axis, seeds, known) | more)
+    tag = digest([(one.name, one.version()) for one in chosen], gone, axis, seeds)
+    return unless_known(request, tag, lambda: respond(compared(chosen, axis, seeds) | {"gone": gone}))
 
 
 def steps(request: Request) -> Response:
@@ -287,7 +257,7 @@ def found_text(request: Request) -> dict:
 
 def several(request: Request) -> dict:
     numbers = [integer(word) for word in request.query_params.get("rows", "").split(",") if word][:128]
-    return {"rows": samples.several(step_file(request), numbers, 6000)}
+    return {"rows": samples.described(step_file(request), numbers, 6000)}
 
 
 def one(request: Request) -> dict:
@@ -295,7 +265,7 @@ def one(request: Request) -> dict:
     names = samples.opened(path).schema_arrow.names
     picture = "picture" in names and samples.image(path, number) is not None
     total = samples.count(path)
-    return samples.one(path, number) | {"picture": picture, "total": total, "tokens": "token_ids" in names}
+    return samples.described(path, [number])[0] | {"picture": picture, "total": total, "tokens": "token_ids" in names}
 
 
 def tokens(request: Request) -> dict:
@@ -314,24 +284,19 @@ def picture(request: Request) -> Response:
 
 
 def over_time(request: Request) -> dict:
-    """The completions of a row's prompt in all files of its kind, `SECONDS` of looking at a time."""
+    """The completions of a row's prompt in all files of its kind, SECONDS of looking at a time."""
     path, number, kind = step_file(request), whole(request, "row"), choice(request, "kind", samples.KINDS)
     prompt, later = samples.prompt_of(path, number), integer(request.query_params.get("from", "0"))
-    found, unreadable, begun = [], [], time.monotonic()
-    asked = of(request)
+    found, begun, asked = [], time.monotonic(), of(request)
     steps = [*chain.from_iterable(asked.steps(kind))]
+    told = {"found": found, "files": len(steps), "next": None, "prompt": readable_prompt(prompt)[:20_000]}
     for place in range(later, len(steps)):
         if time.monotonic() - begun > SECONDS:
-            return {"found": found, "unreadable": unreadable, "next": place, "files": len(steps)}
-        try:
-            rows = samples.of_prompt(asked.file(kind, samples.name_of(steps[place])), prompt, 2000)
-        except (Gone, samples.Unreadable) as error:
-            unreadable.append(str(error))
-            continue
-        if rows:
-            found.append({"step": steps[place], "rows": rows})
-    shown = readable_prompt(prompt)[:20_000]
-    return {"found": found, "unreadable": unreadable, "next": None, "files": len(steps), "prompt": shown}
+            return told | {"next": place}
+        with contextlib.suppress(Gone, samples.Unreadable):  # the list of the step says so
+            if rows := samples.of_prompt(asked.file(kind, samples.name_of(steps[place])), prompt, 2000):
+                found.append({"step": steps[place], "rows": rows})
+    return told
 
 
 ANSWERS = {"runs": table, "run": run, "notes": notes, "compare": compare, "steps": steps, "listing": listing}

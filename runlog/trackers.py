@@ -1,7 +1,8 @@
-"""Trackers besides the run folder: wandb, tensorboard, trackio."""
+"""Trackers besides the run folder: wandb, tensorboard, trackio, swanlab, mlflow. Each gets what metrics.jsonl gets."""
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +29,7 @@ class Tracker:
 
 def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list[Tracker]:
     """One for each name in `cfg.report_to`."""
-    opened = {"wandb": open_wandb, "tensorboard": open_tensorboard, "trackio": open_trackio}
-    return [opened[name](cfg, run_dir, resume_step) for name in cfg.report_to]
+    return [TRACKERS[name](cfg, run_dir, resume_step) for name in cfg.report_to]
 
 
 def check_trackers(cfg, run_dir: Path) -> None:
@@ -77,7 +77,7 @@ def cell_of(name: str, row: dict):
     return None if value is None else float(value)
 
 
-PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # for wandb and trackio
+PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # for all but tensorboard
 
 
 def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -145,3 +145,60 @@ def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
         run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(cells, columns=names))}, step=step)
 
     return Tracker(write, completions, lambda report: trackio.finish())
+
+
+def open_swanlab(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
+    """SWANLAB_MODE=local or offline keeps the data in the run folder; there a resumed run is a new one."""
+    import swanlab
+
+    how = dict(project=PROJECT, experiment_name=run_dir.name, logdir=str(run_dir / "swanlab"))
+    if os.environ.get("SWANLAB_MODE", "cloud") == "cloud":
+        id_file = run_dir / "swanlab_id.txt"
+        run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else secrets.token_hex(11)[:21]
+        id_file.write_text(run_id, encoding="utf-8")
+        how |= dict(id=run_id, resume="allow")
+    run = swanlab.init(**how, config=public_config(cfg))
+
+    def completions(step: int, rows: list[dict]) -> None:
+        names, cells = table_of(rows)
+        texts = ("\n".join(f"{name}: {cell}" for name, cell in zip(names, row, strict=True)) for row in cells)
+        run.log({"completions": [swanlab.Text(text) for text in texts]}, step=step)
+
+    return Tracker(lambda line: run.log(numbers(line), step=line["step"]), completions, lambda report: swanlab.finish())
+
+
+def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
+    """MLFLOW_TRACKING_URI says where; by default ./mlruns or what mlflow takes."""
+    import mlflow
+
+    mlflow.set_experiment(PROJECT)
+    id_file = run_dir / "mlflow_id.txt"
+    run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else None
+    run = mlflow.start_run(run_id=run_id, run_name=None if run_id else run_dir.name)
+    id_file.write_text(run.info.run_id, encoding="utf-8")
+    if run_id is None:  # a parameter is set once
+        mlflow.log_params({name: str(value)[:500] for name, value in public_config(cfg).items()})
+
+    def completions(step: int, rows: list[dict]) -> None:
+        names, cells = table_of(rows)
+        table = {name: [row[n] for row in cells] for n, name in enumerate(names)}
+        mlflow.log_dict(table, f"completions/step_{step:06d}.json")
+
+    def close(report: Path | None) -> None:
+        if report:
+            mlflow.log_artifact(str(report))
+        mlflow.end_run()
+
+    def write(line: dict) -> None:  # mean@4 is mean_4: names have letters, digits and _-. :/
+        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers(line).items()}
+        mlflow.log_metrics(metrics, step=line["step"])
+
+    return Tracker(write, completions, close)
+
+
+def numbers(line: dict) -> dict:
+    return {name: value for name, value in line.items() if name != "step" and value is not None}
+
+
+TRACKERS = {"wandb": open_wandb, "tensorboard": open_tensorboard, "trackio": open_trackio}
+TRACKERS |= {"swanlab": open_swanlab, "mlflow": open_mlflow}

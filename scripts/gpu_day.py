@@ -29,7 +29,7 @@ import memory_worker  # noqa: E402
 import torch  # noqa: E402
 from gpu_checks import CHECKS, EVEN, PHASES, called, fastest, read_metrics, settled  # noqa: E402
 
-import memory  # noqa: E402
+import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
@@ -164,10 +164,10 @@ def one_update(name: str, day: Day, device: torch.device) -> None:
     )
     words += f"--max_prompt_length {prompt} --max_completion_length {completion} --learning_rate 1e-5 {flags}"
     cfg = load_config(TrainConfig, words.split() + ["--strategy", "ddp"] * ("--strategy" not in flags))
-    cfg, warning = memory.settled(script.empty_policy, cfg, 1, utils.free_memory(device))
-    planned = memory.update_peak(memory.rank_bytes(script.empty_policy, cfg, 1, False, copies=day.gpu))
+    cfg, warning = plan.settled(script.empty_policy, cfg, 1, utils.free_memory(device))
     with torch.device("meta"):
-        sizes = counts.sizes(script.empty_policy(cfg).hf_model)
+        empty = script.empty_policy(cfg)
+    planned, sizes = plan.peak(plan.bytes_needed(plan.sizes_of(empty), cfg, 1)), counts.sizes(empty.hf_model)
     policy, inner = script.load_policy(cfg, device)
     wanted, cfg = cfg.shared_prefix, settled(cfg, policy, inner)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, device)
@@ -216,7 +216,8 @@ def context(lengths: list[str], day: Day) -> None:
             words += f"--tokens_per_microbatch {length + 512} {flags}"
             try:
                 cfg = load_config(TrainConfig, words.split())
-                planned = memory.update_peak(memory.rank_bytes(script.empty_policy, cfg, 1, False, copies=day.gpu))
+                with torch.device("meta"):
+                    planned = plan.peak(plan.bytes_needed(plan.sizes_of(script.empty_policy(cfg)), cfg, 1))
                 if policy is None:
                     policy, inner = script.load_policy(cfg, device)
                     optimizer = script.make_optimizer(policy, cfg)
@@ -303,7 +304,8 @@ def beside_trl(day: Day, seconds: float) -> None:
 
     case, folder = trl_case(vs_trl, day), SCRATCH / "trl"
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "run").mkdir(parents=True)
+    for name in ("run", "trl"):
+        (folder / name).mkdir(parents=True)
     prompts = folder / "prompts.jsonl"
     vs_trl.write_prompts(prompts, str(RANDOM), None)
     count = 2 if day.quick else 4
@@ -311,9 +313,11 @@ def beside_trl(day: Day, seconds: float) -> None:
     ours = vs_trl.our_command(str(RANDOM), str(prompts), case, count, folder, options)
     ours += ["--no-gradient_checkpointing", "--no-log_completions"]
     day.run("beside TRL: train_grpo.py", ours, seconds)
-    day.child("beside TRL: TRL", "trl", str(prompts), str(folder / "trl.jsonl"), str(count), seconds=seconds)
-    for name, metrics in (("train_grpo.py", folder / "run" / "metrics.jsonl"), ("TRL", folder / "trl.jsonl")):
-        lines = vs_trl.read_lines(metrics) if metrics.exists() else []
+    day.child(
+        "beside TRL: TRL", "trl", str(prompts), str(folder / "trl" / "metrics.jsonl"), str(count), seconds=seconds
+    )
+    for name, run in (("train_grpo.py", folder / "run"), ("TRL", folder / "trl")):
+        lines = read_metrics(run)
         names = ("time/step", "time/generate", "time/update", "memory/peak_gb")
         note(beside_trl=name, **{key: [round(line[key], 2) for line in lines[1:] if key in line] for key in names})
 

@@ -1,23 +1,25 @@
-"""What an update and a push really take: bytes of the tensors that are alive, on rank 0. Run by test_plan.py, and by
+"""What an update really takes: bytes of the tensors that are alive, on rank 0. Run by test_plan.py, and by
 scripts/gpu_check.py: on GPUs CUDA's allocator counts.
 
 usage: memory_worker.py OUT.json [flags of TrainConfig]      the model's weights are random, its config.json is enough
 
-A list of [settings on top of the flags, whether there is a critic, bytes by phase].
+A list of [settings on top of the flags, whether there is a critic, {"kept", "update": bytes}].
 """
 
 import gc
 import json
 import sys
-from collections import Counter
+import weakref
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import memory  # noqa: E402
+import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import train_ppo  # noqa: E402
 import utils  # noqa: E402
@@ -27,53 +29,67 @@ from serving import wire  # noqa: E402
 from vllm_client import VLLMClient  # noqa: E402
 
 
-class Recorder(memory.LiveBytes):
-    """Bytes of real tensors; FSDP1 resizes their storages."""
+class Recorder(TorchDispatchMode):
+    """Bytes of the storages made under it that are alive, and the most there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self.sizes = 0, 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returned = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, torch.Tensor):  # of a DTensor its shard; of one that is still to arrive its place
+                tensor = getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor))
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    weakref.finalize(storage, self.resize, storage._cdata, 0)
+                    self.resize(storage._cdata, storage.nbytes())
+        return returned
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_count(storage, size):
+        def resized(storage, size):  # FSDP2 frees what it has gathered in this way
             resize(storage, size)
-            if storage._cdata in self.sizes:
-                self.now["activations"] += size - self.sizes[storage._cdata][1]
-                self.sizes[storage._cdata] = "activations", size
-            if self.now.total() > self.most[self.place].total():
-                self.most[self.place] = self.now.copy()
+            if storage._cdata in self.sizes or size:
+                self.resize(storage._cdata, size)
             return storage
 
-        torch.UntypedStorage.resize_ = resize_and_count
+        torch.UntypedStorage.resize_ = resized
         return super().__enter__()
 
-    def next_phase(self, name: str) -> None:
+    def resize(self, key: int, size: int) -> None:
+        self.now += size - self.sizes.pop(key, 0)
+        self.sizes |= {key: size} if size else {}
+        self.most = max(self.most, self.now)
+
+    def again(self) -> int:
+        """Bytes there are; the most is counted anew from here."""
         gc.collect()
-        self.enter(name)
+        self.most = self.now
+        return self.now
 
 
 class Allocated:
     """What `Recorder` is, by the counts of CUDA's allocator."""
 
-    def __init__(self):
-        self.place, self.most = "start", {}
-
     def __enter__(self):
         gc.collect()
         self.before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         return self
 
     def __exit__(self, *_):
-        self.next_phase("end")
+        """Nothing to put back."""
 
     @property
-    def now(self) -> Counter:
-        return Counter(bytes=torch.cuda.memory_allocated() - self.before)
+    def most(self) -> int:
+        return torch.cuda.max_memory_allocated() - self.before
 
-    def next_phase(self, name: str) -> None:
+    def again(self) -> int:
         gc.collect()
-        self.most[self.place] = Counter(bytes=torch.cuda.max_memory_allocated() - self.before)
-        self.place = name
         torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() - self.before
 
 
 class Sender(VLLMClient):
@@ -118,44 +134,33 @@ def batch_of(cfg: TrainConfig, world: int, device: torch.device) -> script.Batch
     return batch
 
 
-def measured(cfg: TrainConfig, critic: bool, rank: int, world: int, device) -> dict[str, int]:
-    """Bytes on this rank: kept between steps, and the peaks of a second update and of a push."""
-    batch, seen = batch_of(cfg, world, device), Allocated() if device.type == "cuda" else Recorder()
+def measured(cfg: TrainConfig, critic: bool, world: int, device) -> dict[str, int]:
+    """Bytes on this rank: kept between steps, and the peak of a second update."""
+    batch = batch_of(cfg, world, device)
     own = train_ppo.TrainConfig(**{field.name: getattr(cfg, field.name) for field in fields(TrainConfig) if field.init})
-    with seen:
+    with Allocated() if device.type == "cuda" else Recorder() as seen:
         policy, inner = script.load_policy(cfg, device)
         optimizer = script.make_optimizer(policy, cfg)
         trained = train_ppo.CriticTrainer(own, device) if critic else None
-
-        def step(number: int) -> None:
+        for number in range(2):  # the first makes the optimizer's state
+            kept = seen.again()
             if critic:
                 trained.learn(batch, own, number)
             script.update(policy, optimizer, batch, cfg, number)
-
-        step(0)  # makes the optimizer's state
-        seen.next_phase("update")
-        step(1)
-        kept = seen.now.total()
-        seen.next_phase("push")
-        sender = Sender(rank)
-        sender.adapter = "policy" if cfg.load_in else None
-        script.push_weights(policy, sender, 1, cfg.push_bucket_mb)
-    return {"kept": kept} | {place: seen.most[place].total() for place in ("update", "push")}
+    return {"kept": kept, "update": seen.most}
 
 
 def predicted(cfg: TrainConfig, ranks: int, critic: bool) -> dict[str, int]:
-    """What memory.py says of the same. Here it is one memory in which shards are, offloaded or not."""
-    need = memory.rank_bytes(
-        script.empty_policy, replace(cfg, offload=False), ranks, critic, copies=torch.cuda.is_available()
-    )
-    kept = memory.kept(need)
-    return {"kept": kept, "update": memory.update_peak(need), "push": kept + need["push"]}
+    """What plan.py says of the same."""
+    with torch.device("meta"):
+        sizes = plan.sizes_of(script.empty_policy(cfg))
+    need = plan.bytes_needed(sizes, cfg, ranks, critic)
+    return {"kept": plan.kept(need), "update": plan.peak(need)}
 
 
 CASES = [
     (dict(use_peft=False, gradient_checkpointing=False), False),
     (dict(use_peft=False, gradient_checkpointing=True), False),
-    (dict(use_peft=True, gradient_checkpointing=False), False),
     (dict(use_peft=True, gradient_checkpointing=True, dtype="bfloat16"), False),
     (dict(use_peft=False, gradient_checkpointing=False), True),
 ]
@@ -166,9 +171,7 @@ def main(out: str, argv: list[str]) -> None:
     script.load_hf_model = random_model
     given = load_config(TrainConfig, ["--max_steps", "2", *argv])
     rank, world, device = utils.init_distributed(120)
-    offload = [(dict(use_peft=False, gradient_checkpointing=False, offload=True), False)]
-    cases = CASES + offload * (given.strategy == "fsdp2")
-    found = [[more, critic, measured(replace(given, **more), critic, rank, world, device)] for more, critic in cases]
+    found = [[more, critic, measured(replace(given, **more), critic, world, device)] for more, critic in CASES]
     if rank == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
     utils.end_process(0)

@@ -7,7 +7,7 @@ from made_runs import FAULTS, make_run
 
 from looking.runs import Runs
 from runlog import advice, samples
-from runlog.curves import Curves
+from runlog.reading import Curves
 
 pytestmark = pytest.mark.quick
 

@@ -220,5 +220,5 @@ def test_solved_is_the_same_in_training_and_in_an_evaluation():
     group = [Trajectory({"domain": "a"}, 0, [1], [2, 3, 4], [1] * 3, [-1.0] * 3, parts, info=info) for _ in range(2)]
     for needed, share in ((1.0, 1.0), (1.001, 0.0)):
         cfg = TrainConfig(domains=[{"name": "a"}], eval_solved=needed)
-        assert rollout_metrics.domain_metrics(group, cfg)["a/solved"] == share
+        assert rollout_metrics.rollout_metrics(group, cfg)["a/solved"] == share
         assert rollout_metrics.eval_metrics([group], cfg)["mean@4"] == share

@@ -277,7 +277,8 @@ def test_a_failing_reward_costs_its_group():
     rows = [{"prompt": "good"}, {"prompt": "bad"}]
     generator = Single(tokenizer_of("qwen2_5"), ["a"])
     groups, _ = asyncio.run(script.rollout(rows, generator, {"moody": moody}, cfg))
-    assert rollout_metrics.check_failed(groups, cfg) == 2 and [len(g) for g in without_failed(groups)] == [2, 0]
+    assert rollout_metrics.check_failed(groups, cfg) == {"rollout/failed": 2}
+    assert [len(g) for g in without_failed(groups)] == [2, 0]
     cfg.max_failed = 0.1
     with pytest.raises(rewards.RewardError, match="(?s)'moody' raised KeyError.*row: .*'bad'.*2 of 4 trajectories"):
         rollout_metrics.check_failed(groups, cfg)

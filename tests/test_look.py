@@ -91,9 +91,8 @@ def test_the_address_gives_a_cookie_that_scripts_and_other_pages_do_not_get(fold
 
 @pytest.mark.parametrize(
     "path",
-    ["run?run=../secret", "run?run=one/../../secret", "run?run=/etc", "run?run=", "steps?run=one/completions"]
-    + ["row?run=one&kind=../../secret&step=40&row=0", "row?run=one&kind=completions&step=../40&row=0"]
-    + ["listing?run=one&kind=completions&step=41", "../look.py", "%2e%2e/server.py"],
+    ["run?run=one/../../secret", "run?run=/etc", "row?run=one&kind=../../secret&step=40&row=0"]
+    + ["row?run=one&kind=completions&step=../40&row=0", "../look.py"],
 )
 def test_nothing_outside_of_the_folder(folder, page, path):
     make_run(folder.parent / "secret", steps=2, files=1)
@@ -224,6 +223,22 @@ def test_lines_arrive_and_a_resumed_run_begins_anew(tmp_path):
     (folder / "metrics.partial").write_text("".join(kept) + '{"step": 4, "reward": 9}\n', encoding="utf-8")
     os.replace(folder / "metrics.partial", folder / "metrics.jsonl")  # as a resumed run rewrites it
     assert run.curves().all("reward")[0].tolist() == [1, 2, 3, 4] and run.summary()["reward"] == 9
+
+
+def test_a_run_of_100000_steps_opens_in_under_a_second(tmp_path):
+    """Processor time, of a file of 150 MB: some of its steps are read, and all of its evaluations."""
+    line = json.dumps({"step": 0, **{f"rewards/function_{n}/mean": 0.123456789 + n for n in range(30)}})
+    with open(make_run(tmp_path / "run", files=0) / "metrics.jsonl", "w", encoding="utf-8") as file:
+        for step in range(1, 100_001):
+            file.write(line.replace('"step": 0', f'"step": {step}') + "\n")
+            if step % 10_000 == 0:
+                file.write(f'{{"step": {step}, "eval/mean@4": {step / 1e6}}}\n')
+    page, begun = client(tmp_path), time.process_time()
+    found = get(page, "run", run="run")
+    assert time.process_time() - begun < 1
+    assert found["summary"]["step"] == 100_000 and found["summary"]["first"] == 0.01 and found["stride"] == 100
+    held_out = next(panel for panel in found["panels"] if panel["title"] == "Reward")["curves"][0]
+    assert held_out["x"] == list(range(10_000, 100_001, 10_000))
 
 
 def test_each_run_that_is_torn_or_gone_fails_alone(tmp_path):

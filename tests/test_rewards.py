@@ -435,6 +435,6 @@ def test_a_step_in_which_nothing_was_scored_in_time_ends_the_run():
     cfg = TrainConfig(reward_funcs=["endless"], reward_timeout=0.5)
     with pytest.raises(RuntimeError, match=r"endless.*--reward_timeout=0.5 s, for any of the 2 completions"):
         rollout_metrics.check_failed([late], cfg)
-    assert rollout_metrics.check_failed([late, half], cfg) == 0
-    seconds = rollout_metrics.reward_seconds(half)
+    assert rollout_metrics.check_failed([late, half], cfg) == {"rollout/failed": 0}
+    seconds = rollout_metrics.rollout_metrics(half)
     assert seconds["time/reward/endless"] > 0.4 > seconds["time/reward/fine"] > 0

@@ -59,8 +59,7 @@ export function compareView(content, parameters, signal) {
       swatch.style.borderTop = `3px ${dash(n) === "solid" ? "solid" : "dashed"} ${colour(n)}`;
       const away = h("button", { class: "quiet", "aria-label": `Take ${run.name} out`, onclick: () => { runs = runs.filter((name) => name !== run.name); changed(); } }, "×");
       return h("span", { class: "chosen" }, swatch, h("a", { href: link("run", { run: run.name }) }, said(run.name)), " ", stateOf(run), " ", h("b", {}, short(run.last)), away);
-    }), ...data.gone.map((name) => h("span", { class: "chosen gone" }, said(name), " is gone")),
-      ...data.unreadable.map((text) => h("span", { class: "chosen gone" }, said(text))));
+    }), ...data.gone.map((name) => h("span", { class: "chosen gone" }, said(name), " is gone")));
     const wanted = new Set(data.panels.map((panel) => panel.name));
     for (const [name, chart] of charts) if (!wanted.has(name)) { chart.remove(); charts.delete(name); }
     for (const panel of data.panels) {

@@ -54,18 +54,6 @@ export const inlined = JSON.parse(document.getElementById("inlined")?.textConten
 
 const known = new Map(); // url: [ETag, value], of the last few
 
-/** An answer that goes behind the one before: its curves get the points that they had, and what it leaves out stays. null where they do not fit together. */
-function grown(before, value) {
-  const curves = (told) => [...(told.times ?? []), ...(told.spread ? [told.spread] : []), ...told.panels.flatMap((panel) => panel.curves)];
-  const had = new Map(curves(before).map((curve) => [curve.key, curve]));
-  for (const curve of curves(value)) {
-    const start = had.get(curve.key);
-    if ((start?.x.length ?? 0) < curve.at) return null;
-    for (const part of ["x", "y", "low", "high"]) if (curve[part]) curve[part] = [...(start?.[part] ?? []).slice(0, curve.at), ...curve[part]];
-  }
-  return { ...before, ...value };
-}
-
 /** The answer of /api/NAME; the value of before, the same object, where nothing is new. */
 export async function get(name, parameters = {}) {
   const query = new URLSearchParams();
@@ -87,12 +75,8 @@ export async function get(name, parameters = {}) {
     throw new Failure("look.py does not answer; was it ended? Trying again.", 0);
   }
   if (answer.status === 304) return before[1];
-  let value = await answer.json().catch(() => ({ error: `status ${answer.status}` }));
+  const value = await answer.json().catch(() => ({ error: `status ${answer.status}` }));
   if (!answer.ok) throw new Failure(value.error ?? `status ${answer.status}`, answer.status);
-  if (value.behind && !(value = grown(before[1], value))) {
-    known.delete(url);
-    return get(name, parameters);
-  }
   const tag = answer.headers.get("ETag");
   if (tag) {
     known.delete(url);

@@ -9,7 +9,6 @@ export async function rowView(content, parameters, signal) {
   content.append(h("div", { class: "bar" }, h("h1", {}, "The same prompt over time"), count), prompt,
     h("div", { class: "card" }, h("table", { class: "over-time" }, h("thead", {}, h("tr", {}, ["step", "reward", "length", "completion"].map((name) => h("th", {}, name)))), body)));
   let next = 0, number = 0, steps = 0;
-  const problems = [];
   while (next !== null && !signal.aborted) {
     let found;
     try {
@@ -25,9 +24,8 @@ export async function rowView(content, parameters, signal) {
       rows.forEach((one, n) => body.append(h("tr", {}, h("td", { class: "n" }, n ? "" : String(step)), h("td", { class: "n" }, score(one.reward, 0, 1)), h("td", { class: "n" }, short(one.length)),
         h("td", {}, h("a", { class: "aside", href: link("trajectory", { ...place, step, row: one.row }) }, "open"), one.turns.length > 1 ? one.turns.map((turn) => [long(turn.text, 700, { class: "own" }), turn.observation.map((part) => long(part, 300, { class: "answer" }))]) : long(one.completion, 1500, { class: "own" })))));
     }
-    problems.push(...found.unreadable);
     if (found.prompt !== undefined) prompt.replaceChildren(h("h2", {}, "Prompt"), long(found.prompt, 3000));
     next = found.next;
-    count.textContent = `${number} completions in ${steps} of ${found.files} files` + (next === null ? "" : `, looked at ${next}`) + (problems.length ? `, ${problems.length} unreadable` : "");
+    count.textContent = `${number} completions in ${steps} of ${found.files} files` + (next === null ? "" : `, looked at ${next}`);
   }
 }

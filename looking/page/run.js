@@ -54,7 +54,7 @@ export function runView(content, parameters, signal) {
     if (!data) return;
     const { summary, config } = data;
     state.replaceChildren(stateOf(summary));
-    subtitle.replaceChildren(nodes([summary.model, summary.task, summary.algorithm].filter(Boolean).join(" · ")));
+    subtitle.replaceChildren(nodes([summary.model, summary.task, summary.algorithm, data.stride > 1 && `curves show one step of ${data.stride}`].filter(Boolean).join(" · ")));
     const steps = `step ${summary.step}${summary.steps ? ` of ${summary.steps}` : ""}`;
     const moved = typeof summary.first === "number" && summary.first !== summary.last ? `${short(summary.first)} → ${short(summary.last)}` : short(summary.last);
     tiles.replaceChildren(tile(`held out, ${summary.metric || "score"}`, moved, `best ${short(summary.best)}${/^mean@/.test(summary.metric ?? "") ? "; share with a score of --eval_solved or more" : ""}`), tile("training reward", short(summary.reward), "last step"),

@@ -25,7 +25,7 @@ export function runsView(content, parameters, signal) {
   let sort = parameters.get("sort") ?? "";
   const filter = h("input", { type: "search", placeholder: "name, task, algorithm …", value: parameters.get("text") ?? "", "aria-label": "Filter", oninput: () => show() });
   const state = h("select", { "aria-label": "State", onchange: () => show() }, h("option", { value: "" }, "all states"),
-    ["running", "finished", "failed", "killed", "interrupted", "ended", "silent", "unreadable"].map((name) => h("option", { value: name }, name)));
+    ["running", "finished", "failed", "killed", "interrupted", "ended", "silent"].map((name) => h("option", { value: name }, name)));
   state.value = parameters.get("state") ?? "";
   const compare = h("button", { class: "primary", onclick: () => { location.hash = link("compare", { run: [...chosen] }); } }, "Compare");
   const none = h("button", { class: "quiet", onclick: () => { chosen.clear(); show(); } }, "choose none");
