@@ -223,7 +223,9 @@ def test_flags_of_all_commands_are_known(tmp_path):
             pytest.fail(f"{script} {shlex.join(flags)}: {error}")
     known = {name for module in (train_grpo, train_ppo) for name in module.TrainConfig.__dataclass_fields__}
     text = "".join(
-        page.read_text(encoding="utf-8") for page in PAGES if page.name in ("algorithms.md", "memory-and-speed.md")
+        page.read_text(encoding="utf-8")
+        for page in PAGES
+        if page.name in ("algorithms.md", "distillation.md", "memory-and-speed.md")
     )
     flags = {name.removeprefix("no-") for name in re.findall(r"`--([\w-]+)", text)}
     flags = {name for name in flags if "-" not in name}  # those with hyphens are vLLM's
