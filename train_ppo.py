@@ -145,7 +145,8 @@ class CriticTrainer:
         with faults_named("--critic_model_id" if cfg.critic_model_id else "--model_id"):
             self.module, inner = train_grpo.load_policy(critic_cfg, device, Critic)
         # Whether packed rows are right is tried with the policy: of another family it is not known.
-        self.shares = inner.hf_model.config.model_type == load_config(cfg.model_id).model_type
+        kind = inner.hf_model.config.model_type
+        self.shares = cfg.critic_model_id is None or load_config(cfg.model_id).model_type == kind
         self.optimizer = train_grpo.optimizer_of(make_optimizer, self.module, critic_cfg)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:

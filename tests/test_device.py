@@ -202,7 +202,7 @@ def test_rewards_run_in_threads_with_the_ranks_gpu(kind, monkeypatch):
     """torch.cuda.set_device holds for one thread: a reward that calls .cuda() would land on GPU 0 on every rank."""
     current = threading.local()
     monkeypatch.setattr(calls, "NEW_THREADS", [lambda: setattr(current, "device", 3)])
-    monkeypatch.setattr(calls, "_loop", None)
+    calls.shared_loop.cache_clear()
 
     async def asynchronous():
         return current.device
