@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from config import BY_DOMAIN, ConfigError, TrainConfig, parse_args
+from config import BY_DOMAIN, ConfigError, TrainConfig, knobs_of, parse_args
 
 
 class PlanConfig(TrainConfig):
@@ -52,9 +52,12 @@ from collections import Counter
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from inputs.loading import load_hf_model, to_train
 from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of
 from inputs.packing import most_tokens
+from inputs.processor import load_config
 
 GIB = 2**30
 MARGIN = 0.12  # within which peaks are right: -6 % to +10 % of those simulated
@@ -87,8 +90,9 @@ class Sizes:
 
 
 def sizes_of(policy: nn.Module) -> Sizes:
-    """policy: train_grpo.empty_policy's, on the meta device."""
-    model, named = policy.hf_model, list(policy.named_parameters())
+    """policy: without values, on the meta device; train_grpo.Policy, or the transformers model with its adapters."""
+    model = next(module for module in policy.modules() if isinstance(module, PreTrainedModel))
+    named = list(policy.named_parameters())
     text = model.config.get_text_config()
     experts, chosen = experts_of(text)
     share = chosen / experts if experts else 1.0
@@ -359,9 +363,7 @@ def script_of(cfg: PlanConfig) -> str:
 def flags(cfg: PlanConfig) -> list[str]:
     """Command-line words of every setting that differs from the script's default, the model always. With domains the
     file that lists them has to be given, and what it may set is left to it."""
-    import train_ppo
-
-    usual, words = train_ppo.TrainConfig() if cfg.critic else TrainConfig(), ["--model_id", cfg.model_id]
+    usual, words = knobs_of(script_of(cfg).removesuffix(".py"))(), ["--model_id", cfg.model_id]
     for field in fields(TrainConfig):
         value, default = getattr(cfg, field.name), getattr(usual, field.name)
         listed = bool(cfg.domains) and field.name in {"domains", *BY_DOMAIN}
@@ -435,14 +437,12 @@ def check(cfg: PlanConfig) -> None:
 def main(cfg: PlanConfig) -> int:
     """Print the plan; 1 if nothing fits."""
     check(cfg)
-    from inputs.processor import load_config
-    from train_grpo import empty_policy
 
     if cfg.use_peft and cfg.generator == "vllm" and cfg.push_lora == "auto":
         cfg = replace(cfg, push_lora="adapters")  # what the lines to type let the server have
     config = load_config(cfg.model_id)
     with torch.device("meta"):
-        sizes = sizes_of(empty_policy(cfg, config))
+        sizes = sizes_of(to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), config), cfg))
     name = f"{cfg.model_id}: {(sizes.trained + sizes.frozen) / 1e9:.2f} B parameters"
     if cfg.gpus == 1:
         print(f"{name}, one GPU of {cfg.gpu_memory:g} GiB\n")

@@ -119,31 +119,11 @@ from batch import (
 from envs import formats
 from envs.tools import named_tools
 from inputs import agreement, prompts, router_replay
-from inputs.attention import attention_of, leave_nothing_out, packed, take_packed_rows
-from inputs.model import (
-    adapter_buckets,
-    auto_class,
-    backbone,
-    check_adapted,
-    chunk_size,
-    dithered,  # noqa: F401 - what `folded` does, for a push of your own
-    folded,
-    image_encoder,
-    in_4_bits,
-    is_lora,
-    load_whole,
-    logits_of,
-    lora_targets,
-    mark_4_bits,
-    names_as_they_are,
-    not_for_adapters,
-    set_up_4_bits,
-    share_adapters,
-    taken_out,
-    without_noise,
-)
+from inputs.attention import packed, take_packed_rows
+from inputs.loading import autocasts, load_hf_model, share_adapters, to_train
+from inputs.model import adapter_buckets, backbone, chunk_size, folded, is_lora, logits_of
 from inputs.packing import micro_batches, minibatches, pack, with_blank
-from inputs.processor import faults_named, load_config, load_processor, takes_images, with_template_kwargs
+from inputs.processor import faults_named, load_processor, takes_images, with_template_kwargs
 from inputs.trajectory import (
     Trajectory,
     empty_trajectory,
@@ -1257,69 +1237,6 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None
         model = to_train(load(cfg, getattr(torch, cfg.dtype)), cfg)
     inner = (kind or Policy)(model, cfg, autocasts(cfg))
     return shard(inner, cfg, device, trained=True), inner
-
-
-def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False) -> nn.Module:
-    """The transformers model of --model_id, dropout off.
-
-    Within `torch.device("meta")` no weights are read: the same modules without values. config: transformers', if known.
-    body: its output layer is not read, and may be missing in its files.
-    """
-    own = config or load_config(cfg.model_id)
-    quantised, config = taken_out(own), without_noise(own)
-    auto = auto_class(config)
-    with attention_of(cfg.attn_implementation) as attention:
-        how = dict(dtype=dtype, attn_implementation=attention)
-        if torch.get_default_device().type == "meta":
-            model = auto.from_config(config, **how)
-            mark_4_bits(model, cfg)
-        else:
-            model = load_whole(auto, cfg.model_id, config, quantised, cfg.load_in, body, **how, **in_4_bits(cfg))
-            utils.check_finite(model, cfg.model_id)
-            set_up_4_bits(model, cfg)
-    leave_nothing_out(model, cfg.attn_implementation)
-    model.own_config = own  # which checkpoints say
-    if takes_images(own) and cfg.freeze_vision:
-        image_encoder(model).requires_grad_(False)
-    for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):  # not every one is in the config
-        module.p = 0.0
-    return model
-
-
-def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-    from peft.tuners.lora import LoraLayer
-
-    left_out = not_for_adapters(model) if cfg.lora_targets == ["all-linear"] else []
-    if cfg.freeze_vision and takes_images(model.config):
-        tower = set(image_encoder(model).modules())
-        left_out += [name for name, module in model.named_modules() if module in tower]
-    how = dict(target_modules=lora_targets(cfg), exclude_modules=left_out or None, task_type="CAUSAL_LM")
-    try:  # adapters in float32, whatever --dtype the frozen weights have
-        with names_as_they_are():
-            adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **how))
-    except (ValueError, re.error) as error:
-        names = sorted({n.split(".")[-1] for n, part in model.named_modules() if isinstance(part, nn.Linear)})
-        raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
-    for layer in adapted.modules():
-        if isinstance(layer, LoraLayer) and autocasts(cfg):  # autocast casts: PEFT would keep a float32 copy
-            layer.cast_input_dtype_enabled = False
-    check_adapted(adapted, cfg)
-    return adapted
-
-
-def to_train(model: nn.Module, cfg: TrainConfig) -> nn.Module:
-    """Adds adapters and gradient checkpointing. In train mode, which checkpointing needs; dropout is 0."""
-    model = add_lora(model, cfg) if cfg.use_peft else model
-    if cfg.gradient_checkpointing or cfg.offload_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
-    return model.train()
-
-
-def autocasts(cfg: TrainConfig) -> bool:
-    """Whether the policy autocasts to bfloat16. FSDP casts its shards itself."""
-    return cfg.strategy == "ddp" and cfg.compute_dtype == "bfloat16"
 
 
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:

@@ -81,7 +81,7 @@ from transformers import AutoModelForCausalLM
 import utils
 from data import check_step_size, load_data
 from hf_generator import HFGenerator
-from inputs.model import load_whole
+from inputs.loading import load_whole
 from inputs.processor import load_processor
 from inputs.prompts import end_ids, prompt_ids
 from inputs.trajectory import Trajectory

@@ -62,7 +62,7 @@ import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import ConfigError, parse_args  # noqa: E402
 from inputs import prompts  # noqa: E402
-from inputs.model import set_up_4_bits  # noqa: E402
+from inputs.loading import set_up_4_bits  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
 from inputs.processor import load_processor, takes_images  # noqa: E402
 from plan import GIB  # noqa: E402

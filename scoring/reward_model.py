@@ -13,7 +13,7 @@ import time
 from functools import cache
 
 from config import shorten
-from inputs.model import check_missing
+from inputs.loading import check_missing
 from inputs.prompts import normal, prompt_messages
 from inputs.special_tokens import begins_by_itself
 from safety import http, secrets
