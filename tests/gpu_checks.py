@@ -252,7 +252,7 @@ def attention(machine: Machine) -> str:
 
         results = []
         for attention, device, kind in ((ours, machine.device, dtype), (written_out, CPU, torch.float32)):
-            leaves = [x.to(device, kind).requires_grad_() for x in drawn]
+            leaves = [x.detach().clone().to(device, kind).requires_grad_() for x in drawn]
             out = attention(*leaves)
             (out.float() * wave.to(device)).sum().backward()
             results.append([out, *(leaf.grad for leaf in leaves)])
