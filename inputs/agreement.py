@@ -105,7 +105,7 @@ def check_policy(inner: nn.Module, logprobs: Callable, given: list[Prompt], cfg:
             alone = [logprobs(batch.select([row]), plain)[0] for row in range(len(batch))]  # [T of the row] each
             expected = nn.utils.rnn.pad_sequence(alone, batch_first=True)  # [B, T]
         take_packed_rows(inner.hf_model, cfg.shared_prefix)
-        if cfg.shared_prefix and (why := differs(replace(cfg, temperature=1.0), 2e-4 if exact else 0.2)):
+        if cfg.shared_prefix and (why := differs(replace(cfg, temperature=1.0), 2e-4 if exact else 0.05)):
             cfg = replace(cfg, shared_prefix=False)
             take_packed_rows(inner.hf_model, False)
             if utils.is_main():
