@@ -24,11 +24,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import utils
-from inputs.agreement import evaluating
-from inputs.model import backbone, experts_of, logits_of
-from inputs.packing import join_inputs
-from inputs.prompts import TYPES, Prompt, end_ids, placeholder_tokens
-from inputs.router_replay import Routing
+from inputs.model import backbone, evaluating, experts_of, logits_of
+from inputs.prompts import TYPES, Prompt, end_ids, join_inputs, placeholder_tokens
 from vllm_client import Completion
 
 
@@ -135,7 +132,11 @@ class HFGenerator:
         whole = inspect.signature(model.forward).parameters
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in whole else {}
         self.window = utils.window_of(model.config)
-        self.routing = Routing(model) if experts_of(model.config)[0] else None
+        self.routing = None
+        if experts_of(model.config)[0]:
+            from inputs.router_replay import Routing
+
+            self.routing = Routing(model)
         self._queue: list[_Request] = []
         self._due: asyncio.AbstractEventLoop | None = None  # in which `_flush` is about to be called
         self._missing: set[str] = set()

@@ -1536,7 +1536,7 @@ def evaluate(
             trajectory.group = trajectory.info["row_number"] = rank + place * world
     failed = check_failed(groups, cfg)["rollout/failed"]
     groups = [group for group in without_failed(groups) if group]
-    metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg).items()}  # of each domain, too
+    metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg, rollouts.any_number).items()}
     metrics |= {"eval/failed": failed} if failed else {}
     return metrics, [group[0] for group in groups]
 

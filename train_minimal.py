@@ -86,7 +86,6 @@ from inputs.processor import load_processor
 from inputs.prompts import end_ids, prompt_ids
 from inputs.trajectory import Trajectory
 from rewards import get_reward_functions, score
-from runlog.checkpoints import save_model
 from runlog.log import RunLog, clock, close_all, completion_rows, name_run
 from runlog.rollout_metrics import eval_metrics, rollout_metrics
 from serving import servers
@@ -373,6 +372,8 @@ def train(cfg: Settings) -> dict[str, float]:
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or step + 1 == cfg.max_steps):
             last_eval = evaluate(step + 1)
     if log:
+        from runlog.checkpoints import save_model  # needed once, so it is loaded here
+
         save_model(log.dir / "model", bare, tokenizer)
         log.close()
     generator.close()

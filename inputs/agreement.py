@@ -3,8 +3,7 @@ transformers model and by the generator. Where packed rows differ, plain rows ar
 generator differs, the run stops."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from batch import Batch
 from config import TrainConfig
 from inputs import prompts
 from inputs.attention import take_packed_rows
-from inputs.model import replaced
+from inputs.model import evaluating, replaced
 from inputs.prompts import FOLLOWED_BY, Prompt
 
 TEXT = (
@@ -54,17 +53,6 @@ def batch_of(answered: list[tuple[Prompt, list[list[int]]]], device: torch.devic
     tensors = (x.to(device) for x in (ids, mask, sampled, torch.zeros_like(mask), groups))
     inputs = [prompt.model_inputs for _, prompt, _ in rows]
     return Batch(*tensors, model_inputs=inputs if any(inputs) else [])
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, was in training.items():
-            part.training = was
 
 
 def own_forward(hf_model: nn.Module, autocast: bool) -> Callable:

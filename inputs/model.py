@@ -94,6 +94,17 @@ def chunk_size(vocabulary: int, on_gpu: bool) -> int:
 
 
 @contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was in training.items():
+            part.training = was
+
+
+@contextlib.contextmanager
 def replaced(module: nn.Module, **methods) -> Iterator[None]:
     """For so long these of its attributes are others, for this module alone."""
     before = {name: module.__dict__.get(name) for name in methods}

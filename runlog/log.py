@@ -40,7 +40,6 @@ from config import PRESETS, ConfigError, NotNow, public_config, require
 from inputs.parts import without_sources
 from runlog import tokens
 from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
-from runlog.trackers import check_trackers, open_trackers
 from safety import secrets
 from safety.storable import calls_in, column, jsonable, storable, text_of, visible
 
@@ -109,7 +108,10 @@ def claim_run(cfg):
         saved = any(folder.glob("checkpoints/step_*"))
         other = "add --resume to continue it" if saved else "it has no checkpoint to continue from, so move it away"
         raise ConfigError(f"--run_name: {folder} holds a run already; {other}, or give another name.")
-    check_trackers(cfg, folder)
+    if cfg.report_to:
+        from runlog.trackers import check_trackers
+
+        check_trackers(cfg, folder)
     if cfg.log_completions:
         require("pyarrow", "--log_completions (--no-log_completions does without)")
     return file
@@ -299,7 +301,11 @@ class RunLog:
         self._describe_run()
         self.lines = open(self.metrics_path, "a", encoding="utf-8")
         self._tell()
-        self.trackers = open_trackers(cfg, self.dir, resume_step)
+        self.trackers = []
+        if cfg.report_to:
+            from runlog.trackers import open_trackers
+
+            self.trackers = open_trackers(cfg, self.dir, resume_step)
         self.writer = futures.ThreadPoolExecutor(1, "completions")
         self.under_way: list[tuple[Path, futures.Future]] = []  # files that are being written
         self.console = Console(highlight=False, soft_wrap=True)

@@ -10,12 +10,11 @@ import statistics
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import utils
 from config import TrainConfig, shorten
 from inputs.trajectory import RowPictureError, Trajectory, is_scored, stands_in
-from rollouts import any_number
 from safety.calls import warn_once
 from safety.http import origin
 from safety.storable import calls_in
@@ -128,17 +127,21 @@ def solved(score: float, cfg: TrainConfig) -> bool:
     return score >= cfg.eval_solved - 1e-6 * max(abs(cfg.eval_solved), 1)
 
 
-def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict[str, float]:
+def eval_metrics(
+    groups: list[list[Trajectory]], cfg: TrainConfig, any_number: Callable[[TrainConfig], bool] = lambda own: False
+) -> dict[str, float]:
     """What completions of held-out rows are worth, of all rows and of each domain's, over all ranks, which all call it.
 
     The k of mean@k and pass@k is --eval_generations. Of a rollout that decides itself how many it returns it is the
-    number that every row had, or else "all"; completions_per_row is their mean.
+    number that every row had, or else "all"; completions_per_row is their mean. any_number: whether a domain's rollout
+    does so.
     """
     mine: Numbers = {}
+    of_domain = [(group, cfg.of(group[0].row)) for group in groups]
     prefixes = ["", *(own.prefix for own in cfg.by_domain())] if cfg.domains else [""]
     for prefix in prefixes:
-        kept = [group for group in groups if prefix in ("", cfg.of(group[0].row).prefix)]
-        mine |= added((of_held_out(group, cfg.of(group[0].row)) for group in kept), prefix)
+        kept = [(group, own) for group, own in of_domain if prefix in ("", own.prefix)]
+        mine |= added((of_held_out(group, own, any_number(own)) for group, own in kept), prefix)
     found: dict[str, dict] = defaultdict(dict)  # by prefix
     for name, value in utils.over_ranks(mine).items():
         prefix = next((prefix for prefix in prefixes[1:] if name.startswith(prefix)), "")
@@ -158,7 +161,7 @@ def eval_metrics(groups: list[list[Trajectory]], cfg: TrainConfig) -> dict[str, 
     return out
 
 
-def of_held_out(group: list[Trajectory], own: TrainConfig) -> Numbers:
+def of_held_out(group: list[Trajectory], own: TrainConfig, any_number: bool) -> Numbers:
     """Of the completions of one held-out row."""
     scores = [sum(t.token_rewards) for t in group]
     good = [solved(score, own) for score in scores]
@@ -166,7 +169,7 @@ def of_held_out(group: list[Trajectory], own: TrainConfig) -> Numbers:
     for t in group:
         rewards = {f"rewards/{n}/mean": (v, 1) for n, v in t.info["rewards"].items() if not math.isnan(v)}
         found = added([found, rewards])
-    if any_number(own):
+    if any_number:
         found |= {"completions_per_row": (len(group), 1), f"groups of size {len(group)}": (1, 1)}
     found |= {"unrewarded_sum": (sum(not is_scored(t) for t in group), 1), "rows_sum": (1, 1)}
     return found | {"mean_length": (sum(float(sum(t.loss_mask)) for t in group), len(group))}
