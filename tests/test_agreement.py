@@ -69,7 +69,7 @@ def test_it_is_the_model_that_is_compared_and_not_the_temperature():
 
 
 def test_logits_that_the_policy_makes_by_itself_end_the_run(monkeypatch):
-    monkeypatch.setattr(script, "logits_of", lambda model, hidden: 2 * model.get_output_embeddings()(hidden))
+    monkeypatch.setattr(script, "logits_of", lambda model, hidden, _: 2 * model.get_output_embeddings()(hidden))
     cfg = config(make_tiny())
     with pytest.raises(RuntimeError, match=r"other log-probs than LlamaForCausalLM itself \(by \d"):
         check(*script.load_policy(cfg, CPU), cfg)
