@@ -464,9 +464,7 @@ async def rollout(
     # A group is sampled in one call; or in one call per completion, scored as it ends, if the rollout and every reward
     # say `per_trajectory`. A part is the config of a call: [cfg], or G x [cfg with num_generations=1]. First parts go
     # first.
-    configs = [
-        rollouts.sampled_by(row, cfg) for row in rows
-    ]  # the domain's; in training with the row's own num_generations
+    configs = [rollouts.sampled_by(row, cfg) for row in rows]  # of their domains, with their own num_generations
     divided = [rollouts.scored_together(own, own_functions(reward_functions, own)) for own in configs]
     calls = [(i, part) for parts in zip_longest(*divided) for i, part in enumerate(parts) if part]
     groups: list[list[Trajectory]] = [[] for _ in rows]

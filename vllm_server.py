@@ -240,7 +240,7 @@ def main() -> None:
         serve()
     except SystemExit as error:  # of vLLM's parser: --help, an unknown argument
         leave(error.code if isinstance(error.code, int) else 1)
-    except BaseException:
+    except BaseException:  # vLLM's threads would hold up an exit
         traceback.print_exc()
         leave(1)
     if STATUS:

@@ -109,7 +109,7 @@ def start_thread(function: Callable, *given) -> Future:
             for prepare in NEW_THREADS:
                 prepare()
             future.set_result(function(*given))
-        except BaseException as error:
+        except BaseException as error:  # raised where the future is waited for
             future.set_exception(error)
 
     threading.Thread(target=work, name="call of others' code", daemon=True).start()

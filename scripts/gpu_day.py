@@ -226,7 +226,7 @@ def context(lengths: list[str], day: Day) -> None:
                 seconds = fastest(update, day, 1)
                 found = dict(seconds=round(seconds, 2), peak_gib=peak(day), planned_gib=gib(planned))
                 note(context=length, flags=flags, **found)
-            except Exception as error:
+            except Exception as error:  # out of memory, mostly: noted, and longer ones are not tried
                 note(context=length, flags=flags, failed=why(error))
                 break
         policy = inner = optimizer = batch = None
@@ -274,7 +274,7 @@ def sampling(sequences: list[str], day: Day) -> None:
             begin = time.perf_counter()
             tokens, seconds = asyncio.run(sample(number)), time.perf_counter() - begin
             note(sampling=number, tokens_per_s=round(tokens / seconds), ms_per_token=round(1000 * seconds / count, 2))
-        except Exception as error:
+        except Exception as error:  # noted; the day goes on
             note(sampling=number, failed=why(error))
 
 
