@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -169,8 +168,6 @@ def test_an_answer_within_a_call_is_no_answer():
     "said, count",
     [
         ("<think>\nThe call goes within <tool_call></tool_call> tags.\n</think>\n\n" + CALL, 1),
-        ("<think>\nAt the end <answer>...</answer>, but first the tool.\n</think>\n\n" + CALL, 1),
-        ("The prompt has begun this: <tool_call></tool_call>.\n</think>\n\n" + CALL, 1),
         (f"<think>\nI could say {CALL}, but I know it.\n</think>\n\nIt is 5.", 0),
         ("<|channel|>analysis<|message|>At the end <answer>...</answer>.<|end|><|start|>assistant" + CALL, 1),
     ],
@@ -269,19 +266,6 @@ def test_a_prompt_that_its_tools_make_too_long(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"tools": ["calculate"]}), encoding="utf-8")
     with pytest.raises(ConfigError, match="Did you mean 'calculator'"):
         load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
-
-
-@pytest.mark.parametrize("fault, message", [("raise", "raised ValueError"), ("hang", "took over 1 s")])
-def test_an_environment_that_fails_is_named(fault, message):
-    class Broken(Environment):
-        async def step(self, text):
-            if fault == "raise":
-                raise ValueError("no more")
-            time.sleep(3600)  # blocks whatever event loop it runs on
-
-    tokenizer, cfg = tokenizer_of("qwen2_5"), config(env="x", tool_timeout=1.0)
-    with pytest.raises(TrajectoryError, match=rf"(?s)Broken.step\(\) {message}.*row with prompt 'hello'"):
-        asyncio.run(play({"prompt": "hello"}, 0, Broken(), Scripted(tokenizer, ["More."]), cfg))
 
 
 def test_sampled_again_and_scored_again():
