@@ -94,12 +94,6 @@ def trainer(log: Path, *flags: str, ranks: int = 1, script: str = "train_grpo.py
     return Process([script, *flags], log, ranks, **env)
 
 
-def torchrun(log: Path, *command: str, **env: str) -> Process:
-    """A script on two ranks, as users start it."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return Process([*launch, *command], log, **env)
-
-
 @contextlib.contextmanager
 def running(process: Process) -> Iterator[Process]:
     """Nothing of it is left behind, however the test ends."""

@@ -1,11 +1,7 @@
-"""Pushes edited weights from ddp, fsdp and fsdp2, with and without LoRA, to a live server. Run by test_runs.py.
-
-usage: push_worker.py MODEL_DIR URL COMPUTE_DTYPE OUT.json        (VLLM_SERVER_TOKEN in the environment)
-"""
+"""Pushes edited weights from ddp, fsdp and fsdp2, with and without LoRA, to a live server. For test_runs.py."""
 
 import asyncio
 import ctypes
-import json
 import os
 import sys
 from itertools import product
@@ -147,14 +143,3 @@ def all_cases(model_dir: str, url: str, token: str, compute_dtype: str) -> list[
     os.environ["VLLM_SERVER_TOKEN"] = token
     rank, _, device = utils.init_distributed(60)
     return [one_case(100 + n, model_dir, url, compute_dtype, *case, device) for n, case in enumerate(CASES)]
-
-
-def main(model_dir: str, url: str, compute_dtype: str, out: str) -> None:
-    results = all_cases(model_dir, url, os.environ["VLLM_SERVER_TOKEN"], compute_dtype)
-    if utils.is_main():
-        Path(out).write_text(json.dumps(results), encoding="utf-8")
-    utils.end_process(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

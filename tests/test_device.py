@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from claimed import GPU, Refused, claimed_gpu
+from claimed import GPU, claimed_gpu
 from collectives import Collectives
 from gpu_checks import settings, trajectories
 from server_fixture import make_tiny
@@ -46,37 +46,6 @@ def on_the_gpu(batch) -> bool:
     return all(x.device == GPU for x in vars(batch).values() if isinstance(x, torch.Tensor))
 
 
-def on_gpu(*shape):
-    return torch.ones(shape, device=GPU)
-
-
-REFUSED = {
-    "a CPU tensor": lambda: on_gpu(2) * torch.ones(2),
-    "a CPU scalar changed": lambda: torch.tensor(1.0).add_(on_gpu()),
-    "product": lambda: on_gpu(2, 3) @ torch.ones(3, 2),
-    "cat": lambda: torch.cat([on_gpu(2), torch.ones(2)]),
-    "CPU tensor indexed from the GPU": lambda: torch.ones(3)[torch.tensor([0], device=GPU)],
-    "a CPU generator": lambda: torch.rand(2, device=GPU, generator=torch.Generator()),
-}
-WAITS = {
-    "item": lambda x: x[0].item(), "bool": lambda x: bool((x > 0).all()), "cpu": lambda x: x.cpu(),
-    "nonzero": lambda x: x.nonzero(), "mask": lambda x: x[x > 0], "copied back": lambda x: torch.zeros(2).copy_(x),
-}  # fmt: skip
-
-
-def test_the_claimed_gpu_refuses_and_waits_as_cuda_does(gpu):
-    scalar, index = torch.tensor(2.0), torch.tensor([0, 1])
-    for allowed in (on_gpu(2) * scalar, on_gpu(3)[index], torch.ones(2).to(GPU), on_gpu(2).copy_(torch.zeros(2))):
-        assert allowed.device == GPU
-    for name, refused in REFUSED.items():
-        with pytest.raises(Refused, match="expected"):
-            pytest.fail(f"{name} gave {refused()}")
-    for name, wait in WAITS.items():
-        gpu.waits.clear()
-        wait((on_gpu(2) * 2).exp())
-        assert gpu.waits.total() == 1, name
-
-
 def test_a_batch_and_what_is_computed_of_it(gpu):
     """Advantages, losses with their gradients, corrections, shaped rewards, rows left out: each case of gpu_checks."""
     complete = gpu_checks.complete_batch(GPU)
@@ -84,16 +53,6 @@ def test_a_batch_and_what_is_computed_of_it(gpu):
     for name, case in gpu_checks.CASES.items():
         batch = replace(complete)
         assert all(x.device == GPU for x in case(batch)) and on_the_gpu(batch), name
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_packed_rows(shared, gpu):
-    batch, cfg = gpu_checks.complete_batch(GPU), settings(shared_prefix=shared)
-    assert len(script.micro_batches(batch, cfg)) > 1
-    inputs, *places = script.pack(batch, cfg)
-    assert bool(inputs.pop("segments", None)) == shared
-    assert all(x.device == GPU for x in (*inputs.values(), *places))
-    assert all(on_the_gpu(part) for part in script.minibatches(batch, replace(cfg, num_minibatches=2)))
 
 
 def test_the_kernel_of_gpus_takes_fewer_heads_of_keys():
