@@ -255,7 +255,7 @@ class TrainConfig:
     output_dir: str = "runs"  # where run folders go
     resume: bool = False  # continue run_name from its last complete checkpoint
     strict_resume: bool = False  # refuse to resume where settings, rows, code, ranks or versions are not as they were
-    keep_going: bool = False  # with --resume, in a loop: begin anew without a checkpoint, set a damaged one aside
+    keep_going: bool = False  # with --resume, in a loop: begin anew where there is no checkpoint yet
     save_steps: int | None = None  # checkpoint every N steps, and one after the last step; Ctrl-C writes none
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps

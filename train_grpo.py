@@ -186,7 +186,7 @@ def train(
     make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
     collector = make_collector(run, cfg)
-    saver = checkpoints.Saver(run.run_dir, cfg.save_total_limit, stalled=cfg.dist_timeout)
+    saver = checkpoints.Saver(run.run_dir, cfg.save_total_limit)
     policy, generator, log, memory, state = run.policy, run.generator, run.log, run.memory, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the training steps that made them
@@ -1557,7 +1557,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
-    lock, first, made_with = resume.begin(cfg, rows, held_out, lr_at)
+    lock, first, made_with = resume.begin(cfg, rows, held_out)
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
     takes_turns = cfg.colocate and not cfg.offload  # with the server on the GPU: models are loaded to the CPU
     home = torch.device("cpu") if takes_turns else device

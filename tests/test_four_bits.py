@@ -155,7 +155,7 @@ def test_checkpoints_hold_the_adapter_and_resume_bit_for_bit(cfg, tmp_path):
     loaded = PeftModel.from_pretrained(theirs(cfg.model_id), whole)
     loaded.train()
     own = script.load_policy(cfg, CPU)
-    checkpoints.load_checkpoint(tmp_path / "whole", 4, {"policy": (own[0], script.make_optimizer(own[0], cfg))}, {}, [])
+    checkpoints.load_checkpoint(tmp_path / "whole", 4, {"policy": (own[0], script.make_optimizer(own[0], cfg))}, {})
     ids = torch.arange(20)[None]
     assert torch.equal(loaded(input_ids=ids).logits, own[1].hf_model(input_ids=ids).logits)
     assert any(p.any() for name, p in own[1].named_parameters() if "lora_B" in name)
