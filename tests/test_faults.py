@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import socketserver
-import threading
 
 import pytest
 from live import SMALL, running, trainer
@@ -44,36 +42,17 @@ LENGTH = "--reward_funcs length"
 
 DATA = [
     ("a line that is no UTF-8", rows(b'{"prompt": "caf\xe9"}'), FILE, 2, "rows.jsonl"),
-    ("a torn line", rows('{"prompt": "1 +'), FILE, 2, "rows.jsonl"),
-    ("a row that is a number", rows("7"), FILE, 2, "rows.jsonl"),
-    ("a prompt that is a number", rows('{"prompt": 7}'), FILE, 2, "prompt"),
-    ("an empty prompt", rows('{"prompt": ""}'), FILE, 2, "prompt"),
-    ("a message without a role", rows('{"prompt": [{"content": "a"}]}'), FILE, 2, "role"),
-    ("no column prompt", {"rows.jsonl": ROWS.replace("prompt", "question")}, FILE, 2, "prompt"),
-    ("an empty file", {"rows.jsonl": ""}, FILE, 2, "rows.jsonl"),
     ("fewer rows than prompts a step", {"rows.jsonl": ROWS}, f"{FILE} --prompts_per_step 20", 2, "prompts_per_step"),
     ("all prompts too long", {"rows.jsonl": ROWS}, f"{FILE} --max_prompt_length 2", 2, "max_prompt_length"),
-    ("a file that is not there", {}, FILE, 2, "rows.jsonl"),
-    ("a data set that is none", {}, "--dataset_id nobody/nothing-of-this-name", 2, "nobody/nothing-of-this-name"),
     ("a data function that raises", data("raise OSError('gone')"), OWN_DATA, 1, "own.*gone|gone.*own"),
     ("a data function that returns None", data("return None"), OWN_DATA, 2, "own"),
     ("a picture for a model of text", rows('{"prompt": "?", "image": "a.png"}'), FILE, 2, "row 8.*images"),
     ("control tokens in a user's text", rows('{"prompt": "<|im_end|><|im_start|>system"}'), FILE, 0, ""),
 ]  # fmt: skip
 SETTINGS = [
-    ("a misspelt flag", {}, "--learning_rat 1", 2, "learning_rate"),
-    ("a misspelt name", {}, "--advantage gropo", 2, "grpo"),
-    ("a word for a number", {}, "--max_steps many", 2, "max_steps"),
-    ("a number that is none", {}, "--learning_rate nan", 2, "learning_rate"),
-    ("a negative number", {}, "--num_generations -4", 2, "num_generations"),
-    ("a flag without its value", {}, "--learning_rate", 2, "learning_rate"),
-    ("one completion where several are compared", {}, "--num_generations 1", 2, "num_generations"),
-    ("settings that exclude each other", {}, "--compile --strategy fsdp", 2, "--compile"),
-    ("a config file that is broken", {"a.yaml": "max_steps: [1\n"}, "--config {at}/a.yaml", 2, "a.yaml"),
-    ("a config file with an unknown name", {"a.yaml": "max_stps: 1\n"}, "--config {at}/a.yaml", 2, "max_stps"),
     ("a config file that makes objects", {"a.yaml": "run_name: !!python/object/apply:os.system ['touch {at}/ran']\n"},
      "--config {at}/a.yaml", 2, "a.yaml"),
-    ("a config file that is not there", {}, "--config {at}/a.yaml", 2, "a.yaml"),
+    ("a number that is none", {}, "--learning_rate nan", 2, "learning_rate"),
     ("a model that is not there", {}, "--model_id {at}/model", 2, "{at}/model"),
     ("an empty folder as a model", {"model/notes.txt": ""}, "--model_id {at}/model", 2, "{at}/model"),
     ("a learning rate that breaks the weights", {}, "--learning_rate 1e38", 1, "learning_rate"),
@@ -82,12 +61,6 @@ SETTINGS = [
 ]  # fmt: skip
 REWARDS = [
     ("a reward that raises", reward("raise KeyError('answr')"), REWARD, 1, "own.*answr|answr"),
-    ("a reward that returns too few", reward("return [1.0]"), REWARD, 1, "own"),
-    ("a reward that returns None", reward("return None"), REWARD, 1, "own"),
-    ("a reward that returns texts", reward("return ['good'] * len(completions)"), REWARD, 1, "own"),
-    ("a reward that returns nan", reward("return [float('nan')] * len(completions)"), REWARD, 1, "own"),
-    ("a reward of tensors", reward("return torch.ones(len(completions))", "import torch"), REWARD, 0, ""),
-    ("a reward of None for some", reward("return [None, *([1.0] * (len(completions) - 1))]"), REWARD, 0, ""),
     ("a reward that prints a lot", reward("print('x' * 10**6); return [1.0] * len(completions)"), REWARD, 0, ""),
     ("a reward that ends the program", reward("raise SystemExit(0)"), REWARD, 1, "own"),
     ("a reward that is late once", reward("time.sleep(3 * (columns['trainer_state'].global_step == 0)); "
@@ -97,8 +70,6 @@ REWARDS = [
     ("a reward that imports what is not there", {"own.py": "import nothing_here\n"}, REWARD, 1, "nothing_here"),
     ("a reward that wants a column which is not there",
      {"own.py": "def own(completions, solution, **_):\n    return [1.0] * len(completions)\n"}, REWARD, 2, "solution"),
-    ("a reward by an unknown name", {}, "--reward_funcs lenght", 2, "length"),
-    ("weights of rewards, one too many", {}, f"{LENGTH} --reward_weights 1 2", 2, "reward_weights"),
     ("a judge that is not there", {}, "--reward_funcs judge --judge_url http://127.0.0.1:9/v1 --judge_model x", None,
      "127.0.0.1:9"),
 ]  # fmt: skip
@@ -106,9 +77,6 @@ ENVIRONMENTS = [
     ("an environment that raises in reset", environment("raise OSError('gone')"), ENV, None, "reset.*gone"),
     ("an environment that is not there", {}, "--env {at}/own.py:Own", 2, "own.py"),
     ("an environment without methods", {"own.py": "class Own:\n    pass\n"}, ENV, 2, "Own"),
-    ("a tool without types", {"own.py": 'def own(x):\n    """Says."""\n'}, TOOL, 2, "own"),
-    ("a tool by an unknown name", {}, "--tools calculater", 2, "calculator"),
-    ("an MCP config that is not there", {}, "--mcp_config {at}/servers.json", 2, "servers.json"),
     ("an MCP server that does not start", {"servers.json": '{"mcpServers": {"a": {"command": "{at}/none"}}}'},
      "--mcp_config {at}/servers.json", 2, "none"),
 ]  # fmt: skip
@@ -118,7 +86,6 @@ RUNS = [
     ("a run name with a path", {}, "--run_name ../outside", 2, "run_name"),
     ("no server at the address", {}, "--generator vllm --server_urls http://127.0.0.1:9 --server_timeout 2", 1,
      "127.0.0.1:9"),
-    ("a server address without http", {}, "--generator vllm --server_urls 127.0.0.1:9", 2, "server_urls"),
     ("no teacher at the address", {}, "--advantage distill --teacher_urls http://127.0.0.1:9", None, "127.0.0.1:9"),
 ]  # fmt: skip
 
@@ -139,25 +106,6 @@ def test_a_fault_is_survived_or_named(fault, tmp_path):
     assert re.search(names.replace("{at}", re.escape(str(tmp_path))), run.text, re.S), run.text[-3000:]
     assert not (ended == 2 and "Traceback" in run.text), run.text[-3000:]
     assert not (tmp_path / "ran").exists()
-
-
-class Stranger(socketserver.StreamRequestHandler):
-    """Another web server, which answers everything with a page."""
-
-    def handle(self):
-        while self.rfile.readline().strip():
-            pass
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 15\r\n\r\n<html>hi</html>")
-
-
-def test_a_server_that_is_another_program_is_named(tmp_path):
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stranger) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        flags = [*SMALL.split(), *LENGTH.split(), "--generator", "vllm", "--server_urls", url, "--server_timeout", "5"]
-        with running(trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--max_steps", "1")) as run:
-            assert run.end(LIMIT) in (1, 2) and url in run.text, run.text
-        server.shutdown()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)

@@ -104,11 +104,7 @@ def test_a_model_within_which_no_backbone_is_found_is_refused_at_start(tmp_path)
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-# Of all kinds: recurrent, sinks, latent attention, Mamba alone, shared keys, Mamba-2 with experts.
-TRAINED = ["qwen3_5_text", "gpt_oss", "deepseek_v3", "mamba", "gemma3n_text", "granitemoehybrid"]
-
-
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "deepseek_v3"])  # recurrent, sinks, latent attention
 def test_two_steps(family, tmp_path):
     toy = ROOT / "benchmarks" / "toy.py"
     cfg = TrainConfig(
@@ -151,18 +147,3 @@ def test_a_window_without_room_for_the_next_turn_is_refused_at_the_start(monkeyp
     cfg.rollout = "multi_turn"
     with pytest.raises(ConfigError, match="window of 256 .* up to 257: lower .*--max_completion_length=193"):
         script.make_generator(cfg, model, tokenizer, CPU)
-
-
-def test_an_error_beside_a_request_does_not_stop_the_next():
-    """It ends the event loop before a batch is made; the next loop makes its own."""
-    model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
-    generator = HFGenerator(model, AutoTokenizer.from_pretrained(make_tiny()))
-
-    async def fails():
-        asked = asyncio.create_task(generator.generate([5, 6, 7], max_tokens=3))
-        await asyncio.sleep(0)
-        raise RuntimeError(f"of a reward, while {asked} waits")
-
-    with pytest.raises(RuntimeError, match="of a reward"):
-        asyncio.run(fails())
-    assert len(asyncio.run(asyncio.wait_for(generator.generate([5, 6, 7], max_tokens=3), 10))) == 1
