@@ -97,14 +97,6 @@ def test_logprobs_are_those_of_transformers(tiny):
             assert (mine - direct_logprobs(tiny, row)).abs().max() < 1e-5, (row, shared)
 
 
-def test_the_image_matters(tiny):
-    before = script.all_logprobs(tiny.policy, tiny.batch, tiny.cfg)[0]
-    other = prompts.build_prompt(tiny.rows[0] | {"image": picture(9)}, tiny.generator, tiny.cfg).model_inputs
-    swapped = replace(tiny.batch, model_inputs=[other] * 3 + tiny.batch.model_inputs[3:])
-    change = (script.all_logprobs(tiny.policy, swapped, tiny.cfg)[0] - before).abs().sum(1)
-    assert (change[:3] > 1e-4).all() and change[3:].max() < 1e-5
-
-
 def gradients(tiny, cfg) -> dict:
     tiny.policy.zero_grad()
     script.accumulate_gradients(tiny.policy, replace(tiny.batch), cfg)
@@ -352,12 +344,10 @@ def test_photographs_are_turned_upright_and_sent_so():
     "image, message",
     [
         ("https://example.org/a.png", "nothing is fetched; download it"),
-        ("none.png", "is neither a file nor base64"),
         (b"hello", "cannot identify image file"),
-        (7, "a int; allowed: PIL image, path, bytes, base64"),
         (Image.new("1", (20_000, 20_000)), "20000 x 20000 pixels"),
     ],
-    ids=["address", "no file", "no image", "number", "bomb"],
+    ids=["address", "no image", "bomb"],
 )
 def test_a_bad_image_names_its_row(image, message):
     rows = [{"prompt": "What?", "image": picture(0)}, {"prompt": "What?", "image": image}]
@@ -417,7 +407,7 @@ def even(completion_ids, image, **_):
 
 @pytest.mark.slow
 def test_a_damaged_picture_costs_its_row_not_the_run(tmp_path, caplog):
-    """In a step of four prompts; before and after a resume, and in an evaluation."""
+    """In a step of four prompts, and in an evaluation."""
     (tmp_path / "task.py").write_text(DAMAGED_ROWS, encoding="utf-8")
     settings = dict(
         model_id=str(tiny_vlms.make("idefics3", tmp_path / "model")),
@@ -430,7 +420,6 @@ def test_a_damaged_picture_costs_its_row_not_the_run(tmp_path, caplog):
         max_completion_length=4,
         max_steps=4,
         eval_steps=4,
-        save_steps=2,
         output_dir=str(tmp_path),
         run_name="run",
     )
@@ -438,7 +427,3 @@ def test_a_damaged_picture_costs_its_row_not_the_run(tmp_path, caplog):
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
     assert sorted(line["rollout/failed"] for line in steps) == [0, 0, 2, 2]  # once an epoch of two steps
     assert "row 5 of those in use is left out" in caplog.text and "image 0 of a row cannot be read" in caplog.text
-    (tmp_path / "run" / "checkpoints" / "step_4").rename(tmp_path / "gone")
-    script.train(TrainConfig(**settings, resume=True))
-    again = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
-    assert [line["rollout/failed"] for line in again] == [line["rollout/failed"] for line in steps]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import tiny_vlms
 import torch
-from live import running, trainer
 from server_fixture import start_server
 from tiny_vlms import picture, rows_of
 
@@ -70,20 +69,6 @@ def test_server_and_trainer_see_the_same(run):
     assert difference(policy, replace(batch, model_inputs=inputs), cfg) > 10 * difference(policy, batch, cfg)
 
 
-def test_the_order_of_two_pictures_matters_and_is_kept(run):
-    policy, cfg, client = run
-    two = next(row for row in rows_of(FAMILY) if len(row.get("images", [])) == 2)
-    for row in (two, two | {"images": two["images"][::-1]}):
-        prompt = prompts.build_prompt(row, client, cfg)
-        how = dict(n=2, max_tokens=12, temperature=1.0)
-        samples = asyncio.run(client.generate(prompt.sent_ids, images=prompt.images, **how))
-        prompts.check_echo(prompt, samples)
-        batch = script.collate(asyncio.run(single_turn([row], client, cfg)), 0, torch.device("cpu"))
-        assert difference(policy, batch, cfg) < 1e-4
-    turned = prompts.build_prompt(two, client, cfg).model_inputs
-    assert difference(policy, replace(batch, model_inputs=[turned] * len(batch)), cfg) > 1e-3
-
-
 @pytest.mark.parametrize("prompt", ["the same", "another"])
 def test_pictures_travel_to_a_teacher(run, server, prompt):
     """The policy's own server as its teacher: behind the same prompt it says what it said when it sampled."""
@@ -103,29 +88,3 @@ def test_pictures_travel_to_a_teacher(run, server, prompt):
         apart = max(abs(a - b) for a, b in zip(t.teacher_logprobs, t.logprobs, strict=True))
         # Sampling leaves out placeholders of images, which a teacher gives their small share.
         assert (apart < 3e-3) == (prompt == "the same")
-
-
-ROWS = """
-from tiny_vlms import picture
-
-def rows(**_):
-    two = "Which of these is the first?"
-    return [{"prompt": two, "images": [picture(n), picture(n + 50)]} for n in range(20)]
-
-def even(completion_ids, **_):
-    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
-"""
-
-
-def test_it_trains_on_two_pictures(server, tmp_path):
-    (tmp_path / "pictures.py").write_text(ROWS, encoding="utf-8")
-    flags = f"--model_id {server.model_dir} --dataset_id {tmp_path}/pictures.py:rows --max_steps 2 --beta 0 "
-    flags += (
-        f"--reward_funcs {tmp_path}/pictures.py:even --eval_split none --compute_dtype float32 --output_dir {tmp_path} "
-    )
-    flags += f"--prompts_per_step 2 --num_generations 2 --max_completion_length 8 --server_urls {server.url} "
-    flags += "--max_prompt_length 256"
-    env = dict(VLLM_SERVER_TOKEN=server.token, PYTHONPATH="tests")
-    with running(trainer(tmp_path / "log", *flags.split(), **env)) as process:
-        assert process.end() == 0, process.text
-    assert "step 2/2" in process.text
