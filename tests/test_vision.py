@@ -39,7 +39,7 @@ FAMILIES = [
 ]
 
 
-PLAIN = {"gemma3", "gemma4", "paligemma", "qwen3_5", "lfm2_vl"}  # own masks, recurrent layers: they take plain rows
+PLAIN = {"gemma3", "gemma4", "paligemma", "qwen3_5"}  # own masks, recurrent layers: they take plain rows
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

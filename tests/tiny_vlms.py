@@ -18,16 +18,12 @@ MARK = {
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "llava": "<image>",
-    "llava_next": "<image>",
-    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "gemma4": "<|image|>",
-    "internvl": "<IMG_CONTEXT>",
     "paligemma": "<image>",
-    "lfm2_vl": "<image>",
 }
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
@@ -48,11 +44,7 @@ SPECIAL = {  # tokens with a role in the processor
         video_token="<|video|>",
     ),
     "qwen": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
-    "internvl": dict(
-        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
-    ),
     "paligemma": [],
-    "lfm2_vl": ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"],
 }
 TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 TEXT |= dict(head_dim=32, max_position_embeddings=2048)
@@ -61,7 +53,7 @@ SIDE = 56  # pixels of an image, for families of fixed size
 
 
 def tokenizer_of(family: str):
-    kind = "idefics3" if family == "smolvlm" else "llava" if family.startswith("llava") else family
+    kind = "idefics3" if family == "smolvlm" else family
     special = SPECIAL["qwen" if family.startswith("qwen") else kind]
     names = special if isinstance(special, dict) else {}
     tokenizer = AutoTokenizer.from_pretrained(make_tiny(), extra_special_tokens=names) if names else None
@@ -92,18 +84,11 @@ def processor_of(family: str):
         images = t.Qwen2VLImageProcessor(patch_size=patch, size=size)
         if family in ("qwen3_vl", "qwen3_5"):
             return t.Qwen3VLProcessor(images, tokenizer, t.Qwen3VLVideoProcessor(), chat_template=template)
-        kind = t.Qwen2VLProcessor if family == "qwen2_vl" else t.Qwen2_5_VLProcessor
-        return kind(images, tokenizer, t.Qwen2VLVideoProcessor(), chat_template=template)
+        return t.Qwen2_5_VLProcessor(images, tokenizer, t.Qwen2VLVideoProcessor(), chat_template=template)
     if family == "llava":
         images = t.CLIPImageProcessor(size=square, crop_size=square)
         options = dict(patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1)
         return t.LlavaProcessor(images, tokenizer, chat_template=template, **options)
-    if family == "llava_next":
-        images = t.LlavaNextImageProcessor(
-            size={"shortest_edge": SIDE}, crop_size=square, image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
-        )
-        options = dict(patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1)
-        return t.LlavaNextProcessor(images, tokenizer, chat_template=template, **options)
     if family == "gemma3":
         images = t.Gemma3ImageProcessor(size=square, image_seq_length=4)
         return t.Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
@@ -111,14 +96,6 @@ def processor_of(family: str):
         images = t.Gemma4ImageProcessor(patch_size=16, pooling_kernel_size=3, max_soft_tokens=70)
         sounds, videos = t.Gemma4AudioFeatureExtractor(), t.Gemma4VideoProcessor()
         return t.Gemma4Processor(sounds, images, tokenizer, videos, chat_template=template)
-    if family == "internvl":
-        images = t.GotOcr2ImageProcessor(size=square, crop_to_patches=False)
-        return t.InternVLProcessor(
-            images, tokenizer, t.InternVLVideoProcessor(size=square), image_seq_length=4, chat_template=template
-        )
-    if family == "lfm2_vl":
-        limits = dict(min_image_tokens=1, max_image_tokens=4, tile_size=64, do_image_splitting=False)
-        return t.Lfm2VlProcessor(t.Lfm2VlImageProcessor(**limits), tokenizer, chat_template=template)
     images = t.SiglipImageProcessor(size=square)
     images.image_seq_length = 16
     return t.PaliGemmaProcessor(images, tokenizer, chat_template=template)
@@ -153,11 +130,7 @@ def config_of(family: str, processor) -> dict:
         rope |= dict(mrope_interleaved=True) if newer else {}  # as published; vLLM reads it, transformers does not
         patch = 16 if newer else 14
         vision = dict(depth=2, hidden_size=64, num_heads=4, patch_size=patch, spatial_merge_size=2)
-        if family == "qwen2_vl":
-            vision = dict(
-                depth=2, embed_dim=64, num_heads=4, patch_size=patch, spatial_merge_size=2, hidden_size=128, mlp_ratio=2
-            )
-        elif family == "qwen2_5_vl":
+        if family == "qwen2_5_vl":
             vision |= dict(out_hidden_size=128, intermediate_size=128, window_size=56, fullatt_block_indexes=[1])
         else:
             vision |= dict(out_hidden_size=128, intermediate_size=128, num_position_embeddings=144)
@@ -171,13 +144,10 @@ def config_of(family: str, processor) -> dict:
             rope |= dict(partial_rotary_factor=1.0)
             text |= dict(tie_word_embeddings=True)
         return dict(text_config=text | dict(rope_parameters=rope), vision_config=vision, tie_word_embeddings=True) | ids
-    if family.startswith("llava"):
+    if family == "llava":
         vision = VISION | dict(model_type="clip_vision_model", image_size=SIDE, patch_size=14, projection_dim=64)
-        more = dict(image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]) if family == "llava_next" else {}
         text = text | dict(model_type="llama")
-        return dict(
-            text_config=text, vision_config=vision, image_token_index=number("<image>"), image_seq_length=16, **more
-        )
+        return dict(text_config=text, vision_config=vision, image_token_index=number("<image>"), image_seq_length=16)
     if family == "gemma3":
         ids = dict(boi_token_index=number("<start_of_image>"), eoi_token_index=number("<end_of_image>"))
         text = text | dict(
@@ -200,22 +170,6 @@ def config_of(family: str, processor) -> dict:
         vision = VISION | dict(model_type="gemma4_vision", num_key_value_heads=2, head_dim=32, patch_size=16)
         vision |= dict(pooling_kernel_size=3, position_embedding_size=64)
         return dict(text_config=text, vision_config=vision, audio_config=None, **ids)
-    if family == "internvl":
-        vision = VISION | dict(image_size=[SIDE, SIDE], patch_size=[14, 14], model_type="internvl_vision")
-        text = text | dict(model_type="qwen2")
-        return dict(
-            text_config=text,
-            vision_config=vision,
-            image_token_id=number("<IMG_CONTEXT>"),
-            image_seq_length=4,
-            downsample_ratio=0.5,
-        )
-    if family == "lfm2_vl":
-        vision = VISION | dict(model_type="siglip2_vision_model", num_patches=64, patch_size=16)
-        vision |= dict(vision_use_head=False)
-        text = text | dict(model_type="lfm2", layer_types=["conv", "full_attention"], conv_dim=128, block_dim=128)
-        more = dict(image_token_id=number("<image>"), projector_hidden_size=128)
-        return dict(text_config=text, vision_config=vision, tie_word_embeddings=True) | more
     text = text | dict(model_type="gemma")
     return dict(
         text_config=text,
@@ -236,13 +190,7 @@ def make(family: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.08)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder)
-    if family in (
-        "llava",
-        "llava_next",
-        "gemma3",
-        "paligemma",
-        "lfm2_vl",
-    ):  # published ones have a level more, taken off in loading
+    if family in ("llava", "gemma3", "paligemma"):  # published ones have a level more, taken off in loading
         file = folder / "model.safetensors"
         renamed = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in load_file(file).items()}
         save_file(renamed, file, metadata={"format": "pt"})
