@@ -220,20 +220,6 @@ def test_sequence_losses_against_plain_loops():
                 assert float(matrices[name][row, t]) == pytest.approx(expected, abs=1e-9), name
 
 
-def test_gmpo_clips_each_token_and_leaves_the_others_their_gradient():
-    """The value is the geometric mean of the clipped ratios; one token has moved too far, one is left out."""
-    d, a = [0.5, 0.1, -0.2, 0.3], [2.0, 2.0, 2.0, 0.0]
-    mask, old = torch.ones(1, 4, dtype=torch.float64), torch.full((1, 4), -1.0, dtype=torch.float64)
-    batch = Batch(mask.long(), mask, mask, mask, torch.zeros(1).long(), old_logprobs=old, advantages=torch.tensor([a]))
-    logprobs = (old + torch.tensor([d])).requires_grad_()
-    matrix, stats = POLICY_LOSSES["gmpo"](logprobs, batch, TrainConfig(epsilon=0.4, epsilon_high=0.4))
-    (gradient,) = torch.autograd.grad(matrix.sum(), logprobs)
-    ratio = math.exp((0.4 + 0.1 - 0.2) / 4)
-    assert matrix[0].tolist() == pytest.approx([-x * ratio for x in a], abs=1e-6)
-    assert gradient[0].tolist() == pytest.approx([0.0, -2 * ratio, -2 * ratio, 0.0], abs=1e-6)
-    assert stats["clip_ratio/high_mean"][0].tolist() == [1, 0, 0, 0]
-
-
 def test_clip_statistics_match_the_published_fraction():
     new, batch = golden_batch()
     batch.advantages = torch.tensor(GOLDEN["adv"]["grpo"]["adv"], dtype=torch.float64)
@@ -262,24 +248,6 @@ def test_kl_estimators_match_the_published_numbers(name):
     assert torch.allclose(gradient[0], torch.tensor(expected["grad_row0"], dtype=torch.float64), atol=1e-5)
 
 
-def slow_advantages(scores: list[float], groups: list[int], name: str) -> list[float]:
-    """The formulas once more, row by row in plain Python."""
-    out = []
-    for score, group in zip(scores, groups, strict=True):
-        members = [s for s, g in zip(scores, groups, strict=True) if g == group]
-        mean = sum(members) / len(members)
-        if len(members) == 1:
-            out.append(0.0)
-        elif name == "rloo":
-            out.append(score - (sum(members) - score) / (len(members) - 1))
-        elif name == "dr_grpo":
-            out.append(score - mean)
-        else:
-            std = (sum((s - mean) ** 2 for s in members) / (len(members) - 1)) ** 0.5
-            out.append((score - mean) / (std + 1e-6))
-    return out
-
-
 @st.composite
 def random_batch(draw) -> Batch:
     rows, length = draw(st.integers(1, 7)), draw(st.integers(1, 6))
@@ -300,16 +268,6 @@ def random_batch(draw) -> Batch:
         sampling_logprobs=old,
         old_logprobs=old,
     )
-
-
-@settings(max_examples=60, deadline=None)
-@given(batch=random_batch(), name=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
-def test_advantages_equal_the_plain_loop_and_keep_to_the_mask(batch, name):
-    cfg = TrainConfig()
-    ours = ADVANTAGES[name](batch, cfg)
-    expected = torch.tensor(slow_advantages(batch.scores.tolist(), batch.groups.tolist(), name), dtype=torch.float64)
-    # A constant group is 0 up to rounding, which division by 1e-6 may blow up by a million.
-    assert torch.allclose(ours, expected[:, None] * batch.loss_mask, atol=1e-7)
 
 
 @settings(max_examples=200, deadline=None)
@@ -372,7 +330,7 @@ def test_learning_rate_warms_up_and_decays():
     assert rates[-1] == pytest.approx(1 / 8)
 
 
-@pytest.mark.parametrize("score", [0.3, 5.3, 11.7])
+@pytest.mark.parametrize("score", [0.3, 11.7])
 @pytest.mark.parametrize("name", OWN)
 def test_equal_scores_teach_nothing_whatever_they_are(name, score):
     """In float32 the mean of eight times .7 is not .7, and a std of 6e-8 divides it up again."""
@@ -384,19 +342,3 @@ def test_equal_scores_teach_nothing_whatever_they_are(name, score):
     batch.baselines = batch.scores
     if name not in ("reinforce_plus_plus", "remax"):  # no groups
         assert ADVANTAGES[name](batch, TrainConfig()).abs().max() < 1e-6
-
-
-def test_gigpo_reads_states_past_padding_and_keeps_unknown_ones_apart():
-    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0.0]])
-    rewards = torch.zeros(4, 4)
-    rewards[0, 3], rewards[2, 1] = 1, 1
-    batch = Batch(mask.long(), mask, mask, rewards, torch.zeros(4).long(), states=(7 * mask).long())
-    ours = ADVANTAGES["gigpo"](batch, TrainConfig())
-    assert torch.allclose(ours[:, 1], 2 * (batch.scores - 0.5) / batch.scores.std(), atol=1e-4)
-    three = torch.tensor([[1, 0, 1, 0, 1], [1, 0, 1, 0, 1.0]])
-    batch = Batch(three.long(), three, three, torch.zeros(2, 5), torch.zeros(2).long())
-    batch.rewards[0, 0] = 1  # later turns return 0 in both rows; as states of their own they are compared with nothing
-    ours = ADVANTAGES["gigpo"](batch, TrainConfig())
-    assert torch.equal(ours[:, 2], ours[:, 4]) and torch.allclose(
-        ours[:, 2], torch.tensor([0.5**0.5, -(0.5**0.5)]), atol=1e-4
-    )
