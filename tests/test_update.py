@@ -16,7 +16,7 @@ from steps import collected
 import train_grpo as script
 import utils
 from algorithms import checks
-from config import PRESETS, TrainConfig
+from config import TrainConfig
 from inputs.prompts import Prompt
 from rollouts import Trajectory
 from vllm_client import Completion
@@ -169,15 +169,6 @@ def test_ref_sync_moves_the_reference_part_of_the_way(policy):
     assert all(torch.allclose(old, 0.25 * new) for old, new in pairs)
 
 
-def test_presets_name_what_exists():
-    import train_ppo  # noqa: F401 - enters gae
-
-    for name, preset in PRESETS.items():
-        cfg = TrainConfig(**preset)
-        assert cfg.advantage in script.ADVANTAGES and cfg.policy_loss in script.POLICY_LOSSES, name
-        assert cfg.kl in script.KL_ESTIMATORS and (cfg.beta > 0 or not cfg.kl_in_reward), name
-
-
 @pytest.mark.parametrize(
     ("advantages", "says"),
     [
@@ -262,13 +253,6 @@ def test_a_completion_without_a_reward_is_left_out(monkeypatch, advantage):
     pair = [place for place, t in enumerate(trajectories) if t.row["prompt"] == "1"]
     first, last = (float(batch.advantages[place, 1]) for place in pair)  # of the scores 1 and 3, as if these were all
     assert first < 0 < last and (advantage != "grpo" or first == pytest.approx(-(0.5**0.5), abs=1e-4))
-
-
-def test_resampling_is_bounded_and_what_is_left_is_counted(monkeypatch):
-    rows = [{"prompt": str(n), "speaks": 0} for n in range(40)]
-    trajectories, metrics, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=2)
-    assert len(trajectories) == 12
-    assert metrics["dynamic_sampling/resampled"] == 8 and metrics["dynamic_sampling/silent"] == 4
 
 
 class Late(Parity):
