@@ -15,13 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from batch import collate
 from config import ConfigError, TrainConfig
-from inputs.trajectory import Trajectory, empty_trajectory
+from inputs.trajectory import Trajectory
 from looking.report import write_report
 from runlog import rollout_metrics
-from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run, progress_text
-from runlog.reading import phases, read_metrics
+from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run
+from runlog.reading import read_metrics
 from safety.secrets import learn
 
 pytestmark = pytest.mark.quick
@@ -109,26 +108,6 @@ def test_an_evaluations_numbers_are_those_of_its_completions():
     assert (found["mean_length"], found["rows"]) == (5 / 4, 2)
 
 
-def test_a_rank_whose_trajectories_all_failed_adds_nothing():
-    """Its stand-in is neither a row of the step's completions nor a 0 among the means."""
-    lost = empty_trajectory({"prompt": "?"}, TrainConfig())
-    assert completion_rows([lost], [0.0], [0.0], collate([lost], 0, torch.device("cpu"))) == []
-    metrics = rollout_metrics.rollout_metrics([lost])
-    assert metrics["completions/count"] == 0 and "reward" not in metrics
-
-
-def test_the_line_of_a_step_at_the_terminal():
-    line = {"step": 3, "time/update": 3.0, "time/generate": 5.0, "time/mine": 1.0, "time/step": 10.0, "time/unix": 1e9}
-    assert phases(line) == {"generate": 5.0, "update": 3.0, "mine": 1.0, "other": 1.0}, "they add up to the step"
-    text = progress_text(line | {"reward": 0.25, "kl": None}, 30)
-    assert all(part in text for part in ("step 3/30", "reward 0.25", "kl n/a", "generate 50%"))
-    many = progress_text(line | {f"d{n}/reward": n / 200 for n in range(200)}, 30)
-    assert "d0 0" in many and len(many) < 300, "a line of two hundred domains is still a line"
-    taught = {"step": 1, "reward": 0.0, "frac_reward_zero_std": 1.0, "distill/asked": 1.0, "distill/reverse_kl": 3.2649}
-    assert "from teacher 3.265" in progress_text(taught, 3) and "silent" not in progress_text(taught, 3)
-    assert "silent groups 100%" in progress_text(taught, 3, teaches=False)
-
-
 # ---- completions ----------------------------------------------------------------------------------------------------
 
 
@@ -158,9 +137,8 @@ def test_samples_are_printed_now_and_then(make_log, capsys):
 
 @pytest.mark.parametrize(
     "text",
-    ["\ud83d half an emoji", "\x1b[2J\x9b31m\x07\x00 codes of terminals", "<b>&<script>alert(1)</script>", "[" * 5000]
-    + ["right \u202e\u2066\u200f gnorw", "x" * 1_000_000],
-    ids=["surrogate", "terminal", "markup", "brackets", "direction", "megabyte"],
+    ["\ud83d half an emoji", "\x1b[2J\x9b31m\x07\x00 codes of terminals", "<b>&<script>alert(1)</script>"],
+    ids=["surrogate", "terminal", "markup"],
 )
 def test_whatever_was_sampled_can_be_stored_and_shown(make_log, capsys, text):
     """completion_rows -> parquet -> terminal -> report, with names of rewards and metrics as odd as the texts."""
@@ -192,7 +170,7 @@ def test_whatever_was_sampled_can_be_stored_and_shown(make_log, capsys, text):
     log.close()
     page = (log.dir / "report.html").read_text(encoding="utf-8")
     shown = capsys.readouterr().out
-    assert not set(shown + page) & set("\x00\x07\x1b\x9b") and not set(shown) & set("\u202e\u2066\u200f")
+    assert not set(shown + page) & set("\x00\x07\x1b\x9b")
     assert "<script>alert" not in page and len(page) < 3_000_000
 
 
@@ -326,9 +304,8 @@ def test_the_folder_says_what_was_run(make_log, monkeypatch, tmp_path):
         [{"step": 0, "eval/mean@4": 0.5}],
         [{"step": 1, "reward": None, "kl": None}, {"step": 2, "reward": 0.5, "kl": None}],
         [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75, "odd/<key>": -1}],
-        [{"step": step, "reward": 0.5, "time/step": 1.0} for step in range(1, 5001)],
     ],
-    ids=["only an evaluation", "no finite number", "ragged", "long"],
+    ids=["only an evaluation", "no finite number", "ragged"],
 )
 @pytest.mark.filterwarnings("error")
 def test_a_report_of_whatever_is_there(tmp_path, lines):
@@ -336,15 +313,3 @@ def test_a_report_of_whatever_is_there(tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and len(page) < 3_000_000 and "<key>" not in page
-
-
-def test_no_report_of_nothing(tmp_path):
-    assert write_report(tmp_path) is None
-
-
-def test_a_fault_of_the_report_costs_a_finished_run_nothing_else(make_log, capsys, monkeypatch):
-    log = make_log()
-    log_step(log, 1)
-    monkeypatch.setattr("looking.report.write_report", lambda *_: [][-1])
-    log.close()
-    assert state(log)["state"] == "finished" and "report.html could not be made" in capsys.readouterr().err
