@@ -93,11 +93,6 @@ def judged(served, monkeypatch):
         ("<think>\nScore: 9\n</think>Score: 0", 0),
         ('It says "Score: 10", which is wrong.\nScore: 2', 2),
         ('Score: 2\n\nIt says "Score: 10".', None),
-        ("Score: 10.5", None),
-        ("Score: 7 or 8", None),
-        ('{"score": "7"}', None),
-        ('{"verdict": {"score": 9}}', None),
-        ("7", None),
     ],
 )
 def test_a_judges_answer_has_one_grammar(text, score):
@@ -114,13 +109,8 @@ def test_judge(judged, tmp_path):
     (tmp_path / "t.txt").write_text("{prompt}|{completion}|{answer}", encoding="utf-8")
     found, server = judged("Score: 7", judge_template=str(tmp_path / "t.txt"))
     assert server.seen[-1]["messages"] == [{"role": "user", "content": "q|good|x"}]
-    for wrong, message in (
-        (dict(judge_url=None), "needs --judge_url"),
-        (dict(judge_url="host:8000/v1"), "http://"),
-        (dict(judge_template="none.txt"), "no such file"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check(TrainConfig(**{"judge_url": "http://x/v1", "judge_model": "j", "reward_funcs": ["judge"]} | wrong))
+    with pytest.raises(ConfigError, match="needs --judge_url"):
+        check(TrainConfig(judge_model="j", reward_funcs=["judge"]))
 
 
 def test_a_template_knows_columns_only():
@@ -150,13 +140,6 @@ def test_a_server_without_structured_output_is_asked_once_for_it(judged):
     cfg = TrainConfig(reward_funcs=["judge"], judge_url=f"{server.url}/v1", judge_model="j")
     assert found["reward"] == judge.judge(["b"], ["q"], cfg)[0]["reward"] == 0.7
     assert ["response_format" in body for body in server.seen] == [True, False, False]
-
-
-def test_a_busy_judge_is_waited_for(judged):
-    found, server = judged((429, {"Retry-After": "1"}), 503, 503, "Score: 7")
-    assert found["reward"] == 0.7 and len(server.seen) == 4
-    found, server = judged((429, {"Retry-After": "3600"}), reward_timeout=2)
-    assert found["unanswered"] == 1
 
 
 def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(monkeypatch):
