@@ -67,14 +67,6 @@ def test_run_py_trains_and_compares_before_and_after():
     assert re.search(r"(?m)^  runs/sums-\S+: eval/mean@\d+ [\d.]+ -> [\d.]+$", done.stdout), done.stdout[-1000:]
 
 
-def test_run_py_names_mistakes_before_it_starts():
-    run = dict(cwd=ROOT, capture_output=True, text=True, timeout=250)
-    wrong = subprocess.run([sys.executable, "examples/run.py", "sums", "--max_step", "3"], **run)
-    assert wrong.returncode == 2 and "Did you mean --max_steps?" in wrong.stderr
-    listed = subprocess.run([sys.executable, "examples/run.py"], **run)
-    assert listed.returncode == 0 and all(name in listed.stdout for name in EXAMPLES)
-
-
 def test_what_the_files_say_is_taken(monkeypatch):
     """Settings of the train script, and those that run.py hands on to the warm start."""
     monkeypatch.chdir(ROOT)

@@ -154,12 +154,6 @@ def test_a_term_of_pairs_is_summed_as_it_is_and_prepared_before_each_update():
                 assert (found[name] - gradient).abs().max() < (1e-5, 2e-3)[number] * size + 1e-7, (ranks, number, name)
 
 
-def test_a_weight_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setattr(script.own_term, "weights", "mean", raising=False)
-    with pytest.raises(ConfigError, match="weights.*'mean'"):
-        script.check_algorithm(TrainConfig())
-
-
 # ---- what an update moves -------------------------------------------------------------------------------------------
 
 
