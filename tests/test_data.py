@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rollouts
 from config import ConfigError, TrainConfig
-from data import Rows, each, filter_overlong, load_data, load_rows
+from data import Rows, each, load_data, load_rows
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids, prompt_lengths
 from train_grpo import PromptSampler
@@ -154,11 +154,8 @@ def test_rows_of_an_environment_that_are_one_object_are_several_games(tmp_path):
 @pytest.mark.parametrize(
     "name, text, says",
     [
-        ("missing.jsonl", None, "no such file"),
         ("bad.jsonl", '{"prompt": "a"}\n{"prompt": \n', "not valid jsonl"),
-        ("object.json", '{"data": [{"prompt": "a"}]}', "a list of rows"),
         ("fake.parquet", "text", "not valid parquet"),
-        ("empty.jsonl", "", "no rows"),
         ("more.csv", "prompt,answer\na,b\nc,d,e\n", "line 3"),
     ],
 )
@@ -169,19 +166,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, text, says):
     assert name in said and says in said
 
 
-def test_an_unknown_hub_name_says_what_is_allowed(monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    said = refused("nobody/nowhere")
-    assert "nobody/nowhere" in said and "file.py:function" in said
-
-
 @pytest.mark.parametrize(
     "row, says",
     [
         ({"answer": "5"}, "no column `prompt`, only answer"),
-        ({"prompt": "  \n"}, "empty string"),
-        ({"prompt": 7}, "7"),
-        ({"prompt": ["a"]}, "message 0 of `prompt` is a str, 'a'"),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 1 of `prompt` has no `content`"),
         ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]}, "'video'"),
         ("a text", "'a text'"),
@@ -206,16 +194,6 @@ def test_a_bad_row_names_itself(tmp_path, row, says, kind):
         ([{"role": "user", "content": "What is 2"}], {}, "<s> user : What is 2 </s> assistant :"),
         ("What is 2", {"no_apply_chat_template": True}, "<s> What is 2"),
         ("b", {"system_prompt": "a"}, "<s> system : a </s> user : b </s> assistant :"),
-        (
-            [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
-            {"system_prompt": "c"},
-            "<s> system : a </s> user : b </s> assistant :",
-        ),
-        (  # a begun answer is continued
-            [{"role": "user", "content": "What is 2"}, {"role": "assistant", "content": "2 is"}],
-            {},
-            "<s> user : What is 2 </s> assistant : 2 is",
-        ),
         (  # this template takes text: parts are joined
             [{"role": "user", "content": ["What is", {"type": "text", "text": "2 + 3"}]}],
             {},
@@ -237,17 +215,6 @@ def test_template_mistakes_name_the_flag(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template.*--no_apply_chat_template"):
         prompt_ids({"prompt": "a"}, tokenizer, TrainConfig())
-
-
-def test_overlong_prompts_are_counted(tokenizer):
-    rows = [{"prompt": " ".join("a" * n), "id": n} for n in (1, 6, 2, 9)]  # 6 more tokens come from the template
-    lengths = prompt_lengths(rows, "rows", tokenizer, TrainConfig())
-    assert [*lengths] == [7, 12, 8, 15]
-    kept, dropped = filter_overlong(rows, lengths, 8)
-    assert [row["id"] for row in kept] == [1, 2] and dropped == 2
-    assert filter_overlong(rows, lengths, 15)[1] == 0
-    with pytest.raises(ConfigError, match="all 4 prompts.*shortest has 7 tokens"):
-        filter_overlong(rows, lengths, 6)
 
 
 @pytest.mark.parametrize("tools", [[], ["calculator"]])
@@ -329,15 +296,3 @@ def test_the_order_is_the_documented_one():
     sampler = PromptSampler(10, 5, seed=3)
     assert sampler.next(2) + sampler.next(3) == np.random.default_rng([3, 1]).permutation(10).tolist()
     assert sampler.next(0) != sampler.next(2) and sampler.next(0) != PromptSampler(10, 5, seed=4).next(0)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((100, 30, 0, 0, 8), "not divisible by 8 ranks; use 24 or 32"),
-        ((20, 32, 0, 0, 8), "only 20 rows.*prompts_per_step=16 or less"),
-    ],
-)
-def test_steps_that_cannot_be_shared_out_name_legal_sizes(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        PromptSampler(*arguments)
