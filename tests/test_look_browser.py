@@ -262,16 +262,3 @@ def test_the_report_shows_tokens_by_itself(browser, site, name):
     assert tab.locator(".token.masked").count() > 0 and tab.evaluate("window.hacked") is None
     context.close()
     assert not problems and report.stat().st_size < 3_000_000
-
-
-@pytest.mark.slow
-def test_thousands_of_completions_open_and_scroll(tab, site):
-    folder = make_run(site.folder / "big", steps=5, files=0)
-    write_step(folder / "completions" / "step_000005.parquet", completions_table(5, 5, 4096, 1000))
-    tab.show("trajectories?run=big")
-    tab.wait_for_selector(".completion")
-    assert tab.locator(".list .line").count() < 100, "only those that are seen are drawn"
-    tab.evaluate(f"document.querySelector('.list').scrollTop = {4096 * 28}")
-    tab.wait_for_selector(".line[aria-rowindex='4096']")
-    tab.show("trajectory?run=big&kind=completions&step=5&row=4000")
-    tab.wait_for_selector(".token >> nth=499")
