@@ -153,11 +153,9 @@ def test_nothing_is_left_running(tmp_path):
     "content, message",
     [
         ("{]", "cannot be read"),
-        ('{"mcpServers": {"a": {}}}', "either a command"),
         ('{"mcpServers": {"a": {"command": "x", "args": ["${NO_SUCH}"]}}}', "a: the environment variable NO_SUCH"),
         ('{"mcpServers": {"a": {"command": "x", "args": ["${TRAJECTORY_DIR}/a.db"]}}}', '"isolate": true'),
         ('{"mcpServers": {"a": {"command": "no-such-command"}}}', "server 'a' did not start"),
-        ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "server 'a' did not start"),
     ],
 )
 def test_mistakes_in_the_file(content, message, tmp_path):

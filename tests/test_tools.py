@@ -213,13 +213,9 @@ XML = "<function=add><parameter=a>\n2\n</parameter><parameter=b>3</parameter></f
     "parser, text, wanted",
     [
         ("hermes", f"First {HERMES} and {HERMES}", [("add", {"a": 2, "b": 3})] * 2),
-        ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [("add", {"a": 1})]),
         ("hermes", "<tool_call>{'name': add}</tool_call>" + HERMES, ["must be", ("add", {"a": 2, "b": 3})]),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', ["must be"]),
         ("hermes", "It is 5.", []),
         ("xml", XML, [("add", {"a": 2, "b": 3})]),
-        ("xml", "<function=say><parameter=text>\n  2\n</parameter></function>", [("say", {"text": "  2"})]),
-        ("xml", "<tool_call> add 2 to 3", ["cannot be read"]),
         ("tags", "I <say>hello</say>, <other>you</other>", [("say", {"text": "hello"})]),
         ("gemma4", '<|tool_call>call:say{text:<|"|>a "b"<|"|>}<tool_call|>', [("say", {"text": 'a "b"'})]),
         (
@@ -228,7 +224,6 @@ XML = "<function=add><parameter=a>\n2\n</parameter><parameter=b>3</parameter></f
             [("add", {"a": 1}), ("say", {"text": "to=x"})],
         ),
         (f"{__file__}:my_format", "add 1", [("add", {"a": 1})]),
-        (f"{__file__}:my_format", "add x", ["cannot be read"]),
     ],
 )
 def test_parsers(parser, text, wanted):
@@ -333,7 +328,6 @@ WITH_CALL = "{% if messages[loop.index0 - 1]['tool_calls'] %}<answer>{{ m['conte
     "results, shown, text",
     [
         (TURN, "alone", "<|im_start|>tool\n23<|im_end|>"),
-        ("", "as a user", "<|im_start|>user\n23<|im_end|>"),  # left out without a word
         ("{{ raise_exception('what?') }}", "as a user", "<|im_start|>user\n23<|im_end|>"),
         (WITH_CALL, "with their calls", "<answer>23</answer><|im_start|>assistant\n"),
     ],
