@@ -69,22 +69,7 @@ def test_the_advantage_is_that_of_a_loop(coef, baseline):
     assert not ours[:, :3].any()
 
 
-def test_the_gradient_of_the_advantage_is_that_of_the_reverse_kl():
-    """A categorical policy and a fixed teacher: the mean of A grad log pi over all tokens, by their probability, is
-    minus the gradient of KL(policy || teacher)."""
-    torch.manual_seed(0)
-    logits, teacher = torch.randn(7, dtype=torch.float64, requires_grad=True), torch.randn(7, dtype=torch.float64)
-    log_p, log_t = logits.log_softmax(-1), teacher.log_softmax(-1)
-    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), logits, retain_graph=True)
-    mask = torch.ones(7, 1, dtype=torch.float64)
-    batch = script.Batch(torch.arange(7)[:, None], mask, mask, torch.zeros_like(mask), torch.arange(7))
-    batch.sampling_logprobs, batch.teacher_logprobs = log_p.detach()[:, None], log_t[:, None]
-    advantages = script.ADVANTAGES["distill"](batch, TrainConfig(reward_weights=[0.0]))[:, 0]
-    (ours,) = torch.autograd.grad(-(log_p.detach().exp() * advantages * log_p).sum(), logits)
-    assert torch.allclose(ours, exact, atol=1e-12)
-
-
-@pytest.mark.parametrize("completions", [1, 2, 3])
+@pytest.mark.parametrize("completions", [1, 3])
 def test_the_expected_gradient_under_a_baseline_is_exact(completions):
     """Over all steps there can be: of few completions the baseline takes no part, of one alone it is 0."""
     torch.manual_seed(0)
@@ -139,17 +124,6 @@ def test_the_term_is_that_of_a_loop(teacher, policy, b):
             near.append(term_by_hand(teacher, moved, b))
         slope = (near[0] - near[1]) / 2e-6
         assert float(gradient[0, 0, index]) == pytest.approx(slope, abs=1e-4)
-
-
-def test_the_term_over_all_tokens_has_the_gradient_of_cross_entropy():
-    """Forward KL over the whole vocabulary: softmax(policy) - softmax(teacher), known in closed form."""
-    torch.manual_seed(0)
-    logits, teacher = torch.randn(5, requires_grad=True), torch.randn(5).softmax(-1)
-    part = SimpleNamespace(
-        teacher_top_logprobs=teacher.log()[:4][None, None], top_logprobs=logits.log_softmax(-1)[:4][None, None]
-    )
-    (ours,) = torch.autograd.grad(divergence(part, TrainConfig(distill_topk=4))[0].sum(), logits)
-    assert torch.allclose(ours, logits.softmax(-1).detach() - teacher, atol=1e-6)
 
 
 # ---- a teacher in this process --------------------------------------------------------------------------------------
