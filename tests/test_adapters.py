@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-import requests
 from test_turns import Scripted, tokenizer_of
 
 import rewards
@@ -37,9 +36,7 @@ def started(spec, **settings):
 def test_gymnasium_refuses_at_start_what_cannot_work():
     for spec, message in (
         ("gymnasium?id=FrozenLak-v1", "Did you mean: `FrozenLake`"),
-        ("gymnasium?id=FrozenLake-v1&slip=1", "unexpected keyword argument 'slip'"),
         ("gymnasium?id=Pendulum-v1", r"Box\(.*allowed are Discrete \(a number\) and Text"),
-        ("gymnasium", "missing a required argument: 'id'"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             started(spec)
@@ -53,8 +50,6 @@ def test_gymnasium_refuses_at_start_what_cannot_work():
     "game, turns, most",
     [
         ("GuessTheNumber-v0", ["I guess [1]", "I guess [2]", "I guess [3]", "I guess [4]"], 40),
-        ("2048-v0", ["I go [up]", "I go [left]", "I go [up]", "I go [left]"], 330),
-        ("Minesweeper-v0", ["I take [0 0]", "I take [7 7]"], 260),
     ],
 )
 def test_textarena_says_only_what_is_new(game, turns, most):
@@ -80,15 +75,10 @@ import threading
 class Counter:
     """Keeps its count; every call is slow enough for two at once to lose one."""
 
-    built = 0
 
     def __init__(self, start=0):
         self.start = start
-        type(self).built += 1
 
-    @property
-    def expensive(self):
-        raise RuntimeError("a property was computed")
 
     async def reset(self, **kwargs):
         self.count, self.seen, self.thread = self.start, kwargs, threading.current_thread()
@@ -133,18 +123,12 @@ class Plain:
         return self.word
 
 
-class Sometimes(Plain):
-    def get_reward(self):
-        return None if self.word == "none" else 1.0
 
 
-def make_counter():
-    return Counter(start=3)
 
 
 five = functools.partial(Counter, start=5)
 FACTORIES = {"counter": Counter, "plain": Plain, "five": five, "made": lambda: Counter(start=7)}
-SCORED = {"counter": Counter, "five": five}
 
 
 def seen_environments(environments, prompts, completions, **kwargs):
@@ -152,8 +136,6 @@ def seen_environments(environments, prompts, completions, **kwargs):
     return [float(type(environment).__name__ == "Counter") for environment in environments]
 
 
-async def nothing():
-    return Counter()
 '''
 INCREMENT = '<tool_call>{"name": "increment", "arguments": {"by": 4}}</tool_call>'
 DOUBLE = '<tool_call>{"name": "double", "arguments": {}}</tool_call>'
@@ -218,13 +200,3 @@ def test_prompts_that_the_environment_makes(trl, tmp_path):
     assert len(train) == 20 and not {row["seed"] for row in train} & {row["seed"] for row in test}
     with pytest.raises(ConfigError, match="such as seeds:2000"):
         load_rows("seeds:many")
-
-
-# ---- veRL's interactions, verifiers' environments: the files in docs/environments.md --------------------------------
-
-
-def answers(url: str) -> bool:
-    try:
-        return requests.get(url, timeout=5).ok
-    except requests.ConnectionError:
-        return False

@@ -96,17 +96,6 @@ def test_every_sokoban_can_be_solved(boxes, seeds):
         assert total == pytest.approx(10 + boxes - 0.1 * len(moves)) and level.metrics() == {"success": 1.0}
 
 
-def test_sokoban_costs():
-    level = Sokoban()
-    level.reset({}, 0)
-    before = level.picture()
-    _, reward, done, info = step(level, "up")
-    assert (reward, done, info["valid"]) == (-0.1, False, 0.0) and level.picture() == before
-    level.place, level.boxes, level.targets, level.blocked = (2, 2), {(2, 3)}, {(2, 3)}, set()
-    assert step(level, "<answer>right</answer>")[1] == pytest.approx(-1.1)  # off its target
-    assert level.boxes == {(2, 4)} and step(level, "<answer>right</answer>")[3]["effective"] == 0.0  # a wall behind it
-
-
 # ---- other people's -------------------------------------------------------------------------------------------------
 
 
