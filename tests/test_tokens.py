@@ -89,24 +89,6 @@ def test_a_weight_is_the_derivative_of_the_whole_loss(loss, policy, monkeypatch)
         assert batch.record.logprob[~sampled].isnan().all() and expected.abs().max() > 0
 
 
-def test_on_policy_a_weight_is_the_advantage_and_0_where_a_clip_binds(policy):
-    """By finite differences of what ppo's loss says: moving one log-prob moves the loss by so much."""
-    cfg = TrainConfig(compute_dtype="float32", loss_agg="token_mean", correction="none")
-    batch = ragged.local_batch(0, 1)
-    start_record(batch)
-    script.accumulate_gradients(policy, batch, cfg)
-    torch.testing.assert_close(batch.record.weight, batch.advantages, rtol=1e-5, atol=1e-5)
-    batch = prepared(policy, cfg)
-    start_record(batch)
-    script.accumulate_gradients(policy, batch, cfg)
-    logprobs, e = script.all_logprobs(policy, batch, cfg)[0], 1e-2
-    high, low = (script.ppo(logprobs + sign * e, batch, cfg)[0] for sign in (1, -1))
-    expected = (low - high) / (2 * e) * batch.loss_mask
-    smooth = ((script.log_ratio(logprobs, batch).exp() - 1).abs() - 0.2).abs() > 0.03  # not at the kink
-    torch.testing.assert_close(batch.record.weight[smooth], expected[smooth], rtol=1e-2, atol=1e-3)
-    assert (batch.record.weight[(batch.advantages != 0) & smooth] == 0).any()  # clipped
-
-
 # ---- the files ------------------------------------------------------------------------------------------------------
 
 
