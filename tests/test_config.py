@@ -40,15 +40,11 @@ def error(line: str, cls=TrainConfig) -> str:
     ("line", "name", "value"),
     [
         ("--model_id=a=b", "model_id", "a=b"),
-        ("--max_steps 1e3", "max_steps", 1000),
         ("--max_steps none", "max_steps", None),
-        ("--learning_rate 1", "learning_rate", 1.0),
         ("--reward_on_timeout -0.5", "reward_on_timeout", -0.5),
         ("--use_peft --no-use_peft", "use_peft", False),
         ("--scale_rewards none", "scale_rewards", "none"),  # a choice of that name, not "unset"
         ("--lora_targets q_proj v_proj", "lora_targets", ["q_proj", "v_proj"]),
-        ("--report_to none", "report_to", []),
-        ("--reward_weights -2", "reward_weights", [-2.0]),
     ],
 )
 def test_values_of_every_type(line, name, value, tmp_path):
@@ -63,14 +59,9 @@ def test_values_of_every_type(line, name, value, tmp_path):
     ("line", "says"),
     [
         ("--max_steps 1.5", "--max_steps=1.5"),
-        ("--seed none", "--seed"),
-        ("--reward_weights 1 x", "--reward_weights=x"),
         ("--strategy fsdp3", "'fsdp3'; known are ddp, fsdp, fsdp2. Did you mean 'fsdp'?"),
         ("--learnig_rate 1", "'--learnig_rate'. Did you mean --learning_rate?"),
         ("--model 1", "Did you mean --model_id?"),  # no silent abbreviations
-        ("--xyzzyx 1", "'--xyzzyx'"),
-        ("--seed", "--seed"),
-        ("--preset dr-grpo", "Did you mean 'dr_grpo'"),
     ],
 )
 def test_mistakes_on_the_command_line(line, says):
@@ -81,9 +72,7 @@ def test_mistakes_on_the_command_line(line, says):
     ("content", "says"),
     [
         ("learnig_rate: 1", "Did you mean 'learning_rate'?"),
-        ("- a\n- b", "a list"),
         ("seed: [1", "run.yaml"),
-        ("epsilon: [1, 2]", "--epsilon"),
     ],
 )
 def test_mistakes_in_a_config_file(tmp_path, content, says):
@@ -118,15 +107,10 @@ def test_presets_are_valid(name):
 @pytest.mark.parametrize(
     ("line", "given", "remedy"),
     [
-        ("--prompts_per_step 0", "--prompts_per_step=0", "above 0"),
         ("--num_minibatches 3", "--prompts_per_step=32 is not divisible by 1 rank(s) x 3", "use 30 or 33"),
         ("--offload", "--offload", "add --strategy fsdp2"),
         ("--max_staleness 1", "--max_staleness", "train_async.py"),
-        ("--lam 0.9", "--lam", "train_ppo.py"),
-        ("--top_p 1.5", "--top_p=1.5", "between 0 and 1"),
-        ("--beta -0.1", "--beta=-0.1", "0 or more"),
         ("--reward_funcs a b --reward_weights 1", "1 values for 2 --reward_funcs (a, b)", "give one each"),
-        ("--server_urls none", "--server_urls is empty", "--generator hf"),
         ("--resume", "--resume", "needs --run_name"),
     ],
 )
