@@ -25,15 +25,8 @@ GROUPED = dict(n_routed_experts=8, n_group=2, topk_group=2, first_k_dense_replac
 FAMILIES = {
     "qwen3_moe": SMALL | dict(num_experts=8, head_dim=8, mlp_only_layers=[1]),
     "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
-    "olmoe": dict(num_experts=8, num_experts_per_tok=2),
     "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=8, layer_types=["full_attention"] * 3),
-    "glm4_moe": SMALL | GROUPED | dict(head_dim=8),
-    "deepseek_v2": SMALL | GROUPED | LATENT | dict(topk_method="group_limited_greedy"),
     "deepseek_v3": SMALL | GROUPED | LATENT,
-    "granitemoe": dict(num_local_experts=8, num_experts_per_tok=2),
-    "lfm2_moe": SMALL | dict(num_experts=8, num_dense_layers=1, layer_types=["full_attention"] * 3),
-    "minimax_m2": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=8),
-    "ernie4_5_moe": dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=16),
     "qwen3_5_moe_text": SMALL | dict(num_experts=8, shared_expert_intermediate_size=16, head_dim=8),
 }
 
