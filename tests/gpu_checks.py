@@ -3,7 +3,6 @@
 CHECKS, at the end, lists them. `utils.init_distributed` chooses the device; CUDA_VISIBLE_DEVICES="" makes it the CPU.
 CASES are functions of a batch that tests/test_device.py runs, too, with tensors that claim to be on a GPU.
 
-usage on ranks: gpu_checks.py OUT.pt [flags of TrainConfig]      the gradient of one update, for `sharded`
 """
 
 import gc
@@ -33,12 +32,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+import sharding_worker  # noqa: E402
 from orphans import ends_with_us  # noqa: E402
-from ragged import SETTINGS, gradients, relative_difference, settled, wake_adapters  # noqa: E402
+from ragged import SETTINGS, relative_difference, settled  # noqa: E402
 
 import train_grpo as script  # noqa: E402
 import train_ppo  # noqa: E402
-import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 from runlog.reading import PHASES, read_metrics  # noqa: E402
@@ -371,49 +370,18 @@ def in_ranks(machine: Machine, ranks: int, words: list, seconds: float, ids=None
     return text
 
 
-def gradient(flags: list[str], rank: int, world: int, device: torch.device, **more) -> dict:
-    """Of one update: each parameter's whole gradient, their norm, and names of what a push sends. Groups are dealt out
-    over the ranks."""
-    cfg = load_config(TrainConfig, ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", *flags])
-    script.load_hf_model = lambda cfg, dtype, **_: random_model("llama", dtype)
-    original = script.shard
-    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
-    policy, inner = script.load_policy(cfg, device)
-    script.shard, cfg = original, replace(cfg, **more)
-    batch = script.collate([t for t in trajectories() if t.group % world == rank] or trajectories()[:1], 0, device)
-    batch.loss_mask *= rank < 3  # of more ranks the last have no group
-    batch.advantages, wave = script.dr_grpo(batch, cfg), batch.input_ids.float().sin()
-    batch.old_logprobs, batch.ref_logprobs = (batch.loss_mask * (wave * a - 7) for a in (0.2, 0.3))
-    found = gradients(policy, inner, batch, cfg)
-    norm = script.clip_gradients(policy, 1e9)
-    sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]
-    return {"gradient": found, "norm": norm, "sent": sorted(sent)}
-
-
 def one_process(machine: Machine) -> str:
     flags = ["--no-shared_prefix"]  # which GPUs have not in float32: "rows" has it in bfloat16
-    ours, expected = (gradient(flags, 0, 1, device)["gradient"] for device in (machine.device, CPU))
+    ours, expected = (sharding_worker.found(flags, 0, 1, device)["gradient"] for device in (machine.device, CPU))
     return within({"gradient": relative_difference(ours, expected)}, machine.near, "policy update")
-
-
-def every_loss(machine: Machine) -> str:
-    largest = {}
-    for name, adapters in product(sorted(script.POLICY_LOSSES), (False, True)):
-        flags = ["--use_peft"] * adapters
-        how = dict(policy_loss=name, beta=0.05, **SETTINGS.get(name, {}))
-        whole = gradient(flags, 0, 1, machine.device, tokens_per_microbatch=10_000, **how)
-        for cut, more in (("cut", {}), ("plain rows", dict(shared_prefix=False))):
-            found = gradient(flags, 0, 1, machine.device, **how, **more)
-            largest[f"{name}, {cut}{', LoRA' * adapters}"] = relative_difference(found["gradient"], whole["gradient"])
-    return within(largest, machine.near, "gradients, each of a loss cut otherwise than in one pass")
 
 
 def sharded(flags: str, machine: Machine) -> str:
     ranks = machine.ranks - ("N/2" in flags and machine.ranks % 2)
     flags = flags.replace("N/2", str(ranks // 2)).split()
-    alone = gradient(["--use_peft"] * ("--use_peft" in flags), 0, 1, machine.device)
+    alone = sharding_worker.found(["--use_peft"] * ("--use_peft" in flags), 0, 1, machine.device)
     out = Path(tempfile.mkdtemp(dir=machine.folder)) / "gradient.pt"
-    in_ranks(machine, ranks, [__file__, out, *flags], 200)
+    in_ranks(machine, ranks, [sharding_worker.__file__, out, *flags], 200)
     result = torch.load(out)
     assert result["sent"] == alone["sent"], "a push would send other weights"
     largest = {"gradient": relative_difference(result["gradient"], alone["gradient"])}
@@ -681,7 +649,6 @@ CHECKS: dict[str, Check] = {
         for family, (kind, _) in FAMILIES.items()
     },
     "gradient of one process": Check(one_process, "gradient on the device against the CPU's", group="gradient"),
-    "gradient of every loss": Check(every_loss, "every loss in one pass, in small ones, with plain rows", 240),
     **{
         f"gradient {name}": Check(partial(sharded, flags), f"gradient with {flags} against one process's", 240, gpus)
         for name, (flags, gpus) in SHARDINGS.items()
@@ -697,15 +664,3 @@ CHECKS: dict[str, Check] = {
     "sizes": Check(sizes, "peak memory of updates and pushes against what plan.py says", 420),
     "speed": Check(speed, "matrix products, memory, and an update", 200),
 }  # fmt: skip
-
-
-def main(out: str, flags: list[str]) -> None:
-    rank, world, device = utils.init_distributed(60)
-    result = gradient(flags, rank, world, device)
-    if rank == 0:
-        torch.save(result, out)
-    utils.end_process(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

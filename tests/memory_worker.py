@@ -1,5 +1,5 @@
-"""What an update really takes: bytes of the tensors that are alive, on rank 0. Run by test_plan.py, and by
-scripts/gpu_check.py: on GPUs CUDA's allocator counts.
+"""What an update really takes: bytes of the tensors that are alive, on rank 0. Run by scripts/gpu_check.py: on GPUs
+CUDA's allocator counts.
 
 usage: memory_worker.py OUT.json [flags of TrainConfig]      the model's weights are random, its config.json is enough
 

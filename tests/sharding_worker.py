@@ -1,4 +1,5 @@
-"""The gradient of one update under other ways to shard, compute and keep activations. Run by test_sharding.py.
+"""The gradient of one update under other ways to shard, compute and keep activations. For test_sharding.py, and run by
+scripts/gpu_check.py.
 
 usage: sharding_worker.py OUT.pt [flags of TrainConfig]
 """

@@ -1,4 +1,4 @@
-"""examples/compose_vlm.py: towers of each kind on a language model, their weights kept, trained by the same loop."""
+"""examples/compose_vlm.py: towers of each kind on a language model, their weights kept."""
 
 import sys
 from pathlib import Path
@@ -7,13 +7,10 @@ import pytest
 import tiny_vlms
 import torch
 import transformers
-from safetensors.torch import load_file
 from server_fixture import make_tiny
 
 import train_grpo as script
 from config import TrainConfig
-from inputs import prompts
-from runlog.reading import read_metrics
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from compose_vlm import compose  # noqa: E402
@@ -40,7 +37,7 @@ def make_tower(kind: str, folder: Path) -> torch.nn.Module:
     return seeing
 
 
-KINDS = ["Siglip", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("CLIP", "Dinov2", "Dinov2WithRegisters"))]
+KINDS = ["Siglip", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("CLIP", "Dinov2"))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,47 +57,6 @@ def test_a_composed_model_keeps_the_weights_of_its_parts(kind, tmp_path):
     assert torch.equal(loaded.get_input_embeddings().weight[: len(old)], old)
     for name, value in language.model.layers.state_dict().items():
         assert torch.equal(loaded.model.language_model.layers.state_dict()[name], value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Dinov2"])
-def test_a_composed_model_trains(kind, tmp_path):
-    make_tower(kind, tmp_path / "tower")
-    folder = tmp_path / "model"
-    for part in compose(str(tmp_path / "tower"), make_tiny()):
-        part.save_pretrained(folder)
-    (tmp_path / "task.py").write_text(
-        "from PIL import Image\n"
-        "def rows(split, seed):\n"
-        "    for n in range(4):\n"
-        "        image = None if n == 3 else Image.new('RGB', (70, 90), (60 * n, 0, 0))\n"
-        "        yield {'prompt': f'Which shade is picture {n}?', 'image': image}\n"
-        "def even(completion_ids, **_):\n"
-        "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n",
-        encoding="utf-8",
-    )
-    cfg = TrainConfig(
-        model_id=str(folder),
-        generator="hf",
-        compute_dtype="float32",
-        dataset_id=f"{tmp_path}/task.py:rows",
-        reward_funcs=[f"{tmp_path}/task.py:even"],
-        prompts_per_step=4,
-        num_generations=4,
-        max_completion_length=4,
-        max_steps=1,
-        learning_rate=1e-3,
-        output_dir=str(tmp_path),
-        run_name="run",
-    )
-    prompts.COUNTS.clear()
-    script.train(cfg)
-    (step,) = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
-    assert step["images/processed"] == 3 and step["sampling/logprob_diff_mean"] < 1e-4
-    before = load_file(folder / "model.safetensors")
-    after = load_file(tmp_path / "run" / "checkpoints" / "step_1" / "model.safetensors")
-    for part in ("vision_tower", "multi_modal_projector", "language_model"):
-        assert any(part in name and not torch.equal(before[name], after[name]) for name in after), part
 
 
 def test_a_picture_shows_in_what_it_says(tmp_path):

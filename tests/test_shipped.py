@@ -15,7 +15,7 @@ import train_grpo as script
 import utils
 from algorithms.advantages import role_means
 from batch import GROUPS
-from config import ConfigError, TrainConfig, check
+from config import TrainConfig
 from hf_generator import HFGenerator
 from inputs.processor import load_processor
 from rollouts import single_turn
@@ -237,12 +237,3 @@ def test_sampling_ends_with_the_token_that_completes_a_text():
     cut = sampled(stop=["never said", stop])
     assert cut.token_ids == whole[:end] and cut.finish_reason == "stop" and set(cut.loss_mask) == {1}
     assert stop in cut.info["completion"] and end < len(whole)
-
-
-def test_settings_that_do_not_go_together():
-    for settings, says in (
-        (dict(reject_by="seq_k3"), "--reject_by=seq_k3: token, seq_mean"),
-        (dict(correction_mode="normalise", old_logprobs="sampler"), "--correction_mode normalise takes a mean"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            check(TrainConfig(**settings))
