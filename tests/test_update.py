@@ -183,20 +183,6 @@ def test_an_advantage_of_the_wrong_kind_is_named(advantages, says):
         checks.computed(lambda batch, cfg: advantages(batch), batch, TrainConfig(advantage="mine"))
 
 
-@pytest.mark.parametrize(
-    ("result", "says"),
-    [
-        (lambda mask: mask, "dict of statistics"),
-        (lambda mask: (mask.mean(), {}), "do not average"),
-        (lambda mask: (mask.sum(1), {}), "a value per token"),
-    ],
-)
-def test_a_loss_of_the_wrong_kind_is_named(result, says):
-    batch = local_batch(0, 1)
-    with pytest.raises((TypeError, ValueError), match=f"policy loss 'mine'.*{says}"):
-        checks.check_loss(result(batch.loss_mask), batch, TrainConfig(policy_loss="mine"))
-
-
 # ---- collecting a step ----------------------------------------------------------------------------------------------
 
 
