@@ -20,7 +20,6 @@ from inputs.trajectory import Trajectory
 from looking.report import write_report
 from runlog import rollout_metrics
 from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run
-from runlog.reading import read_metrics
 from safety.secrets import learn
 
 pytestmark = pytest.mark.quick
@@ -143,25 +142,13 @@ def test_samples_are_printed_now_and_then(make_log, capsys):
 def test_whatever_was_sampled_can_be_stored_and_shown(make_log, capsys, text):
     """completion_rows -> parquet -> terminal -> report, with names of rewards and metrics as odd as the texts."""
     name, log = text[:40], make_log()
-    call = {"name": name, "seconds": 0.1, "failed": False, "cached": False, "arguments": {text[:99]: 10**5000}}
-    turns = [
-        {
-            "text": text,
-            "reward": 1.0,
-            "observation": [{"content": text}],
-            "info": {"calls": [call | {"result": object()}]},
-        }
-    ]
     info = {
         "completion": text,
         "rewards": {name: 1.0},
         "row_number": 0,
         "extra": {"mixed": 7 if text[0] == "<" else "t"},
     }
-    made = [
-        Trajectory({"prompt": text}, 0, [1], [2], [1], [0.0], [1.0], info=info | more)
-        for more in ({}, {"turns": turns})
-    ]
+    made = [Trajectory({"prompt": text}, 0, [1], [2], [1], [0.0], [1.0], info=dict(info)) for _ in range(2)]
     rows = completion_rows(made, [1.0, 1.0], [None, None])
     log.step(1, {f"rewards/{name}": 1e308, f"time/{name}": 1.0}, rows)
     log.eval(1, {f"eval/rewards/{name}/mean": 0.5, "eval/mean@4": -1e308}, evaluation_rows(made, {}, log.cfg))
@@ -235,26 +222,6 @@ def test_completions_that_cannot_be_written_end_the_run(make_log):
     with pytest.raises(OSError):
         log.close()
     assert state(log)["state"] == "failed" and "completions" in state(log)["why"]
-
-
-def test_resuming_equals_never_stopping(make_log):
-    """Killed after step 3 in the middle of a line, resumed from the checkpoint of step 2."""
-    log = make_log()
-    log.eval(0, {"eval/mean@4": 0.0})
-    for step in (1, 2, 3):
-        log_step(log, step)
-    log.close()
-    complete = without_times(read_metrics(log.dir))
-    with open(log.metrics_path, "a", encoding="utf-8") as file:
-        file.write('{"step": 4, "rew')
-    make_log(resume_step=2, resume=True, eval_only=True).close()  # drops nothing
-    resumed = make_log(resume_step=2, resume=True)
-    assert without_times(read_metrics(log.dir)) == [line for line in complete if line["step"] <= 2]
-    assert sorted(path.stem for path in log.dir.glob("completions/*")) == ["step_000001", "step_000002"]
-    log_step(resumed, 3)
-    assert without_times(read_metrics(log.dir)) == complete
-    assert read_metrics(log.dir)[-1]["time/tokens_per_second"] == 50  # 100 new tokens in 2 s, not 300
-    assert len((log.dir / "command.txt").read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_a_second_run_does_not_overwrite_the_first(make_log):
