@@ -152,13 +152,6 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
         + [("Answer: 34\n" + 300 * "x", -1), ("Answer: **34**", -1), ("Answer: 034", -1)],
     ),
     (DAPO, dict(answer="1000"), [("Answer: 1,000", 1), ("Answer: 1{,}000", 1), ("Answer: 1,00", -1)]),
-    # MATH's: the value in \\boxed{}; R1-V's: in <answer>.
-    (
-        "math",
-        dict(answer="\\frac{5}{2}"),
-        [("so $\\boxed{\\frac{5}{2}}$.", 1), ("\\boxed{2.5}", 1), ("\\boxed{5}", 0), ("\\boxed{", 0)],
-    ),
-    ("math", dict(answer="3"), [("<think>4</think><answer>3</answer>", 1), ("<answer>4</answer> or 3", 0)]),
     # Half for the arguments, half for all of it.
     (
         CALLS,
@@ -203,7 +196,7 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
 
 @pytest.mark.parametrize(("name", "columns", "completions"), GRADED)
 def test_graded_as_the_reference_does(name, columns, completions):
-    function = get_reward_function(name if name in REWARDS else f"{ROOT}/{name}")
+    function = get_reward_function(f"{ROOT}/{name}")
     texts = [text for text, _ in completions]
     scores = function(completions=texts, **{key: [value] * len(texts) for key, value in columns.items()})
     found = [score["reward"] if isinstance(score, dict) else score for score in scores]
@@ -305,9 +298,6 @@ def test_programs_of_all_three_forms_of_tests(monkeypatch, capsys):
     scores = graded(completions=wrong, cases=[row["cases"] for row in rows])
     passed = [score["passed"] for score in scores]
     assert [score["reward"] for score in scores] == [0] * 9 and passed == [0.5, 0, 0.5, 0, 0, 0.5, 0, 0, 0]
-    told = [row["prompt"][0]["content"] for row in rows]
-    assert ["reads from standard input" in text for text in told] == [True] * 2 + [False] * 2 + [True] + [False] * 4
-    assert all(f"`{name}`" in text for name, text in zip(("turned", "negated", "times"), told[5:8], strict=True))
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
