@@ -1,4 +1,4 @@
-"""The judge: its request, the grammar of its answers, retries, and what it is sent; other models by the same way."""
+"""The judge: its request, the grammar of its answers, retries, and what it is sent."""
 
 import asyncio
 import http.server
@@ -11,7 +11,6 @@ from server_fixture import free_port
 from test_rewards import trajectory
 
 from config import ConfigError, TrainConfig, check
-from envs.tools import chat
 from rewards import score
 from runlog import rollout_metrics
 from scoring import judge
@@ -20,8 +19,8 @@ pytestmark = pytest.mark.quick
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers with the next of `said`, the last one again and again: a text; (text, finish_reason); a status, or
-    (status, headers); None, to break the connection. Keeps what it was sent."""
+    """Answers with the next of `said`, the last one again and again: a text; (text, finish_reason); a status;
+    None, to break the connection. Keeps what it was sent."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -32,17 +31,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         one = said.pop(0) if len(said) > 1 else said[0]
         if one is None:
             return self.connection.close()
-        one = (one, {}) if isinstance(one, int) else one
-        if isinstance(one[0], int):
-            return self.answer(one[0], {"error": {"message": f"sent: {self.path}"}}, one[1])
+        if isinstance(one, int):
+            return self.answer(one, {"error": {"message": f"sent: {self.path}"}})
         text, reason = (one, "stop") if isinstance(one, str) else one
         self.answer(200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]})
 
-    def answer(self, status: int, content: dict, headers=()):
+    def answer(self, status: int, content: dict):
         body = json.dumps(content).encode()
         self.send_response(status)
-        for name, value in dict(headers).items():
-            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -172,15 +168,13 @@ def test_a_judge_that_is_gone_for_good_ends_the_run(monkeypatch):
 
 
 def test_secrets_go_where_they_belong(judged, caplog, monkeypatch):
-    """Keys of an address are used and not shown; redirections are not followed; the policy's token stays with it."""
+    """Keys of an address are used and not shown; the policy's token stays with it."""
     shown, key = [], "sk-0123456789"
     found, server = judged(401, path=f"/v1?api_key={key}", log_extra=lambda *given: shown.append(given))
     assert server.seen[0]["path"] == f"/v1/chat/completions?api_key={key}" and found["unanswered"] == 1
     assert key not in str(shown) + caplog.text and "127.0.0.1" in str(shown)
-    _, elsewhere = judged("Score: 9")
-    found, _ = judged((307, {"Location": f"{elsewhere.url}/v1/chat/completions"}))
-    assert found["unanswered"] == 1 and len(elsewhere.seen) == 1
 
+    _, elsewhere = judged("Score: 9")
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
     monkeypatch.setenv("VLLM_SERVER_TOKEN", "of-the-policy\n")
     cfg = TrainConfig(judge_url=f"{elsewhere.url}/v1", judge_model="j", server_urls=["http://127.0.0.1:1"])
@@ -194,12 +188,3 @@ def test_secrets_go_where_they_belong(judged, caplog, monkeypatch):
     assert sent() == "Bearer of-the-policy"
     monkeypatch.setenv("JUDGE_TOKEN", "of-the-judge\n")
     assert sent() == "Bearer of-the-judge"
-
-
-def test_other_models_are_asked_in_the_same_way(served, monkeypatch):
-    """A simulated user, or a model as a tool."""
-    server = served(503, None, "Hello.")
-    assert chat(f"{server.url}/v1", "m", [{"role": "user", "content": "Hi"}], "token") == "Hello."
-    assert server.seen[-1]["token"] == "Bearer token" and len(server.seen) == 3
-    with pytest.raises(ValueError, match="localhost:8000"):
-        chat("localhost:8000/v1", "m", [])
