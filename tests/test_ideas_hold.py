@@ -1,7 +1,6 @@
 """What ideas of one's own rely on: numbers over ranks, a term's weight, which parameters an update moves, settings by
 step, and words where a number would be another than was meant."""
 
-import asyncio
 import re
 import sys
 from dataclasses import replace
@@ -251,26 +250,6 @@ def test_what_a_step_is_sampled_with_changes_neither_evaluations_nor_the_loss(tm
     assert all(step["sampling/logprob_diff_max"] < 1e-4 for step in steps)  # the policy is as cold as the generator
 
 
-def test_settings_by_step_are_made_of_the_domains_own(monkeypatch):
-    asked, sampler = [], SimpleNamespace(next=lambda step: [0, 1])
-    lengths = {"short": 8, "long": 32}
-    domains = [{"name": name, "dataset_id": "x", "max_completion_length": n} for name, n in lengths.items()]
-
-    async def rollout(rows, generator, functions, cfg, versions):
-        asked.append((cfg.domain, cfg.max_completion_length))
-        return [[completion(0, 2, 1.0)]], {"time/score": 0.0}
-
-    def halved(step, cfg):
-        return replace(cfg, max_completion_length=cfg.max_completion_length // 2)
-
-    monkeypatch.setattr(script, "rollout", rollout)
-    monkeypatch.setattr(script, "settings_at", halved)
-    rows = [{"prompt": "x", "domain": entry["name"]} for entry in domains]
-    cfg = TrainConfig(generator="hf", domains=domains, prompts_per_step=2)
-    asyncio.run(script.sample_step(rows, sampler, 0, None, {}, cfg))
-    assert sorted(asked) == [("long", 16), ("short", 4)]
-
-
 # ---- what is remembered ---------------------------------------------------------------------------------------------
 
 
@@ -325,7 +304,7 @@ def test_a_completion_that_begins_with_what_was_not_sampled_is_told(mask, info, 
     assert caplog.text.count("behind them alone") == told
 
 
-def test_a_row_number_is_that_of_the_row(caplog):
+def test_a_row_number_is_that_of_the_row():
     """Of a completion in hindsight, which another prompt would have asked for."""
     sampled = [completion(number, 2, 0.0) for number in (3, 8)]
     for t in sampled:
@@ -333,11 +312,6 @@ def test_a_row_number_is_that_of_the_row(caplog):
     relabelled = replace(sampled[0], row=sampled[1].row, group=8, info=dict(sampled[0].info))
     returned, _ = with_numbers([*sampled, relabelled], sampled)
     assert [t.info["row_number"] for t in returned] == [3, 8, 8]
-    goals = [replace(t, row={"prompt": "goal"}, group=9) for t in sampled]  # one prompt, of no row that was sampled
-    with_numbers([*sampled, *goals], sampled)
-    assert not caplog.records
-    with_numbers([replace(sampled[0], group=8), sampled[1]], sampled)
-    assert "rows 3 and 8 are in one group (8)" in caplog.text
 
 
 @pytest.mark.parametrize("field", ["teacher_logprobs", "sampling_logprobs", None])
