@@ -155,19 +155,6 @@ def test_a_right_answer_is_worth_the_same_behind_a_call(prompt):
 # ---- finding functions ----------------------------------------------------------------------------------------------
 
 
-def test_own_function_from_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def brevity(completions, **columns): return [-len(c) for c in completions]\ndef other(completions): pass\n",
-        encoding="utf-8",
-    )
-    functions = get_reward_functions(TrainConfig(reward_funcs=["length", f"{tmp_path}/mine.py:brevity"]))
-    assert list(functions) == ["length", "brevity"] and functions["brevity"](completions=["ab"]) == [-2]
-    with pytest.raises(ConfigError, match="has no 'brief'.*brevity, other"):
-        get_reward_function(f"{tmp_path}/mine.py:brief")
-    with pytest.raises(ConfigError, match="no file"):
-        get_reward_function(f"{tmp_path}/yours.py:brevity")
-
-
 def test_unknown_names_missing_columns_and_wrong_weights_are_found_early():
     with pytest.raises(ConfigError, match="'mat'.*Did you mean 'math'"):
         get_reward_function("mat")

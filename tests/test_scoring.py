@@ -13,7 +13,6 @@ from config import ConfigError, TrainConfig, check
 from data import load_rows
 from rewards import REWARDS, code_tests
 from safety import sandbox
-from safety.calls import WorkerPool
 from scoring.instructions import instructions
 from scoring.reward_model import reward_model
 
@@ -36,7 +35,6 @@ def test_math():
         (r"\text{Evelyn}", r"\boxed{Evelyn}"),
         (r"2\sqrt{3}", "<answer>2\u221a3</answer>", r"\boxed{\sqrt{12}}"),
         (r"[0,\infty)", "<answer>[0,\u221e)</answer>"),
-        (r"\sqrt{12}", r"\boxed{2\sqrt{3}}"),
     ]
     scores, texts = graded(right)
     assert {text: score for text, score in zip(texts, scores, strict=True) if score != 1} == {}
@@ -55,19 +53,6 @@ def test_math_pays_for_no_sum_that_the_grader_does_itself():
     assert graded(cases)[0] == [{"reward": 0.0, "unevaluated": 1.0}] * 6
     worked_out = [("408", r"\boxed{12 * 34 = 408}", r"\boxed{x = 408}"), ("-5", r"\boxed{p(2) = -5}"), ("1000", "10^3")]
     assert graded(worked_out)[0] == [1] * 4
-
-
-def test_math_that_never_ends_costs_its_own_limit_only():
-    """sympy evaluates 9^9^9^9 for longer than anyone waits: the process is replaced, the others' scores stand. So it is
-    with one that dies."""
-    pool = WorkerPool("math", size=1, item_timeout=3.0)
-    hopeless, fine = (r"\boxed{9^{9^{9^{9}}}}", False, "5"), ("5", False, "5")
-    assert pool.map([fine, hopeless, None, fine]) == [1, {"reward": 0.0, "timeout": 1.0}, None, 1]
-    worker = pool.slots.get()
-    worker[0].kill()
-    worker[0].wait()
-    pool.slots.put(worker)
-    assert pool.map([fine]) == [1]
 
 
 def test_reasoning_gym_scores_with_the_parameters_of_the_row():
