@@ -180,6 +180,9 @@ def test_rewards_are_floats():
     wanted = [1.0, 1.0, None, 0.5, 2.0, {"a": 1.0, "turns": [1.0, 2.0], "b": None}]
     assert outcome(lambda: given, read=reward_values) == (wanted, None)
     assert outcome(lambda: torch.tensor([1, 2]), read=reward_values) == ([1.0, 2.0], None)
+    for wrong, said in ((3, "returned 3, a int"), ({1, 2}, "a set"), ([1, object()], "a object, for completion 1")):
+        _, error = outcome(lambda wrong=wrong: wrong, read=reward_values)
+        assert isinstance(error, UnusableResult) and said in str(error), (wrong, error)
     assert outcome(lambda: [Slow()], read=reward_values) is None, "what it returns is read within its time"
 
 

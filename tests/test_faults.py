@@ -42,6 +42,10 @@ LENGTH = "--reward_funcs length"
 
 DATA = [
     ("a line that is no UTF-8", rows(b'{"prompt": "caf\xe9"}'), FILE, 2, "rows.jsonl"),
+    ("an empty prompt", rows('{"prompt": ""}'), FILE, 2, "prompt"),
+    ("an empty file", {"rows.jsonl": ""}, FILE, 2, "rows.jsonl"),
+    ("a file that is not there", {}, FILE, 2, "rows.jsonl"),
+    ("a data set that is none", {}, "--dataset_id nobody/nothing-of-this-name", 2, "nobody/nothing-of-this-name"),
     ("fewer rows than prompts a step", {"rows.jsonl": ROWS}, f"{FILE} --prompts_per_step 20", 2, "prompts_per_step"),
     ("all prompts too long", {"rows.jsonl": ROWS}, f"{FILE} --max_prompt_length 2", 2, "max_prompt_length"),
     ("a data function that raises", data("raise OSError('gone')"), OWN_DATA, 1, "own.*gone|gone.*own"),
@@ -52,6 +56,9 @@ DATA = [
 SETTINGS = [
     ("a config file that makes objects", {"a.yaml": "run_name: !!python/object/apply:os.system ['touch {at}/ran']\n"},
      "--config {at}/a.yaml", 2, "a.yaml"),
+    ("a misspelt name", {}, "--advantage gropo", 2, "grpo"),
+    ("a flag without its value", {}, "--learning_rate", 2, "learning_rate"),
+    ("a negative number", {}, "--num_generations -4", 2, "num_generations"),
     ("a number that is none", {}, "--learning_rate nan", 2, "learning_rate"),
     ("a model that is not there", {}, "--model_id {at}/model", 2, "{at}/model"),
     ("an empty folder as a model", {"model/notes.txt": ""}, "--model_id {at}/model", 2, "{at}/model"),
@@ -61,6 +68,8 @@ SETTINGS = [
 ]  # fmt: skip
 REWARDS = [
     ("a reward that raises", reward("raise KeyError('answr')"), REWARD, 1, "own.*answr|answr"),
+    ("a reward that returns None", reward("return None"), REWARD, 1, "own"),
+    ("a reward that returns nan", reward("return [float('nan')] * len(completions)"), REWARD, 1, "own"),
     ("a reward that prints a lot", reward("print('x' * 10**6); return [1.0] * len(completions)"), REWARD, 0, ""),
     ("a reward that ends the program", reward("raise SystemExit(0)"), REWARD, 1, "own"),
     ("a reward that is late once", reward("time.sleep(3 * (columns['trainer_state'].global_step == 0)); "

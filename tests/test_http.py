@@ -83,6 +83,7 @@ def test_what_must_not_be_done_twice_is_asked_once(server, first):
     "answer, status, said",
     [
         ("hang", 0, "no answer within 0.3 s"),
+        ((401, "", {}), 401, "token"),
         ((307, "", {"Location": "http://elsewhere:1/x"}), 307, "elsewhere:1"),
         ((200, "<html>", {}), 200, "no JSON object"),
     ],
@@ -93,6 +94,14 @@ def test_no_answer_names_the_server_and_what_it_did(server, answer, status, said
         http.ask("POST", f"{server.url}/v1/x?key=hidden", 0.3, {})
     assert error.value.status == status and len(server.asked) == 1
     assert f"{server.url}/v1/x" in str(error.value) and "key=hidden" not in str(error.value)
+
+
+def test_a_server_that_is_not_there_is_an_error_with_its_address(server):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(http.NoAnswer, match=f"{server.url}/v1.*refused") as error:
+        http.ask("GET", f"{server.url}/v1?key=hidden", 10)
+    assert "hidden" not in str(error.value)
 
 
 def test_addresses():
