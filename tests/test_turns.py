@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
@@ -16,9 +15,7 @@ from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, ToolEnvironment
 from envs.tools import Tool, Toolbox, from_function
-from inputs import packing
-from inputs.processor import load_processor
-from rollouts import TrajectoryError, check_rollout, measure, multi_turn, play
+from rollouts import TrajectoryError, check_rollout, measure, play
 from vllm_client import Completion
 
 pytestmark = pytest.mark.quick
@@ -268,45 +265,9 @@ def test_a_prompt_that_its_tools_make_too_long(tmp_path):
         load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
 
 
-def test_sampled_again_and_scored_again():
-    """FrozenLake with a real model: the trainer's log-probs are the sampler's, also with the prompt shared, and only
-    sampled tokens have logits at all - the loss has no gradient with respect to any other."""
-    cfg = config(
-        model_id=make_tiny(),
-        env="frozenlake",
-        tools=[],
-        generator="hf",
-        compute_dtype="float32",
-        num_generations=4,
-        max_turns=4,
-        max_completion_length=300,
-        beta=0.0,
-        tokenization_check="off",
-    )
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    generator = script.make_generator(cfg, inner.hf_model, load_processor(cfg.model_id), torch.device("cpu"))
-    generator.eos_ids |= set(range(0, 4096, 12))  # a random model seldom ends a turn
-    rows = [{"prompt": "lake", "seed": seed} for seed in range(3)]
-    trajectories = asyncio.run(multi_turn(rows, generator, cfg))
-    asyncio.run(rewards.score(trajectories, {"environment": rewards.environment}, cfg))
-    assert [t.group for t in trajectories] == [0] * 4 + [1] * 4 + [2] * 4
-    assert max(t.turns for t in trajectories) == 4
-    for group in range(3):
-        assert len({tuple(t.prompt_ids) for t in trajectories if t.group == group}) == 1
-    batch = script.collate(trajectories, 0, torch.device("cpu"))
-    for shared in (True, False):
-        logprobs = script.all_logprobs(policy, batch, TrainConfig(**vars(cfg) | {"shared_prefix": shared}))[0]
-        assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4
-        _, rows_of, columns, targets = packing.pack(batch, TrainConfig(**vars(cfg) | {"shared_prefix": shared}))
-        assert len(targets) == sum(sum(t.loss_mask) for t in trajectories)
-    sampled = [i for t in trajectories for i, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
-    assert sorted(targets.tolist()) == sorted(sampled)
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(env="frozenlake"), "brings its own tools"),
         (dict(rollout="single_turn", reward_funcs=["length"]), "asks no environment or tool"),
         (dict(dataset_id="rows.jsonl"), "tools bring no reward: give --reward_funcs"),
     ],
