@@ -12,7 +12,6 @@ from server_fixture import make_tiny
 from test_judge import served  # noqa: F401 - a fixture
 
 import train_grpo as script
-import train_ppo
 from config import ConfigError, TrainConfig
 from envs.adapters import environment_maker, get_environment
 from examples.games import MOVES, FrozenLake, Sokoban
@@ -59,8 +58,6 @@ def test_frozen_lake():
     assert get_environment("frozenlake?slippery=true&size=6")().size == 6
     with pytest.raises(ConfigError, match="unknown name 'frozenlak'.*Did you mean 'frozenlake'"):
         get_environment("frozenlak")
-    with pytest.raises(ConfigError, match="argument of --env frozenlake: unknown name 'slipery'"):
-        get_environment("frozenlake?slipery=true")
 
 
 def solution(level: Sokoban) -> list[str] | None:
@@ -178,22 +175,9 @@ def rows(split, seed):
 
 
 def test_a_class_written_for_trl(tmp_path):
-    """Its methods are tools, its reset adds to the prompt, get_reward and reward functions see its state; both scripts
-    train it as it is."""
+    """It is trained as it is: get_reward and reward functions see its state. What it can do: test_adapters.py."""
     (tmp_path / "task.py").write_text(TRL_FILE, encoding="utf-8")
     spec = f"{tmp_path}/task.py:Counter"
-    environment = environment_maker(TrainConfig(env=spec))()
-    messages = environment.reset({"prompt": [{"role": "user", "content": "Count to ten."}], "start": 4}, 0)
-    assert messages[-1]["content"] == "Count to ten. The counter is at 4." and list(environment.tools) == ["increment"]
-    call = '<tool_call>{"name": "increment", "arguments": {"by": 6}}</tool_call>'
-    answers, reward, done, _ = step(environment, call)
-    assert (answers[0]["content"], reward, done, environment.score()) == ("10", 0.0, False, 10.0)
-
-    (tmp_path / "named.py").write_text(TRL_FILE.replace("increment", "step"), encoding="utf-8")  # a tool like any other
-    named = environment_maker(TrainConfig(env=f"{tmp_path}/named.py:Counter"))()
-    named.reset({"prompt": "Count to ten."}, 0)
-    assert list(named.tools) == ["step"] and step(named, call.replace("increment", "step"))[0][0]["content"] == "6"
-
     settings = dict(
         model_id=str(make_tiny()),
         env=spec,
@@ -209,12 +193,9 @@ def test_a_class_written_for_trl(tmp_path):
         output_dir=str(tmp_path),
     )
     script.train(TrainConfig(**settings, run_name="grpo"))
-    critic = train_ppo.CriticTrainer
-    script.train(train_ppo.TrainConfig(**settings | {"advantage": "gae"}, run_name="ppo"), critic)
-    for name in ("grpo", "ppo"):
-        (line,) = [line for line in read_metrics(tmp_path / name) if "reward" in line]
-        assert line["rewards/environment/mean"] > 0 and line["rewards/is_ten/mean"] == 0 and line["turns/mean"] == 1
-        assert line["reward"] == pytest.approx(line["rewards/environment/mean"])
+    (line,) = [line for line in read_metrics(tmp_path / "grpo") if "reward" in line]
+    assert line["rewards/environment/mean"] > 0 and line["rewards/is_ten/mean"] == 0 and line["turns/mean"] == 1
+    assert line["reward"] == pytest.approx(line["rewards/environment/mean"])
 
 
 def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):
