@@ -1,6 +1,5 @@
 """Settings: what the parser makes of them, which one wins, and that mistakes are answered at once and in full."""
 
-import dataclasses
 import importlib
 import json
 import os
@@ -136,30 +135,6 @@ def test_help_shows_every_flag_with_its_default_and_choices_and_first_what_one_n
     assert not missing and "--strategy {ddp,fsdp,fsdp2}" in text and "[1e-06]" in text
     short = re.findall(r"^  --(\w+)", config.build_parser(TrainConfig, page="").format_help(), re.M)
     assert {"model_id", "dataset_id", "reward_funcs", "learning_rate"} < {*short} and len(short) < 25
-
-
-@dataclasses.dataclass
-class Extended(TrainConfig):
-    """A docstring with a line that looks like a field:
-    fake: int = 3  # not one
-    """
-
-    # --- my idea ---
-    learning_rate: float = 5e-6
-    my_coef: float = 0.1  # weight of my idea, 100 % mine
-    my_words: list[str] = dataclasses.field(
-        default_factory=lambda: ["#1"],  # words with a # in them
-    )
-
-
-def test_a_subclass_adds_fields_and_changes_defaults():
-    cfg = parse("--my_coef 0.5", Extended)
-    assert (cfg.my_coef, cfg.my_words, cfg.learning_rate) == (0.5, ["#1"], 5e-6)
-    helps = config.field_help(Extended)
-    assert helps["my_coef"] == ("my idea", "weight of my idea, 100 % mine") and "fake" not in helps
-    assert helps["learning_rate"][1] == config.field_help(TrainConfig)["learning_rate"][1]
-    assert "100 % mine [0.1]" in config.build_parser(Extended, page="all").format_help()
-    assert "Did you mean --my_coef?" in error("--my_coeff 1", Extended)
 
 
 # ---- the scripts as they are started --------------------------------------------------------------------------------
