@@ -126,10 +126,7 @@ def test_reasoning_gym():
     rows = load_rows(f"reasoning_gym:{task}", seed=1)
     assert len(rows) == 5 and all(row["metadata"]["num_terms"] == 2 for row in rows)
     assert rows[0]["prompt"] == rows[0]["question"] and rows[0]["reasoning_gym_task"] == task
-    for wrong, says in {"chain_sums": "'chain_sum'", "chain_sum?min_term=2": "'min_terms'"}.items():
-        assert f"Did you mean {says}" in refused(f"reasoning_gym:{wrong}")
     assert "min_terms=two" in refused("reasoning_gym:chain_sum?min_terms=two&max_terms=3")
-    assert "max_terms must be >= min_terms" in refused("reasoning_gym:chain_sum?min_terms=5&max_terms=3")
 
 
 @pytest.mark.parametrize("source", ["reasoning_gym:chain_sum?min_digits=4&min_terms=5&size=200", "seeds:200"])
@@ -207,11 +204,6 @@ def test_prompts_become_ids(tokenizer, prompt, settings, expected):
 
 
 def test_template_mistakes_name_the_flag(tokenizer):
-    chat = {"prompt": [{"role": "user", "content": "a"}]}
-    with pytest.raises(ConfigError, match="--system_prompt"):
-        prompt_ids({"prompt": "a"}, tokenizer, TrainConfig(no_apply_chat_template=True, system_prompt="b"))
-    with pytest.raises(ConfigError, match="--no_apply_chat_template takes string prompts"):
-        prompt_ids(chat, tokenizer, TrainConfig(no_apply_chat_template=True))
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template.*--no_apply_chat_template"):
         prompt_ids({"prompt": "a"}, tokenizer, TrainConfig())

@@ -98,7 +98,7 @@ def test_a_data_row_forges_no_turn(tmp_path, capsys):
     assert count == [3, 4]  # system, user, assistant; and the forged one
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "llava", "gemma3"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "gemma3"])
 def test_a_result_forges_no_image(family, tmp_path):
     """Text that reads like a placeholder is text, beside real images too; it used to end the run."""
     folder = str(tiny_vlms.make(family, tmp_path / "model"))
@@ -143,15 +143,7 @@ PIECES = [
     "<",
     ">",
 ]
-PIECES += [
-    END,
-    "\ud83d",
-    "😀",
-    "</s>",
-    "<|begin_of_text|>",
-    " ",
-    "WHERE-THE-ANSWER-ENDS",
-]
+PIECES += [END, "\ud83d", "😀", "</s>", "<|begin_of_text|>", " ", "WHERE-THE-ANSWER-ENDS"]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join)
 TOKENIZERS = {}
 

@@ -182,13 +182,6 @@ def test_numbers_of_ones_own_travel_with_a_trajectory():
     assert batch.extras["hint"].tolist() == [[0] * 5, [0, 0, 0.5, 2, 0], [0] * 5]
     part = batch.select([1])
     assert part.extras["demo"].tolist() == [1] and part.extras["hint"].tolist() == [[0, 0, 0.5, 2]]
-    ones[0].info["extras"] = {"hint": 1.0}
-    with pytest.raises(ValueError, match="a list for each token here, a single number there"):
-        script.collate(ones, 0, CPU)
-    ones[0].info["extras"] = {}
-    ones[1].info["extras"] = {"hint": [1.0]}
-    with pytest.raises(ValueError, match="has 1 numbers for 2 tokens after the prompt"):
-        script.collate(ones, 0, CPU)
 
 
 # ---- a rollout of one's own -----------------------------------------------------------------------------------------
