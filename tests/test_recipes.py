@@ -323,8 +323,8 @@ def models(tmp_path_factory) -> Callable[[str], str]:
     return of
 
 
-# With a critic; with tools and a search engine. Those with pictures, teachers, mixtures and so on beside them.
-CHEAP = ("countdown", "search_r1")
+# With tools and a search engine. Those with a critic, pictures, teachers, mixtures and so on beside it.
+CHEAP = ("search_r1",)
 
 
 @pytest.mark.parametrize(

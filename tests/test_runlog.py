@@ -5,7 +5,6 @@ import json
 import math
 import os
 import secrets
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -229,8 +228,6 @@ def test_a_second_run_does_not_overwrite_the_first(make_log):
     log = make_log()
     log.step(1, {"reward": 0.0})
     before = log.metrics_path.read_bytes()
-    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on {socket.gethostname()}"):
-        make_log(resume_step=1, resume=True)
     log.close()
     with pytest.raises(ConfigError, match="no checkpoint to continue from, so move it away"):
         make_log()
