@@ -497,6 +497,9 @@ def wrong_on_ranks(c: TrainConfig, world: int) -> list[tuple]:
          f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
         (c.compile and c.strategy == "fsdp",
          "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
+        (c.offload_activations and c.gradient_checkpointing is False,
+         "--offload_activations moves what --gradient_checkpointing keeps of each layer; leave out "
+         "--no-gradient_checkpointing."),
         (c.strategy == "fsdp" and c.ref_sync_steps,
          "--strategy fsdp --ref_sync_steps: its flat shards cannot be averaged in place; take fsdp2 or ddp."),
         (c.strategy == "fsdp" and c.use_peft and c.dtype != "float32",

@@ -47,7 +47,7 @@ def numbers_of(t: Trajectory, scores: list[float]) -> Numbers:
         if not math.isnan(value) and ("/" not in name or known_name("names of rewards' components", name)):
             found[f"rewards/{name}/mean"] = value, 1
     for name, seconds in t.info.get("reward_seconds", {}).items():
-        found[f"time/reward/{name}"] = seconds, 1
+        found[f"time/reward/{name}/mean"] = seconds, 1  # a function's name may end in _sum; `named` takes /mean off
     logged = [{name: (value, 1)} for name, value in t.info.get("logged", ())]
     logged = [one for one in logged if known_name("names given to log_metric", *one)]
     return added(logged) | found | turns_of(t)  # names of the run's own metrics are not taken
@@ -94,6 +94,8 @@ def named(found: dict[str, float]) -> dict[str, float]:
             out[plain] = abs(int(value))
         elif plain.endswith((*WHOLE, "prompts")) and name.endswith("_sum"):
             out[plain] = int(value)
+        elif "time/reward/" in name:
+            out[name.removesuffix("/mean")] = value
         else:
             out[name] = value
     return out

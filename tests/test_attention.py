@@ -15,7 +15,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 
 import train_grpo as script
 from config import TrainConfig
-from inputs import packing
+from inputs import loading, packing
 from inputs.attention import PackedMask, PackedRow, attend, attend_in_one_call
 
 pytestmark = pytest.mark.quick
@@ -49,8 +49,8 @@ SOME = ["qwen3", "deepseek_v3", "gpt2", "gemma2", "mistral", "gpt_oss", "qwen3_5
 def test_families(family, monkeypatch, capsys):
     def load(cfg, dtype, **_):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(script.without_noise(config_of(family)), dtype=dtype)
-        script.leave_nothing_out(model, "auto")
+        model = AutoModelForCausalLM.from_config(loading.without_noise(config_of(family)), dtype=dtype)
+        loading.leave_nothing_out(model, "auto")
         return model
 
     monkeypatch.setattr(script, "load_hf_model", load)
