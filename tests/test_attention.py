@@ -131,16 +131,6 @@ def test_the_kernels_of_gpus_compute_the_same(kernel, window, monkeypatch):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_what_the_kernels_of_gpus_cannot_do_is_refused():
-    """Then the run takes plain rows: chunks, of which a window would be too much, and sinks."""
-    chunks = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
-    with pytest.raises(ValueError, match="neither causal nor a window"):
-        print(PackedMask(ROW, chunks, 8, None).window)
-    some, mask = torch.zeros(1, 2, 28, 8), PackedMask(ROW, masking_utils.causal_mask_function, None, None)
-    with pytest.raises(ValueError, match="sinks"):
-        attend(SimpleNamespace(), some, some, some, mask, own="flash_attention_2", s_aux=torch.zeros(2))
-
-
 def test_no_padding():
     """Groups stand one behind the other; passes hold as many tokens as the budget allows."""
     batch, cfg = ragged.local_batch(0, 1), TrainConfig()

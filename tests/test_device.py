@@ -9,16 +9,10 @@ import gpu_checks
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from claimed import GPU, claimed_gpu
-from collectives import Collectives
 from gpu_checks import settings, trajectories
 from server_fixture import make_tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_grpo as script
 import train_ppo
@@ -168,27 +162,3 @@ def test_rewards_run_in_threads_with_the_ranks_gpu(kind, monkeypatch):
 
     functions = {"plain": lambda: current.device, "async": asynchronous}
     assert asyncio.run(calls.run_limited(functions[kind], {}, 10)) == (3, None)
-
-
-def test_shards_in_cpu_memory_travel_from_the_gpu(gpu):
-    """--offload: what a push gathers goes to the GPU first, or gloo would carry it."""
-    if dist.is_initialized():  # by a test before, in this process
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh(GPU.type, (2,), mesh_dim_names=("shard",))
-        bucket = []
-        for name, shape in (("matrix", (3, 2)), ("vector", (5,))):
-            whole = torch.empty(shape, device="meta")
-            spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(whole.shape, whole.stride(), torch.float32))
-            bucket.append((name, DTensor(torch.ones(-(-shape[0] // 2), *shape[1:]), spec, requires_grad=False)))
-        with Collectives() as collectives:
-            whole = script.gathered(bucket, keep=True)
-        gathers = [(size, device) for operation, size, device in collectives.seen if "all_gather" in operation]
-        assert gathers == [(4 * 2 * 2, GPU.type), (4 * 3, GPU.type)]  # a rank's rows of each
-        assert [(name, tuple(t.shape), t.device) for name, t in whole] == [
-            ("matrix", (3, 2), GPU),
-            ("vector", (5,), GPU),
-        ]
-    finally:
-        dist.destroy_process_group()

@@ -117,12 +117,11 @@ def test_a_fault_is_survived_or_named(fault, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
-def test_a_signal_ends_a_run_and_leaves_whole_files(how, tmp_path):
+def test_a_signal_ends_a_run_and_leaves_whole_files(tmp_path):
     flags = [*SMALL.split(), *LENGTH.split(), "--output_dir", str(tmp_path), "--run_name", "run", "--max_steps", "500"]
     with running(trainer(tmp_path / "log", *flags)) as run:
         run.until(lambda: "step 2/500" in run.text)
-        os.kill(run.members[0].pid, how)
+        os.kill(run.members[0].pid, signal.SIGTERM)
         assert run.end(LIMIT) != 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))

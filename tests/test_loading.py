@@ -2,10 +2,10 @@
 
 import ctypes
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
+from push_worker import peak_memory, reset_peak
 from ranks import on_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -29,16 +29,6 @@ def model(tmp_path_factory):
     assert made.num_parameters() == PARAMETERS
     made.save_pretrained(folder := tmp_path_factory.mktemp("model"))
     return folder
-
-
-def peak_memory() -> float:
-    """Highest resident memory in MiB since the last call to `reset_peak`."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def config(folder: str, strategy: str, **settings) -> TrainConfig:
