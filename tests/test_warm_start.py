@@ -39,20 +39,6 @@ def test_examples_are_careless(processor):
     assert right[0] > 0.5 > 0.2 > right[1]
 
 
-def test_the_seed_gives_the_demonstrations(processor):
-    """However the environments' threads take turns."""
-    walk = load_function(f"{ROOT}/examples/frozenlake.py:demonstrate")
-    rows = load_function(f"{ROOT}/examples/games.py:rows")("train", 0)[:8]
-
-    def shown(seed: int, step: int) -> list[list[int]]:
-        cfg = TrainConfig(env="frozenlake?compass=true", num_generations=2, max_completion_length=1500, seed=seed)
-        return [t.token_ids for t in asyncio.run(demonstrate(rows, walk, processor, None, cfg, step))]
-
-    first = shown(0, 0)
-    assert shown(0, 0) == first and first[0] != first[1]
-    assert first not in (shown(1, 0), shown(0, 1))
-
-
 def test_demonstrations_that_are_cut_are_counted(processor):
     """Without their last token they teach never to stop."""
     for most, cut in ((8, 4), (400, 0)):
