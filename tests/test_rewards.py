@@ -185,6 +185,22 @@ def test_functions_get_trls_arguments_and_every_column():
     }
 
 
+def test_functions_log_numbers_and_columns():
+    """The run's own metrics of that name have precedence."""
+
+    def logs(completions, log_metric, log_extra):
+        for name, value in {"reward": 7.0, "mine": 1}.items():
+            log_metric(name, value)
+            log_metric(name, value + 2)
+        log_extra("seen", ["yes"])
+        return [0.5]
+
+    (row,) = run([trajectory()], logs)
+    metrics = rollout_metrics.rollout_metrics([row])
+    assert metrics["reward"] == 0.5 and metrics["mine"] == 2
+    assert row.info["extra"] == {"seen": "yes"}
+
+
 def test_verification_comes_first():
     async def verify(trajectory):
         await asyncio.sleep(30 if trajectory.info["completion"] == "hang" else 0)
