@@ -102,7 +102,7 @@ def test_without_an_index_of_cpu_wheels_pypi_s_torch_is_taken(install):
 def test_a_missing_package_is_named_with_its_version(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     cfg = load_config(argv=["--reward_funcs", "math", "--generator", "hf"])
-    with pytest.raises(ConfigError, match=f"pip install math-verify=={pins('requirements.txt')['math-verify']}$"):
+    with pytest.raises(ConfigError, match=f"pip install math-verify=={pins('requirements-dev.txt')['math-verify']}$"):
         get_reward_functions(cfg)
 
 
