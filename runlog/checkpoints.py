@@ -161,12 +161,14 @@ class Saver:
 
         self._together(lambda: torch.save(own_state(memory), self.partial / f"trainer/rank_{rank()}.pt"))
         self._together(others, main=True)
+        if adapter is None:
+            if utils.is_main():  # what from_pretrained has renamed and joined is known where the model is
+                weights = dict(utils.as_in_a_checkpoint(hf_model, list(weights.items())))
+            self._together(lambda: check_names(hf_model, weights), main=True)
         state_folder = self.partial / "trainer" / "state"
         tensors = train_state(modules, without_update(modules))
         self.future = self._written(tensors, state_folder, modules)
         if utils.is_main():
-            # What from_pretrained has renamed and joined is known where the model is.
-            weights = weights if adapter else dict(utils.as_in_a_checkpoint(hf_model, list(weights.items())))
             names = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
             self.thread = threading.Thread(target=self._complete, args=(weights, names, bool(adapter)), daemon=True)
             self.thread.start()
@@ -254,6 +256,17 @@ class Saver:
                 f"The checkpoint {self.final} could not be written; those before it are as they were. "
                 f"{next(filter(None, faults))} {room(self.final.parent)}"
             ) from error
+
+
+def check_names(hf_model, weights: dict[str, torch.Tensor]) -> None:
+    """ValueError if transformers, given what is to be written, would lack weights of the model, find others, or other
+    shapes: known before an older checkpoint goes."""
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
+    how = dict(state_dict=empty, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
+    config = copy.deepcopy(getattr(hf_model, "own_config", hf_model.config))
+    _, found = type(hf_model).from_pretrained(None, config=config, **how)
+    if wrong := [f"{len(names)} {what}, such as {min(map(str, names))}" for what, names in found.items() if names]:
+        raise ValueError(f"what was to be written is not a whole {type(hf_model).__name__}: {'; '.join(wrong)}")
 
 
 def kept(memory: dict) -> bytes:
