@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rollouts
 from config import ConfigError, TrainConfig
-from data import Rows, each, load_data, load_rows
+from data import Rows, each, filter_overlong, load_data, load_rows
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids, prompt_lengths
 from train_grpo import PromptSampler
@@ -208,6 +208,11 @@ def test_template_mistakes_name_the_flag(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template.*--no_apply_chat_template"):
         prompt_ids({"prompt": "a"}, tokenizer, TrainConfig())
+
+
+def test_a_prompt_of_exactly_the_limit_stays():
+    rows = [{"prompt": text} for text in "abc"]
+    assert filter_overlong(rows, [9, 10, 11], 10) == (rows[:2], 1)
 
 
 @pytest.mark.parametrize("tools", [[], ["calculator"]])
