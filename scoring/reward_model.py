@@ -15,7 +15,7 @@ from functools import cache
 from config import shorten
 from inputs.loading import check_missing
 from inputs.prompts import normal, prompt_messages
-from inputs.special_tokens import begins_by_itself
+from inputs.special_tokens import begins_by_itself, tokenize
 from safety import http, secrets
 from safety.calls import say_once
 
@@ -35,14 +35,15 @@ def as_text(completions, tokenizer, cfg) -> bool:
     return plain
 
 
-def texts(completions, prompts, tokenizer, plain: bool) -> list[str]:
-    """What the classifier reads: the chat under its template, or prompt + completion."""
-    if plain:
-        return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+def token_ids(completions, prompts, tokenizer, cfg) -> list[list[int]]:
+    """What the classifier reads: the chat under its template, which brings its own BOS, or prompt + completion."""
+    if as_text(completions, tokenizer, cfg):
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        return [tokenize(text, tokenizer, not begins_by_itself(text, tokenizer)) for text in texts]
     answers = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
     asked = [prompt_messages({"prompt": prompt}) for prompt in prompts]
     chats = (normal([*p, *a], tokenizer) for p, a in zip(asked, answers, strict=True))
-    return [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    return [tokenize(tokenizer.apply_chat_template(chat, tokenize=False), tokenizer) for chat in chats]
 
 
 @cache
@@ -91,9 +92,8 @@ def reward_model(completions, prompts, cfg) -> list[float]:
     if is_served(cfg.reward_model):
         deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own limit: what is wrong gets said
         name, tokenizer = served(cfg.reward_model)
-        plain = as_text(completions, tokenizer, cfg)
-        body = {"model": name, "input": texts(completions, prompts, tokenizer, plain), "use_activation": False}
-        body["add_special_tokens"] = plain  # a chat template brings its own
+        rows = token_ids(completions, prompts, tokenizer, cfg)
+        body = {"model": name, "input": rows, "use_activation": False}
         url = http.route(cfg.reward_model, "/classify")
         found = http.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
         try:
@@ -104,9 +104,6 @@ def reward_model(completions, prompts, cfg) -> list[float]:
     import torch
 
     tokenizer, model = load(cfg.reward_model)
-    plain = as_text(completions, tokenizer, cfg)
-    read = texts(completions, prompts, tokenizer, plain)
+    rows = token_ids(completions, prompts, tokenizer, cfg)
     with LOCK, torch.inference_mode():  # row by row: with padding the last token may be taken for the padding before it
-        adds = [plain and not begins_by_itself(text, tokenizer) for text in read]
-        rows = [tokenizer(t, return_tensors="pt", add_special_tokens=a) for t, a in zip(read, adds, strict=True)]
-        return [float(model(**row.to(model.device)).logits[0, 0]) for row in rows]
+        return [float(model(torch.tensor([row], device=model.device)).logits[0, 0]) for row in rows]

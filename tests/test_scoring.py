@@ -7,7 +7,8 @@ import pytest
 import requests
 import torch
 from live import Process, running
-from server_fixture import free_port, make_tiny
+from server_fixture import free_port
+from test_rows_as_given import tokenizer_of
 
 from config import ConfigError, TrainConfig, check
 from data import load_rows
@@ -172,10 +173,10 @@ ANSWERS = [[{"role": "assistant", "content": text}] for text in SAID]
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    """(folder, tokenizer, model) of a random sequence classifier with one output."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+    """(folder, tokenizer, model) of a random sequence classifier with one output, whose tokenizer adds a BOS."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    folder, tokenizer = tmp_path_factory.mktemp("reward") / "model", AutoTokenizer.from_pretrained(make_tiny())
+    folder, tokenizer = tmp_path_factory.mktemp("reward") / "model", tokenizer_of(bos=True)
     torch.manual_seed(0)
     shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)  # as vLLM wants
     config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **shape)
@@ -191,7 +192,15 @@ def expected(classifier, texts: list[str] | None = None) -> list[float]:
     chats = [[*prompt, *answer] for prompt, answer in zip(CHAT, ANSWERS, strict=True)]
     texts = texts or [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     with torch.no_grad():
-        return [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]
+        rows = [tokenizer(text, add_special_tokens=False, return_tensors="pt") for text in texts]
+        return [float(model(**row).logits[0, 0]) for row in rows]
+
+
+def plain_scores(where: str, classifier) -> None:
+    """Where the policy sees text, text is scored: behind one BOS, whoever wrote it."""
+    cfg, bos = TrainConfig(reward_model=where, no_apply_chat_template=True), classifier[1].bos_token
+    found = reward_model(["4", "4"], ["2 + 2?", bos + "2 + 2?"], cfg)
+    assert found == pytest.approx(expected(classifier, [bos + "2 + 2?4"] * 2), abs=1e-4)
 
 
 def test_scores_are_the_classifiers(classifier):
@@ -200,8 +209,7 @@ def test_scores_are_the_classifiers(classifier):
     scores = reward_model(ANSWERS, CHAT, cfg)
     assert scores == pytest.approx(expected(classifier), abs=1e-5) and len(set(scores)) == 3
     assert reward_model(SAID, ["2 + 2?"] * 3, cfg) == pytest.approx(scores, abs=1e-5)
-    plain = reward_model(SAID[:1], ["2 + 2?"], TrainConfig(reward_model=cfg.reward_model, no_apply_chat_template=True))
-    assert plain == pytest.approx(expected(classifier, ["2 + 2?4"]), abs=1e-5)
+    plain_scores(cfg.reward_model, classifier)
     with pytest.raises(ConfigError, match="reward_model needs --reward_model"):
         check(TrainConfig(reward_funcs=["reward_model"]))
 
@@ -226,4 +234,5 @@ def test_scores_of_a_vllm_server(classifier, tmp_path, monkeypatch):
     with running(Process([*command, "--enforce-eager"], tmp_path / "log", **env)) as server:
         server.until(answers)
         scores = reward_model(ANSWERS, CHAT, TrainConfig(reward_model=url))
+        plain_scores(url, classifier)
     assert scores == pytest.approx(expected(classifier), abs=1e-4)
