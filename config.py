@@ -126,7 +126,6 @@ class TrainConfig:
     max_tool_result: int = 4000  # characters of a tool's result, or an environment's message, shown to the model
     tool_timeout: float = 30.0  # seconds a call may take, and each method of an environment
     max_failed: float = 0.1  # the run stops if more of a step's trajectories fail; 0: at any
-    tool_cache: bool = False  # equal calls of a tool are run once; the last 4096 results are kept
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
     # Tokens of all turns against the chat template's.
     tokenization_check: Literal["strict", "warn", "off"] = field(default="warn", metadata=NO_FLAG)
@@ -360,7 +359,7 @@ BY_DOMAIN = {
     *"system_prompt no_apply_chat_template allow_special_tokens max_prompt_length max_pixels min_pixels".split(),
     *"rollout max_completion_length min_completion_length".split(),
     *"env tools mcp_config tool_parser max_turns max_turn_length max_tool_result".split(),
-    *"tool_timeout tool_cache tokenization_check".split(),
+    *"tool_timeout tokenization_check".split(),
     *"reward_funcs reward_weights reward_model judge_url judge_model judge_max_tokens judge_template".split(),
     *"teacher_urls teacher_prompt".split(),
     *"reward_timeout reward_on_timeout group_mean_min group_mean_max".split(),

@@ -191,7 +191,7 @@ async def try_environment(cfg: TrainConfig) -> None:
     environment, error = outcome
     if error is not None:
         raise error
-    await put_away(environment, {}, False, cfg)
+    await put_away(environment, False, cfg)
 
 
 def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> list[TrainConfig]:
@@ -224,7 +224,7 @@ async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Traj
             return failed_trajectory(row, group, error)
         finally:
             if environment is not None:
-                await put_away(environment, row, reusable, cfg)
+                await put_away(environment, reusable, cfg)
 
     played = (one(row, group) for group, row in enumerate(rows) for _ in range(cfg.num_generations))
     return list(await asyncio.gather(*played))
@@ -376,7 +376,6 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
 
     Rows whose text reads like special tokens are counted and said.
     """
-    adapters.check_rows(rows, cfg)
     group_sizes(rows, cfg)
     if not (cfg.tools or cfg.mcp_config or cfg.env) and len(rows) and rows[0].get("tools") and not own_schemas(rows[0]):
         say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")

@@ -3,7 +3,6 @@
     --env gymnasium?id=FrozenLake-v1&is_slippery=false     # what is not an argument of ours goes to gymnasium.make
     --env textarena?id=Wordle-v0                           # games for one player
     --env my_envs.py:Counter                               # as TRL's environment_factory: its methods are tools
-    --env my_envs.py:FACTORIES                             # a dict of such: the row's column `environment` chooses
     --env user?url=http://127.0.0.1:9000/v1&model=NAME     # a user whom another model plays
 
 docs/environments.md has each with what it takes, and how classes of verifiers and veRL are brought over.
@@ -18,7 +17,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -28,7 +26,7 @@ from envs.base import Environment, ToolEnvironment, limited, name_of
 from envs.mcp import get_tools
 from envs.tools import Toolbox, chat, from_function
 from inputs.parts import parts_of, text_of_parts
-from safety.calls import run_limited, to_thread, unread, warn_once
+from safety.calls import run_limited, unread, warn_once
 from safety.sandbox import check_contained
 
 # gymnasium and textarena, optional packages, are imported where their environments are made.
@@ -207,17 +205,15 @@ class MethodsEnvironment(ToolEnvironment):
     reset(**row), plain or async, gives what is put behind the prompt: text, message parts (images, too), None, or a
     list of whole messages in its place. Its other public methods are tools. get_reward(), if there is one, is the
     score; None means that it does not apply. close(), if there is one, is called at the end.
-
-    column: a column of the row that chose this environment, and is not given to it.
     """
 
-    def __init__(self, inner, toolbox: Toolbox, cfg, column: str | None = None):
+    def __init__(self, inner, toolbox: Toolbox, cfg):
         super().__init__(toolbox, cfg)
-        self.inner, self.column = inner, column
+        self.inner = inner
         # Looked for on its class: properties of the object would be computed.
         names = [name for name, _ in inspect.getmembers(type(inner), inspect.isfunction) if name[0] != "_"]
         methods = (from_function(getattr(inner, name)) for name in names if name not in RESERVED)
-        self.methods = {tool.name: replace(tool, cacheable=False) for tool in methods}
+        self.methods = {tool.name: tool for tool in methods}
         if both := self.methods.keys() & toolbox.tools.keys():
             raise ConfigError(f"--env {cfg.env}: {type(inner).__name__} and --tools both have a tool {min(both)!r}.")
 
@@ -227,7 +223,7 @@ class MethodsEnvironment(ToolEnvironment):
         self.offer(self.methods | self.tools)
         parameters = inspect.signature(self.inner.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        row = {k: v for k, v in row.items() if k != self.column and (takes_all or k in parameters)}
+        row = {k: v for k, v in row.items() if takes_all or k in parameters}
         added = self.inner.reset(**row)
         return self.after(added, messages) if inspect.isawaitable(added) else with_added(messages, added)
 
@@ -237,10 +233,8 @@ class MethodsEnvironment(ToolEnvironment):
     def score(self):
         return self.inner.get_reward() if hasattr(self.inner, "get_reward") else None
 
-    async def close(self):
-        await super().close()
-        if hasattr(self.inner, "close") and inspect.isawaitable(outcome := await to_thread(self.inner.close)):
-            await outcome
+    def close(self):
+        return self.inner.close() if hasattr(self.inner, "close") else None
 
 
 def with_added(messages: list[dict], added) -> list[dict]:
@@ -297,60 +291,20 @@ ENVIRONMENTS: dict[str, type[Environment] | str] = {  # classes, or file.py:Clas
     "textarena": TextArena,
     "user": SimulatedUser,
 }
-COLUMN = "environment"  # of a row: which of a dict of environments is its own. TRL's name
 
 
-def get_environment(spec: str, cfg=None) -> Callable[..., Environment]:
-    """A function that makes the environment `NAME?key=value&...` or `file.py:NAME?...` for a row; NAME in a file is a
-    class, a function or functools.partial that gives an object, or a dict of such. ConfigError if it cannot.
-
-    The row given to it chooses from a dict, by its column `environment`; without a row any of them is made.
-    """
+def get_environment(spec: str, cfg=None) -> Callable[[], Environment]:
+    """A function that makes the environment `NAME?key=value&...` or `file.py:NAME?...`; NAME in a file is a class, or a
+    function or functools.partial that gives an object, which is called once to see what. ConfigError if it cannot."""
     name, arguments = with_arguments(spec)
     if not function_path(name):
         known_name("--env (names, or path/to/file.py:Class)", name, ENVIRONMENTS)
-    given = ENVIRONMENTS.get(name, name)
-    given = load_function(given, also=dict) if isinstance(given, str) else given
-    toolbox = functools.cache(lambda: InOrder(get_tools(cfg), cfg))  # one for all: its limits are over them all
-    if not isinstance(given, dict):
-        make = maker(given, name, arguments, cfg, toolbox)
-        return lambda row=None: make()
-    if arguments or not given:
-        raise ConfigError(f"--env {spec}: a dict of environments has an entry, and takes no arguments.")
-    makers = {key: maker(made, f"{name}[{key!r}]", {}, cfg, toolbox, COLUMN) for key, made in given.items()}
-
-    def make(row: dict | None = None) -> Environment:
-        return makers[next(iter(makers)) if row is None else chosen(row, makers)]()
-
-    make.known = makers  # a row says which
-    return make
-
-
-def chosen(row: dict, known) -> str:
-    """Which of several environments the row's column names."""
-    known_name(f"column `{COLUMN}` of the row {shorten(row)}", row.get(COLUMN), known)
-    return row[COLUMN]
-
-
-def check_rows(rows, cfg) -> None:
-    """ConfigError for a row whose column `environment` names none of --env."""
-    name = (cfg.env or "").partition("?")[0]
-    if function_path(name) and isinstance(known := load_function(name, also=dict), dict):
-        for row in rows:
-            chosen(row, known)
-
-
-def maker(
-    factory: Callable, name: str, arguments: dict, cfg, toolbox: Callable[[], Toolbox], column: str | None = None
-) -> Callable[[], Environment]:
-    """A function that makes one environment of a class, function or partial; it has been tried where it is no class."""
-    signature = inspect.signature(factory)
-    for key in arguments if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()) else ():
-        known_name(f"argument of --env {name}", key, signature.parameters)
+    factory = ENVIRONMENTS.get(name, name)
+    factory = load_function(factory) if isinstance(factory, str) else factory
     try:
-        signature.bind(**arguments)
+        inspect.signature(factory).bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"--env {name}: {error}; give it as --env '{name}?argument=value'.") from None
+        raise ConfigError(f"--env {spec}: {error}; give it as --env '{name}?argument=value'.") from None
     cls = factory if inspect.isclass(factory) else type(factory(**arguments))
     if not callable(getattr(cls, "reset", None)):
         raise ConfigError(
@@ -368,19 +322,16 @@ def maker(
             if not inspect.isclass(factory):
                 raise ConfigError(f"--env {name}: let {cls.__name__} derive from envs.Environment, or give the class.")
             factory = type(cls.__name__, (cls, Environment), {})
-        return lambda: factory(**arguments)
+        return functools.partial(factory, **arguments)
     if cfg.reward_funcs == ["environment"] and not hasattr(cls, "get_reward"):
         raise ConfigError(f"--env {name}: {cls.__name__} has no get_reward(), so --reward_funcs has to give a reward.")
-    if cfg.reward_funcs and "environment" not in cfg.reward_funcs and hasattr(cls, "get_reward"):
-        message = "--env %s: get_reward() of %s does not count; name `environment` among --reward_funcs if it should."
-        logger.warning(message, name, cls.__name__)
     check_contained([method for _, method in inspect.getmembers(cls, inspect.isfunction)], cfg)
-    shared = toolbox()  # here, where no threads make environments: it may start servers
-    return lambda: MethodsEnvironment(factory(**arguments), shared, cfg, column)
+    shared = InOrder(get_tools(cfg), cfg)
+    return lambda: MethodsEnvironment(factory(**arguments), shared, cfg)
 
 
-_MADE: dict[tuple, Callable] = {}  # tools keep their servers, results and limits from step to step
-KIND = "env mcp_config tool_parser tool_timeout max_tool_result tool_cache".split()
+_MADE: dict[tuple, Callable] = {}  # tools keep their servers from step to step
+KIND = "env mcp_config tool_parser tool_timeout max_tool_result".split()
 
 
 def kind(cfg) -> tuple:
@@ -388,15 +339,14 @@ def kind(cfg) -> tuple:
     return tuple(cfg.tools), *(getattr(cfg, name) for name in KIND)
 
 
-def environment_maker(cfg) -> Callable[..., Environment]:
-    """A function that makes one trajectory's environment, for its row: of --env, or of the tools alone."""
+def environment_maker(cfg) -> Callable[[], Environment]:
+    """A function that makes one trajectory's environment: of --env, or of the tools alone."""
     key = kind(cfg)
     if key not in _MADE:
         if cfg.env:
             _MADE[key] = get_environment(cfg.env, cfg)
         else:
-            toolbox = Toolbox(get_tools(cfg), cfg)
-            _MADE[key] = lambda row=None: ToolEnvironment(toolbox, cfg)
+            _MADE[key] = functools.partial(ToolEnvironment, Toolbox(get_tools(cfg), cfg), cfg)
     return _MADE[key]
 
 
@@ -405,23 +355,17 @@ def environment_maker(cfg) -> Callable[..., Environment]:
 _IDLE: dict[tuple, list] = {}  # environments with `pooled = True` that nobody plays at the moment
 
 
-def kind_of(row: dict, cfg: TrainConfig) -> tuple:
-    """Environments of one kind can stand for each other."""
-    chooses = hasattr(environment_maker(cfg), "known")  # else a column of this name may hold anything
-    return kind(cfg), repr(row.get(COLUMN)) if chooses else None
-
-
 async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
     """An environment for one trajectory: an idle one, or a new one. A constructor may take as long as a step."""
-    if idle := _IDLE.get(kind_of(row, cfg)):
+    if idle := _IDLE.get(kind(cfg)):
         return idle.pop()
-    return await limited(make, {"row": row}, cfg.tool_timeout, "making an environment", row)
+    return await limited(make, {}, cfg.tool_timeout, "making an environment", row)
 
 
-async def put_away(environment, row: dict, reusable: bool, cfg: TrainConfig) -> None:
+async def put_away(environment, reusable: bool, cfg: TrainConfig) -> None:
     """close() what was played, or keep it for the next trajectory. A close() that fails costs a warning."""
     if reusable and getattr(environment, "pooled", False):
-        _IDLE.setdefault(kind_of(row, cfg), []).append(environment)
+        _IDLE.setdefault(kind(cfg), []).append(environment)
         return
     outcome = await run_limited(environment.close, {}, cfg.tool_timeout, unread)
     if outcome is None or outcome[1] is not None:

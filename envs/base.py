@@ -38,13 +38,10 @@ the model can call ({name: Tool}); most environments have none and read the text
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 from config import TrainConfig
 from data import shorten
 from envs.formats import instructions, outside_thinking, parser_of, read_calls
-from envs.mcp import TrajectoryServers
 from envs.tools import Tool, Toolbox, cut, tools_of
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
 from inputs.prompts import is_vision
@@ -94,25 +91,17 @@ class Environment:
 
 
 class ToolEnvironment(Environment):
-    """A bare set of tools: runs the calls of a turn, all at once; a turn without any is the answer.
-
-    Tools of isolated MCP servers talk to this trajectory's own servers, which close() ends.
-    """
+    """A bare set of tools: runs the calls of a turn, all at once; a turn without any is the answer."""
 
     begun = ""  # what the prompt has begun the answer with: "<think>\n"
     schemas: list[dict] = []  # of the tools
-    servers: TrajectoryServers | None = None  # where a tool is of an isolated MCP server
     step_timeout = math.inf  # calls have limits of their own, and may wait for their turn
 
     def __init__(self, toolbox: Toolbox, cfg):
         self.toolbox, self.parser = toolbox, parser_of(cfg)
 
     def reset(self, row, seed):
-        tools = self.toolbox.tools
-        if any(tool.server for tool in tools.values()):
-            self.servers = TrajectoryServers()
-            tools = {n: replace(t, call=partial(t.call, self.servers)) if t.server else t for n, t in tools.items()}
-        self.offer(tools_of(row, tools))
+        self.offer(tools_of(row, self.toolbox.tools))
         return super().reset(row, seed)
 
     def offer(self, tools: dict[str, Tool]) -> None:
@@ -125,16 +114,9 @@ class ToolEnvironment(Environment):
         within = sum(str(call.arguments).count("</answer>") for call in calls)
         if not calls or outside_thinking(text).count("</answer>") > within:
             return [], 0.0, True, {"calls": []}
-        if self.servers:  # before the calls: a start does not count as the time of one
-            await self.servers.start({self.tools[c.name].server for c in calls if c.name in self.tools} - {None})
         messages, events = await self.toolbox.run(calls, self.tools)
         read = [call.as_message() for call in calls if not call.error]
         return messages, 0.0, False, {"calls": events, "tool_calls": read}
-
-    async def close(self):
-        """End this trajectory's own MCP servers."""
-        if self.servers is not None:
-            await self.servers.close()
 
 
 # ---- asking one: within a time, off the event loop, at the cost of one trajectory ------------------------------------

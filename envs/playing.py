@@ -64,7 +64,7 @@ async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> f
     metrics = await call_environment(environment, "metrics", row, cfg)
     total = None if score is None and not total else total + (score or 0.0)  # as `judged` has it
     print(f"\nreward of the trajectory {'none' if total is None else f'{total:g}'}  {metrics or ''}")
-    await adapters.put_away(environment, row, False, cfg)
+    await adapters.put_away(environment, False, cfg)
     return total
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         for episode in range(args.episodes):
             CHANCE.seed(f"policy {args.seed + episode}")
             row = {"seed": args.seed + episode} | rows[episode % len(rows)]
-            rewards.append(asyncio.run(watch(make(row), policy, row, cfg)))
+            rewards.append(asyncio.run(watch(make(), policy, row, cfg)))
     except ConfigError as error:
         parser.error(str(error))
     given = [reward for reward in rewards if reward is not None]

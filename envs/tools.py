@@ -18,6 +18,7 @@ import inspect
 import json
 import math
 import operator
+import re
 import time
 import typing
 from collections.abc import Callable
@@ -44,11 +45,7 @@ class Tool:
     description: str
     parameters: dict  # JSON schema of an object
     call: Callable  # by keyword; plain or async
-    concurrency: int | None = None  # most calls at the same time, beside MOST_CALLS for all tools together
-    rate: float | None = None  # most calls a second
     timeout: float | None = None  # seconds a call may take; None: --tool_timeout
-    server: object = None  # an isolated MCP server (mcp.Server), which each trajectory has for itself
-    cacheable: bool = True  # equal calls have equal results, so that --tool_cache may keep them
     check: Callable[[dict], dict] = dict  # arguments as the function takes them; ValueError where they do not fit
 
     def schema(self) -> dict:
@@ -61,16 +58,6 @@ class Tool:
 
 # ---- where tools come from ------------------------------------------------------------------------------------------
 
-
-def as_tool(given, where: str) -> Tool:
-    """What a user names as a tool: a Tool, or whatever can be called."""
-    if isinstance(given, Tool):
-        return given
-    if inspect.isclass(given) or not callable(given):
-        raise ConfigError(f"{where} is {shorten(given)}; {ALLOWED}")
-    return from_function(given)
-
-
 ALLOWED = (
     "allowed are functions, functools.partial, objects with __call__ and envs.tools.Tool: call it in a function of "
     "your own, with type hints and a docstring."
@@ -80,11 +67,16 @@ ALLOWED = (
 def from_function(function: Callable) -> Tool:
     """A function, a functools.partial of one, or an object with __call__ as a tool. Its schema is made by transformers,
     and pydantic makes what a call gives into what its hints say. ConfigError where they do not say enough."""
+    from typing import NotRequired
+
+    from pydantic import ConfigDict, TypeAdapter, with_config
+    from pydantic.errors import PydanticInvalidForJsonSchema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
         get_json_schema,
     )
+    from typing_extensions import TypedDict
 
     if isinstance(function, functools.partial):
         whole = from_function(function.func)
@@ -103,48 +95,18 @@ def from_function(function: Callable) -> Tool:
             f"the tool {name!r} needs a type hint on every argument, and a docstring with a line for each "
             f"under 'Args:' ({error})"
         ) from None
-    parameters, check = with_objects(schema["parameters"], {a.name: hints[a.name] for a in arguments})
-    return Tool(name, schema["description"], parameters, function, check=check)
-
-
-def with_objects(parameters: dict, hints: dict[str, type]) -> tuple[dict, Callable]:
-    """(the schema, with those of arguments that are pydantic models, dataclasses, enums or dates, or lists of such; a
-    function that makes the arguments of a call into what the hints say)"""
-    from pydantic import TypeAdapter, ValidationError
-    from pydantic.errors import PydanticUserError
-
-    made, properties, definitions = {}, dict(parameters.get("properties", {})), {}
-    for key, hint in hints.items():
-        with contextlib.suppress(PydanticUserError):  # of what no call can give: the column `tools_kwargs` may set it
-            made[key] = TypeAdapter(hint)
-            if not is_json(hint):  # else transformers has said all
-                schema = made[key].json_schema()
-                definitions |= schema.pop("$defs", {})
-                properties[key] = schema | {"description": properties[key].get("description", "")}
-
-    def check(given: dict) -> dict:
-        checked = dict(given)
-        for key in given.keys() & made.keys():
-            try:
-                checked[key] = made[key].validate_python(given[key])
-            except ValidationError as error:
-                faults = (f"{'.'.join(map(str, fault['loc']))} {fault['msg']}".strip() for fault in error.errors())
-                raise ValueError(f"{key}: {'; '.join(faults)}") from None
-        return checked
-
-    return parameters | {"properties": properties} | ({"$defs": definitions} if definitions else {}), check
-
-
-def is_json(hint) -> bool:
-    """Whether values of the type are what JSON gives as it is."""
-    parts = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return True
-    return (
-        all(map(is_json, parts))
-        if parts
-        else hint in (int, float, str, bool, type(None), list, tuple, dict, typing.Any)
-    )
+    taken = {a.name: hints[a.name] if a.default is a.empty else NotRequired[hints[a.name]] for a in arguments}
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    given = TypeAdapter(with_config(config)(TypedDict("given", taken)))
+    parameters = schema["parameters"]
+    with contextlib.suppress(PydanticInvalidForJsonSchema):  # of what no call can give, but `tools_kwargs` may
+        whole = given.json_schema()
+        for key, found in whole.get("properties", {}).items():
+            if re.search(r'"(\$ref|format)":', json.dumps(found)):  # of classes and dates transformers says less
+                described = parameters["properties"][key]["description"]
+                parameters["properties"][key] = found | {"description": described}
+        parameters |= {"$defs": whole["$defs"]} if "$defs" in whole else {}
+    return Tool(name, schema["description"], parameters, function, check=given.validate_python)
 
 
 def named_tools(cfg) -> list[Tool]:
@@ -154,7 +116,9 @@ def named_tools(cfg) -> list[Tool]:
         if not function_path(given):
             known_name("--tools (names, or path/to/file.py:function)", given, TOOLS)
         tool = load_function(given, also=object) if function_path(given) else TOOLS[given]
-        found.append(as_tool(tool, f"--tools {given}"))
+        if inspect.isclass(tool) or not (callable(tool) or isinstance(tool, Tool)):
+            raise ConfigError(f"--tools {given} is {shorten(tool)}; {ALLOWED}")
+        found.append(tool if isinstance(tool, Tool) else from_function(tool))
     return found
 
 
@@ -166,8 +130,6 @@ def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
             f"columns `tools` and `tools_kwargs` are {shorten(names)} and {shorten(hidden)}; give a list of names, and "
             "{tool: {argument: value}}."
         )
-    # parquet and jsonl pad what a row does not have with None
-    hidden = {name: {k: v for k, v in (fixed or {}).items() if v is not None} for name, fixed in hidden.items()}
     hidden = {name: fixed for name, fixed in hidden.items() if fixed}
     for name in [*(names or ()), *hidden]:
         known_name("column `tools` or `tools_kwargs`", name, tools)
@@ -186,6 +148,8 @@ def without(tool: Tool, fixed: dict) -> Tool:
     call.executes_code = getattr(tool.call, "executes_code", False)
 
     def check(given: dict) -> dict:
+        if taken := fixed.keys() & given.keys():
+            raise ValueError(f"{min(taken)} is not yours to give")
         return {key: value for key, value in tool.check(fixed | given).items() if key not in fixed}
 
     parameters = tool.parameters | {"properties": properties, "required": required}
@@ -196,103 +160,63 @@ def without(tool: Tool, fixed: dict) -> Tool:
 
 MOST_CALLS = 64  # at the same time on each rank; environments have no such limit
 CALLS_PER_TURN = 16  # are run; the model is told about the others
-KEPT_RESULTS = 4096  # of --tool_cache
+
+
+@functools.lru_cache(maxsize=8)
+def places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Each training step has a loop of its own, and an evaluation beside it; a semaphore belongs to one loop."""
+    return asyncio.Semaphore(MOST_CALLS)
 
 
 class Toolbox:
-    """Runs calls: all at the same time, as far as the limits let them, each within its time; of one turn at most
-    CALLS_PER_TURN. Results are kept from step to step under cfg.tool_cache."""
+    """Runs calls: all at the same time, each within its time; of one turn at most CALLS_PER_TURN."""
 
     def __init__(self, tools: dict[str, Tool], cfg):
         self.tools, self.cfg = tools, cfg
-        self._results: dict[tuple, object] = {}
-        # Semaphores and locks by event loop: each training step has its own, and an evaluation beside it.
-        self._loops: dict[asyncio.AbstractEventLoop, dict] = {}
-        self._next: dict[str, float] = {}  # when a tool with a rate may be called again
-
-    def _of_loop(self, key, make: Callable):
-        """The running event loop's own semaphore or lock."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._loops:
-            self._loops = {other: made for other, made in self._loops.items() if not other.is_closed()} | {loop: {}}
-        return self._loops[loop].setdefault(key, make())
 
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
-        """(a tool message a call, in the calls' order; what happened: name, seconds, failed, cached; the name as it
-        was written, arguments, result)"""
+        """(a tool message a call, in the calls' order; what happened: name, seconds, failed; the name as it was
+        written, arguments, result)"""
         most, number = CALLS_PER_TURN, len(calls)
         if number > most:
             fault = f"this turn made {number} calls; only the first {most} were run"
             calls = [*calls[:most], replace(calls[most], error=fault)]
-        results = await self._all(calls, tools)
-        messages = [
-            {"role": "tool", "name": call.name, "content": content}
-            for call, (content, _) in zip(calls, results, strict=True)
-        ]
-        return messages, [event for _, event in results]
+        events = await self._all(calls, tools)
+        return [{"role": "tool", "name": e["written"], "content": e["result"]} for e in events], events
 
-    async def _all(self, calls: list[Call], tools: dict[str, Tool]) -> list[tuple[object, dict]]:
+    async def _all(self, calls: list[Call], tools: dict[str, Tool]) -> list[dict]:
         return await asyncio.gather(*(self._one(call, tools) for call in calls))
 
-    async def _one(self, call: Call, tools: dict[str, Tool]) -> tuple[object, dict]:
-        start, tool, cached = time.perf_counter(), tools.get(call.name), False
-        written = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
-        key = written, repr(getattr(tool and tool.call, "keywords", {}))  # and what the row's `tools_kwargs` fix
-        if fault := call.error or unfit(call, tools):
-            content, failed = f"Error: {fault}", True
-        elif self.cfg.tool_cache and tool.cacheable:
-            async with self._of_loop(key, asyncio.Lock):  # of equal calls at once one runs
-                cached = key in self._results
-                content, failed = (self._results.pop(key), False) if cached else await self._run(call, tool)
-                if not failed:
-                    self._results[key] = content  # behind all others: the first one was asked for longest ago
-                    self._results.pop(next(iter(self._results)) if len(self._results) > KEPT_RESULTS else None, None)
-        else:
-            content, failed = await self._run(call, tool)
-        content = cut(content, self.cfg.max_tool_result)
-        seconds = time.perf_counter() - start
+    async def _one(self, call: Call, tools: dict[str, Tool]) -> dict:
+        start, tool = time.perf_counter(), tools.get(call.name)
+        content, failed = await self._answer(call, tools)
         # Names that a model makes up must not become metrics without end.
         name = call.name if tool else "unknown" if call.name else "unreadable"
-        event = {"name": name, "call": written, "seconds": seconds, "failed": int(failed), "cached": int(cached)}
-        return content, event | {"written": call.name, "arguments": call.arguments, "result": content}
+        written = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
+        event = {"name": name, "call": written, "seconds": time.perf_counter() - start, "failed": int(failed)}
+        result = cut(content, self.cfg.max_tool_result)
+        return event | {"written": call.name, "arguments": call.arguments, "result": result}
 
-    async def _run(self, call: Call, tool: Tool) -> tuple[object, bool]:
+    async def _answer(self, call: Call, tools: dict[str, Tool]) -> tuple[object, bool]:
         """(what the tool answers, or the error's text; whether it failed)"""
+        if call.error:
+            return f"Error: {call.error}", True
+        if call.name not in tools:
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True
+        tool = tools[call.name]
+        try:
+            arguments = tool.check(call.arguments)
+        except ValueError as error:  # pydantic's lists what is wrong
+            faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in getattr(error, "errors", list)()]
+            return f"Error: {call.name}: {'; '.join(faults) or error}", True
         seconds = tool.timeout or self.cfg.tool_timeout
-        async with contextlib.AsyncExitStack() as held:
-            if tool.concurrency:  # first: what waits for its tool must not take another tool's place
-                await held.enter_async_context(self._of_loop(tool.name, lambda: asyncio.Semaphore(tool.concurrency)))
-            if tool.rate:
-                begin = max(time.monotonic(), self._next.get(tool.name, 0.0))
-                self._next[tool.name] = begin + 1 / tool.rate
-                await asyncio.sleep(begin - time.monotonic())
-            everyone = self._of_loop(None, lambda: asyncio.Semaphore(MOST_CALLS))
-            await held.enter_async_context(everyone)
-            outcome = await run_limited(tool.call, tool.check(call.arguments), seconds, as_content)
+        async with places(asyncio.get_running_loop()):
+            outcome = await run_limited(tool.call, arguments, seconds, as_content)
         if outcome is None:
             warn_once(f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error.")
             return f"Error: {call.name} gave no answer within {seconds:g} s", True
         content, error = outcome
         return (content, False) if error is None else (clean(f"Error: {type(error).__name__}: {text_of(error)}"), True)
-
-
-def unfit(call: Call, tools: dict[str, Tool]) -> str | None:
-    """What is wrong with a call's name or arguments, or None."""
-    if call.name not in tools:
-        return f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"
-    tool, given = tools[call.name], call.arguments
-    schema, fixed = tool.parameters, getattr(tool.call, "keywords", {})  # what the row's `tools_kwargs` fix
-    known = schema.get("properties", {})
-    if missing := [name for name in schema.get("required", []) if name not in given]:
-        return f"{call.name} needs {', '.join(missing)}"
-    takes_others = bool(schema.get("additionalProperties"))
-    if unknown := [name for name in given if name in fixed or not (name in known or takes_others)]:
-        return f"{call.name} takes {', '.join(known) or 'no arguments'}, not {', '.join(unknown)}"
-    try:
-        tool.check(given)
-    except ValueError as error:
-        return f"{call.name}, {error}"
-    return None
 
 
 def as_content(result):

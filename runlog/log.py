@@ -221,13 +221,13 @@ def shown_turn(turn: dict) -> dict:
         for message in turn["observation"] or ()
         for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
     ]
-    calls = [shown_call(call) for call in calls_in(turn["info"]) if {"name", "seconds", "cached"} <= call.keys()]
+    calls = [shown_call(call) for call in calls_in(turn["info"]) if {"name", "seconds"} <= call.keys()]
     shown = {"text": text_of(turn["text"]), "observation": observation, "calls": calls, "reward": turn["reward"]}
     return shown | {name: turn[name] for name in ("start", "end", "state") if name in turn}
 
 
 def shown_call(call: dict) -> dict:
-    """A call of a tool: name, arguments (JSON) and result as text, seconds, whether it failed or was not run anew."""
+    """A call of a tool: name, arguments (JSON) and result as text, seconds, whether it failed."""
     result = call.get("result", "")
     parts = result if isinstance(result, list) else [result]
     arguments = json.dumps(jsonable(call.get("arguments", {})), ensure_ascii=False)
@@ -237,7 +237,6 @@ def shown_call(call: dict) -> dict:
         "result": "\n".join(map(shown_text, parts))[:RESULT],
         "seconds": float(call["seconds"]),
         "failed": bool(call["failed"]),
-        "cached": bool(call.get("cached", False)),
     }
 
 

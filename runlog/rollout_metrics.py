@@ -64,10 +64,10 @@ def turns_of(t: Trajectory) -> Numbers:
         found["tools/call_frequency"] = len(calls), 1
     for call in calls:
         more = {"tools/failure_frequency": (call["failed"], 1), "tools/unreadable_frequency": (0, 1)}
-        if all(isinstance(call.get(key), (int, float)) for key in ("seconds", "cached")) and "name" in call:
+        if isinstance(call.get("seconds"), (int, float)) and "name" in call:
             name = call["name"] or "unreadable"  # others are of an environment's own making
             more["tools/unreadable_frequency"] = (name == "unreadable", 1)
-            more |= {f"tools/{name}/{key}": (call[key], 1) for key in ("seconds", "cached")}
+            more[f"tools/{name}/seconds"] = call["seconds"], 1
         found = added([found, more])
     return found
 

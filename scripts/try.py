@@ -130,7 +130,7 @@ async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
             raise ConfigError(f"--call: this run has no tools; --tools and --mcp_config name some (--env {own.env})")
         messages, events = await environment.toolbox.run([wanted], environment.tools)
     finally:
-        await rollouts.put_away(environment, row, False, own)
+        await rollouts.put_away(environment, False, own)
     return {"call": call, "answer": messages[0]["content"], "failed": events[0]["failed"]}
 
 

@@ -91,12 +91,12 @@ async def demonstrate(
     too_long = [] if too_long is None else too_long
     for group, row in enumerate(rows):
         for member in range(cfg.num_generations):
-            environment, stream = make(row), f"{cfg.seed} {step} {group} {member}"
+            environment, stream = make(), f"{cfg.seed} {step} {group} {member}"
             shown = Demonstrator(function, row, environment, processor, rope_index, stream, too_long)
             tasks.append(play(row, group, environment, shown, cfg))
-            played.append((environment, row))
+            played.append(environment)
     trajectories = await asyncio.gather(*tasks)
-    await asyncio.gather(*(put_away(environment, row, False, cfg) for environment, row in played))
+    await asyncio.gather(*(put_away(environment, False, cfg) for environment in played))
     return trajectories
 
 

@@ -135,7 +135,6 @@ def completions_table(
             "result": "42",
             "seconds": 0.02 * (n % 5),
             "failed": n % 11 == 0,
-            "cached": n % 3 == 0,
         }
         asked = {
             "text": "".join(part[: first[n]]),

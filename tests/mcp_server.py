@@ -1,4 +1,4 @@
-"""A real MCP server whose tools misbehave on request, and remember what they are told.
+"""A real MCP server whose tools misbehave on request.
 
 usage: mcp_server.py                            over stdio
        mcp_server.py PORT [TRANSPORT] [TOKEN]   streamable-http or sse; with a token, it wants that as bearer
@@ -10,7 +10,7 @@ import io
 import os
 import sys
 
-from mcp.server.mcpserver import Context, Image, MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import (
     AudioContent,
@@ -24,7 +24,6 @@ from mcp_types import (
 from PIL import Image as Picture
 
 server = MCPServer("misbehaving")
-remembered: dict[str, list[str]] = {}  # by session, or "" over stdio
 
 
 @server.tool()
@@ -32,14 +31,6 @@ async def echo(text: str, seconds: float = 0.0) -> str:
     """Says it again, after a while."""
     await asyncio.sleep(seconds)
     return f"{text} from {os.getpid()}"
-
-
-@server.tool()
-def remember(text: str, ctx: Context) -> str:
-    """Adds the text to what this session, or this process, was told; says all of it."""
-    own = remembered.setdefault((ctx.headers or {}).get("mcp-session-id", ""), [])
-    own.append(text)
-    return " ".join(own)
 
 
 @server.tool()

@@ -8,7 +8,7 @@ from test_turns import Scripted, tokenizer_of
 import rewards
 from config import ConfigError, TrainConfig
 from data import load_rows
-from envs.adapters import check_rows, environment_maker
+from envs.adapters import environment_maker
 from rollouts import check_rollout, play
 
 
@@ -22,7 +22,7 @@ def played(spec, turns, row=None, **settings):
     settings = dict(max_completion_length=4000, max_prompt_length=4000, num_generations=1) | settings
     cfg = TrainConfig(env=spec, **settings)
     row = {"prompt": "Play.", "seed": 8} | (row or {})
-    return asyncio.run(play(row, 0, environment_maker(cfg)(row), Scripted(tokenizer_of("qwen2_5"), turns), cfg))
+    return asyncio.run(play(row, 0, environment_maker(cfg)(), Scripted(tokenizer_of("qwen2_5"), turns), cfg))
 
 
 def started(spec, **settings):
@@ -128,7 +128,10 @@ class Plain:
 
 
 five = functools.partial(Counter, start=5)
-FACTORIES = {"counter": Counter, "plain": Plain, "five": five, "made": lambda: Counter(start=7)}
+
+
+def made():
+    return Counter(start=7)
 
 
 def seen_environments(environments, prompts, completions, **kwargs):
@@ -155,10 +158,10 @@ def score(trajectory, *functions, **settings):
 
 def test_async_methods_and_calls_in_order(trl):
     """reset, tools and get_reward may be async; the calls of a turn change one object, so they run one by one."""
-    trajectory = played(f"{trl}:Counter", [INCREMENT + DOUBLE + INCREMENT, "Done."], tool_cache=True)
+    trajectory = played(f"{trl}:Counter", [INCREMENT + DOUBLE + INCREMENT, "Done."])
     assert trajectory.info["shown"][-1]["content"].endswith("Play. The counter is ready.")
     answers = [message["content"] for message in trajectory.info["turns"][0]["observation"]]
-    assert answers == ["4", "8", "12"] and trajectory.turns == 2  # the second 4 is no cached 4
+    assert answers == ["4", "8", "12"] and trajectory.turns == 2
     counter = trajectory.info["object"]
     environment = environment_maker(TrainConfig(env=f"{trl}:Counter"))()
     act(environment, "close")
@@ -166,33 +169,25 @@ def test_async_methods_and_calls_in_order(trl):
     assert counter.count == 12 and counter.seen["seed"] == 8 and score(trajectory, "environment")["environment"] == 12
 
 
-def test_environments_chosen_by_a_column(trl):
+def test_factories(trl):
+    """A class, a partial or a function; reward functions see the objects."""
     settings = dict(reward_funcs=["environment", f"{trl}:seen_environments"])
-    for name, start in (("counter", 0), ("five", 5), ("made", 7)):
-        trajectory = played(f"{trl}:FACTORIES", [INCREMENT, "Done."], {"environment": name}, **settings)
-        assert trajectory.info["object"].count == start + 4 and "environment" not in trajectory.info["object"].seen
+    for name, start in (("Counter", 0), ("five", 5), ("made", 7)):
+        trajectory = played(f"{trl}:{name}", [INCREMENT, "Done."], **settings)
+        assert trajectory.info["object"].count == start + 4
         assert score(trajectory, *settings["reward_funcs"]) == {"environment": start + 4, "seen_environments": 1}
-    trajectory = played(f"{trl}:FACTORIES", ["Done."], {"environment": "plain", "word": "Oslo"}, **settings)
+    trajectory = played(f"{trl}:Plain", ["Done."], {"word": "Oslo"}, **settings)
     assert [m["content"] for m in trajectory.info["shown"]][-1] == "Say Oslo."
     scored = score(trajectory, *settings["reward_funcs"])
     assert scored["environment"] != scored["environment"] and scored["seen_environments"] == 0  # nan: does not apply
-    cfg = TrainConfig(env=f"{trl}:FACTORIES", **settings)
-    check_rows([{"environment": "plain"}, {"environment": "five"}], cfg)
-    for row in ({"environment": "fife"}, {"prompt": "?"}):
-        with pytest.raises(ConfigError, match="column `environment` of the row .*known are counter, five, made, plain"):
-            check_rows([{"environment": "plain"}, row], cfg)
 
 
 def test_prompts_that_the_environment_makes(trl, tmp_path):
-    """Rows of a column `environment` alone, or of nothing but seeds, as where TRL has no train_dataset."""
-    (tmp_path / "rows.jsonl").write_text(
-        '{"environment": "plain", "word": "Rome"}\n{"environment": "counter"}\n', encoding="utf-8"
-    )
+    """Rows without prompts, or of nothing but seeds, as where TRL has no train_dataset."""
+    (tmp_path / "rows.jsonl").write_text('{"word": "Rome"}\n{"word": "Oslo"}\n', encoding="utf-8")
     rows = load_rows(f"{tmp_path}/rows.jsonl", own_prompts=False)
-    shown = [
-        played(f"{trl}:FACTORIES", ["Done."], row, reward_funcs=["length"]).info["shown"][-1]["content"] for row in rows
-    ]
-    assert shown == ["Say Rome.", " The counter is ready."]
+    shown = [played(f"{trl}:Plain", ["Done."], row, reward_funcs=["length"]).info["shown"] for row in rows]
+    assert [messages[-1]["content"] for messages in shown] == ["Say Rome.", "Say Oslo."]
     with pytest.raises(ConfigError, match="no column `prompt`"):
         load_rows(f"{tmp_path}/rows.jsonl")
     assert TrainConfig(env=f"{trl}:Counter").dataset_id == "seeds:2000"

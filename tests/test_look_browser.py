@@ -72,7 +72,7 @@ def hostile(folder) -> None:
         row[f"rewards/{EVIL}"] = 1.0
         for turn in row["turns"]:
             turn |= {"text": ODD, "observation": [ODD], "state": ODD}
-            turn["calls"] = [call | {"failed": True, "cached": False}]
+            turn["calls"] = [call | {"failed": True}]
     more = [pa.field(f"rewards/{EVIL}", pa.float64()), pa.field(EVIL, pa.string())]
     schema = pa.schema([*table.schema, *more])
     write_step(folder / "completions" / "step_000040.parquet", pa.Table.from_pylist(rows, schema=schema))

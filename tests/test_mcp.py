@@ -18,7 +18,7 @@ from PIL import Image
 from server_fixture import free_port
 
 from config import ConfigError, TrainConfig
-from envs import ToolEnvironment, mcp
+from envs import mcp
 from envs.mcp import get_tools
 from envs.tools import Call, Toolbox
 from safety import secrets
@@ -140,11 +140,8 @@ def test_calls(toolbox):
 
 def test_nothing_is_left_running(tmp_path):
     before = children()
-    box = make(write(tmp_path, test=settings_of("stdio", 0, instances=2)))
-    started = children() - before
-    assert len(started) == 2
-    pids = {text.rpartition(" ")[2] for text, _ in run(box, *[("echo", {"text": "", "seconds": 0.5})] * 6)}
-    assert {int(pid) for pid in pids} == started  # calls go to the least busy
+    make(write(tmp_path, test={"command": sys.executable, "args": [SERVER]}))
+    assert len(children() - before) == 1
     mcp.close_all()
     assert not children() - before
 
@@ -154,7 +151,6 @@ def test_nothing_is_left_running(tmp_path):
     [
         ("{]", "cannot be read"),
         ('{"mcpServers": {"a": {"command": "x", "args": ["${NO_SUCH}"]}}}', "a: the environment variable NO_SUCH"),
-        ('{"mcpServers": {"a": {"command": "x", "args": ["${TRAJECTORY_DIR}/a.db"]}}}', '"isolate": true'),
         ('{"mcpServers": {"a": {"command": "no-such-command"}}}', "server 'a' did not start"),
     ],
 )
@@ -163,73 +159,6 @@ def test_mistakes_in_the_file(content, message, tmp_path):
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         make(path)
-
-
-def call(tool: str, **arguments) -> str:
-    """A model's turn with one call."""
-    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
-
-
-def begin(box: Toolbox) -> ToolEnvironment:
-    environment = ToolEnvironment(box, TrainConfig())
-    environment.reset({"prompt": "?"}, 0)
-    return environment
-
-
-def say(environment: ToolEnvironment, *turns: str) -> list[str]:
-    """The answers to the turns, each in an event loop of its own as training steps have."""
-    answers = []
-    for turn in turns:
-        messages, *_ = asyncio.run(environment.step(turn))
-        answers += [message["content"] for message in messages]
-    return answers
-
-
-def settings_of(kind: str, port: int, **more) -> dict:
-    if kind == "stdio":
-        return {"command": sys.executable, "args": [SERVER], **more}
-    return {"url": f"http://127.0.0.1:{port}/mcp", **more}
-
-
-@pytest.mark.parametrize("kind", ["stdio", "http"])
-def test_isolated_trajectories_share_nothing(kind, tmp_path, http):
-    """A process, or a session, for each trajectory: what one told the server, the other does not read."""
-    before = children()
-    box = make(write(tmp_path, test=settings_of(kind, http, isolate=True)))
-    assert not children() - before  # none lives before a trajectory calls it
-    one, other = begin(box), begin(box)
-    assert say(one, call("remember", text="a"), call("remember", text="b")) == ["a", "a b"]
-    assert say(other, call("remember", text="c")) == ["c"]
-    assert len(children() - before) == (2 if kind == "stdio" else 0)
-    asyncio.run(one.close())
-    assert len(children() - before) == (1 if kind == "stdio" else 0)
-    assert say(other, call("remember", text="d")) == ["c d"]  # the end of one is no matter of the other
-    assert "has ended" in say(one, call("remember", text="e"))[0]
-    asyncio.run(other.close())
-    other.reset({"prompt": "?"}, 0)
-    assert say(other, call("remember", text="f")) == ["f"]
-    asyncio.run(other.close())
-    assert children() == before
-
-
-@pytest.mark.slow
-def test_a_lost_session_is_opened_again(tmp_path):
-    """An HTTP server that was started anew knows no sessions from before."""
-    process, port = serve()
-    try:
-        environment = begin(make(write(tmp_path, test=settings_of("http", port, isolate=True))))
-        assert say(environment, call("remember", text="a")) == ["a"]
-        process.kill()
-        process.wait()
-        for _ in range(3):  # however often it was called meanwhile
-            assert "Error" in say(environment, call("remember", text="b"))[0]
-        process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
-        wait_for(port)
-        assert say(environment, call("remember", text="c")) == ["c"]
-        asyncio.run(environment.close())
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("http", [("streamable-http", "t0ken"), ("sse", "t0ken")], indirect=True, ids=["http", "sse"])

@@ -5,12 +5,11 @@ import { tokenView } from "./tokens.js";
 const pairs = (list) => h("dl", { class: "pairs" }, list.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
 
 function call(one) {
-  const about = [one.cached ? "from the cache" : null, typeof one.seconds === "number" ? `${one.seconds.toFixed(2)} s` : null].filter(Boolean);
-  const known = new Set(["name", "arguments", "result", "seconds", "failed", "cached"]);
+  const known = new Set(["name", "arguments", "result", "seconds", "failed"]);
   const more = Object.entries(one).filter(([name, value]) => !known.has(name) && value !== null);
   const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
   return h("div", { class: one.failed ? "call failed" : "call" }, h("b", {}, said(one.name)), one.failed ? h("strong", {}, " failed") : null,
-    h("span", { class: "dim" }, about.length ? ` ${about.join(", ")}` : ""),
+    h("span", { class: "dim" }, typeof one.seconds === "number" ? ` ${one.seconds.toFixed(2)} s` : ""),
     one.arguments === undefined || one.arguments === null ? null : long(text(one.arguments), 2000, { class: "code" }),
     one.result === undefined || one.result === null ? null : h("div", {}, h("span", { class: "dim" }, "result "), long(text(one.result), 2000, { class: "code" })),
     more.length ? pairs(more.map(([name, value]) => [name, text(value)])) : null);
