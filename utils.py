@@ -540,7 +540,9 @@ RANK_KILLED = (
 )
 
 
-def run_and_exit(work: Callable[[], object], cfg: TrainConfig, at_end: Callable[[BaseException | None], None]):
+def run_and_exit(
+    work: Callable[[], object], cfg: TrainConfig, at_end: Callable[[BaseException | None], None] = lambda error: None
+):
     """Do the work, and end the process for good: no rank, thread or process group keeps a failed run alive.
 
     What ended the work is explained on stderr, and given to `at_end`, which closes what is open. The exit status is 0,

@@ -15,6 +15,7 @@ import train_grpo
 import train_minimal as script
 import utils
 from config import ConfigError, TrainConfig, load_config
+from looking.runs import Run
 from rewards import completion_text
 from rollouts import Trajectory
 from runlog.reading import read_metrics
@@ -92,9 +93,10 @@ def test_it_learns(tmp_path):
         reward_funcs=[f"{TOY}:tens"], prompts_per_step=4, num_generations=16, max_completion_length=4, max_steps=20,
         num_iterations=2, learning_rate=1e-2, eval_steps=20, output_dir=str(tmp_path), run_name="run", seed=0,
     )  # fmt: skip
-    after = script.train(cfg)["eval/reward"]
+    script.train(cfg)
     lines = read_metrics(tmp_path / "run")
-    assert lines[0]["eval/reward"] < 0.2 and after > 0.8
+    assert lines[0]["eval/reward"] < 0.2 and lines[-1]["eval/reward"] > 0.8
+    assert Run("run", tmp_path / "run").summary()["step"] == 20  # as the page shows it
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1.0
     assert (
         lines[1]["sampling/logprob_diff_mean"] < 1e-3
@@ -121,7 +123,7 @@ def the_answer(completions, answer, **columns):
     return [float(completion_text(c) == a) for c, a in zip(completions, answer, strict=True)]
 
 
-def test_chats_are_scored_and_prompts_of_two_ranks_keep_numbers_of_their_own(monkeypatch):
+def test_chats_are_scored_prompt_by_prompt():
     tokenizer = AutoTokenizer.from_pretrained(make_tiny())
     said = [tokenizer(text).input_ids for text in ("46", "47")]
 
@@ -129,16 +131,11 @@ def test_chats_are_scored_and_prompts_of_two_ranks_keep_numbers_of_their_own(mon
         async def generate(self, prompt, n, **options):
             return [Completion(ids, [-1.0] * len(ids), "stop", 0, prompt) for ids in said]
 
-    generator, numbers = Generator(), []
+    generator = Generator()
     generator.tokenizer = tokenizer
-    rows = [{"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}] * 2
-    for rank in range(2):
-        monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
-        found = asyncio.run(script.sample(rows, 2, generator, {"the_answer": the_answer}, script.Settings()))
-        assert [sum(t.token_rewards) for t in found] == [1, 0, 1, 0]
-        numbers += [t.group for t in found]
-    assert sorted(numbers) == [0, 0, 1, 1, 2, 2, 3, 3]
+    rows = [{"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": answer} for answer in ("46", "47")]
+    found = asyncio.run(script.sample(rows, 2, generator, {"the_answer": the_answer}, script.Settings()))
+    assert [sum(t.token_rewards) for t in found] == [1, 0, 0, 1] and [t.group for t in found] == [0, 0, 1, 1]
 
 
 def test_flags_that_it_does_not_have_are_refused():
