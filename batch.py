@@ -6,8 +6,9 @@ are taken over all ranks; those of a group are local, since a group lies on one 
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -67,6 +68,8 @@ class Batch:
     stand_in: bool = False  # this rank has no rows here; the one it has, for the collectives, counts for nothing
     record: TokenRecord | None = None  # of the whole step, where the run keeps it, and
     places: Tensor | None = None  # [B] which of its rows these are
+    restarts: list[list] = field(default_factory=list)  # per row, (column where its context begins anew, model_inputs)
+    starts: Tensor | None = None  # [B] of rows that `apart` made: the column where each began
 
     reads: ClassVar[set[str]] = set()  # which of the next two was read; see algorithms/checks.py
 
@@ -88,13 +91,21 @@ class Batch:
         places = utils.sent(torch.tensor(rows), self.input_ids.device)  # once, not for every field
         longest = int(self.attention_mask[places].sum(1).max())
 
+        def cut(value: Tensor) -> Tensor:
+            by_token = value.shape[:2] == self.input_ids.shape
+            at = places if value.device == places.device else torch.tensor(rows)
+            return value[at, :longest] if by_token else value[at]
+
+        return self.each(cut, rows)
+
+    def each(self, cut: Callable[[Tensor], Tensor], rows: list[int]) -> "Batch":
+        """What `cut` makes of every tensor, and these rows of every list."""
+
         def take(value):
             if isinstance(value, dict):
                 return {name: take(entry) for name, entry in value.items()}
             if isinstance(value, Tensor) and value.ndim:
-                by_token = value.shape[:2] == self.input_ids.shape
-                at = places if value.device == places.device else torch.tensor(rows)
-                return value[at, :longest] if by_token else value[at]
+                return cut(value)
             return [value[row] for row in rows] if isinstance(value, list) and value else value
 
         return Batch(**{f.name: take(getattr(self, f.name)) for f in dataclasses.fields(self)})
@@ -140,7 +151,60 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
         setattr(batch, name, values.to(device))
     if any("states" in t.info for t in trajectories):
         batch.states = number_states(trajectories, length).to(device)
+    if any(t.info.get("restarts") for t in trajectories):
+        batch.restarts = [restarts_of(t) for t in trajectories]
     return batch
+
+
+def restarts_of(t) -> list[tuple[int, dict]]:
+    """(column, tensors of its images) of each place where a trajectory's context begins anew."""
+    places = t.info.get("restarts") or []
+    inputs = t.info.get("restart_inputs") or [{}] * len(places)
+    return [(len(t.prompt_ids) + place, given) for place, given in zip(places, inputs, strict=True)]
+
+
+def apart(batch: Batch) -> Batch:
+    """The rows that the policy computes: where the context of a trajectory begins anew (see Trajectory) a row of its
+    own, which sees nothing of what was before.  [B, T] -> [R, T']
+
+        p a a q b      restarts [[(3, {})]]     ->     p a a      starts [0, 3]
+                                                       q b .
+
+    Everything that compares or counts trajectories takes the batch as it was, so that each counts once, however many
+    rows it has. Sampled tokens keep their order: x[loss_mask > 0] is the same in both.
+    """
+    if not any(batch.restarts):
+        return batch
+    ends = batch.attention_mask.sum(1).long().tolist()
+    bounds = [[0, *(column for column, _ in own), end] for own, end in zip(batch.restarts, ends, strict=True)]
+    parts = [(row, *span) for row, columns in enumerate(bounds) for span in pairwise(columns)]
+    rows, starts, ends = torch.tensor(parts, device=batch.input_ids.device).unbind(1)  # [R] each
+    columns = starts[:, None] + torch.arange(int((ends - starts).max()), device=starts.device)  # [R, T']
+    outside, columns = columns >= ends[:, None], columns.clamp(max=batch.input_ids.shape[1] - 1)
+
+    def cut(value: Tensor) -> Tensor:
+        at = rows.to(value.device)
+        if value.shape[:2] != batch.input_ids.shape:
+            return value[at]
+        found = value[at[:, None], columns.to(value.device)]
+        return found.masked_fill(outside.to(value.device).view(*outside.shape, *[1] * (found.ndim - 2)), 0)
+
+    found = batch.each(cut, rows.tolist())
+    inputs = batch.model_inputs or [{}] * len(batch)
+    found.model_inputs = [
+        one for own, given in zip(inputs, batch.restarts, strict=True) for one in (own, *(i for _, i in given))
+    ]
+    return replace(found, restarts=[], starts=starts)
+
+
+def joined(values: Tensor, parts: Batch, whole: Batch) -> Tensor:
+    """Values of the sampled tokens of `parts`, which `apart` made of `whole`, at their places there; 0 elsewhere.
+    [R, T', ...] -> [B, T, ...]"""
+    if parts is whole:
+        return values
+    out = values.new_zeros(*whole.loss_mask.shape, *values.shape[2:])
+    out[whole.loss_mask > 0] = values[parts.loss_mask > 0]
+    return out
 
 
 def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
@@ -202,7 +266,8 @@ def record(batch: Batch, where: tuple[Tensor, Tensor], logprobs: Tensor, entropy
 
     where: (rows, columns), [N] each. logprobs, entropy: [N]
     """
-    kept, place = batch.record, (batch.places[where[0]], where[1])
+    begun = 0 if batch.starts is None else batch.starts[where[0]]
+    kept, place = batch.record, (batch.places[where[0]], where[1] + begun)
     kept.logprob[place], kept.entropy[place] = logprobs.detach().float(), entropy.detach().float()
     kept.weight[place] = 0.0
 

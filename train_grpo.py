@@ -93,6 +93,7 @@ from algorithms.distillation import check_teacher, divergence, rewards_count
 from algorithms.losses import MORE_LOSSES, has_no_ratio
 from batch import (
     Batch,
+    apart,
     by_domain,
     by_turn,  # noqa: F401 - for an advantage of your own, as turn_returns is
     center_and_scale,
@@ -104,6 +105,7 @@ from batch import (
     group_index,
     group_mean,
     group_std,
+    joined,
     log_ratio,
     normalize,  # noqa: F401
     placed,
@@ -560,13 +562,13 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
 def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
     set_temperature(policy, cfg)
-    out: list[Tensor] = []
+    out, (whole, batch) = [], (batch, apart(batch))
     for rows in micro_batches(batch, cfg):  # row numbers; empty where other ranks have more passes
         parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)  # cut to the longest of them
         out = out or [part.new_zeros(*batch.loss_mask.shape, *part.shape[2:]) for part in parts]
-        for whole, values in zip(out, parts if rows else (), strict=False):
-            whole[rows, : values.shape[1]] = values
-    return tuple(out)
+        for kept, values in zip(out, parts if rows else (), strict=False):
+            kept[rows, : values.shape[1]] = values
+    return tuple(joined(values, batch, whole) for values in out)
 
 
 def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -836,9 +838,11 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 
 
 def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
-    """`token_weights` of a micro-batch: of prompt_mean with the tokens of each row's prompt.  [B, T]"""
-    if cfg.loss_agg == "prompt_mean":
-        counts = counts | {"num_tokens": part.extras["prompt_tokens"][:, None]}
+    """`token_weights` of a micro-batch: of prompt_mean with the tokens of each row's prompt, of seq_mean with those of
+    the completion that a row is part of.  [B, T]"""
+    if "divided_by" in part.extras:
+        counts = counts | {"num_tokens": part.extras["divided_by"][:, None]}
+        return token_weights(part.loss_mask, "prompt_mean", **counts)
     return token_weights(part.loss_mask, cfg.loss_agg, **counts)
 
 
@@ -901,6 +905,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
         # For the view of a run's tokens: the record keeps each token's weight, -d loss / d logprob x num_tokens, which
         # is its advantage under token_mean and a ratio of 1.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
+    batch = apart(batch)
     nonzero = (batch.loss_mask > 0) if batch.advantages is None else batch.advantages != 0  # [B, T]
     learns = nonzero.any(1).tolist()  # rows that have an advantage, and so most likely a gradient
     passes = micro_batches(batch, cfg, learns)  # lists of row numbers; those with a row that learns come last
@@ -945,14 +950,18 @@ def shares(batch: Batch, cfg: TrainConfig) -> dict:
     """What parts of the loss divide by, besides `global_counts`: by the update's rows of all ranks."""
     found, tokens = {}, batch.loss_mask.sum(1)  # [B]
     if cfg.loss_agg == "prompt_mean":
-        found["prompt_tokens"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
+        found["divided_by"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
+    if cfg.loss_agg == "seq_mean" and any(batch.restarts):  # a completion of several rows is one completion
+        found["divided_by"] = tokens
     if cfg.positive_nll:
         right = is_solved(batch, cfg)
         found["right"] = right / utils.all_sum((right * tokens).sum()).clamp(min=1)  # [B]
     if normalises(cfg):
-        w = mismatch(batch.old_logprobs, batch, cfg)[1].clamp(cfg.correction_min, cfg.correction_max)  # [B, T]
+        rows = apart(batch)
+        w = mismatch(rows.old_logprobs, rows, cfg)[1].clamp(cfg.correction_min, cfg.correction_max)  # [R, T']
+        learned = rows.loss_mask.any(1).float()  # [R]
         whole = cfg.correction == "sequence"  # of completions, else of tokens
-        mean = utils.global_mean(w[:, 0], (tokens > 0).float()) if whole else utils.global_mean(w, batch.loss_mask)
+        mean = utils.global_mean(w[:, 0], learned) if whole else utils.global_mean(w, rows.loss_mask)
         found["mean_correction"] = float(mean)
     return found
 

@@ -3,6 +3,7 @@
 import math
 import numbers
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,7 +16,12 @@ ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic
 @dataclass
 class Trajectory:
     """One prompt and everything after it, token by token. The four lists below have one entry per token after the
-    prompt: `loss_mask` is 1 exactly where the policy sampled the token, its end-of-turn token included."""
+    prompt: `loss_mask` is 1 exactly where the policy sampled the token, its end-of-turn token included.
+
+    Where the model did not see what was before - a sub-agent, a history that was compacted - info["restarts"] has the
+    places in token_ids at which its context begins anew: what it saw then follows there, with loss_mask 0. It is
+    computed in as many rows, and compared with others, scored and counted as one completion.
+    """
 
     row: dict  # the data set row it came from
     group: int  # trajectories of one prompt share it
@@ -76,7 +82,7 @@ def empty_trajectory(row: dict, cfg: TrainConfig) -> Trajectory:
     counts = dict.fromkeys(("unrewarded", "reward_timeouts", "reward_without_token"), 0)
     scores = {"rewards": {}, "reward": 0.0, "reward_components": [0.0] * len(cfg.reward_funcs), "baselines": 0.0}
     info = {"completion": "", "model_inputs": {}, "row_number": -1} | counts | scores
-    if cfg.rollout == "multi_turn":
+    if cfg.rollout in ("multi_turn", "agent"):
         info["turns"] = []
     return Trajectory(row, 0, [0], [0], [0], [0.0], [0.0], finish_reason="failed", info=info)
 
@@ -137,9 +143,17 @@ def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, s
     words = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask] if t.images else ids
     if min(ids) < 0 or max(words, default=0) >= size:
         return f"token ids go from {min(ids)} to {max(ids)}", f"The model's go from 0 to {size - 1}."
-    if len(t.token_ids) > cfg.max_completion_length:
+    restarts = t.info.get("restarts")
+    if restarts is not None and not all(a < b for a, b in pairwise([0, *restarts, len(t.token_ids)])):
+        remedy = "Give places in token_ids, in their order, at which the model's context begins anew."
+        return f'info["restarts"] is {shorten(restarts)} for {len(t.token_ids)} tokens', remedy
+    limit, longest = cfg.max_completion_length, len(t.token_ids)
+    if restarts is not None:  # contexts that an agent made: each of its rows fits the window
+        limit = limit + cfg.max_prompt_length
+        longest = max(b - a for a, b in pairwise([-len(t.prompt_ids), *restarts, len(t.token_ids)]))
+    if longest > limit:
         remedy = "End it before, with finish_reason 'length', or raise the flag, and the server's --max-model-len."
-        return f"{len(t.token_ids)} tokens are over --max_completion_length={cfg.max_completion_length}", remedy
+        return f"{longest} tokens are over --max_completion_length ({limit})", remedy
     if not {*t.loss_mask} <= {0, 1}:
         return f"loss_mask has {shorten(sorted({*t.loss_mask}))}", "1 where the policy sampled the token, else 0."
     wrong = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask and not -math.inf < p <= ABOVE_ZERO]
