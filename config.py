@@ -59,15 +59,10 @@ class TrainConfig:
         for name, value in given.items():
             setattr(cls, name, value)
 
-    first_flags = {  # what `--help` shows; `--help all` shows every flag, under the headings below
-        "your task": "model_id dataset_id reward_funcs tools env",
-        "sampling": "generator server_urls max_completion_length",
-        "learning": "preset prompts_per_step num_generations learning_rate max_steps",
-        "memory, and several GPUs": "use_peft strategy",
-        "seeing whether it learns": "eval_steps report_to",
-        "keeping it, and going on later": "run_name save_steps resume",
-    }
-    starts_ranks = True  # False for a script that speaks of ranks that others start, so that WORLD_SIZE is not theirs
+    # What `--help` shows beside a script's own flags; `--help all` shows every one.
+    first_flags = "model_id dataset_id reward_funcs tools env generator server_urls max_completion_length preset "
+    first_flags += "prompts_per_step num_generations learning_rate max_steps use_peft strategy eval_steps report_to "
+    first_flags += "run_name save_steps resume"
     first_run = "--config examples/sums.yaml --generator hf"  # what runs anywhere: see first_steps
 
     # --- model ---
@@ -127,12 +122,10 @@ class TrainConfig:
     tool_timeout: float = 30.0  # seconds a call may take, and each method of an environment
     max_failed: float = 0.1  # the run stops if more of a step's trajectories fail; 0: at any
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
-    # Tokens of all turns against the chat template's.
-    tokenization_check: Literal["strict", "warn", "off"] = field(default="warn", metadata=NO_FLAG)
-
-    rollout_timeout: float = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
     # What rollouts, and rewards, are called for; set by code. baseline: the greedy completion that remax compares with.
     purpose: Literal["train", "eval", "baseline"] = field(default="train", metadata=NO_FLAG)  # no flag
+    # The domain that these are the settings of, as `of` gives them; "" of a whole run. Set by code.
+    domain: str = field(default="", metadata=NO_FLAG)
 
     # --- batch ---
     prompts_per_step: int = 32  # distinct prompts per step, over all ranks
@@ -266,21 +259,18 @@ class TrainConfig:
     push_to_hub: str | None = None  # upload the final model, as a private repository NAME/REPO
 
     def __post_init__(self):
-        own = [domain_config(self, entry) for entry in self.domains]  # before unset settings get values for this run
+        # What a domain does not say it has as it is here, before unset settings get values for the run as a whole.
+        open_names = ("rollout", "dataset_id", "reward_funcs", "max_prompt_length", "max_completion_length")
+        here = {name: getattr(self, name) for name in open_names}
+        self.domains = [{"weight": 1} | here | read_entry(entry, type(self)) for entry in self.domains]
         several = self.env or self.tools or self.mcp_config
         self.rollout = self.rollout or ("multi_turn" if several else "single_turn")
         if self.dataset_id is None:
             self.dataset_id = "seeds:2000" if self.env else "reasoning_gym:chain_sum"
         if self.reward_funcs is None:
             self.reward_funcs = ["environment" if self.env else "reasoning_gym"]
-        for name in ("max_prompt_length", "max_completion_length") if own else ():
-            setattr(self, name, max(getattr(one, name) for one in own))
-        # Each entry gets what differs from the run's config. Read again, as by dataclasses.replace, that is the same.
-        self.domains = [
-            {"name": entry["name"], "weight": read_weight(entry.get("weight", 1))}
-            | {key: getattr(one, key) for key in sorted(BY_DOMAIN) if getattr(one, key) != getattr(self, key)}
-            for entry, one in zip(self.domains, own, strict=True)
-        ]
+        for name in ("max_prompt_length", "max_completion_length"):  # of a whole run: room for the longest
+            setattr(self, name, max([entry[name] for entry in self.domains] or [here[name]]))
 
     def of(self, row: dict) -> "TrainConfig":
         """The config of the row's domain: this one, with what the domain has of its own. Without domains, this one."""
@@ -290,17 +280,12 @@ class TrainConfig:
         known = self.__dict__.setdefault("_of", {})
         if entry["name"] not in known:
             own = {key: value for key, value in entry.items() if key not in ("name", "weight")}
-            known[entry["name"]] = dataclasses.replace(self, **own, domains=[{"name": entry["name"]}])
+            known[entry["name"]] = dataclasses.replace(self, **own, domains=[], domain=entry["name"])
         return known[entry["name"]]
 
     def by_domain(self) -> "list[TrainConfig]":
         """The config of each domain; without domains, this one."""
         return [self.of({"domain": entry["name"]}) for entry in self.domains] or [self]
-
-    @property
-    def domain(self) -> str:
-        """The domain that these are the settings of, as `of` gave them; "" for those of a whole run."""
-        return self.domains[0]["name"] if len(self.domains) == 1 else ""
 
     @property
     def has_teacher(self) -> bool:
@@ -358,8 +343,7 @@ BY_DOMAIN = {
     *"dataset_id dataset_config dataset_split eval_dataset_id eval_split eval_solved".split(),
     *"system_prompt no_apply_chat_template allow_special_tokens max_prompt_length max_pixels min_pixels".split(),
     *"rollout max_completion_length min_completion_length".split(),
-    *"env tools mcp_config tool_parser max_turns max_turn_length max_tool_result".split(),
-    *"tool_timeout tokenization_check".split(),
+    *"env tools mcp_config tool_parser tool_timeout max_turns max_turn_length max_tool_result".split(),
     *"reward_funcs reward_weights reward_model judge_url judge_model judge_max_tokens judge_template".split(),
     *"teacher_urls teacher_prompt".split(),
     *"reward_timeout reward_on_timeout group_mean_min group_mean_max".split(),
@@ -369,37 +353,24 @@ TAKEN = "advantages async clip_ratio completions distill dynamic_sampling eval i
 TAKEN += "rewards rollout sampling staleness time tools turns value".split()
 
 
-def domain_config(cfg: TrainConfig, entry: dict) -> TrainConfig:
-    """The config of a domain, from an entry of `domains`. ConfigError for one that cannot be one."""
-    name, names = entry.get("name"), [one.get("name") for one in cfg.domains]
-    fits = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,50}", name) and name not in TAKEN
-    if not fits or names.count(name) > 1:
+def read_entry(entry: dict, cls: type) -> dict:
+    """An entry of `domains` with values of the fields' types. ConfigError for one that cannot be one."""
+    name, hints = entry.get("name"), typing.get_type_hints(cls)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,50}", name) or name in TAKEN:
         raise ConfigError(
             f"domains, name {name!r}: give each entry a name of its own, of letters, digits, - . _ (quoted, if YAML "
             f"takes it for a number), and none with which other metrics begin: {', '.join(TAKEN)}."
         )
     for key in entry:
         known_name(f"domain {name!r}, settings of its own", key, {"name", "weight", *BY_DOMAIN})
-    hints = typing.get_type_hints(type(cfg))
-    plain = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
     try:
-        read_weight(entry.get("weight", 1))
-        own = {key: convert(key, hints[key], value) for key, value in entry.items() if key in BY_DOMAIN}
-        return type(cfg)(**plain | own | {"domains": []})
+        read = {key: convert(key, hints[key], value) for key, value in entry.items() if key in BY_DOMAIN}
     except ConfigError as error:
         raise ConfigError(f"domain {name!r}: {error}") from None
-
-
-def read_weight(weight):
-    """A domain's share of the prompts: a number, points [[step, number], ...] of a line by step, or "success"."""
-    if weight == "success":
-        return weight
-    with contextlib.suppress(TypeError, ValueError):
-        points = [[int(step), float(n)] for step, n in (weight if isinstance(weight, list) else [[0, weight]])]
-        if points == sorted(points) and min(n for _, n in points) >= 0 and 0 < max(n for _, n in points) < math.inf:
-            return points if isinstance(weight, list) else points[0][1]
-    rule = "a number above 0, points such as [[0, 1.0], [100, 0.2]] (step and weight), or success"
-    raise ConfigError(f"weight {weight!r}: give {rule}.")
+    weight = entry.get("weight", 1)
+    if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"domain {name!r}, weight {weight!r}: give a number above 0.")
+    return read | {"name": name, "weight": weight}
 
 
 @contextlib.contextmanager
@@ -417,7 +388,7 @@ def named(cfg: TrainConfig):
 
 POSITIVE = "prompts_per_step num_generations num_minibatches num_iterations max_completion_length max_prompt_length "
 POSITIVE += "temperature learning_rate num_epochs max_steps eval_steps eval_generations save_steps save_total_limit "
-POSITIVE += "log_steps push_steps push_bucket_mb server_timeout request_timeout rollout_timeout dist_timeout "
+POSITIVE += "log_steps push_steps push_bucket_mb server_timeout request_timeout dist_timeout "
 POSITIVE += "reward_timeout tool_timeout max_turns max_turn_length max_tool_result judge_max_tokens lora_r lora_alpha "
 POSITIVE += "tokens_per_microbatch logprob_chunk shard_size top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target "
 POSITIVE += "ref_sync_steps correction_max critic_learning_rate critic_iterations value_clip"
@@ -447,7 +418,7 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
             f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} rank(s) x {cfg.num_minibatches} "
             f"minibatch(es); use {f'{low} or ' if low else ''}{high}."
         )
-    for is_wrong, message in [*wrong_to_learn(cfg), *wrong_on_ranks(cfg, world), *wrong_to_run(cfg)]:
+    for is_wrong, message in wrong_together(cfg):
         if is_wrong:
             raise ConfigError(message)
     if cfg.judge_template:
@@ -456,9 +427,9 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
         known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio", "swanlab", "mlflow"))
 
 
-def wrong_to_learn(c: TrainConfig) -> list[tuple]:
+def wrong_together(c: TrainConfig) -> list[tuple]:
+    """(whether settings exclude one another, or one has no effect without another; what to say)"""
     return [
-        (not c.reward_funcs, "--reward_funcs is empty: give at least one, a name in REWARDS or FILE.py:function."),
         (c.reward_weights is not None and len(c.reward_weights) != len(c.reward_funcs),
          f"--reward_weights has {len(c.reward_weights or ())} values for {len(c.reward_funcs)} --reward_funcs "
          f"({', '.join(c.reward_funcs)}); give one each."),
@@ -482,18 +453,11 @@ def wrong_to_learn(c: TrainConfig) -> list[tuple]:
         (c.spare_prompts and (not c.dynamic_sampling or c.generator == "hf"),
          f"--spare_prompts={c.spare_prompts} replace groups without signal while others are sampled; add "
          "--dynamic_sampling and --generator vllm, or leave it out."),
-    ]  # fmt: skip
-
-
-def wrong_on_ranks(c: TrainConfig, world: int) -> list[tuple]:
-    return [
         (c.offload and c.strategy != "fsdp2",
          f"--offload with --strategy {c.strategy}: ddp has no shards to move, and FSDP1 would keep the gradient of the "
          "last micro-batch alone; add --strategy fsdp2."),
         (c.shard_size and c.strategy == "ddp",
          f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
-        (c.shard_size and c.starts_ranks and world % c.shard_size,
-         f"--shard_size={c.shard_size} does not divide the {world} rank(s); usual is the number of GPUs of a node."),
         (c.compile and c.strategy == "fsdp",
          "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
         (c.offload_activations and c.gradient_checkpointing is False,
@@ -511,13 +475,6 @@ def wrong_on_ranks(c: TrainConfig, world: int) -> list[tuple]:
         (c.load_in and c.strategy == "fsdp2" and c.generator == "hf",
          "--load_in 4bit --strategy fsdp2 --generator hf: the policy itself would sample, each rank for as long as its "
          "own completions take, while its shards want all ranks; use a vLLM server, or --strategy ddp."),
-    ]  # fmt: skip
-
-
-def wrong_to_run(c: TrainConfig) -> list[tuple]:
-    return [
-        (c.generator == "vllm" and not c.server_urls,
-         "--server_urls is empty: give the address of a vllm_server.py, or --generator hf for none."),
         (c.colocate and (c.generator == "hf" or int(os.environ.get("WORLD_SIZE", "1")) > 1),
          "--colocate has a server and one rank take turns on one GPU: start one rank, with --generator vllm."),
         (c.colocate and c.strategy != "ddp" and not c.offload,
@@ -559,39 +516,25 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     converted = {name: convert(name, hints[name], value) for name, value in values.items()}
     cfg = cls(**converted)
     if cfg.generator == "vllm":  # read before anything is written or started: masked from here on, and not inherited
-        read_secret("VLLM_SERVER_TOKEN")
+        secrets.read("VLLM_SERVER_TOKEN")
         cfg.server_urls = addresses(cfg.server_urls, "--server_urls")
+    if len({own.domain for own in cfg.by_domain()}) < len(cfg.domains):
+        raise ConfigError("domains: two entries have the same name; give each one of its own.")
     for own in cfg.by_domain():
         with named(own):
             addresses(own.teacher_urls, "--teacher_urls")
             check(own)
-    for name in given if cfg.domains else ():
-        if all(name in entry for entry in converted["domains"]):
-            raise ConfigError(
-                f"--{name} changes nothing: every domain of {' and '.join(paths)} has its own; change it there."
-            )
     return cfg
 
 
-def read_secret(variable: str) -> str:
-    """As secrets.read; ConfigError for a file that cannot be read."""
-    try:
-        return secrets.read(variable)
-    except ValueError as error:
-        raise ConfigError(f"{error}.") from None
-
-
 def addresses(urls: list[str], flag: str) -> list[str]:
-    """Of servers, without slashes at their ends. ConfigError for what is none, and for one given twice."""
+    """Of servers, without slashes at their ends. ConfigError for what is none."""
     from safety import http
 
     try:
-        found = [http.base(url) for url in urls]
+        return [http.base(url) for url in urls]
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}.") from None
-    if len({http.origin(url) for url in found}) < len(found):
-        raise ConfigError(f"{flag} names an address twice: give it once, it takes many requests at a time.")
-    return found
 
 
 def public_config(cfg: TrainConfig) -> dict:
@@ -621,10 +564,10 @@ def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, descripti
     try:
         cfg = load_config(cls, argv, description)
         bare = argv is None and len(sys.argv) == 1 and cfg.generator == "vllm"
-        if bare and not read_secret("VLLM_SERVER_TOKEN"):
+        if bare and not secrets.read("VLLM_SERVER_TOKEN"):
             raise ConfigError(first_steps(cfg))
         return cfg
-    except ConfigError as error:
+    except ValueError as error:  # ConfigError, or a file with a secret that cannot be read
         if os.environ.get("RANK", "0") == "0":
             print(f"{os.path.basename(sys.argv[0])}: error: {secrets.hide(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -672,16 +615,12 @@ def field_help(cls: type) -> dict[str, tuple[str, str]]:
     return found
 
 
-def help_page(cls: type, page: str) -> dict[str, str]:
-    """Flag -> heading, in the order in which `--help` shows them. page "all": all, by the rulers in the class; "": the
-    first_flags, by what one wants to do, and those that a script adds."""
-    names, helps = [f.name for f in flags(cls)], field_help(cls)
-    base = next((c for c in cls.__mro__ if "first_flags" in vars(c)), None)
-    if page == "all" or base is None:
-        return {name: helps.get(name, ("options",))[0] for name in names}
-    added = names if getattr(cls, "own_flags_alone", False) else set(names) - {f.name for f in flags(base)}
-    first = {name: wish for wish, listed in base.first_flags.items() for name in listed.split() if name in names}
-    return first | {name: "of this script" for name in names if name in added and name not in first}
+def on_first_page(cls: type) -> set[str]:
+    """The flags that `--help` shows."""
+    names = {f.name for f in flags(cls)}
+    if getattr(cls, "own_flags_alone", False) or not issubclass(cls, TrainConfig):
+        return names
+    return names & {*cls.first_flags.split()} | names - {f.name for f in dataclasses.fields(TrainConfig)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -690,15 +629,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(cls: type, description: str | None = None, page: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all flags; of the flags on a page of `help_page` with help texts."""
-    hints = typing.get_type_hints(cls)
-    helps, shown = ({}, {}) if page is None else (field_help(cls), help_page(cls, page))
-    fields = {f.name: f for f in flags(cls)}
-    rest = len(fields) - len(shown)
+    """The parser of all flags. page: with help texts of "all", or of those on the first page ("")."""
+    hints, helps = typing.get_type_hints(cls), {} if page is None else field_help(cls)
+    fields = flags(cls)
+    shown = on_first_page(cls) if page == "" else {f.name for f in fields}
     parser = _Parser(
         prog=os.path.basename(sys.argv[0]),
         description=description,
-        epilog=f"{rest} more flags: --help all" if rest else None,
+        epilog=f"{len(fields) - len(shown)} more flags: --help all" if len(shown) < len(fields) else None,
         add_help=False,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
@@ -715,11 +653,11 @@ def build_parser(cls: type, description: str | None = None, page: str | None = N
     parser.add_argument("--help", "-h", action=Help, help="the flags one needs first; all: every flag", **options)
     text = "YAML file of `flag: value` lines; of several --config the later win, the command line over all"
     parser.add_argument("--config", metavar="FILE", action="append", help=text)
-    groups = {heading: parser.add_argument_group(heading) for heading in dict.fromkeys(shown.values())}
-    for f in [fields[name] for name in dict.fromkeys([*shown, *fields])]:  # those on the page in its order
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for f in fields:
         kind, _ = without_none(hints[f.name])
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        text = helps.get(f.name, ("", ""))[1]
+        group, text = helps.get(f.name, ("options", ""))
         if default not in (None, "", []):
             text += f" [{' '.join(map(str, default)) if isinstance(default, list) else default}]"
         text = text.replace("%", "%%") if f.name in shown else argparse.SUPPRESS
@@ -732,7 +670,9 @@ def build_parser(cls: type, description: str | None = None, page: str | None = N
             options["metavar"] = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
         else:
             options["metavar"] = kind.__name__.upper()
-        groups.get(shown.get(f.name), parser).add_argument(f"--{f.name}", **options)
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(f"--{f.name}", **options)
     return parser
 
 
@@ -848,10 +788,7 @@ def known_name(kind: str, name: str, known, elsewhere: dict[str, str] | None = N
 
 
 def shorten(value, limit: int = 200) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # whatever a class of somebody else's raises here must not hide what is being said about it
-        text = f"<a {type(value).__name__} that cannot be shown>"
+    text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 

@@ -15,13 +15,11 @@ Mistakes raise ConfigError: what was given, what is allowed, what to do.
 """
 
 import csv
-import dataclasses
+import functools
 import inspect
 import itertools
 import json
-import math
 import os
-import re
 import sys
 import zlib
 from collections import Counter
@@ -40,11 +38,8 @@ NO_PROMPT = [{"role": "user", "content": ""}]  # of rows whose environment makes
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 GYM_SPLITS = ("train", "test", "validation")
 PROMPT_RULE = "`prompt` must be a non-empty string or a list of chat messages [{'role': 'user', 'content': '...'}]"
-MOST_ROWS = 2_000_000  # of a function that yields them: they are kept in memory
 AT_ONCE = 1000  # rows that are read from the disk together
 SEEN = 1000  # rows that tell which columns there are
-FLOOR = 0.1  # least weight by success: what is always or never solved is tried again now and then
-NEW = 0.1  # share that one step has in a success rate
 REMEDY = "Build or rename columns in format_row (train script) or a function of yours: --dataset_id file.py:function"
 
 
@@ -216,30 +211,26 @@ def names_file(dataset_id: str) -> bool:
 
 def load_file(path: str):
     """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings."""
+    import datasets
+
     file = Path(path).expanduser()
-    if not file.is_file() or file.stat().st_size == 0:
-        raise ConfigError(f"{path}: {'has no rows' if file.is_file() else 'no such file'} (looked in {Path.cwd()}).")
+    if not file.is_file():
+        raise ConfigError(f"{path}: no such file (looked in {Path.cwd()}).")
     kind = file.suffix.lower()[1:]
     try:
         if kind == "json":
-            rows = json.loads(file.read_text(encoding="utf-8-sig"))
-            if not isinstance(rows, list):
-                raise ConfigError(
-                    f"{path}: is a {type(rows).__name__}; a .json file is a list of rows, [{{...}}, ...]."
-                )
+            if not isinstance(rows := json.loads(file.read_text(encoding="utf-8-sig")), list):
+                raise ValueError(f"it is a {type(rows).__name__}; give a list of rows, [{{...}}, ...]")
             return rows
         if kind == "jsonl":
             return Rows(lines_of(file), lambda row: parsed(row["text"]), path)
-        if kind == "parquet":
-            return from_table(table_of("parquet", file), path)
-        with file.open(encoding="utf-8-sig", newline="") as opened:
-            names = next(csv.reader(opened))
-        import datasets
-
-        texts = datasets.Features({name: datasets.Value("string") for name in names})
-        return from_table(table_of("csv", file, features=texts, keep_default_na=False), path)
-    except ConfigError:
-        raise
+        how = {}
+        if kind == "csv":
+            with file.open(encoding="utf-8-sig", newline="") as opened:
+                names = next(csv.reader(opened))
+            texts = datasets.Features({name: datasets.Value("string") for name in names})
+            how = dict(features=texts, keep_default_na=False)
+        return from_table(table_of(kind, file, **how), path)
     except Exception as error:  # of `datasets` and what it reads with, which derive from no class of their own
         raise ConfigError(f"{path}: not valid {kind}: {error.__cause__ or error}") from error
 
@@ -306,20 +297,14 @@ def load_from_function(spec: str, split: str, seed: int):
         return rows
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
         return from_table(rows, spec)
-    found = [*itertools.islice(map(own_keys, rows), MOST_ROWS + 1)]
-    if len(found) > MOST_ROWS:
-        raise ConfigError(
-            f"--dataset_id={spec} gave {MOST_ROWS:,} rows and goes on. All are read before the first step: end it, "
-            "as by itertools.islice(rows, N), or return a datasets.Dataset, which stays on disk."
-        )
-    return found
+    return [own_keys(row) for row in rows]
 
 
 def load_seeds(spec: str, split: str, seed: int) -> list[dict]:
     """`seeds:2000`: so many rows of no prompt but a seed each, other ones in every split."""
     known_name(f"split of {spec}", split, GYM_SPLITS)
     count = spec.removeprefix("seeds:")
-    if not count.isdecimal() or not 0 < int(count) <= MOST_ROWS:
+    if not count.isdecimal() or int(count) == 0:
         raise ConfigError(f"--dataset_id={spec}: give a number of rows behind the colon, such as seeds:2000.")
     first = gym_seed(seed, split)
     return [{"prompt": NO_PROMPT, "seed": first + n} for n in range(int(count))]
@@ -358,9 +343,6 @@ def parse_gym(task: str) -> tuple[str, dict]:
 
     name, parameters = with_arguments(task)
     known_name("reasoning-gym task", name, [known for known in DATASETS if known != "composite"])
-    known = {field.name for field in dataclasses.fields(DATASETS[name][1])}
-    for key in parameters:
-        known_name(f"parameter of reasoning_gym:{name}", key, known)
     return name, parameters
 
 
@@ -384,30 +366,21 @@ def check_row(row) -> None:
 def prompt_fault(prompt) -> str | None:
     """What is wrong with a prompt, or None."""
     if isinstance(prompt, str):
-        return text_fault(prompt) if prompt.strip() else "`prompt` is an empty string"
+        return None if prompt.strip() else "`prompt` is an empty string"
     if not isinstance(prompt, list) or not prompt:
         return f"`prompt` is a {type(prompt).__name__}, {shorten(prompt)}"
     for number, message in enumerate(prompt):
-        if not isinstance(message, dict):
-            return f"message {number} of `prompt` is a {type(message).__name__}, {shorten(message)}"
-        if not isinstance(message.get("role"), str) or not message["role"]:
-            return f"message {number} of `prompt` has no `role`: {shorten(message)}"
+        where = f"message {number} of `prompt`"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+            return f"{where} is no dict with a `role`: {shorten(message)}"
         # content is text or a list of parts; an assistant that only calls tools has none
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
-            return f"message {number} of `prompt` has no `content`: {shorten(message)}"
+            return f"{where} has no `content`: {shorten(message)}"
         try:
-            texts = [part["text"] for part in parts_of(message.get("content")) if part["type"] == "text"]
+            parts_of(message.get("content"))
         except PartError as error:
-            return f"message {number} of `prompt`: {error}"
-        if fault := next(filter(None, map(text_fault, texts)), None):
-            return fault
+            return f"{where}: {error}"
     return None
-
-
-def text_fault(text: str) -> str | None:
-    """Half a surrogate pair is no character: no tokenizer and no file takes it."""
-    half = None if text.isascii() else re.search("[\ud800-\udfff]", text)
-    return f"`prompt` holds half an emoji, {half[0]!a}: a text cut in two? Mend it" if half else None
 
 
 def filter_overlong(rows, lengths: Sequence[int], max_prompt_length: int) -> tuple:
@@ -426,211 +399,74 @@ def filter_overlong(rows, lengths: Sequence[int], max_prompt_length: int) -> tup
 
 
 def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> None:
-    """ConfigError unless a step's distinct prompts can be shared out among the ranks."""
-    if prompts_per_step < 1 or prompts_per_step % world_size:
-        low = prompts_per_step // world_size * world_size
-        legal = f"{low} or {low + world_size}" if low > 0 else str(world_size)
-        raise ConfigError(f"--prompts_per_step={prompts_per_step} is not divisible by {world_size} ranks; use {legal}.")
-    if num_rows < prompts_per_step:
-        most = num_rows // world_size * world_size
-        legal = f"--prompts_per_step={most} or less" if most else f"at most {num_rows} ranks"
+    """ConfigError unless there are enough rows, and equally many for each rank."""
+    if prompts_per_step % world_size or num_rows < prompts_per_step:
+        most = min(num_rows, prompts_per_step) // world_size * world_size
         raise ConfigError(
-            f"--prompts_per_step={prompts_per_step}: the prompts of a step are distinct, and the data set has only "
-            f"{num_rows} rows; use {legal}, or more data."
+            f"--prompts_per_step={prompts_per_step}: the prompts of a step are distinct, and each rank has as many. "
+            f"With {num_rows} rows on {world_size} ranks give at most {most}, divisible by {world_size}, or more data."
         )
 
 
 # ---- whose turn it is -----------------------------------------------------------------------------------------------
 
 
-class Epochs:
-    """Rows by place: each once an epoch, in an order that (seed, epoch) gives, one epoch behind the other without a
-    gap. Where a step takes the end of one and the beginning of the next, rows that it already holds move further back
-    in the new one."""
+class Order:
+    """Which rows a step takes, on all ranks together. They are shuffled anew in each epoch, by (seed, epoch), and are
+    distinct: what is left of an epoch when it is too little for a step stays out of it.
 
-    def __init__(self, num_rows: int, prompts_per_step: int, seed: int):
-        self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
-        self._orders: dict[int, np.ndarray] = {}  # the last epochs; a cache, never state
+    Of several domains each has its share of a step, to less than one prompt, and epochs of its own; one that ends
+    within a step is followed by the next. Nothing depends on the steps before, so a resumed run needs no history.
 
-    def step(self, step: int) -> np.ndarray:
-        """Rows of a step on all ranks, [prompts_per_step]."""
-        return self.take(step * self.prompts_per_step, self.prompts_per_step)
+    sizes: rows of each domain, which lie one domain behind the other. weights: one each, relative to one another.
+    """
 
-    def extra(self, random: np.random.Generator, step: int, place: int, count: int) -> np.ndarray:
-        """`count` random rows. step, place: of whom they take the places, which matters to Draw."""
-        return random.choice(self.num_rows, count, replace=count > self.num_rows)
-
-    def take(self, start: int, count: int) -> np.ndarray:
-        """`count` rows from place `start` of all epochs in a row."""
-        epoch, place = divmod(start, self.num_rows)
-        rows = self.order(epoch)[place : place + count]
-        if len(rows) < count:
-            rows = np.concatenate([rows, self.take((epoch + 1) * self.num_rows, count - len(rows))])
-        return rows
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Row order of an epoch, [num_rows]. Where a step straddles two epochs the second depends on the first, and so
-        on back to one that began together with a step: that is at most prompts_per_step epochs to replay.
-        """
-        first = epoch
-        while first not in self._orders and self.begun(first):
-            first -= 1
-        for e in range(first, epoch + 1):
-            if e not in self._orders:
-                self._orders[e] = self._shuffle(e, self._orders.get(e - 1))
-            self._orders = {key: order for key, order in self._orders.items() if abs(key - e) <= 1}
-        return self._orders[epoch]
-
-    def begun(self, epoch: int) -> int:
-        """Rows that the epoch before gave to the step that straddles the two."""
-        return epoch * self.num_rows % self.prompts_per_step
-
-    def _shuffle(self, epoch: int, previous: np.ndarray | None) -> np.ndarray:
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-        if begun := self.begun(epoch):
-            head = self.prompts_per_step - begun  # rows that step still needs
-            held = np.isin(order, previous[-begun:])
-            clash = np.flatnonzero(held[:head])
-            # num_rows >= prompts_per_step, so behind the head there are always enough rows to swap with.
-            spare = head + np.flatnonzero(~held[head:])[: len(clash)]
-            order[clash], order[spare] = order[spare], order[clash]
-        return order
-
-
-def epochs_of(name: str, count: int, per_step: int, seed: int) -> Epochs:
-    """Of a domain's rows; "" is the whole of a run without domains."""
-    if not name:
-        return Epochs(count, per_step, seed)
-    half = min(per_step, count // 2)
-    epochs = Epochs(count, max(2 * half, 1), zlib.crc32(f"{seed} {name}".encode()))
-    # A step that takes the end of one epoch and the beginning of the next should not have a row twice. Steps take more
-    # and less of a domain, so how many it takes of each is not known beforehand: the first `half` rows of any epoch are
-    # none of the last `half` of the one before.
-    epochs.begun = lambda epoch: half if epoch else 0
-    return epochs
-
-
-class Mixture:
-    """How many prompts of a step each domain has, by its weight, and in which order; the same on all ranks.
-
-    A step's numbers differ from the exact shares by less than one, at random, so that shares are exact on average. A
-    weight by success knows the steps before, less the `lag` that train_async.py begins a step ahead. What has to be
-    known to go on is in `ended`'s result, which checkpoints keep."""
-
-    def __init__(self, weights: dict, per_step: int, seed: int = 0, lag: int = 0):
-        self.names, self.weights, self.per_step = list(weights), list(weights.values()), per_step
-        self.seed, self.lag = seed, lag
-        self.rates: dict[int, dict[str, float]] = {}  # by step: the share solved lately, before it
-        self._drawn = {0: np.zeros(len(weights), int)}  # by step: prompts of each domain before it
+    def __init__(self, sizes: list[int], weights: list[float], per_step: int, seed: int):
+        self.sizes, self.per_step, self.seed = sizes, per_step, seed
+        self.first = np.cumsum([0, *sizes[:-1]])  # row of each domain
+        self.ends = per_step * np.cumsum(weights) / np.sum(weights)
+        self.ends[-1] = per_step
 
     @classmethod
-    def of(cls, cfg) -> "Mixture":
-        weights = {entry["name"]: entry["weight"] for entry in cfg.domains} or {"": 1}
-        return cls(weights, cfg.prompts_per_step, cfg.seed, getattr(cfg, "max_staleness", 0))
+    def of(cls, rows, cfg) -> "Order":
+        """Of a run's rows, by its domains if it has any."""
+        counts = Counter(row["domain"] for row in (rows if cfg.domains else ()))
+        sizes = [counts[entry["name"]] for entry in cfg.domains] or [len(rows)]
+        weights = [entry["weight"] for entry in cfg.domains] or [1]
+        return cls(sizes, weights, cfg.prompts_per_step, cfg.seed)
 
-    def weights_at(self, step: int) -> list[float]:
-        rates, found = self.rates.get(step - self.lag, {}), []
-        for name, weight in zip(self.names, self.weights, strict=True):
-            if weight == "success":
-                p = rates.get(name, 0.5)
-                weight = max(4 * p * (1 - p), FLOOR)
-            found.append(float(np.interp(step, *zip(*weight, strict=True))) if isinstance(weight, list) else weight)
-        return found
-
-    def counts(self, step: int) -> np.ndarray:
-        """Prompts of each domain in a step, [domains]."""
-        weights = np.maximum(self.weights_at(step), 1e-9)
-        ends = self.per_step * np.cumsum(weights) / weights.sum()
-        ends[-1] = self.per_step
-        begin = np.random.default_rng([self.seed, step]).random()  # the same for all: no number is off by one or more
-        return np.diff(np.floor(ends + begin).astype(int), prepend=0)
-
-    def turns(self, step: int) -> list[int]:
-        """For each prompt of the step the number of its domain; mixed, as each rank takes a part."""
-        numbers = np.repeat(np.arange(len(self.names)), self.counts(step))
-        return np.random.default_rng([self.seed, step, 1]).permutation(numbers).tolist()
-
-    def drawn(self, step: int) -> np.ndarray:
-        """Prompts of each domain before the step, [domains]."""
-        for s in range(max(known for known in self._drawn if known <= step), step):
-            self._drawn[s + 1] = self._drawn[s] + self.counts(s)
-        return self._drawn[step]
-
-    def ended(self, step: int, metrics: dict) -> dict:
-        """Take note of how a step went. Returns what a run that goes on after it has to know, for `restore`, {} without
-        domains.
-
-        metrics: `NAME/prompts` and `NAME/solved`, the share of completions, of the domains that had prompts. With
-        --dynamic_sampling `dynamic_sampling/NAME/prompts` and `/solved`, prompts' worth of completions, count instead:
-        what is always solved, or never, is not among the prompts that a step keeps."""
-        if self.names == [""]:
-            return {}
-        rates = dict(self.rates.get(step, {}))
-        for name in self.names:
-            solved, tried = metrics.get(f"{name}/solved", 0), metrics.get(f"{name}/prompts", 0)
-            if f"dynamic_sampling/{name}/prompts" in metrics:
-                tried = metrics[f"dynamic_sampling/{name}/prompts"]
-                solved = metrics[f"dynamic_sampling/{name}/solved"] / max(tried, 1)
-            if tried:
-                rates[name] = (1 - NEW) * rates.get(name, 0.5) + NEW * solved
-        self.rates[step + 1] = rates
-        drawn = dict(zip(self.names, self.drawn(step + 1).tolist(), strict=True))
-        recent = {str(s): rates for s, rates in self.rates.items() if s > step - self.lag}
-        return {"domains": {"step": step + 1, "drawn": drawn, "rates": recent}}
-
-    def restore(self, saved: dict | None, step: int = 0) -> None:
-        """Go on where `ended` was. step: where the run goes on if nothing was saved."""
-        saved = saved or {"step": step, "drawn": {}, "rates": {}}
-        self._drawn = {saved["step"]: np.array([saved["drawn"].get(name, 0) for name in self.names])}
-        self.rates = {int(s): rates for s, rates in saved["rates"].items()}
-
-
-class Draw:
-    """In place of Epochs where a run has domains: `mixture` says whose turn each prompt of a step is, and each
-    domain has epochs of its own rows, which lie together, and is as far in them as its turns have gone."""
-
-    def __init__(self, mixture: Mixture, rows: list[dict], cfg):
-        self.mixture, self.parts, first = mixture, [], 0
-        for name, count in sizes(rows, cfg).items():
-            self.parts.append((first, epochs_of(name, count, cfg.prompts_per_step, cfg.seed)))
-            first += count
+    def counts(self, steps: np.ndarray) -> np.ndarray:
+        """Prompts of each domain in each of the steps, [steps, domains]. What is rounded moves by the golden ratio from
+        step to step, so that over many each domain has its share."""
+        ends = np.floor(self.ends + steps[:, None] * 0.618033988749895 % 1)
+        return np.diff(ends, prepend=0).astype(int)
 
     def step(self, step: int) -> np.ndarray:
-        drawn = self.mixture.drawn(step)
-        return self._rows(self.mixture.turns(step), lambda number, part, count: part.take(drawn[number], count))
+        """Rows of a step (from 0), [per_step]; domains are mixed, as each rank and minibatch takes a part."""
+        counts = self.counts(np.arange(step + 1))
+        before, now = counts[:-1].sum(axis=0), counts[-1]
+        rows = np.concatenate([self.rows(domain, before[domain], now[domain]) for domain in range(len(self.sizes))])
+        return np.random.default_rng([self.seed, step]).permutation(rows) if len(self.sizes) > 1 else rows
+
+    def rows(self, domain: int, start: int, count: int) -> np.ndarray:
+        """`count` rows of a domain from place `start` of all its epochs in a row."""
+        size = self.sizes[domain]
+        length = size if len(self.sizes) > 1 else size - size % self.per_step
+        epochs, places = np.divmod(np.arange(start, start + count), length)
+        orders = {epoch: shuffled(size, self.seed, int(epoch), domain) for epoch in set(epochs)}
+        found = [orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
+        return self.first[domain] + np.array(found, dtype=int)
 
     def extra(self, random: np.random.Generator, step: int, place: int, count: int) -> np.ndarray:
-        """The first is of the domain of the step's row in this place, and so on."""
-        turns = self.mixture.turns(step)
-        turns = [turns[(place + n) % len(turns)] for n in range(count)]
-        return self._rows(turns, lambda number, part, count: part.extra(random, step, place, count))
-
-    def _rows(self, turns: list[int], of_part: Callable) -> np.ndarray:
-        turns = np.array(turns)
-        rows = np.empty_like(turns)
-        for number, (first, part) in enumerate(self.parts):
-            rows[turns == number] = first + of_part(number, part, int((turns == number).sum()))
-        return rows
+        """`count` random rows: the first of the domain of the step's row in `place`, and so on."""
+        replaced = np.resize(np.roll(self.step(step), -place), count)
+        domains = np.searchsorted(self.first, replaced, side="right") - 1
+        return self.first[domains] + random.integers(np.array(self.sizes)[domains])
 
 
-def check_enough(cfg, rows: list[dict]) -> None:
-    """ConfigError for a domain with fewer rows than it may give to one step: the prompts of a step are distinct."""
-    weights = [entry["weight"] for entry in cfg.domains]
-    ranges = [[FLOOR, 1] if w == "success" else [n for _, n in w] if isinstance(w, list) else [w] for w in weights]
-    for number, (name, count) in enumerate(sizes(rows, cfg).items() if cfg.domains else ()):
-        others = sum(min(values) for other, values in enumerate(ranges) if other != number)
-        most = math.ceil(cfg.prompts_per_step * max(ranges[number]) / (max(ranges[number]) + others))
-        if count < most:
-            raise ConfigError(
-                f"domain {name!r} has {count} rows and gives up to {most} of the {cfg.prompts_per_step} prompts of a "
-                "step, which are distinct; lower its weight or --prompts_per_step, or give it more rows."
-            )
-
-
-def sizes(rows: list[dict], cfg) -> dict[str, int]:
-    """Rows of each domain; without domains, {"": all}."""
-    counts = Counter(row["domain"] for row in (rows if cfg.domains else ()))
-    return {entry["name"]: counts[entry["name"]] for entry in cfg.domains} or {"": len(rows)}
+@functools.lru_cache(maxsize=16)
+def shuffled(size: int, *seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(size)
 
 
 # ---- what a config reads --------------------------------------------------------------------------------------------
@@ -662,25 +498,21 @@ def sources(cfg) -> dict[str, tuple]:
     return {use: (name, cfg.dataset_config, split, not cfg.env) for use, (name, split) in found.items()}
 
 
-def load_data(
-    cfg, format_row: Callable[[dict], dict], measure: Callable, whole=None, read: dict | None = None
-) -> tuple[list[dict], list[dict]]:
+def load_data(cfg, format_row: Callable[[dict], dict], measure: Callable, whole=None) -> tuple[list[dict], list[dict]]:
     """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted.
 
     measure: (rows, name) -> tokens of each row's prompt; it also refuses rows that cannot be played.
-    Of a domain's config, its rows; then whole: the run's config, and read: a dict that keeps what was read, since
-    domains may share a data set.
+    Of a domain's config, its rows; then whole: the run's config.
     """
-    found, read = {"train": [], "eval": []}, {} if read is None else read
+    found = {"train": [], "eval": []}
     if "eval" in sources(cfg) and not cfg.eval_dataset_id and names_file(cfg.dataset_id):
         without = ", or give this domain `eval_split: none`" * bool(cfg.domain)
         name = f"name the held-out rows' file with {'' if cfg.domain else '--'}eval_dataset_id"
         raise ConfigError(f"{cfg.dataset_id} has no splits: {name}{without}.")
     for use, source in sources(cfg).items():
         (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
-        if source not in read:
-            read[source] = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts)
-        loaded = rows_of(read[source], cfg, where, [own.domain for own in (whole or cfg).by_domain()])
+        loaded = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts)
+        loaded = rows_of(loaded, cfg, where, [own.domain for own in (whole or cfg).by_domain()])
         if use == "eval" or cfg.env:  # held-out rows are few, and an environment's get a seed
             loaded = loaded if isinstance(loaded, list) else [*loaded]
         if cfg.env:  # rows may have equal prompts, or be one object, and should not all be the same game

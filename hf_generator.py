@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import math
-import time
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -140,7 +139,6 @@ class HFGenerator:
         self._queue: list[_Request] = []
         self._due: asyncio.AbstractEventLoop | None = None  # in which `_flush` is about to be called
         self._missing: set[str] = set()
-        self._sampled, self._since = 0.0, None  # seconds in all calls of _sample; when the one under way began
 
     def _prepare(self) -> None:
         """What may be changed of a copy."""
@@ -208,7 +206,7 @@ class HFGenerator:
     def _flush(self) -> None:
         queue, self._queue, self._due = self._queue, [], None
         while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
-            self._since, batch = time.monotonic(), queue[:1]
+            batch = queue[:1]
             try:
                 with self._passes():
                     batch = self._together(queue)
@@ -217,8 +215,6 @@ class HFGenerator:
                 results, error = [None] * len(batch), raised
             finally:
                 queue = [request for request in queue if request not in batch]
-                self._sampled += time.monotonic() - self._since
-                self._since = None
             for request, result in zip(batch, results, strict=True):
                 if not request.future.done():
                     request.future.set_result(result) if error is None else request.future.set_exception(error)
@@ -240,11 +236,6 @@ class HFGenerator:
 
     def can_tell_experts(self) -> bool:
         return self.routing is not None
-
-    def seconds_sampling(self) -> float:
-        """For how long it has sampled so far. The event loop stood still meanwhile, through no rollout's fault."""
-        since = self._since
-        return self._sampled + (0.0 if since is None else time.monotonic() - since)
 
     def _sample(self, batch, *, temperature=1.0, min_tokens=0, top_p=1.0, top_k=0, stop=()):
         """Decode all requests of a batch together; sequences that ended leave it."""

@@ -17,8 +17,6 @@ from config import BY_DOMAIN, ConfigError, TrainConfig, knobs_of, parse_args
 
 
 class PlanConfig(TrainConfig):
-    starts_ranks = False
-
     # --- plan ---
     strategy: Literal["auto", "ddp", "fsdp", "fsdp2"] = "auto"  # auto: ddp if it fits, else fsdp2
     gpus: int = 8  # GPUs in all; of one, server and trainer have a part each

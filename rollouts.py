@@ -15,18 +15,15 @@ import inspect
 import math
 import numbers
 import os
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-
-from jinja2 import TemplateError
 
 from config import ConfigError, TrainConfig, known_name, shorten
 from data import has_column
 from envs import ToolEnvironment, adapters
 from envs.adapters import put_away, take_environment
-from envs.base import as_text, call_environment, checked_step, finite_number, name_of, reset, state_of
+from envs.base import call_environment, checked_step, name_of, reset, state_of
 from envs.playing import main
 from inputs.pictures import PictureError
 from inputs.prompts import (
@@ -36,13 +33,9 @@ from inputs.prompts import (
     check_echo,
     continued,
     image_sources,
-    is_vision,
     observed,
-    own_schemas,
     prompt_lengths,
     prompt_messages,
-    render,
-    shown_by,
     special_text_in,
     with_tools,
 )
@@ -55,8 +48,10 @@ from inputs.trajectory import (
     same_row,
     trajectory_fault,
 )
-from safety.calls import run_limited, say_once, unread, warn_once
+from safety.calls import finite, run_limited, unread
 from safety.storable import calls_in, text_of
+
+ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
 
 
 def sampling_options(cfg: TrainConfig) -> dict:
@@ -249,11 +244,10 @@ def group_size(row: dict, cfg: TrainConfig) -> int:
     size = row.get("num_generations")
     if size is None:
         return cfg.num_generations
-    if not isinstance(size, numbers.Real) or not 1 <= size < math.inf or size % 1:
+    if not isinstance(size, numbers.Real) or size < 1 or size % 1:
         raise ConfigError(
-            f"column num_generations is {shorten(size)} in the row with prompt {shorten(row.get('prompt'))}: it is the "
-            "number of completions to sample of that row, a whole one from 1 on (or None: --num_generations). Rename "
-            "the column in format_row (train script) if it means something else."
+            f"column num_generations is {shorten(size)} in the row with prompt {shorten(row.get('prompt'))}: it is how "
+            "many completions to sample of that row. Rename it in format_row (train script) if it means something else."
         )
     return int(size)
 
@@ -284,7 +278,7 @@ def sampled_by(row: dict, cfg: TrainConfig) -> TrainConfig:
 async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:
     """What cfg.rollout makes of a row: cfg.num_generations trajectories, checked. RolloutError if they are not that.
 
-    A rollout that raises TrajectoryError, or takes longer than --rollout_timeout, has failed for this row:
+    A rollout that raises TrajectoryError, or takes longer than ROLLOUT_TIMEOUT, has failed for this row:
     they are returned as `failed_trajectory`.
     """
     try:
@@ -299,23 +293,11 @@ async def in_time(function: Callable, row: dict, generator, cfg: TrainConfig):
     returned = function([row], generator, cfg)
     if not inspect.isawaitable(returned):
         raise RolloutError(f"rollout {cfg.rollout!r} is no coroutine; write it as `async def`.")
-    if getattr(function, "limits_itself", False):
-        return await returned
-    sampling = getattr(generator, "seconds_sampling", float)  # --generator hf samples on this loop: that is not counted
-
-    def clock() -> float:
-        return time.monotonic() - sampling()
-
-    task, deadline = asyncio.ensure_future(returned), clock() + cfg.rollout_timeout
     try:
-        while not task.done() and (left := deadline - clock()) > 0:
-            await asyncio.wait({task}, timeout=left)
-        if not task.done():
-            late = f"rollout {cfg.rollout!r} took over {cfg.rollout_timeout:g} s (--rollout_timeout)"
-            raise TrajectoryError(late, row)
-    finally:
-        task.cancel()  # not waited for: it may not let itself be cancelled
-    return task.result()
+        limits_itself = getattr(function, "limits_itself", False)
+        return await asyncio.wait_for(returned, None if limits_itself else ROLLOUT_TIMEOUT)
+    except TimeoutError as error:
+        raise TrajectoryError(f"rollout {cfg.rollout!r} took over {ROLLOUT_TIMEOUT:g} s", row) from error
 
 
 def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:
@@ -332,11 +314,6 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     if len(returned) != cfg.num_generations and not (any_number(cfg) and returned):
         more = "or at least one, if it says `any_number = True` about itself (ROLLOUTS); a greedy baseline is one"
         raise refuse(f"returned {len(returned)}", f"{rule}, {more}.")
-    if len({id(t) for t in returned}) < len(returned):
-        raise refuse("returned one of them several times", "Sample each by itself: copies teach nothing new.")
-    if len(groups := {t.group for t in returned}) > 1:
-        remedy = "Those of one row are compared with one another: give them one number; after_rollout can divide them."
-        raise refuse(f"returned groups {shorten(sorted(groups))} for one row", remedy)
     checked = []
     for index, t in enumerate(returned):
         if not same_row(t.row, row):
@@ -348,12 +325,6 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
             logprobs = [float(p) if m else 0.0 for p, m in zip(t.logprobs, t.loss_mask, strict=True)]
             t = replace(t, token_rewards=list(t.token_rewards), logprobs=logprobs, info=dict(t.info))
             if "completion" not in t.info:
-                if t.loss_mask[:1] == [0]:
-                    warn_once(
-                        f"rollout {cfg.rollout!r}: a completion begins with tokens that were not sampled (loss_mask "
-                        "0); rewards get the text and ids behind them alone. What is to be scored goes into "
-                        'info["completion"]; all ids are in trajectories[i].token_ids.'
-                    )
                 sampled = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
                 t.info["completion"] = generator.tokenizer.decode(sampled, skip_special_tokens=True)
         checked.append(t)
@@ -377,8 +348,6 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     Rows whose text reads like special tokens are counted and said.
     """
     group_sizes(rows, cfg)
-    if not (cfg.tools or cfg.mcp_config or cfg.env) and len(rows) and rows[0].get("tools") and not own_schemas(rows[0]):
-        say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")
     if (cfg.tools or cfg.mcp_config) and not cfg.env:
         environment = adapters.environment_maker(cfg)()
         shown = [begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in rows]
@@ -454,7 +423,6 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         turn["observation"] = answers
         so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
         states += [None] * added
-    check_tokenization(so_far.token_ids, turns, shown, processor, cfg)
     info = {"completion": turns[-1]["text"], "turns": turns, "shown": shown["prompt"]}
     info |= await judged(environment, turns, row, cfg)
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
@@ -513,7 +481,7 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
     metrics = await call_environment(environment, "metrics", row, cfg)
     whose = name_of(environment)
     try:
-        turns[-1]["reward"] += 0.0 if score is None else finite_number(score)
+        turns[-1]["reward"] += 0.0 if score is None else finite(score)
         nothing = score is None and not any(turn["reward"] for turn in turns)
         return {"metrics": dict(metrics or {}), "unscored": nothing}
     except (TypeError, ValueError, OverflowError) as error:
@@ -532,44 +500,12 @@ def messages_of(turn: dict) -> list[dict]:
     return [said, *(turn["observation"] or ())]
 
 
-def check_tokenization(ids: list[int], turns: list[dict], shown: dict, processor, cfg: TrainConfig) -> None:
-    """Compare what a trajectory's tokens read with what the chat template writes for the whole conversation.
-
-    They may differ with reason, as where a template takes the thinking out of earlier answers, and training goes by
-    what was sampled. But a template that puts something else between turns shows here.
-    """
-    if cfg.tokenization_check == "off" or is_vision(processor) or len(turns) < 2:
-        return
-    if shown_by(processor, shown.get(SCHEMAS)).results == "with their calls":
-        return  # the conversation has answers as they were sampled, calls in their text
-    conversation = list(shown["prompt"])
-    for turn in turns:
-        conversation += [{"role": "assistant", "content": turn["text"]}, *(turn["observation"] or ())]
-    if shown["prompt"][-1]["role"] == "assistant":  # the prompt has begun the answer
-        said = as_text(shown["prompt"][-1]["content"], "the prompt") + turns[0]["text"]
-        conversation[len(shown["prompt"]) - 1 : len(shown["prompt"]) + 1] = [{"role": "assistant", "content": said}]
-    try:  # the last answer is not the last message: templates treat that one otherwise
-        whole = render([*conversation, {"role": "user", "content": ""}], processor, shown.get(SCHEMAS))
-    except TemplateError as error:  # it refuses what model and environment have said: roles in this order, say
-        whole = f"nothing ({error!r:.200})"
-    ours = processor.decode(ids, clean_up_tokenization_spaces=False)
-    if whole.startswith(ours):
-        return
-    same = len(os.path.commonprefix([ours, whole]))
-    texts = [repr(text[max(same - 30, 0) : same + 60]) for text in (ours, whole)]
-    message = f"a trajectory reads {texts[0]} where the chat template writes {texts[1]}"
-    if cfg.tokenization_check == "strict":
-        raise RuntimeError(f"tokenization_check strict: {message}")
-    text = f"Check of tokenization: {message}. Said once; trained on is what was sampled."
-    warn_once(text, kind="tokenization_check")
-
-
 # What a rollout says about itself, as attributes:
 #
 #     mine.per_trajectory = True    it may be called once per completion, with num_generations 1, so that each is scored
 #                                   as it ends (where all reward functions say the same of themselves)
 #     mine.any_number = True        it decides itself how many trajectories a row has, one at least: a tree search
-#     mine.limits_itself = True     whatever it waits for has a limit of its own: --rollout_timeout is not for it
+#     mine.limits_itself = True     whatever it waits for has a limit of its own: ROLLOUT_TIMEOUT is not for it
 ROLLOUTS: dict[str, Callable] = {
     "single_turn": single_turn,
     "multi_turn": multi_turn,

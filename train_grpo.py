@@ -156,7 +156,6 @@ class Run:
     reward_functions: dict[str, Callable]
     processor: object  # the tokenizer; of a model that takes images the processor, which has one
     sampler: "PromptSampler | None"  # None where nothing is trained (--eval_only)
-    mixture: data.Mixture  # how often each domain is drawn
     generator: object  # samples: vLLM servers, or a copy of the model in this process
     policy: nn.Module  # wrapped by DDP or FSDP, to be called
     inner: "Policy"  # the same without its wrapper
@@ -230,7 +229,6 @@ def train(
                     cfg = check(cfg)
             metrics |= rollout_metrics(trajectories, cfg) | prompts.image_metrics(generator) | collected
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
-            state |= run.mixture.ended(step, metrics)  # what was drawn of each domain, and how often it was solved
             trajectories, numbers = checks.with_numbers(after_rollout(trajectories, memory, step, cfg), trajectories)
             metrics |= numbers
             trajectories = sorted(trajectories, key=lambda t: t.group)
@@ -316,8 +314,9 @@ def format_row(row: dict) -> dict:
 
 
 class PromptSampler:
-    """Which rows a step takes: every row once an epoch, in an order made from (seed, epoch); the rows of a step are
-    distinct. Ranks take contiguous shares of one global order (data.Epochs).
+    """Which rows a step takes: each once an epoch, in an order made from (seed, epoch), but for what is too little for
+    a step at an epoch's end; the rows of a step are distinct. Ranks take contiguous shares of one global order
+    (data.Order).
 
     Edit me: `next` may return any `share` rows, for example those that a column of `rows` or `memory` says are hard; a
     row may come twice. `memory` is a dict of this rank: `after_rollout` (section 3) can fill it, and checkpoints keep
@@ -329,17 +328,17 @@ class PromptSampler:
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
         self.rank, self.share, self.rows = rank, prompts_per_step // world_size, ()  # the data rows, set at start
         self.memory = {} if memory is None else memory
-        self.draw: data.Epochs | data.Draw = data.Epochs(num_rows, prompts_per_step, seed)
+        self.order = data.Order([num_rows], [1], prompts_per_step, seed)
 
     def next(self, step: int) -> list[int]:
         """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
-        return self.draw.step(step)[self.rank * self.share : (self.rank + 1) * self.share].tolist()
+        return self.order.step(step)[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
     def extra(self, step: int, round: int, count: int) -> list[int]:
         """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
         the same (seed, step, round, rank). They may be in the step already."""
         random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])  # another stream than the order's
-        return self.draw.extra(random, step, self.rank * self.share, count).tolist()
+        return self.order.extra(random, step, self.rank * self.share, count).tolist()
 
 
 # ==== 3 rollout and scoring ==========================================================================================
@@ -386,8 +385,7 @@ async def sample_rows(
     rows: list[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
 ) -> tuple[list[tuple], dict]:
     """What this rank samples for a step: [(group, whether it is silent, its times)] in the order in which prompts were
-    drawn; and counts: groups resampled, silent and unused, and, for each domain, prompts that ended and how many of
-    them were solved.
+    drawn; and counts: groups resampled, silent and unused.
 
     first, further: numbers of the rows that were drawn, and of those in place of silent groups.
     --dynamic_sampling (DAPO, 2503.14476 sec. 3.2): `enough_of_each` replaces silent groups, at most --resample_rounds
@@ -395,7 +393,6 @@ async def sample_rows(
     of each prompt. Nothing here talks to other ranks: train_async.py runs it in the background.
     """
     begun = time.perf_counter()
-    ended = dict.fromkeys([f"{own.prefix}{what}" for own in cfg.by_domain() for what in ("prompts", "solved")], 0.0)
 
     async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
         own = settings_at(step, cfg.of(rows[number]))
@@ -409,15 +406,9 @@ async def sample_rows(
             trajectory.info["row_number"] = number
         for greedy_groups, _ in others:
             with_baseline(group, greedy_groups[0][0])
-        if known := known_scores(group):
-            ended[f"{own.prefix}prompts"] += 1  # silent or not: `weight: success` has to know what is always solved
-            ended[f"{own.prefix}solved"] += sum(solved(score, own) for score in known) / len(known)
         return group, cfg.dynamic_sampling and not has_signal(group, own), seconds
 
-    groups, counts = await rollouts.enough_of_each(
-        sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg
-    )
-    return groups, counts | ended
+    return await rollouts.enough_of_each(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
 
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
@@ -1558,11 +1549,10 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     cfg = planned(utils.computable(cfg, device), rows, device, critic=make_critic is not None)
     memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
-    mixture = data.Mixture.of(cfg)
     sampler = None
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
-        sampler.rows, sampler.draw = rows, data.Draw(mixture, rows, cfg) if cfg.domains else sampler.draw
+        sampler.rows, sampler.order = rows, data.Order.of(rows, cfg)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
@@ -1584,7 +1574,6 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
     if first:  # steps that are done, by the checkpoint
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory)
-        mixture.restore(state.get("domains"), first)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
@@ -1596,7 +1585,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
             write_vocabulary(run_dir, processor)
     run = Run(
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
-        mixture=mixture, rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
+        rank=rank, device=device, run_dir=run_dir, first=first, state=state, memory=memory, log=log,
         policy=policy, inner=inner, reference=reference, teacher=teacher, optimizer=optimizer, critic=critic,
         modules=modules, generator=generator, checks=[], size=size,
     )  # fmt: skip
@@ -1620,8 +1609,6 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, list, list]:
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
     cfg = formats.settled(cfg, processor)
     rows, held_out, reward_functions = rows_and_rewards(cfg, processor)
-    if not cfg.eval_only:
-        data.check_enough(cfg, rows)
     rollouts.check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
@@ -1664,12 +1651,10 @@ def needs(cfg: TrainConfig) -> set[str]:
 
 def rows_and_rewards(cfg: TrainConfig, processor) -> tuple[list[dict], list[dict], dict[str, Callable]]:
     """Training rows, held-out rows and reward functions, of all domains if there are any."""
-    rows, held_out, reward_functions, tools, files_read = [], [], {}, {}, {}
+    rows, held_out, reward_functions, tools = [], [], {}, {}
     for own in cfg.by_domain():
         with named(own):
-            parts = data.load_data(
-                own, format_row, partial(rollouts.measure, processor=processor, cfg=own), cfg, files_read
-            )
+            parts = data.load_data(own, format_row, partial(rollouts.measure, processor=processor, cfg=own), cfg)
             functions = get_reward_functions(own, data.columns_of(parts[0] if len(parts[0]) else parts[1]))
             if own.has_teacher and not cfg.eval_only:
                 teachers.connect(own, processor, parts[0])

@@ -202,9 +202,3 @@ def checked_step(outcome, environment, processor=None, most: int | None = None) 
         raise TrajectoryError(f"{whose} must return (messages, reward, done, info); it returned {shorten(outcome)}")
     messages, reward, done, info = outcome
     return checked_messages(messages, whose, processor, most), reward, done, info or {}
-
-
-def finite_number(value) -> float:
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{number} is not finite")
-    return number

@@ -5,19 +5,14 @@
     --tool_parser my_calls.py:read       your own: read(text, schemas) -> [{"name": ..., "arguments": {...}}, ...]
 
 A format is a response template of transformers, or a function like `read`. `auto` takes the template that comes with
-the tokenizer; where there is none, a call is rendered by the chat template, and the first format that reads it back is
-taken.
+the tokenizer; where there is none, the format whose mark stands in the chat template.
 """
 
 import contextlib
-import functools
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-
-from jinja2 import TemplateError
 
 from config import ConfigError, function_path, load_function, named, shorten
 from inputs.special_tokens import clean, each_text, tokenizer_of
@@ -39,11 +34,13 @@ class Call:
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
-def call_format(content: str, function, content_args=None, **delimiters: str | list) -> dict:
-    """A response template for calls alone, in linear time: text that is no call is skipped."""
-    transform = {"type": "function", "function": function}
-    calls = {"repeats": True, "content": content, "content_args": content_args or {}, "transform": transform}
-    return {"start_anchor": "\0", "fields": {"tool_calls": calls | delimiters}}
+def call_format(content: str, open_pattern: str, close: str | list, function=None, **how) -> dict:
+    """A response template for calls alone, in linear time: text that is no call is skipped. function: what a call is
+    made of; {name} is the group of that name in open_pattern. how: arguments of transformers' parser of the content."""
+    transform = {"type": "function", "function": function or {"name": "{name}", "arguments": "{content}"}}
+    delimiters = {"open_pattern": open_pattern, "close": close}
+    calls = {"repeats": True, "content": content, "content_args": how, "transform": transform} | delimiters
+    return {"start_anchor": "\0", "fields": {"tool_calls": calls}}
 
 
 def parse_tags(text: str, schemas: list[dict]) -> list[dict]:
@@ -61,52 +58,49 @@ def parse_tags(text: str, schemas: list[dict]) -> list[dict]:
     return calls
 
 
-NAMED = {"name": "{name}", "arguments": "{content}"}
-LAX = {"allow_non_json": True}  # what is no JSON becomes a call with an error, the others of the turn are read
+# allow_non_json: what is no JSON becomes a call with an error, the others of the turn are read.
 FORMATS: dict[str, dict | Callable[[str, list[dict]], list[dict]]] = {
     # <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: Qwen 2.5 and 3
-    "hermes": call_format("json", "{content}", LAX, open="<tool_call>", close="</tool_call>"),
+    "hermes": call_format("json", "<tool_call>", "</tool_call>", "{content}", allow_non_json=True),
     # <tool_call><function=add><parameter=a>1</parameter></function></tool_call>: Qwen 3.5, Qwen3-Coder
     "xml": call_format(
         "xml-inline",
-        NAMED,
-        {"tag_pattern": r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"},
-        open_pattern=r"(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]*)>|<tool_call>",
-        close="</function>",
+        r"(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]*)>|<tool_call>",
+        "</function>",
+        tag_pattern=r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
     ),
     # to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>: gpt-oss
     "harmony": call_format(
-        "json",
-        NAMED,
-        LAX,
-        open_pattern=r"to=functions\.(?P<name>[\w.-]{1,200})[^{]{0,100}",
-        close=["<|call|>", "<|end|>"],
+        "json", r"to=functions\.(?P<name>[\w.-]{1,200})[^{]{0,100}", ["<|call|>", "<|end|>"], allow_non_json=True
     ),
     # <|tool_call>call:add{a:1,b:<|"|>text<|"|>}<tool_call|>: Gemma 4
     "gemma4": call_format(
         "json",
-        NAMED,
-        LAX | {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-        open_pattern=r"<\|tool_call>(?:call:(?P<name>\w+))?",
-        close="<tool_call|>",
+        r"<\|tool_call>(?:call:(?P<name>\w+))?",
+        "<tool_call|>",
+        allow_non_json=True,
+        unquoted_keys=True,
+        string_delims=[['<|"|>', '<|"|>']],
     ),
     # {"name": "add", "parameters": {"a": 1}} and nothing else: Llama 3.1
     "llama3_json": call_format(
         "json",
+        r'(?=\{"name")',
+        ["<|eom_id|>", "<|eot_id|>"],
         {"name": "{content.name}", "arguments": "{content.parameters}"},
-        open_pattern=r'(?=\{"name")',
-        close=["<|eom_id|>", "<|eot_id|>"],
     ),
     # <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>: GLM 4.5
     "glm45": call_format(
         "xml-inline",
-        NAMED,
-        {"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"},
-        open_pattern=r"<tool_call>(?P<name>[^<\s]*)\s*",
-        close="</tool_call>",
+        r"<tool_call>(?P<name>[^<\s]*)\s*",
+        "</tool_call>",
+        tag_pattern=r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>",
     ),
     "tags": parse_tags,
 }
+# What stands in the chat template of a model that writes a format; the first counts.
+MARKS = {"<arg_key>": "glm45", "<function=": "xml", "<|tool_call>call:": "gemma4", "to=functions.": "harmony"}
+MARKS |= {"<tool_call>": "hermes", '"parameters": ': "llama3_json"}
 OWN_WORDS = "tags"  # its calls are described by us, in the system message, whatever the template knows
 
 # What thinking begins and ends with; the second is gpt-oss's.
@@ -187,12 +181,6 @@ def instructions(schemas: list[dict], parser: str) -> str:
 
 # ---- which format a chat template writes ----------------------------------------------------------------------------
 
-KINDS = {"query": "string", "count": "integer", "exact": "boolean", "places": "array"}
-PROPERTIES = {name: {"type": kind, "description": "-"} for name, kind in KINDS.items()}
-PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["query"]}
-PROBE = {"type": "function", "function": {"name": "look_up", "description": "-", "parameters": PARAMETERS}}
-ARGUMENTS = {"query": 'the "first" one\nof {two}', "count": 7, "exact": True, "places": ["a b", "c"]}
-
 
 def parser_of(cfg) -> str:
     """--tool_parser, or for an `auto` that no chat template has settled hermes."""
@@ -207,67 +195,34 @@ def settled(cfg, processor):
         if own.env or own.tools or own.mcp_config:
             with named(own):
                 names[own.domain] = parser_for(own.tool_parser, processor, bool(own.env))
-    if not cfg.domains:
-        return replace(cfg, tool_parser=names.get("", cfg.tool_parser))
     entries = [e | ({"tool_parser": names[e["name"]]} if e["name"] in names else {}) for e in cfg.domains]
-    return replace(cfg, domains=entries)
+    return replace(cfg, domains=entries, tool_parser=names.get("", cfg.tool_parser))
 
 
 def parser_for(wanted: str, processor, has_own: bool = False) -> str:
     """The name of the parser that is used for `wanted`. has_own: the tools are an environment's, if it has any."""
+    template = re.sub(r"\{#.*?#\}", "", str(processor.chat_template or ""), flags=re.DOTALL)  # without comments
+    marked = [name for mark, name in MARKS.items() if mark in template][:1]
     if own := getattr(tokenizer_of(processor), "response_template", None):
-        FORMATS["response_template"] = own
+        FORMATS["response_template"], marked = own, ["response_template"]
     if function_path(wanted):
         load_function(wanted)
-    elif wanted not in ("auto", *FORMATS):
-        raise ConfigError(f"--tool_parser={wanted}: allowed are auto, {', '.join(FORMATS)}, or file.py:function.")
-    turn = rendered_call(processor)
-    if turn is None and wanted == "auto":  # the system message says how to call
-        return "hermes"
-    if wanted == OWN_WORDS or (not turn and wanted != "auto"):  # nothing to compare with
         return wanted
-    names = dict.fromkeys(["response_template" if own else "hermes", *FORMATS])
-    found = [name for name in ([wanted] if function_path(wanted) else names) if reads_back(turn, name)]
-    if wanted in found or (found and wanted == "auto"):
-        return wanted if wanted in found else found[0]
-    if wanted == "auto" and has_own:
+    if wanted not in ("auto", *FORMATS):
+        raise ConfigError(f"--tool_parser={wanted}: allowed are auto, {', '.join(FORMATS)}, or file.py:function.")
+    if wanted == OWN_WORDS or wanted in marked or (not marked and wanted != "auto"):
+        return wanted
+    if marked and wanted != "auto":
+        raise ConfigError(
+            f"--tool_parser={wanted}: the chat template of --model_id writes calls as {marked[0]} reads them; leave "
+            f"the flag out, or take {OWN_WORDS}, with which the system message says how to call, not the template."
+        )
+    if marked or "tools" not in template:  # then the system message says how to call
+        return [*marked, "hermes"][0]
+    if has_own:
         return OWN_WORDS
-    reader = f", which {found[0]} reads: leave the flag out" if found else ""
     raise ConfigError(
-        f"--tool_parser={wanted}: for a call the chat template of --model_id writes {shorten(turn, 120)}{reader}. Or "
-        f"give a function that reads it, my_calls.py:read (envs/formats.py), or {OWN_WORDS}, with which the system "
-        "message says how to call, not the template."
+        "--tool_parser=auto: the chat template of --model_id knows tools, and writes calls in a way that none of "
+        f"{', '.join(FORMATS)} is known to read. Give a function that reads it, my_calls.py:read (envs/formats.py), or "
+        f"{OWN_WORDS}, with which the system message says how to call, not the template."
     )
-
-
-def reads_back(turn: str, parser: str) -> bool:
-    return read_calls(turn, [PROBE], parser) == [Call("look_up", ARGUMENTS)]
-
-
-def rendered_call(processor) -> str | None:
-    """What the chat template writes for a turn with one call: "" if it leaves it out, None if it knows no tools."""
-    if not processor.chat_template:
-        return None
-    from inputs.prompts import normal
-
-    def render(messages: list[dict], tools, **options) -> str:
-        return processor.apply_chat_template(normal(messages, processor), tools=tools, tokenize=False, **options)
-
-    asked, told = [{"role": "user", "content": "-"}], functools.partial(render, add_generation_prompt=True)
-    try:
-        before = told(asked, [PROBE])
-        if before == told(asked, None):
-            return None
-    except (TemplateError, TypeError, ValueError):
-        return None
-    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates write them as they are given
-        call = Call("look_up", arguments).as_message() | {"id": "a1b2c3d4e"}
-        try:
-            whole = render([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], [PROBE])
-        except (TemplateError, TypeError, ValueError):
-            continue
-        turn = whole[len(os.path.commonprefix([before, whole])) :].rstrip()
-        turn = turn.removesuffix(tokenizer_of(processor).eos_token or "")
-        if "look_up" in turn and "two" in turn:
-            return turn
-    return ""

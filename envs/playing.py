@@ -1,12 +1,12 @@
 """One environment, without model, server or torch: python rollouts.py --env NAME --policy random"""
 
-import argparse
 import asyncio
 import random
 import statistics
 from collections.abc import Callable
+from typing import Literal
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, parse_args
 from data import load_rows
 from envs import adapters
 from envs.base import call_environment, checked_step, reset
@@ -68,41 +68,39 @@ async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> f
     return total
 
 
+class Play(TrainConfig):
+    first_flags = "env tools mcp_config tool_parser tool_timeout dataset_id max_turns seed allow_uncontained"
+    generator: Literal["vllm", "hf"] = "hf"  # --policy server asks one by itself
+
+    policy: Literal["random", "hand", "openai", "server"] = "random"  # server: a vllm_server.py, with its token
+    url: str = "http://127.0.0.1:8000/v1"  # of --policy openai or server
+    model: str = ""  # its name there
+    prompt: str = ""  # of the row, for environments that use it, where there is no --dataset_id
+    episodes: int = 1  # games; the next one's seed is one more
+
+    def __post_init__(self):
+        self.own_rows = self.dataset_id  # before the train scripts' default takes its place
+        super().__post_init__()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Play an environment by hand, at random, or with a served model.")
-    parser.add_argument("--env", help="name in ENVIRONMENTS or file.py:Class; NAME?key=value sets arguments")
-    parser.add_argument("--tools", nargs="*", default=[], help="instead: names in TOOLS or file.py:function")
-    parser.add_argument("--mcp_config", help="and, or instead: JSON file with `mcpServers`")
-    parser.add_argument("--tool_parser", default="hermes", help="how calls are written (envs/formats.py)")
-    parser.add_argument("--tool_timeout", type=float, default=30.0, help="seconds a call, reset or step may take")
-    parser.add_argument("--dataset_id", help="play its rows, as the train scripts take them")
-    parser.add_argument("--policy", choices=["random", "hand", "openai", "server"], default="random")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of --policy openai or server")
-    parser.add_argument("--model", default="", help="its name there")
-    parser.add_argument("--prompt", default="", help="of the row, for environments that use it")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--episodes", type=int, default=1)
-    parser.add_argument("--max_turns", type=int, default=8)
-    parser.add_argument("--allow_uncontained", action="store_true", help="as of the train scripts")
-    args = parser.parse_args()
-    token = secrets.read("VLLM_SERVER_TOKEN" if args.policy == "server" else "OPENAI_API_KEY")
+    cfg = parse_args(Play, description="Play an environment by hand, at random, or with a served model.")
+    cfg.reward_funcs = []  # it is played, not trained on: an environment needs no reward
+    token = secrets.read("VLLM_SERVER_TOKEN" if cfg.policy == "server" else "OPENAI_API_KEY")
     policies = {"random": random_policy, "hand": by_hand}
-    policy = policies.get(args.policy) or openai_policy(args.url, args.model, token)
-    if not (args.env or args.tools or args.mcp_config):
-        parser.error("give --env, --tools or --mcp_config")
+    policy = policies.get(cfg.policy) or openai_policy(cfg.url, cfg.model, token)
     try:
-        names = ("env", "tools", "mcp_config", "max_turns", "tool_parser", "tool_timeout", "allow_uncontained")
-        cfg = TrainConfig(**{name: getattr(args, name) for name in names})
-        cfg.reward_funcs = []  # it is played, not trained on: an environment needs no reward
+        if not (cfg.env or cfg.tools or cfg.mcp_config):
+            raise ConfigError("give --env, --tools or --mcp_config")
         check_contained([tool.call for tool in named_tools(cfg)], cfg)
         make, rewards = adapters.environment_maker(cfg), []
-        rows = load_rows(args.dataset_id, own_prompts=not args.env) if args.dataset_id else [{"prompt": args.prompt}]
-        for episode in range(args.episodes):
-            CHANCE.seed(f"policy {args.seed + episode}")
-            row = {"seed": args.seed + episode} | rows[episode % len(rows)]
+        rows = load_rows(cfg.own_rows, own_prompts=not cfg.env) if cfg.own_rows else [{"prompt": cfg.prompt}]
+        for episode in range(cfg.episodes):
+            CHANCE.seed(f"policy {cfg.seed + episode}")
+            row = {"seed": cfg.seed + episode} | rows[episode % len(rows)]
             rewards.append(asyncio.run(watch(make(), policy, row, cfg)))
     except ConfigError as error:
-        parser.error(str(error))
+        raise SystemExit(f"rollouts.py: error: {error}") from None
     given = [reward for reward in rewards if reward is not None]
     mean = f"{statistics.fmean(given):.3f}" if given else "none"
     print(f"mean reward of {len(given) or len(rewards)} trajectories: {mean}")

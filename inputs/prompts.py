@@ -86,7 +86,7 @@ def normal(messages: list[dict], processor, count: int = 0) -> list[dict]:
     {"type": "image"} stands for each. `count` images without a place of their own stand before the first user message's
     text. PartError if there is no such message."""
     if not is_vision(processor):
-        return [m if m.get("content") is None else m | {"content": text_of_parts(m["content"])} for m in messages]
+        return [m | {"content": text_of_parts(m["content"])} if type(m.get("content")) is list else m for m in messages]
     found, count = [], 0 if image_parts(messages) else count
     for message in messages:
         parts = parts_of(message.get("content"))

@@ -33,9 +33,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("domains")
     tasks = folder / "tasks.py"
     tasks.write_text(TASKS, encoding="utf-8")
-    plain = dict(name="plain", weight=[[0, 5], [4, 3]], dataset_id=f"{tasks}:plain", reward_funcs=[f"{tasks}:even"])
+    plain = dict(name="plain", weight=3, dataset_id=f"{tasks}:plain", reward_funcs=[f"{tasks}:even"])
     plain |= dict(max_completion_length=8, eval_solved=0.5, system_prompt="Speak plainly.")
-    other = dict(name="tooled", weight="success", dataset_id=f"{tasks}:tooled", reward_funcs=[f"{tasks}:odd"])
+    other = dict(name="tooled", weight=1, dataset_id=f"{tasks}:tooled", reward_funcs=[f"{tasks}:odd"])
     other |= dict(max_completion_length=24, eval_solved=6.5)
     beside = dict(model_id="models/tiny", generator="hf", compute_dtype="float32", prompts_per_step=4)
     beside |= dict(num_generations=4, max_prompt_length=512, print_samples_every=0, scale_rewards="batch")
@@ -99,7 +99,7 @@ def test_each_row_is_asked_scored_and_counted_by_its_domain(runs):
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(runs):
-    """With weights by step and by success. Without tools: which requests of several turns --generator hf puts into one
+    """Without tools: which requests of several turns --generator hf puts into one
     batch, and so what it draws, depends on how fast tools answer."""
     flags = "--reward_mean running --eval_steps 2 "
     whole = runs("one", f"{flags} --max_steps 6", False)

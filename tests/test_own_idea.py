@@ -256,9 +256,10 @@ def test_a_rollout_that_takes_too_long_or_gives_up_costs_its_row(monkeypatch):
         return tree(rows, cfg, cfg.num_generations)
 
     rows = [{"prompt": text} for text in "abc"]
-    groups, _ = rolled_out(monkeypatch, mine, rows, rollout_timeout=0.2)
+    monkeypatch.setattr(rollouts, "ROLLOUT_TIMEOUT", 0.2)
+    groups, _ = rolled_out(monkeypatch, mine, rows)
     assert [sum("failure" in t.info for t in group) for group in groups] == [4, 4, 0]
-    assert groups[0][0].info["failure"].cause == "rollout 'mine' took over 0.2 s (--rollout_timeout)"
+    assert groups[0][0].info["failure"].cause == "rollout 'mine' took over 0.2 s"
 
 
 def test_a_rollout_knows_what_it_is_called_for(monkeypatch):

@@ -93,7 +93,6 @@ SHARDINGS = {
     "ddp, LoRA": "--use_peft",
     "fsdp": "--strategy fsdp",
     "fsdp, bf16": "--strategy fsdp --dtype bfloat16",
-    "fsdp, LoRA, bf16": "--strategy fsdp --use_peft --dtype bfloat16",
     "fsdp2, bf16": "--strategy fsdp2 --dtype bfloat16",
     "fsdp2, LoRA, bf16": "--strategy fsdp2 --use_peft --dtype bfloat16",
 }

@@ -15,6 +15,7 @@ from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, ToolEnvironment
 from envs.tools import Tool, Toolbox, from_function
+from inputs.prompts import render
 from rollouts import TrajectoryError, check_rollout, measure, play
 from vllm_client import Completion
 
@@ -84,9 +85,9 @@ def tool_environment(cfg, *functions) -> ToolEnvironment:
 def test_tokens_are_the_samplers_and_the_templates(template):
     """Under four kinds of templates: spans with mask 1 are what was sampled, id for id, and everything together is what
     the template writes for the whole conversation."""
-    tokenizer, cfg = tokenizer_of(template), config(tokenization_check="strict")
-    sampler = Scripted(tokenizer, TURNS)
-    t = asyncio.run(play({"prompt": "What is 2 + 3?"}, 0, tool_environment(cfg), sampler, cfg))
+    tokenizer, cfg = tokenizer_of(template), config()
+    sampler, environment = Scripted(tokenizer, TURNS), tool_environment(cfg)
+    t = asyncio.run(play({"prompt": "What is 2 + 3?"}, 0, environment, sampler, cfg))
     assert t.turns == 3 and t.finish_reason == "stop" and t.policy_version == 3
     spans, position = [], 0
     while position < len(t.token_ids):
@@ -100,6 +101,9 @@ def test_tokens_are_the_samplers_and_the_templates(template):
     assert all(lp == 0 for mask, _, lps in spans if not mask for lp in lps)
     assert [lps[0] for mask, _, lps in spans if mask] == [-0.5, -0.5, -0.5]
     text = tokenizer.decode(t.prompt_ids + t.token_ids)
+    said = [{"role": m["role"], "content": m["content"]} for m in t.info["messages"]]
+    whole = render([*t.info["shown"], *said, {"role": "user", "content": ""}], tokenizer, environment.schemas)
+    assert whole.startswith(text)
     assert text.count("5") >= 4 and "add" in text  # three results, the answer; the tool is described
     assert [m["role"] for m in t.info["messages"]] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
 
@@ -117,23 +121,18 @@ def test_the_system_prompt_stays_beside_tools(template):
         assert text.count(first) == 1 and text.index(first) < text.index("add")
 
 
-def test_thinking_of_earlier_turns_stays(caplog, monkeypatch):
+def test_thinking_of_earlier_turns_stays():
     """Qwen3's template takes it out of what came before; the model saw it, so it is trained on."""
-    monkeypatch.setattr("safety.calls._WARNED", set())  # another test may have been warned of it
     tokenizer, cfg = tokenizer_of("qwen3"), config()
     turns = [f"<think>\nHm.\n</think>\n\n{CALL}", "It is 5."]
     t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, turns), cfg))
-    assert "where the chat template writes" in caplog.text
-    strict = config(tokenization_check="strict")
-    with pytest.raises(RuntimeError, match="a trajectory reads .*Hm"):
-        asyncio.run(play({"prompt": "?"}, 0, tool_environment(strict), Scripted(tokenizer, turns), strict))
     assert tokenizer.decode(t.token_ids).count("Hm.") == 1
     assert "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(t.token_ids)
 
 
 def test_a_template_whose_roles_have_to_alternate():
     """Two results of one turn are one message; a prompt that begins the answer is no fault of the template's."""
-    tokenizer, cfg = tokenizer_of("smollm2"), config(tokenization_check="strict")
+    tokenizer, cfg = tokenizer_of("smollm2"), config()
     rule = "{% for m in messages %}{% if m['role'] == 'tool' or (not loop.first and m['role'] == last.role) %}"
     rule = "{% set last = namespace(role='') %}" + rule + "{{ raise_exception('what?') }}{% endif %}"
     tokenizer.chat_template = rule + "{% set last.role = m['role'] %}{% endfor %}" + tokenizer.chat_template
