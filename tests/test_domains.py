@@ -102,7 +102,7 @@ def test_a_domain_is_the_config_with_settings_of_its_own(tmp_path):
     "entries, message",
     [
         ([{"name": "rewards"}], "name 'rewards': .*other metrics begin"),
-        ([SUMS, SUMS], "name 'sums': .* of its own"),
+        ([SUMS, SUMS], "two entries have the same name"),
         ([{"name": "a", "learning_rate": 1}], "domain 'a'.*: unknown name 'learning_rate'"),
     ],
 )
