@@ -13,7 +13,6 @@ import asyncio
 import functools
 import inspect
 import math
-import numbers
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from config import ConfigError, TrainConfig, known_name, shorten
 from data import has_column
 from envs import ToolEnvironment, adapters
 from envs.adapters import put_away, take_environment
-from envs.base import call_environment, checked_step, name_of, reset, state_of
+from envs.base import call_environment, checked_step, reset, state_of
 from envs.playing import main
 from inputs.pictures import PictureError
 from inputs.prompts import (
@@ -48,7 +47,7 @@ from inputs.trajectory import (
     same_row,
     trajectory_fault,
 )
-from safety.calls import finite, run_limited, unread
+from safety.calls import run_limited, unread
 from safety.storable import calls_in, text_of
 
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
@@ -239,17 +238,8 @@ def any_number(cfg: TrainConfig) -> bool:
 
 
 def group_size(row: dict, cfg: TrainConfig) -> int:
-    """Completions to sample of a row in a training step: its column `num_generations`, or --num_generations if it has
-    none, or None there. ConfigError for what is no such number."""
-    size = row.get("num_generations")
-    if size is None:
-        return cfg.num_generations
-    if not isinstance(size, numbers.Real) or size < 1 or size % 1:
-        raise ConfigError(
-            f"column num_generations is {shorten(size)} in the row with prompt {shorten(row.get('prompt'))}: it is how "
-            "many completions to sample of that row. Rename it in format_row (train script) if it means something else."
-        )
-    return int(size)
+    """Completions to sample of a row in a training step: its column `num_generations`, or --num_generations."""
+    return int(row.get("num_generations") or cfg.num_generations)
 
 
 def group_sizes(rows: list[dict], cfg: TrainConfig) -> list[int]:
@@ -479,14 +469,8 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
     score() was None and no turn had a reward: then no reward applies}."""
     score = await call_environment(environment, "score", row, cfg)
     metrics = await call_environment(environment, "metrics", row, cfg)
-    whose = name_of(environment)
-    try:
-        turns[-1]["reward"] += 0.0 if score is None else finite(score)
-        nothing = score is None and not any(turn["reward"] for turn in turns)
-        return {"metrics": dict(metrics or {}), "unscored": nothing}
-    except (TypeError, ValueError, OverflowError) as error:
-        fault = f"{whose}.score() gave {shorten(score)} and metrics() {shorten(metrics)}"
-        raise TrajectoryError(f"{fault}: a finite number or None, and a dict", row) from error
+    turns[-1]["reward"] += score or 0.0
+    return {"metrics": metrics, "unscored": score is None and not any(turn["reward"] for turn in turns)}
 
 
 def messages_of(turn: dict) -> list[dict]:

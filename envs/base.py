@@ -39,8 +39,7 @@ import math
 import zlib
 from collections.abc import Callable
 
-from config import TrainConfig
-from data import shorten
+from config import TrainConfig, shorten
 from envs.formats import instructions, outside_thinking, parser_of, read_calls
 from envs.tools import Tool, Toolbox, cut, tools_of
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
@@ -126,8 +125,18 @@ async def call_environment(environment, method: str, of: dict, cfg: TrainConfig,
     """environment.METHOD within its time; TrajectoryError naming it and the row, `of`, if it fails or is late."""
     seconds = (method == "step" and environment.step_timeout) or cfg.tool_timeout
     what = f"{name_of(environment)}.{method}()"
-    read = {"step": calls.step, "score": calls.number, "state": calls.state, "metrics": calls.plain}
-    return await limited(getattr(environment, method), arguments, seconds, what, of, read.get(method, calls.plain))
+    return await limited(getattr(environment, method), arguments, seconds, what, of, READ.get(method, calls.plain))
+
+
+def read_score(value) -> float | None:
+    return None if value is None else calls.finite(calls.number(value))
+
+
+def read_metrics(value) -> dict:
+    return calls.plain(dict(value or {}))
+
+
+READ = {"step": calls.step, "score": read_score, "state": calls.state, "metrics": read_metrics}
 
 
 async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=unread):
