@@ -271,23 +271,17 @@ async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajector
     A rollout that raises TrajectoryError, or takes longer than ROLLOUT_TIMEOUT, has failed for this row:
     they are returned as `failed_trajectory`.
     """
+    function = ROLLOUTS[cfg.rollout]
+    if not inspect.iscoroutinefunction(function):
+        raise RolloutError(f"rollout {cfg.rollout!r} is no coroutine; write it as `async def`.")
+    limit = None if getattr(function, "limits_itself", False) else ROLLOUT_TIMEOUT
     try:
-        returned = await in_time(ROLLOUTS[cfg.rollout], row, generator, cfg)
-    except TrajectoryError as error:
+        returned = await asyncio.wait_for(function([row], generator, cfg), limit)
+    except (TrajectoryError, TimeoutError) as error:
+        late = TrajectoryError(f"rollout {cfg.rollout!r} took over {ROLLOUT_TIMEOUT:g} s", row)
+        error = late if isinstance(error, TimeoutError) else error
         return [failed_trajectory(row, 0, error) for _ in range(cfg.num_generations)]
     return checked_rollout(returned, row, generator, cfg)
-
-
-async def in_time(function: Callable, row: dict, generator, cfg: TrainConfig):
-    """What the rollout returns for one row; TrajectoryError if it is late."""
-    returned = function([row], generator, cfg)
-    if not inspect.isawaitable(returned):
-        raise RolloutError(f"rollout {cfg.rollout!r} is no coroutine; write it as `async def`.")
-    try:
-        limits_itself = getattr(function, "limits_itself", False)
-        return await asyncio.wait_for(returned, None if limits_itself else ROLLOUT_TIMEOUT)
-    except TimeoutError as error:
-        raise TrajectoryError(f"rollout {cfg.rollout!r} took over {ROLLOUT_TIMEOUT:g} s", row) from error
 
 
 def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:
