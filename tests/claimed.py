@@ -1,11 +1,10 @@
 """Tensors that claim to be on a GPU: each is a CPU tensor inside; mixing it with CPU tensors is refused as CUDA does.
 
-On a machine without a GPU this finds tensors made on the wrong device, and counts where the host waits for the device.
-What it cannot show is what CUDA's kernels compute.
+On a machine without a GPU this finds tensors made on the wrong device. What it cannot show is what CUDA's kernels
+compute.
 
-    with claimed_gpu() as gpu:
+    with claimed_gpu():
         x = torch.ones(2, device=GPU)
-        float(x.sum())                  # counted in gpu.waits, under this line
         x + torch.ones(2)               # Refused, as on a GPU
 
 The device is called "gpu": a build of torch without CUDA takes no tensors that claim "cuda".
@@ -13,9 +12,6 @@ The device is called "gpu": a build of torch without CUDA takes no tensors that 
 
 import contextlib
 import functools
-import sys
-from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -24,7 +20,6 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-ROOT = Path(__file__).parent.parent
 GPU = torch.device("privateuseone", 0)  # which `register` calls "gpu"
 aten = torch.ops.aten
 
@@ -32,8 +27,6 @@ COPIES = {aten.copy_, aten._to_copy, aten.to, aten._foreach_copy_}  # between de
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 # These take CPU scalars, as pointwise ops of two tensors do.
 SCALARS = {aten.where, aten.masked_fill, aten.masked_fill_}
-READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
-READS |= {aten.unique_consecutive, aten.bincount, aten.repeat_interleave}  # the host has to know values
 
 
 class Refused(RuntimeError):
@@ -78,15 +71,7 @@ def check_devices(func, args, tensors: list) -> None:
 
 
 class ClaimedGPU(TorchDispatchMode):
-    """Runs everything on the CPU, claims what belongs on the GPU, and counts by source line where the host waits.
-
-    waits: for values. sent: times it sends values, which lie in pageable memory, so that it waits for the copy.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.waits: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
+    """Runs everything on the CPU, and claims what belongs on the GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         flat, structure = tree_flatten((args, kwargs or {}))
@@ -97,21 +82,10 @@ class ClaimedGPU(TorchDispatchMode):
         devices = [x for x in flat if isinstance(x, torch.device)]
         if devices:
             target = devices[0].type == GPU.type
-        elif packet is aten.copy_:
-            source, target = (isinstance(x, Claimed) for x in (args[1], args[0]))
         if packet in (aten._pin_memory, aten.is_pinned):
             if packet is aten._pin_memory and isinstance(args[0], Claimed):
                 raise Refused("expected a CPU tensor to pin")
             return args[0].clone() if packet is aten._pin_memory else False
-        waits = int(source and (packet in READS or not target))
-        sent = int(packet in COPIES and target and not source and not (kwargs or {}).get("non_blocking"))
-        if packet in INDEXING and target:
-            indices = [x for x in args[1] if x is not None]
-            waits += any(x.dtype == torch.bool for x in indices)  # for how many of them are set
-            sent += sum(not isinstance(x, Claimed) for x in indices)
-        if waits or sent:
-            self.waits[line()] += waits
-            self.sent[line()] += sent
         cpu_args, cpu_kwargs = tree_unflatten([on_cpu(x) for x in flat], structure)
         out = func(*cpu_args, **cpu_kwargs)
         if packet is aten.copy_:
@@ -127,17 +101,6 @@ def on_cpu(value):
     if isinstance(value, torch.device):
         return value if value.type == "meta" else torch.device("cpu")
     return value.inner if isinstance(value, Claimed) else value
-
-
-def line() -> str:
-    """The innermost line of the repository that is being run, as file:line, tests apart."""
-    frame = sys._getframe(2)
-    while frame:
-        path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
-        if not path.startswith(("/", "tests/", "benchmarks/", ".venv", "<")):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "tests"
 
 
 class ClaimedGenerator(torch.Generator):
@@ -204,9 +167,9 @@ def claimed_gpu():
             mock.patch("torch.Generator", ClaimedGenerator),
             torch.autograd.set_multithreading_enabled(False),  # the backward pass stays in this thread
             CheckGenerators(),
-            ClaimedGPU() as gpu,
+            ClaimedGPU(),
         ):
-            yield gpu
+            yield
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
         torch.__future__.set_swap_module_params_on_conversion(swap)

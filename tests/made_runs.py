@@ -29,9 +29,8 @@ END, FIRST_WORD = 2, len(SPECIAL) + len(BYTES)
 def vocabulary(folder: Path) -> None:
     special = [n < len(SPECIAL) for n in range(len(PIECES))]
     ids = pa.array(range(len(PIECES)), pa.int32())
-    pq.write_table(
-        pa.table({"id": ids, "piece": pa.array(PIECES, pa.binary()), "special": special}), folder / "vocabulary.parquet"
-    )
+    table = pa.table({"id": ids, "piece": pa.array(PIECES, pa.binary()), "special": special})
+    pq.write_table(table, folder / "vocabulary.parquet")
 
 
 def metrics_line(step: int, steps: int, fault: str | None, rng: random.Random) -> dict:
@@ -46,25 +45,15 @@ def metrics_line(step: int, steps: int, fault: str | None, rng: random.Random) -
         entropy, reward = 0.9 * 2.718 ** (-14 * share) + 0.004, min(reward, 0.35) + rng.gauss(0, 0.005)
     if fault == "stale" and wrong:
         lag, difference = int(step - steps / 3), 0.012 + 0.5 * wrong
-    line = {
-        "step": step,
-        "reward": reward,
-        "reward_std": 0.3,
-        "frac_reward_zero_std": 0.2 + (0.75 * wrong if fault == "entropy" else 0),
-    }
+    line = {"step": step, "reward": reward, "reward_std": 0.3}
+    line["frac_reward_zero_std"] = 0.2 + (0.75 * wrong if fault == "entropy" else 0)
     line |= {"rewards/right/mean": reward, "rewards/format/mean": min(1.0, 0.4 + share), "entropy": max(entropy, 0.002)}
-    line |= {
-        "completions/mean_length": length,
-        "completions/max_length": length * 2,
-        "completions/min_length": length / 3,
-    }
+    lengths = {"mean": length, "max": 2 * length, "min": length / 3}
+    line |= {f"completions/{name}_length": value for name, value in lengths.items()}
     line |= {"completions/clipped_ratio": 0.02 + (0.5 * wrong if fault == "length" else 0), "num_tokens": 9000.0 * step}
     line |= {"loss": rng.gauss(0, 0.001), "grad_norm": abs(rng.gauss(0.4, 0.05)), "lr": 1e-6, "kl": 0.02 * share}
-    line |= {
-        "sampling/logprob_diff_mean": difference,
-        "sampling/logprob_diff_max": 20 * difference,
-        "sampling/kl": difference / 9,
-    }
+    line |= {"sampling/logprob_diff_mean": difference, "sampling/logprob_diff_max": 20 * difference}
+    line |= {"sampling/kl": difference / 9}
     line |= {"sampling/ratio_mean": 1.0, "sampling/ess": max(0.05, 0.999 - difference), "policy_lag": lag}
     line |= {"clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.001, "advantages/abs_mean": 0.6}
     for name in DOMAINS:
@@ -129,53 +118,26 @@ def completions_table(
     for n in range(rows):
         part = [pieces[i] for i in ids[offsets[n] : offsets[n + 1]]]
         texts.append("".join(part[third[n] if turns else 0 : -1]))
-        call = {
-            "name": "calculator",
-            "arguments": '{"expression": "12 + 30"}',
-            "result": "42",
-            "seconds": 0.02 * (n % 5),
-            "failed": n % 11 == 0,
-        }
-        asked = {
-            "text": "".join(part[: first[n]]),
-            "observation": ["".join(part[first[n] : third[n]])],
-            "calls": [call],
-            "reward": 0.0,
-            "start": 0,
-            "end": int(first[n]),
-            "state": f"n={n}",
-        }
-        said = {
-            "text": texts[-1],
-            "observation": [],
-            "calls": [],
-            "reward": float(reward[n]),
-            "start": int(third[n]),
-            "end": int(lengths[n]),
-            "state": None,
-        }
+        call = {"name": "calculator", "arguments": '{"expression": "12 + 30"}', "result": "42"}
+        call |= {"seconds": 0.02 * (n % 5), "failed": n % 11 == 0}
+        asked = {"text": "".join(part[: first[n]]), "observation": ["".join(part[first[n] : third[n]])], "reward": 0.0}
+        asked |= {"calls": [call], "start": 0, "end": int(first[n]), "state": f"n={n}"}
+        said = {"text": texts[-1], "observation": [], "reward": float(reward[n])}
+        said |= {"calls": [], "start": int(third[n]), "end": int(lengths[n]), "state": None}
         all_turns.append([asked, said])
     version = step - 1 - (int(step - steps / 3) if fault == "stale" and wrong else 0)
-    prompt = [
-        json.dumps([{"role": "user", "content": f"What is {10 + n // group} + {step % 40}? <b>"}]) for n in range(rows)
-    ]
+    asks = [f"What is {10 + n // group} + {step % 40}? <b>" for n in range(rows)]
+    prompt = [json.dumps([{"role": "user", "content": text}]) for text in asks]
     columns = {"prompt": prompt, "completion": texts, "reward": reward, "advantage": advantage}
     columns |= {"finish_reason": ["length" if n % 17 == 0 else "stop" for n in range(rows)]}
-    columns |= {
-        "row_number": [n // group + (step * 7) % 50 for n in range(rows)],
-        "rewards/right": (reward > 0.5).astype(float),
-        "rewards/format": reward / 2,
-    }
+    columns |= {"row_number": [n // group + (step * 7) % 50 for n in range(rows)]}
+    columns |= {"rewards/right": (reward > 0.5).astype(float), "rewards/format": reward / 2}
     if turns:
         columns["turns"] = all_turns
     if not per_token:
         return pa.table(columns)
-    columns |= {
-        "group": np.arange(rows) // group,
-        "domain": domains,
-        "policy_version": pa.array([version] * rows, pa.int32()),
-        "length": pa.array(lengths, pa.int32()),
-    }
+    columns |= {"group": np.arange(rows) // group, "domain": domains, "length": pa.array(lengths, pa.int32())}
+    columns["policy_version"] = pa.array([version] * rows, pa.int32())
     columns["prompt_ids"] = pa.array([[1, FIRST_WORD, FIRST_WORD + 1, 2]] * rows, pa.list_(pa.int32()))
 
     def listed(values: np.ndarray, kind) -> pa.Array:
@@ -188,20 +150,9 @@ def completions_table(
     columns["token_ids"] = listed(ids, pa.int32())
     columns["tokens/trained"] = listed(trained, pa.bool_())
     sampled = np.where(observed, np.nan, logprob + rng.normal(0, drift, total))
-    entropy = np.abs(
-        rng.normal(
-            0.6 if not (fault == "entropy" and wrong) else 0.01,
-            0.3 if not (fault == "entropy" and wrong) else 0.005,
-            total,
-        )
-    )
-    per = {
-        "advantage": spread,
-        "weight": spread * (np.abs(spread) < 0.45),
-        "logprob": logprob,
-        "entropy": entropy,
-        "sampler_logprob": sampled,
-    }
+    entropy = np.abs(rng.normal(0.6, 0.3, total)) * (1 / 60 if fault == "entropy" and wrong else 1)
+    per = {"advantage": spread, "weight": spread * (np.abs(spread) < 0.45), "logprob": logprob, "entropy": entropy}
+    per["sampler_logprob"] = sampled
     for name, values in per.items():
         columns[f"tokens/{name}"] = listed(values.astype(np.float16), pa.float16())
     columns["tokens/version"] = listed(np.full(total, version, np.int32), pa.int32())
@@ -223,21 +174,10 @@ def make_run(
     """A run of so many `steps`, with the completions of the last `files` steps."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "model_id": "models/SmolLM2-135M-Instruct",
-        "dataset_id": "examples/sums.py:rows",
-        "advantage": "grpo",
-        "policy_loss": "ppo",
-        "seed": seed,
-        "run_name": folder.name,
-        "output_dir": "runs",
-        "learning_rate": 3e-4,
-        "max_steps": steps,
-        "num_generations": 8,
-        "max_completion_length": 1024,
-        "domains": [{"name": name, "weight": 1.0} for name in DOMAINS],
-        "push_steps": 1,
-    }
+    settings = {"model_id": "models/SmolLM2-135M-Instruct", "dataset_id": "examples/sums.py:rows", "push_steps": 1}
+    settings |= {"advantage": "grpo", "policy_loss": "ppo", "seed": seed, "run_name": folder.name, "max_steps": steps}
+    settings |= {"output_dir": "runs", "learning_rate": 3e-4, "num_generations": 8, "max_completion_length": 1024}
+    settings["domains"] = [{"name": name, "weight": 1.0} for name in DOMAINS]
     (folder / "config.json").write_text(json.dumps(settings | config, indent=2), encoding="utf-8")
     (folder / "command.txt").write_text("python train_grpo.py --config examples/sums.yaml\n", encoding="utf-8")
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
@@ -247,24 +187,15 @@ def make_run(
             if step % evaluate == 0:
                 file.write(json.dumps(evaluation_line(step, line, fault)) + "\n")
     if state:
-        now = time.time()
-        told = {
-            "state": state,
-            "step": steps,
-            "num_steps": steps,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": BEGUN,
-            "updated": now,
-            "why": "CUDA out of memory <b>" if state == "failed" else None,
-        }
+        told = {"state": state, "step": steps, "num_steps": steps, "pid": os.getpid(), "host": socket.gethostname()}
+        told |= {"started": BEGUN, "updated": time.time()}
+        told["why"] = "CUDA out of memory <b>" if state == "failed" else None
         (folder / "state.json").write_text(json.dumps(told), encoding="utf-8")
     (folder / "lock").touch()
     vocabulary(folder)
     for step in range(steps - files + 1, steps + 1):
-        write_step(
-            folder / "completions" / f"step_{step:06d}.parquet", completions_table(step, steps, rows, tokens, fault)
-        )
+        table = completions_table(step, steps, rows, tokens, fault)
+        write_step(folder / "completions" / f"step_{step:06d}.parquet", table)
     for step in range(evaluate, steps + 1, evaluate * max(1, steps // evaluate // 8)):
         table = completions_table(step, steps, 8, min(tokens, 60), group=1, turns=False, per_token=False)
         table = table.set_column(table.schema.get_field_index("row_number"), "row_number", pa.array(range(8)))

@@ -1,7 +1,6 @@
 """Pushes edited weights from ddp, fsdp and fsdp2, with and without LoRA, to a live server. For test_runs.py."""
 
 import asyncio
-import ctypes
 import os
 import sys
 from itertools import product
@@ -26,16 +25,6 @@ def edit(policy: torch.nn.Module, seed: int) -> None:
         if parameter.requires_grad and parameter.numel():
             local = parameter.data.to_local() if isinstance(parameter, script.DTensor) else parameter.data
             local.add_(torch.randn_like(local) * (local.std(correction=0) / 3 + 0.02))
-
-
-def peak_memory() -> float:
-    """Highest resident memory in MiB since the last call to `reset_peak`."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def snapshot(policy) -> list[torch.Tensor]:
@@ -86,44 +75,6 @@ def one_case(version: int, *kind) -> dict:
     return dict(case=name, before=before, after=after, version=versions == {version}, untouched=untouched)
 
 
-class Packer:
-    """Takes a push as a client does, into a bucket for the wire, and drops it."""
-
-    receives_weights, weight_dtype = True, torch.float32
-
-    def begin_push(self) -> None:
-        self.received = 0
-
-    def send_bucket(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        self.received += torch.cat([tensor.reshape(-1) for _, tensor in named]).numel()
-
-    def finish_push(self, version: int) -> None:
-        assert self.received == WIDE_PARAMETERS, self.received
-
-
-def wide_llama(cfg, dtype) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **shape)).to(dtype)
-
-
-WIDE_PARAMETERS = 43_004_416  # 164 MiB in fp32; the largest tensor has 8, a layer 13
-
-
-def extra_memory(strategy: str, use_peft: bool) -> float:
-    """MiB by which a push of a model much larger than a bucket raises this rank's peak."""
-    cfg = TrainConfig(strategy=strategy, use_peft=use_peft, compute_dtype="float32", push_bucket_mb=4)
-    original, script.load_hf_model = script.load_hf_model, wide_llama
-    policy, _ = script.load_policy(cfg, torch.device("cpu"))
-    script.load_hf_model = original
-    script.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)  # FSDP keeps buffers from its first gathering on
-    reset_peak()
-    before = peak_memory()
-    script.push_weights(policy, Packer(), 0, cfg.push_bucket_mb)
-    return peak_memory() - before
-
-
 def script_tokenizer(model_dir: str):
     from transformers import AutoTokenizer
 
@@ -131,12 +82,6 @@ def script_tokenizer(model_dir: str):
 
 
 CASES = list(product(("ddp", "fsdp", "fsdp2"), (False, True)))
-
-
-def memory_of_pushes() -> list[float]:
-    """`extra_memory` of each case. In a process of its own: what others freed would be taken before the peak rises."""
-    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD, bytes: what is freed goes back at once, so a peak is one
-    return [extra_memory(*case) for case in CASES]
 
 
 def all_cases(model_dir: str, url: str, token: str, compute_dtype: str) -> list[dict]:

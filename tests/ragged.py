@@ -1,7 +1,6 @@
 """A ragged batch, a small model, and the whole gradient of an update, under any sharding and on any rank."""
 
 from dataclasses import replace
-from itertools import product
 
 import torch
 
@@ -16,7 +15,7 @@ SETTINGS = {  # so that tokens are chosen in a batch as small as this
     "clip_cov": dict(clip_cov_ratio=0.2, clip_cov_min=0.0, clip_cov_max=9.0),
     "kl_cov": dict(kl_cov_ratio=0.2),
 }
-MODES = ("token_mean", "seq_mean", "seq_sum", "constant")
+MODES = ("seq_mean", "seq_sum", "constant")
 CPU = torch.device("cpu")
 
 
@@ -109,7 +108,7 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
     result = {}
     few = base.use_peft or base.strategy != "ddp"  # neither adapters nor shards change a loss
     losses = ("ppo", "gspo", "kl_cov") if few else sorted(script.POLICY_LOSSES)
-    for loss, mode in product(losses, MODES):
+    for loss, mode in [*((loss, "token_mean") for loss in losses), *(("ppo", mode) for mode in MODES)]:
         cfg = replace(base, policy_loss=loss, loss_agg=mode, **SETTINGS.get(loss, {}))
         cuts = {"many": replace(cfg, tokens_per_microbatch=40, logprob_chunk=4)}
         if world == 1:

@@ -1,7 +1,6 @@
 """Calls of other people's code (safety/calls.py): whatever it does, the run goes on or says who stopped it."""
 
 import asyncio
-import os
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import torch
 from ranks import on_ranks
 
 import utils
+from config import load_function
 from rewards import REWARDS
 from safety import calls
 from safety.calls import UnusableResult, plain, reward_values, run_limited, state, step, unread
@@ -27,7 +27,13 @@ def outcome(function, seconds=0.3, read=plain, **kwargs):
     return asyncio.run(run_limited(function, kwargs, seconds, read))
 
 
-# ---- functions that stand in a file, for processes of their own ----
+# Functions for processes of their own stand in a file; this one would import torch in each.
+OWN = """
+import os
+import subprocess
+from pathlib import Path
+
+from safety.calls import UnusableResult
 
 
 def squares(numbers, **others):
@@ -35,22 +41,23 @@ def squares(numbers, **others):
 
 
 def hangs_with_a_child(path):
-    child = subprocess.Popen(["sleep", str(NEVER)])
+    child = subprocess.Popen(["sleep", "60"])
     Path(path).write_text(str(child.pid))
     while True:
         pass
 
 
 def leaves(numbers):
-    os._exit(3)
+    return os._exit(3) if numbers else "there again"
 
 
 def stops(numbers):
     raise UnusableResult("returned nothing", 1)
 
 
-squares.own_process = 1
-hangs_with_a_child.own_process = leaves.own_process = stops.own_process = True
+squares.own_process = leaves.own_process = 1
+hangs_with_a_child.own_process = stops.own_process = True
+"""
 
 
 # ---- time ----
@@ -128,15 +135,19 @@ def test_who_holds_the_gil_ends_the_process_and_is_shown():
     assert "Timeout" in ended.stderr and "in backtracks" in ended.stderr
 
 
-def test_a_process_of_its_own_is_killed_with_what_it_started(tmp_path):
+def test_a_process_of_its_own_is_killed_with_what_it_started_and_started_again(tmp_path):
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    names = ("squares", "hangs_with_a_child", "leaves", "stops")
+    squares, hangs, leaves, stops = (load_function(f"{tmp_path}/own.py:{name}") for name in names)
     assert outcome(squares, 20, reward_values, numbers=[1, 2], log=lambda: 0) == ([1.0, 4.0], None)
-    assert outcome(hangs_with_a_child, 3.0, path=str(tmp_path / "pid")) is None
+    assert outcome(hangs, 3.0, path=str(tmp_path / "pid")) is None
     child = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
     for function, error in ((leaves, "status 3"), (stops, "returned nothing")):
         result, raised = outcome(function, 20, numbers=[1])
         assert result is None and error in str(raised)
     assert raised.index == 1 and "in stops" in raised.__notes__[0]
+    assert outcome(leaves, 20, numbers=[]) == ("there again", None)
     result, raised = outcome(squares, 20, numbers=[lambda: 1])
     assert "argument 'numbers' cannot be sent" in str(raised)
 
@@ -209,13 +220,13 @@ def test_tools_and_environments_give_plain_data():
 def come_late():
     utils.wait_for_ranks(60)
     if utils.dist.get_rank() == 1:
-        time.sleep(6)
+        time.sleep(3)
     try:
-        utils.wait_for_ranks(2)
+        utils.wait_for_ranks(1)
     except RuntimeError as error:
         return str(error)
 
 
 def test_a_rank_that_does_not_come_is_named():
     told, _ = on_ranks(2, come_late)
-    assert "Ranks 1 failed to pass monitoredBarrier in 2000 ms" in told
+    assert "Ranks 1 failed to pass monitoredBarrier in 1000 ms" in told

@@ -1,4 +1,4 @@
-"""Sampling in this process, for every family of language models that transformers has: the log-probs are those of a
+"""Sampling in this process, for families of every kind of layer: the log-probs are those of a
 plain forward pass of a row alone. And which attention a family is loaded with."""
 
 import asyncio
@@ -21,7 +21,7 @@ PROMPTS = [list(range(20, 20 + 7 * n, 7)) for n in (3, 11, 6, 19, 6)]
 ENDS = {2, *range(10, 200)}  # a token in five ends a sample
 
 # Their state is computed by one formula for a prompt and by another for a single token (with the step bounded below).
-ROUNDED = {"nemotron_h": 1e-4, "zamba2": 1e-4}
+ROUNDED = {"nemotron_h": 1e-4}
 
 
 def generator_of(model) -> HFGenerator:

@@ -30,7 +30,7 @@ OTHERS = {  # not over text, or not of the text alone, or tested where the other
     "zero",
 }  # fmt: skip
 IN_PROCESSES = ("math", "reasoning_gym")  # other people's parsers, with time limits: test_calls.py
-SIZE = 100_000
+SIZE = 30_000
 REPEATED = [
     *" \n*[<(-.,`#$\\{0a",
     "- ",
@@ -56,7 +56,7 @@ def test_every_reward_is_looked_at():
 
 
 @pytest.mark.parametrize("name", sorted(COLUMNS.keys() - set(IN_PROCESSES)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(st.one_of(st.text(st.characters(codec=None)), st.lists(st.sampled_from(PIECES), max_size=12).map("".join)))
 def test_any_text_has_a_score(name, text):
     start = time.process_time()
@@ -74,7 +74,7 @@ def hostile(piece: str):
 
 @pytest.mark.parametrize("name", sorted(COLUMNS.keys() - set(IN_PROCESSES)))
 def test_a_score_takes_linear_time(name):
-    """100 kB of what makes a regular expression or a parser slow. Plain python does each in less than .2 s here."""
+    """30 kB of what makes a regular expression or a parser slow. Plain python does each in less than .2 s here."""
     for piece in REPEATED:
         for text in hostile(piece):
             start = time.process_time()

@@ -67,6 +67,10 @@ IDEAS = [
     ("Advantages weighted by entropy", "--advantage entropy_weighted", "entropy_bonus"),
     ("Another optimizer", "--learning_rate 1e-4", "lr/embeddings"),
     ("A supervised term", "--sft_steps 2", "sft/right_mean"),
+    ("A term over pairs", "--tokens_per_microbatch 60", "grad_norm"),
+    ("A setting that changes", "--max_completion_length 6 --loss_agg constant", "completions/max_length"),
+    ("A branch from a prefix", "--rollout endings --num_generations 4", "completions/mean_length"),
+    ("Two adapters", "--use_peft --learning_rate 1e-4", "lr"),
 ]
 
 
@@ -90,6 +94,8 @@ def test_idea(title, flags, metric, copy, tmp_path):
         assert steps[0][metric] == pytest.approx(steps[0]["lr"] / 10)
     if metric == "pass_at_k":
         assert all(0 < step[metric] <= 1 for step in steps)
+    if metric == "completions/max_length":
+        assert [step[metric] for step in steps] == [4, 6, 6]
 
 
 @pytest.mark.slow

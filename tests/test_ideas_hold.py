@@ -19,11 +19,9 @@ from algorithms.checks import with_numbers
 from batch import collate, group_mean, group_std, row_mean
 from config import ConfigError, TrainConfig, load_config
 from inputs.trajectory import Trajectory, empty_trajectory
-from rollouts import checked_rollout
 from runlog import checkpoints
 from runlog.reading import read_metrics
 from runlog.rollout_metrics import rollout_metrics
-from safety import calls
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parent.parent
 TOY = ROOT / "benchmarks" / "toy.py"
@@ -290,20 +288,6 @@ def test_a_statistic_of_a_group_of_values_for_each_token_is_refused():
     assert group_mean(row_mean(batch.rewards, batch.loss_mask)[:, 0], batch.groups).shape == (15,)
 
 
-@pytest.mark.parametrize(
-    "mask, info, told",
-    [([0, 0, 1], {}, 1), ([1, 0, 1], {}, 0), ([0, 0, 1], {"completion": "the whole"}, 0), ([], {}, 0)],
-)
-def test_a_completion_that_begins_with_what_was_not_sampled_is_told(mask, info, told, caplog, monkeypatch):
-    row = {"prompt": "x"}
-    lists = [[5] * len(mask), mask, [-1.0] * len(mask), [0.0] * len(mask)]
-    branch = Trajectory(row, 0, [1], *lists, info=info)
-    generator = SimpleNamespace(vocab_size=10, tokenizer=SimpleNamespace(decode=lambda ids, **_: "text"))
-    monkeypatch.setattr(calls, "_WARNED", set())
-    checked_rollout([branch], row, generator, TrainConfig(num_generations=1, rollout="single_turn"))
-    assert caplog.text.count("behind them alone") == told
-
-
 def test_a_row_number_is_that_of_the_row():
     """Of a completion in hindsight, which another prompt would have asked for."""
     sampled = [completion(number, 2, 0.0) for number in (3, 8)]
@@ -312,23 +296,6 @@ def test_a_row_number_is_that_of_the_row():
     relabelled = replace(sampled[0], row=sampled[1].row, group=8, info=dict(sampled[0].info))
     returned, _ = with_numbers([*sampled, relabelled], sampled)
     assert [t.info["row_number"] for t in returned] == [3, 8, 8]
-
-
-@pytest.mark.parametrize("field", ["teacher_logprobs", "sampling_logprobs", None])
-def test_a_loss_that_is_not_finite_is_given_the_cause_that_applies(field, monkeypatch):
-    """nan in what it reads; only where there is none may it have divided by 0."""
-    batch = ragged.local_batch(0, 1)
-    for t in (own := ragged.trajectories())[1:]:
-        t.teacher_logprobs = [0.0] * len(t.token_ids)
-    told = collate(own, 0, CPU).teacher_logprobs  # the first one's teacher was not asked
-    assert told.isnan().sum() == batch.loss_mask[0].sum() and told[0, : len(own[0].prompt_ids)].eq(0).all()
-    if field:
-        setattr(batch, field, told)
-    reads = {None: lambda batch: torch.zeros(1) / 0, "teacher_logprobs": lambda batch: batch.teacher_logprobs}
-    read = reads.get(field, lambda batch: batch.sampling_logprobs)
-    monkeypatch.setitem(script.ADVANTAGES, "mine", lambda batch, cfg: read(batch) * torch.ones_like(batch.rewards))
-    with pytest.raises(ValueError, match=f"batch.{field} has nan on some" if field else "divide by a std"):
-        script.add_advantages(batch, replace(CFG, advantage="mine"))
 
 
 # ---- an update, by hand ---------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 import ctypes
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
-from push_worker import peak_memory, reset_peak
 from ranks import on_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -20,15 +20,13 @@ PARAMETERS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER + 2 * HIDDEN) + 4096 *
 WHOLE = PARAMETERS * 4 / 2**20  # MiB in float32
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Tied embeddings, bfloat16."""
+def made(folder: Path, layers: int) -> int:
+    """A model with tied embeddings in bfloat16, in a folder; its number of parameters."""
     torch.manual_seed(0)
-    shape = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=8)
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **shape)).to(torch.bfloat16)
-    assert made.num_parameters() == PARAMETERS
-    made.save_pretrained(folder := tmp_path_factory.mktemp("model"))
-    return folder
+    shape = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=layers, num_attention_heads=8)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **shape)).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return model.num_parameters()
 
 
 def config(folder: str, strategy: str, **settings) -> TrainConfig:
@@ -38,6 +36,16 @@ def config(folder: str, strategy: str, **settings) -> TrainConfig:
 def values(folder: str) -> dict[str, torch.Tensor]:
     model = script.load_hf_model(config(folder, "ddp"), torch.float32)
     return {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def peak_memory() -> float:
+    """Highest resident memory in MiB since the last call to `reset_peak`."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def loaded(folder: str, strategy: str) -> dict:
@@ -76,19 +84,21 @@ def folded(folder: str, strategy: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
-def test_only_the_first_rank_ever_holds_the_model_whole(model, strategy):
-    first, second = on_ranks(2, loaded, str(model), strategy)
+def test_only_the_first_rank_ever_holds_the_model_whole(strategy, tmp_path):
+    assert made(tmp_path, LAYERS) == PARAMETERS
+    first, second = on_ranks(2, loaded, str(tmp_path), strategy)
     assert first["tied"] and second["tied"] and first["wrong"] == second["wrong"] == []
     assert first["grown"] < 1.7 * WHOLE  # with the pages of the file that it reads, which are no copy
     assert second["grown"] < (1.2 if strategy == "ddp" else 0.8) * WHOLE  # half of it, a layer, a tensor under way
 
 
-def test_a_change_smaller_than_the_servers_precision_reaches_it(model):
+def test_a_change_smaller_than_the_servers_precision_reaches_it(tmp_path):
     """In the mean of the weights, as LoRA is folded in; and in the same bytes under every sharding."""
-    (whole,) = on_ranks(1, folded, str(model), "ddp")
+    made(tmp_path, 2)
+    (whole,) = on_ranks(1, folded, str(tmp_path), "ddp")
     assert whole["added"] == pytest.approx(1, abs=0.05)
     for strategy in ("fsdp", "fsdp2"):
-        assert on_ranks(2, folded, str(model), strategy) == [whole] * 2
+        assert on_ranks(2, folded, str(tmp_path), strategy) == [whole] * 2
 
 
 @pytest.mark.parametrize("dtype, step", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])

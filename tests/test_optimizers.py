@@ -45,10 +45,12 @@ def test_a_schedule_of_transformers_gives_its_rates_whatever_comes_first(name):
     assert [found[u] for u in range(20)] == pytest.approx(ours.get(name, wanted), rel=1e-9, abs=1e-20)
 
 
-def test_a_warm_up_in_steps_counts_steps():
+def test_a_warm_up_counts_steps_or_is_a_share_of_them():
     cfg = TrainConfig(learning_rate=1.0, warmup_steps=2, max_steps=5, num_iterations=2)
     assert [script.lr_at(u, cfg) for u in range(10)] == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
     assert script.lr_at(0, replace(cfg, warmup_steps=0)) == 1
+    share = TrainConfig(learning_rate=1.0, warmup_steps=0.2, max_steps=10, lr_schedule="linear")
+    assert [script.lr_at(n, share) for n in (0, 1, 2, 9)] == pytest.approx([0.5, 1, 1, 1 / 8])
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,14 @@ def test_an_advantage_gets_what_it_asks_for(field, small, monkeypatch):
     assert metrics["advantages/frac_zero_groups"] == 0.0
 
 
+def test_a_loss_gives_its_statistics_beside_it(small, monkeypatch):
+    cfg, policy, _, batch = small
+    batch.sampling_logprobs = batch.loss_mask * -7.0
+    monkeypatch.setitem(script.POLICY_LOSSES, "mine", lambda logprobs, batch, cfg: -batch.advantages * logprobs)
+    with pytest.raises(TypeError, match=r"policy loss 'mine' must return \(loss per token .*dict of statistics"):
+        script.accumulate_gradients(policy, batch, replace(cfg, policy_loss="mine"))
+
+
 @pytest.mark.parametrize("score", [0.1, 8.1, 1999.9])
 def test_equal_scores_have_no_signal_whatever_they_are(score):
     """A std in float32 is above 1e-6 from 8.1 on, though all are equal."""

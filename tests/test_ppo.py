@@ -91,9 +91,7 @@ def test_a_critic_that_nothing_reads_is_refused(monkeypatch):
 FLAGS = f"{SMALL} --prompts_per_step 4 --num_generations 1 --max_steps 2 --critic_learning_rate 1e-3"
 SHARDINGS = {
     "ddp, LoRA": "--use_peft",
-    "fsdp": "--strategy fsdp",
     "fsdp, bf16": "--strategy fsdp --dtype bfloat16",
-    "fsdp2, bf16": "--strategy fsdp2 --dtype bfloat16",
     "fsdp2, LoRA, bf16": "--strategy fsdp2 --use_peft --dtype bfloat16",
 }
 

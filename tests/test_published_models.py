@@ -22,7 +22,6 @@ from train_ppo import Critic
 BLOCK = 32
 MXFP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]  # of 4 bits: sign, exponent, mantissa
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": GROUP}}
@@ -78,7 +77,7 @@ def sources(tmp_path_factory):
     found["fp8_experts"] = rewritten(saved("qwen3_moe", root / "moe"), in_fp8, quantization_config=fp8)
     gpt_oss = saved("gpt_oss", root / "mxfp4", hidden_size=64, intermediate_size=64)
     found["mxfp4"] = rewritten(gpt_oss, in_mxfp4, quantization_config={"quant_method": "mxfp4"})
-    for name, given in {"gptq": GPTQ, "awq": AWQ, "compressed": COMPRESSED, "bnb": BNB}.items():
+    for name, given in {"gptq": GPTQ, "compressed": COMPRESSED, "bnb": BNB}.items():
         found[name] = rewritten(copy(name), quantization_config=given)
     for name, nested in {"bnb_once": False, "bnb_twice": True}.items():
         four = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
@@ -124,7 +123,7 @@ def test_quantised_weights_are_trained_and_saved_as_plain_ones(sources, kind, tm
     assert all(torch.equal(weight, held[name]) for name, weight in again.named_parameters())
 
 
-@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed", "bnb"])
+@pytest.mark.parametrize("kind", ["gptq", "compressed", "bnb"])
 def test_what_cannot_be_made_plain_is_refused_by_its_name(sources, kind):
     method = {"bnb": "bitsandbytes", "compressed": "compressed-tensors"}.get(kind, kind)
     with pytest.raises(ConfigError, match=rf"quantised \({method}\)") as caught:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ranks import RankError, on_ranks
 
 import train_grpo as script
+import utils
 from config import TrainConfig
 from rollouts import Trajectory
 
@@ -32,8 +33,8 @@ def test_a_function_runs_on_ranks():
     with pytest.raises(LookupError, match="of rank 1") as error:
         on_ranks(2, one_fails, "early")
     assert "in one_fails" in str(error.value.__cause__)
-    with pytest.raises(RankError, match=r"(?s)no answer after 10 s from rank \[0, 1\].*in one_fails"):
-        on_ranks(2, one_fails, "late", limit=10)
+    with pytest.raises(RankError, match=r"(?s)no answer after 5 s from rank \[0, 1\].*in one_fails"):
+        on_ranks(2, one_fails, "late", limit=5)
 
 
 def counts(loss_agg: str) -> dict:
@@ -48,3 +49,29 @@ def test_an_update_counts_the_tokens_and_completions_of_all_ranks():
     for loss_agg, sequences in (("token_mean", 3), ("constant", 4)):
         expected = dict(num_tokens=9, num_sequences=sequences, max_tokens=10)
         assert on_ranks(2, counts, loss_agg) == [expected, expected]
+
+
+def exchanged(sizes: list[list[int]]) -> tuple[list[int], int, dict]:
+    """Of groups with so many tokens on each rank: which this rank has afterwards, their tokens, and what is logged."""
+    first = sum(map(len, sizes[: dist.get_rank()]))
+    groups = [
+        [Trajectory({}, first + place, [1], [2] * n, [1] * n, [0.0] * n, [0.0] * n)]
+        for place, n in enumerate(sizes[dist.get_rank()])
+    ]
+    kept, metrics = utils.balanced(groups)
+    return [group[0].group for group in kept], sum(1 + len(group[0].token_ids) for group in kept), metrics
+
+
+@pytest.mark.parametrize(
+    "sizes, most",
+    [([[400, 10, 10, 300], [5], []], 401), ([[3, 3], [3, 3], [3, 3]], 8), ([[9], [400, 7], [1, 1, 1]], 401)],
+)
+def test_groups_move_until_ranks_are_even(sizes, most):
+    """Each group is on one rank, whole."""
+    found = on_ranks(3, exchanged, sizes)
+    assert sorted(sum((numbers for numbers, *_ in found), [])) == list(range(sum(map(len, sizes))))
+    before = [sum(n + 1 for n in own) for own in sizes]
+    assert max(tokens for _, tokens, _ in found) == most
+    for *_, metrics in found:
+        assert metrics["ranks/tokens_before"] == pytest.approx(3 * max(before) / sum(before))
+        assert metrics["ranks/tokens_after"] == pytest.approx(3 * most / sum(before))

@@ -11,6 +11,7 @@ import pytest
 from config import ConfigError, TrainConfig
 from rewards import (
     REWARDS,
+    TRAINER_STATE,
     RewardError,
     answer_part,
     completion_text,
@@ -188,16 +189,18 @@ def test_functions_get_trls_arguments_and_every_column():
 def test_functions_log_numbers_and_columns():
     """The run's own metrics of that name have precedence."""
 
-    def logs(completions, log_metric, log_extra):
+    def logs(completions, trainer_state, log_metric, log_extra):
+        log_metric("step", trainer_state.global_step)
         for name, value in {"reward": 7.0, "mine": 1}.items():
             log_metric(name, value)
             log_metric(name, value + 2)
         log_extra("seen", ["yes"])
         return [0.5]
 
+    TRAINER_STATE.global_step = 3
     (row,) = run([trajectory()], logs)
     metrics = rollout_metrics.rollout_metrics([row])
-    assert metrics["reward"] == 0.5 and metrics["mine"] == 2
+    assert (metrics["reward"], metrics["mine"], metrics["step"]) == (0.5, 2, 3)
     assert row.info["extra"] == {"seen": "yes"}
 
 

@@ -192,24 +192,13 @@ def test_a_turn_keeps_the_experts_it_was_sampled_with():
     assert experts.joined(known, completion(9, 3, None)) is None
 
 
-class Server:
-    able = False
-
-    def can_tell_experts(self):
-        return self.able
-
-
 def test_asked_for_what_nobody_can_tell():
+    server = SimpleNamespace(can_tell_experts=lambda: False)
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=1000, **SHAPE))
-    with pytest.raises(ConfigError, match="does not tell its experts"):
-        router_replay.ask(Server(), made("mixtral"), TrainConfig(router_replay="on"))
-    with pytest.raises(ConfigError, match="the model has no experts"):
-        router_replay.ask(Server(), dense, TrainConfig(router_replay="on"))
-    server = Server()
-    server.able = True
-    router_replay.ask(server, made("mixtral"), TrainConfig())
-    assert server.tells_experts
-    router_replay.ask(server, made("mixtral"), TrainConfig(router_replay="off"))
-    assert not server.tells_experts
-    router_replay.ask(server, dense, TrainConfig())
-    assert not server.tells_experts
+    for model, message in ((made("mixtral"), "does not tell its experts"), (dense, "the model has no experts")):
+        with pytest.raises(ConfigError, match=message):
+            router_replay.ask(server, model, TrainConfig(router_replay="on"))
+    server.can_tell_experts = lambda: True
+    for model, wanted, told in ((made("mixtral"), "auto", 1), (made("mixtral"), "off", 0), (dense, "auto", 0)):
+        router_replay.ask(server, model, TrainConfig(router_replay=wanted))
+        assert server.tells_experts == bool(told)

@@ -13,9 +13,9 @@ import requests
 import torch
 from forks import free_port
 from live import EVEN, Process, running, trainer
-from push_worker import CASES, all_cases, memory_of_pushes
+from push_worker import CASES, all_cases
 from ranks import on_ranks
-from server_fixture import make_tiny, start_server
+from server_fixture import make_tiny
 from transformers import AutoModelForCausalLM
 
 from runlog.reading import read_metrics
@@ -75,25 +75,21 @@ def test_ranks_push_what_they_train_and_no_more(server):
         assert result["version"] and result["untouched"], result
 
 
-@pytest.mark.slow
-def test_a_push_takes_a_bucket_and_a_module_of_memory():
-    """Of 164 MiB, in buckets of 4: a packed bucket, the largest tensor (8), a gathered layer (13)."""
-    for extra in on_ranks(2, memory_of_pushes, limit=300):
-        assert max(extra) < 60, extra
-
-
 @pytest.fixture(scope="module")
 def stock(server, tmp_path_factory):
-    """vLLM's own server with the flags of docs/serving.md. (`vllm serve` wants a distribution of the name vllm.)"""
-    port = free_port()
+    """vLLM's own server with the flags of docs/serving.md (`vllm serve` wants a distribution of the name vllm) and a
+    sleep mode whose worker notes in the file `slept` when it slept and woke."""
+    port, folder = free_port(), tmp_path_factory.mktemp("stock")
     words = f"--model {make_tiny()} --port {port} --api-key {server.token} --enable-scale-out --enforce-eager "
     words += "--logprobs-mode processed_logprobs --worker-extension-cls serving.weights.Worker --dtype float32 "
     words += "--max-model-len 512 --distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor "
+    words += "--enable-sleep-mode"
     transfer = ["--weight-transfer-config", json.dumps({"backend": "torch"})]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split(), *transfer]
-    env = dict(PYTHONPATH=".", VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
-    with running(Process(command, tmp_path_factory.mktemp("stock") / "log", **env)) as process:
-        process.url = f"http://127.0.0.1:{port}"
+    env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+    env |= (plugin := cpu_sleep.installed(folder)) | {"PYTHONPATH": f".:{plugin['PYTHONPATH']}"}
+    with running(Process(command, folder / "out", **env)) as process:
+        process.url, process.slept = f"http://127.0.0.1:{port}", folder / "log"
         process.until(lambda: answers(process.url))
         yield process
 
@@ -108,6 +104,12 @@ def answers(url: str) -> bool:
 
 def test_it_trains_beside_two_servers(server, stock, flags, tmp_path):
     trains(tmp_path, server, *flags, "--server_urls", server.url, stock.url)
+
+
+def test_server_and_trainer_take_turns(server, stock, flags, tmp_path):
+    trains(tmp_path, server, *flags, "--server_urls", stock.url, "--colocate")
+    turn = ["sleep 2", "wake weights", "wake kv_cache"]
+    assert stock.slept.read_text(encoding="utf-8").split("\n")[:-1] == turn * 3  # at start, and in two steps
 
 
 def test_ctrl_c_ends_a_run_and_leaves_the_server_to_the_next(server, flags, tmp_path):
@@ -128,36 +130,3 @@ def test_a_server_that_is_killed_ends_the_run_in_seconds_by_name(server, stock, 
         start = time.monotonic()
         assert process.end(90) == 1
     assert time.monotonic() - start < 60 and stock.url in process.text and "Traceback" not in process.text
-
-
-# ---- by turns --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def sleeper(tmp_path_factory):
-    """(server, file in which its worker notes when it slept and woke)"""
-    folder = tmp_path_factory.mktemp("plugin")
-    words = ["--dtype", "float32", "--max-model-len", "512", "--enable-sleep-mode"]
-    live = start_server(make_tiny(), *words, **cpu_sleep.installed(folder))
-    try:
-        yield live.wait(), folder / "log"
-    finally:
-        live.stop()
-
-
-def test_server_and_trainer_take_turns(sleeper, flags, tmp_path):
-    server, log = sleeper
-    log.write_text("", encoding="utf-8")
-    trains(tmp_path, server, *flags, "--server_urls", server.url, "--colocate")
-    turn = ["sleep 2", "wake weights", "wake kv_cache"]
-    assert log.read_text(encoding="utf-8").split("\n")[:-1] == turn * 3  # at start, and in two steps
-
-
-def test_a_server_whose_engine_dies_says_so_and_leaves_no_process_behind(sleeper):
-    server = sleeper[0]
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    (engine,) = (child for child in family if "EngineCore" in " ".join(child.cmdline()) + child.name())
-    engine.kill()
-    assert server.process.wait(60) != 0
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]

@@ -82,19 +82,6 @@ def test_tensorboard_gets_curves_and_samples_as_text_that_is_no_markup(tmp_path)
     assert all(line.startswith("    ") for line in text.decode().split("\n"))
 
 
-@pytest.mark.parametrize("name", ["swanlab", "mlflow"])
-def test_swanlab_and_mlflow_take_what_a_run_logs(tmp_path, monkeypatch, name):
-    pytest.importorskip(name)
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    for more in ({}, {"resume_step": 1, "resume": True}):
-        log = log_of(tmp_path, report_to=[name], print_samples_every=1, **more)
-        log.step(len(more) + 1, {"reward": 0.25, "eval/mean@4": 1.0, "kl": None}, [ROW | {"verdict": "short"}])
-        log.close()
-    assert [*(log.dir / "swanlab").rglob("*")] or [*tmp_path.glob("mlruns/*/*/metrics/eval/mean_4")]
-
-
 def test_what_is_missing_is_named_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match="trackio is not installed; pip install"):

@@ -131,20 +131,6 @@ def test_a_demonstration_takes_the_place_of_the_placeholder():
     assert with_numbers(([placeholder], {"seen": 1})) == ([placeholder], {})  # of no completion
 
 
-def test_a_remembered_completion_in_the_group_of_another_prompt_is_told(caplog, monkeypatch):
-    """It keeps the group number of its own step: advantages compared it with answers to another prompt, in silence."""
-    monkeypatch.setattr("safety.calls._WARNED", set())
-    now, old = (
-        Trajectory({"prompt": row}, 0, [0], [0], [1], [0.0], [1.0], info={"row_number": row, "origin": "replay"})
-        for row in (3, 8)
-    )
-    demonstration = Trajectory({}, 0, [0], [0], [1], [0.0], [1.0])  # of no row that is known
-    with_numbers([now, demonstration, replace(old, group=1), replace(now)])
-    assert not caplog.records
-    assert with_numbers([now, old]) == ([now, old], {})
-    assert "completions of rows 3 and 8 are in one group (0)" in caplog.text
-
-
 def test_a_minibatch_without_rows_is_no_completion(found):
     """--loss_agg constant counts completions: 2 + 0 in the first minibatch, 2 + 2 in the second."""
     assert found[2][0]["counts"] == found[2][1]["counts"] == [2, 4]

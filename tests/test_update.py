@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import math
-import threading
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from ragged import SETTINGS, local_batch, small_llama
 from steps import collected
 
 import train_grpo as script
-import utils
 from algorithms import checks
 from config import TrainConfig
 from inputs.prompts import Prompt
@@ -42,20 +40,24 @@ def make_batch(policy, cfg) -> script.Batch:
     return batch
 
 
-@pytest.mark.parametrize("advantage", sorted(script.ADVANTAGES.keys() - {"gae"}))  # train_ppo's wants a critic's values
-def test_every_loss_takes_two_steps_with(advantage, policy):
-    base = TrainConfig(compute_dtype="float32", advantage=advantage, num_iterations=2, learning_rate=1e-3, max_steps=9)
+LOSSES = [("grpo", loss) for loss in script.POLICY_LOSSES]
+ADVANTAGES = [(name, "ppo") for name in sorted(script.ADVANTAGES.keys() - {"gae"})]  # that wants a critic's values
+
+
+@pytest.mark.parametrize("pairs", [LOSSES, ADVANTAGES], ids=["losses", "advantages"])
+def test_every_loss_and_every_advantage_takes_two_steps(pairs, policy):
     start = copy.deepcopy(policy.state_dict())
-    batch = make_batch(policy, base)
-    batch.advantages = script.ADVANTAGES[advantage](batch, base)
-    for loss in script.POLICY_LOSSES:
-        cfg = replace(base, policy_loss=loss, **SETTINGS.get(loss, {}))
+    for advantage, loss in pairs:
+        cfg = TrainConfig(compute_dtype="float32", advantage=advantage, policy_loss=loss, num_iterations=2, max_steps=9)
+        cfg = replace(cfg, learning_rate=1e-3, **SETTINGS.get(loss, {}))
         policy.load_state_dict(start)
+        batch = make_batch(policy, cfg)
+        batch.advantages = script.ADVANTAGES[advantage](batch, cfg)
         metrics = script.update(policy, script.make_optimizer(policy, cfg), batch, cfg, 0)
-        assert all(math.isfinite(value) for value in metrics.values()), (loss, metrics)
+        assert all(math.isfinite(value) for value in metrics.values()), (advantage, loss, metrics)
         after = policy.state_dict()
         assert all(torch.isfinite(w).all() for w in after.values())
-        assert any(not torch.equal(after[name], start[name]) for name in start), loss
+        assert any(not torch.equal(after[name], start[name]) for name in start), (advantage, loss)
     policy.load_state_dict(start)
 
 
@@ -285,57 +287,6 @@ def test_spare_prompts_change_the_time_and_nothing_else(seconds, speaks, spare, 
     assert counts["silent"] == 4 - len(loud) and counts["unused"] <= spare
     ended = 4 + counts["resampled"]
     assert ended <= generator.begun <= ended + counts["unused"] <= len(drawn)  # one may be cancelled before it asks
-
-
-# ---- ranks exchange groups ------------------------------------------------------------------------------------------
-
-
-def group_of(number: int, tokens: int, **info) -> list[Trajectory]:
-    return [Trajectory({}, number, [1], [2] * tokens, [1] * tokens, [0.0] * tokens, [0.0] * tokens, info=info)]
-
-
-def exchanged(groups_by_rank: list[list], monkeypatch) -> list:
-    """What `balanced` returns on each rank; ranks are threads here."""
-    world, here = len(groups_by_rank), threading.local()
-    meet, box, out = threading.Barrier(world), [None] * world, [None] * world
-
-    def gather(value):
-        box[here.rank] = value
-        meet.wait(10)
-        values = list(box)
-        meet.wait(10)
-        return values
-
-    def run(rank):
-        here.rank = rank
-        out[rank] = utils.balanced(groups_by_rank[rank])
-
-    monkeypatch.setattr(utils, "gather_objects", gather)
-    monkeypatch.setattr(utils, "world_size", lambda: world)
-    monkeypatch.setattr(utils.dist, "get_rank", lambda: here.rank)
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return out
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 400), max_size=6), min_size=2, max_size=4))
-def test_groups_move_until_ranks_are_even(sizes):
-    """Each group is on one rank, whole; no rank has more than before; what could narrow a gap has moved."""
-    numbers = iter(range(100))
-    groups = [[group_of(next(numbers), tokens) for tokens in own] for own in sizes]
-    with pytest.MonkeyPatch.context() as patched:
-        after = exchanged(groups, patched)
-    assert sorted(g[0].group for kept, _ in after for g in kept) == list(range(sum(map(len, sizes))))
-    loads = [sum(1 + len(g[0].token_ids) for g in kept) for kept, _ in after]
-    before = [sum(size + 1 for size in own) for own in sizes]
-    mean = sum(before) / len(before) or 1
-    assert all(metrics["ranks/tokens_before"] == pytest.approx(max(before) / mean) for _, metrics in after)
-    assert all(metrics["ranks/tokens_after"] == pytest.approx(max(loads) / mean) for _, metrics in after)
-    assert max(loads) <= max(before)
 
 
 def test_the_window_of_difficulty_counts_as_signal(monkeypatch):

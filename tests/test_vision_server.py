@@ -3,11 +3,12 @@
 import asyncio
 from dataclasses import replace
 
+import psutil
 import pytest
 import tiny_vlms
 import torch
 from server_fixture import start_server
-from tiny_vlms import picture, rows_of
+from tiny_vlms import picture, picture_rows
 
 import teachers
 import train_grpo as script
@@ -56,13 +57,13 @@ def test_server_and_trainer_see_the_same(run):
         for parameter in policy.parameters():
             parameter.data.add_(torch.randn_like(parameter) * (parameter.std(correction=0) / 3 + 0.02))
         script.push_weights(policy, client, version, 1)
-        trajectories = asyncio.run(single_turn(rows_of(FAMILY), client, cfg))
+        trajectories = asyncio.run(single_turn(picture_rows(), client, cfg))
         batch = script.collate(trajectories, 0, torch.device("cpu"))
         assert {t.policy_version for t in trajectories} == {version}
         assert difference(policy, batch, cfg) < 1e-4
         assert not torch.isin(batch.input_ids[batch.loss_mask > 0], torch.tensor(client.never)).any()
     # Another picture shows in the log-probs: the canary of every step would see it.
-    row = next(row for row in rows_of(FAMILY) if "image" in row)
+    row = next(row for row in picture_rows() if "image" in row)
     place = next(n for n, t in enumerate(trajectories) if t.images)
     other = prompts.build_prompt(row | {"image": picture(9)}, client, cfg).model_inputs
     inputs = [other if n == place else given for n, given in enumerate(batch.model_inputs)]
@@ -75,7 +76,7 @@ def test_pictures_travel_to_a_teacher(run, server, prompt):
     _, cfg, client = run
     own = dict(teacher_urls=[server.url], distill_topk=4, max_failed=0.0)
     cfg = replace(cfg, **own, teacher_prompt="hint" if prompt == "another" else None)
-    rows = [row | {"hint": [{"role": "user", "content": "Another one."}]} for row in rows_of(FAMILY)]
+    rows = [row | {"hint": [{"role": "user", "content": "Another one."}]} for row in picture_rows()]
     teachers.connect(cfg, client.tokenizer, rows)
 
     async def told() -> list:
@@ -88,3 +89,13 @@ def test_pictures_travel_to_a_teacher(run, server, prompt):
         apart = max(abs(a - b) for a, b in zip(t.teacher_logprobs, t.logprobs, strict=True))
         # Sampling leaves out placeholders of images, which a teacher gives their small share.
         assert (apart < 3e-3) == (prompt == "the same")
+
+
+def test_a_server_whose_engine_dies_says_so_and_leaves_no_process_behind(server):
+    """The last test here, as it ends the server."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    (engine,) = (child for child in family if "EngineCore" in " ".join(child.cmdline()) + child.name())
+    engine.kill()
+    assert server.process.wait(60) != 0
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]

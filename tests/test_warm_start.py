@@ -4,6 +4,7 @@ import asyncio
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_examples_are_careless(processor):
     rows, shows = load_function(f"{example}:rows")("train", 0)[:100], load_function(f"{example}:demonstrate")
     trajectories = asyncio.run(demonstrate(rows, shows, processor, None, cfg))
     asyncio.run(score(trajectories, get_reward_functions(cfg), cfg))
+    again, other = (asyncio.run(demonstrate(rows[:9], shows, processor, None, replace(cfg, seed=n))) for n in (42, 7))
+    assert [t.token_ids for t in again] == [t.token_ids for t in trajectories[:18]] != [t.token_ids for t in other]
     called = [t for t in trajectories if t.turns > 1]
     assert 0.02 < len(called) / len(trajectories) < 0.6
     assert not any(call["failed"] for t in called for call in t.info["turns"][0]["info"]["calls"])

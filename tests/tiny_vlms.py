@@ -17,13 +17,11 @@ from rollouts import Trajectory
 MARK = {
     "idefics3": "<image>",
     "smolvlm": "<image>",
-    "llava": "<image>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "gemma4": "<|image|>",
-    "paligemma": "<image>",
 }
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
@@ -32,7 +30,6 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% endif %}"""
 SPECIAL = {  # tokens with a role in the processor
     "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
-    "llava": ["<image>"],
     "gemma3": dict(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"),
     "gemma4": dict(
         boi_token="<|image>",
@@ -44,7 +41,6 @@ SPECIAL = {  # tokens with a role in the processor
         video_token="<|video|>",
     ),
     "qwen": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
-    "paligemma": [],
 }
 TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 TEXT |= dict(head_dim=32, max_position_embeddings=2048)
@@ -60,7 +56,7 @@ def tokenizer_of(family: str):
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(make_tiny())
     if not names and special:
         tokenizer.add_special_tokens({"additional_special_tokens": special})
-    if family in ("gemma3", "paligemma"):  # vLLM looks these up
+    if family == "gemma3":  # vLLM looks these up
         tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])
     tokenizer.chat_template = None
     return tokenizer
@@ -85,20 +81,12 @@ def processor_of(family: str):
         if family in ("qwen3_vl", "qwen3_5"):
             return t.Qwen3VLProcessor(images, tokenizer, t.Qwen3VLVideoProcessor(), chat_template=template)
         return t.Qwen2_5_VLProcessor(images, tokenizer, t.Qwen2VLVideoProcessor(), chat_template=template)
-    if family == "llava":
-        images = t.CLIPImageProcessor(size=square, crop_size=square)
-        options = dict(patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1)
-        return t.LlavaProcessor(images, tokenizer, chat_template=template, **options)
     if family == "gemma3":
         images = t.Gemma3ImageProcessor(size=square, image_seq_length=4)
         return t.Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
-    if family == "gemma4":
-        images = t.Gemma4ImageProcessor(patch_size=16, pooling_kernel_size=3, max_soft_tokens=70)
-        sounds, videos = t.Gemma4AudioFeatureExtractor(), t.Gemma4VideoProcessor()
-        return t.Gemma4Processor(sounds, images, tokenizer, videos, chat_template=template)
-    images = t.SiglipImageProcessor(size=square)
-    images.image_seq_length = 16
-    return t.PaliGemmaProcessor(images, tokenizer, chat_template=template)
+    images = t.Gemma4ImageProcessor(patch_size=16, pooling_kernel_size=3, max_soft_tokens=70)
+    sounds, videos = t.Gemma4AudioFeatureExtractor(), t.Gemma4VideoProcessor()
+    return t.Gemma4Processor(sounds, images, tokenizer, videos, chat_template=template)
 
 
 def config_of(family: str, processor) -> dict:
@@ -123,10 +111,7 @@ def config_of(family: str, processor) -> dict:
         )
     if family.startswith("qwen"):
         rope = dict(rope_type="default", mrope_section=[4, 6, 6], rope_theta=10000.0)
-        newer = family in (
-            "qwen3_vl",
-            "qwen3_5",
-        )  # vLLM goes by what the published configs say, transformers by the class
+        newer = family in ("qwen3_vl", "qwen3_5")
         rope |= dict(mrope_interleaved=True) if newer else {}  # as published; vLLM reads it, transformers does not
         patch = 16 if newer else 14
         vision = dict(depth=2, hidden_size=64, num_heads=4, patch_size=patch, spatial_merge_size=2)
@@ -144,10 +129,6 @@ def config_of(family: str, processor) -> dict:
             rope |= dict(partial_rotary_factor=1.0)
             text |= dict(tie_word_embeddings=True)
         return dict(text_config=text | dict(rope_parameters=rope), vision_config=vision, tie_word_embeddings=True) | ids
-    if family == "llava":
-        vision = VISION | dict(model_type="clip_vision_model", image_size=SIDE, patch_size=14, projection_dim=64)
-        text = text | dict(model_type="llama")
-        return dict(text_config=text, vision_config=vision, image_token_index=number("<image>"), image_seq_length=16)
     if family == "gemma3":
         ids = dict(boi_token_index=number("<start_of_image>"), eoi_token_index=number("<end_of_image>"))
         text = text | dict(
@@ -160,23 +141,16 @@ def config_of(family: str, processor) -> dict:
             mm_tokens_per_image=4,
             **ids,
         )
-    if family == "gemma4":  # as its larger models, whose images see themselves in both directions
-        kinds = ("image", "video", "audio")
-        ids = {f"{kind}_token_id": number(f"<|{kind}|>") for kind in kinds}
-        ids |= dict(boi_token_id=number("<|image>"), eoi_token_id=number("<image|>"), boa_token_id=number("<|audio>"))
-        text |= dict(model_type="gemma4_text", global_head_dim=32, hidden_size_per_layer_input=0)
-        text |= dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"])
-        text |= dict(num_kv_shared_layers=0, use_bidirectional_attention="vision")
-        vision = VISION | dict(model_type="gemma4_vision", num_key_value_heads=2, head_dim=32, patch_size=16)
-        vision |= dict(pooling_kernel_size=3, position_embedding_size=64)
-        return dict(text_config=text, vision_config=vision, audio_config=None, **ids)
-    text = text | dict(model_type="gemma")
-    return dict(
-        text_config=text,
-        vision_config=siglip | dict(projection_dim=128, vision_use_head=False),
-        image_token_index=number("<image>"),
-        projection_dim=128,
-    )
+    # Gemma 4, as its larger models, whose images see themselves in both directions
+    kinds = ("image", "video", "audio")
+    ids = {f"{kind}_token_id": number(f"<|{kind}|>") for kind in kinds}
+    ids |= dict(boi_token_id=number("<|image>"), eoi_token_id=number("<image|>"), boa_token_id=number("<|audio>"))
+    text |= dict(model_type="gemma4_text", global_head_dim=32, hidden_size_per_layer_input=0)
+    text |= dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+    text |= dict(num_kv_shared_layers=0, use_bidirectional_attention="vision")
+    vision = VISION | dict(model_type="gemma4_vision", num_key_value_heads=2, head_dim=32, patch_size=16)
+    vision |= dict(pooling_kernel_size=3, position_embedding_size=64)
+    return dict(text_config=text, vision_config=vision, audio_config=None, **ids)
 
 
 def make(family: str, folder: Path) -> Path:
@@ -190,7 +164,7 @@ def make(family: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.08)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder)
-    if family in ("llava", "gemma3", "paligemma"):  # published ones have a level more, taken off in loading
+    if family == "gemma3":  # published ones have a level more, taken off in loading
         file = folder / "model.safetensors"
         renamed = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in load_file(file).items()}
         save_file(renamed, file, metadata={"format": "pt"})
@@ -211,11 +185,9 @@ def damaged(png: bytes) -> bytes:
     return png[:start] + bytes(byte ^ 0x55 for byte in png[start : start + 200]) + png[start + 200 :]
 
 
-def rows_of(family: str) -> list[dict]:
-    """No, one and two images; paligemma's processor wants one in every prompt."""
+def picture_rows() -> list[dict]:
+    """No, one and two images."""
     one = {"prompt": "What is this?", "image": picture(0)}
-    if family == "paligemma":
-        return [one, {"prompt": "And this?", "image": picture(3)}]
     two = {"prompt": "Which of the two is larger?", "images": [picture(1, 80, 60), picture(2, 60, 90)]}
     return [one, two, {"prompt": "Say something."}]
 
