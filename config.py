@@ -122,6 +122,9 @@ class TrainConfig:
     tool_timeout: float = 30.0  # seconds a call may take, and each method of an environment
     max_failed: float = 0.1  # the run stops if more of a step's trajectories fail; 0: at any
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
+    agent: str | None = None  # file.py:function(row, endpoint) or a command that asks the model by OpenAI's API
+    agent_timeout: float = 600.0  # seconds one trajectory of an agent may take
+    agent_concurrency: int = 64  # agents at the same time on each rank
     # What rollouts, and rewards, are called for; set by code. baseline: the greedy completion that remax compares with.
     purpose: Literal["train", "eval", "baseline"] = field(default="train", metadata=NO_FLAG)  # no flag
     # The domain that these are the settings of, as `of` gives them; "" of a whole run. Set by code.
@@ -264,11 +267,11 @@ class TrainConfig:
         here = {name: getattr(self, name) for name in open_names}
         self.domains = [{"weight": 1} | here | read_entry(entry, type(self)) for entry in self.domains]
         several = self.env or self.tools or self.mcp_config
-        self.rollout = self.rollout or ("multi_turn" if several else "single_turn")
+        self.rollout = self.rollout or ("agent" if self.agent else "multi_turn" if several else "single_turn")
         if self.dataset_id is None:
             self.dataset_id = "seeds:2000" if self.env else "reasoning_gym:chain_sum"
         if self.reward_funcs is None:
-            self.reward_funcs = ["environment" if self.env else "reasoning_gym"]
+            self.reward_funcs = ["environment" if self.env or self.agent else "reasoning_gym"]
         for name in ("max_prompt_length", "max_completion_length"):  # of a whole run: room for the longest
             setattr(self, name, max([entry[name] for entry in self.domains] or [here[name]]))
 
@@ -344,6 +347,7 @@ BY_DOMAIN = {
     *"system_prompt no_apply_chat_template allow_special_tokens max_prompt_length max_pixels min_pixels".split(),
     *"rollout max_completion_length min_completion_length".split(),
     *"env tools mcp_config tool_parser tool_timeout max_turns max_turn_length max_tool_result".split(),
+    *"agent agent_timeout".split(),
     *"reward_funcs reward_weights reward_model judge_url judge_model judge_max_tokens judge_template".split(),
     *"teacher_urls teacher_prompt".split(),
     *"reward_timeout reward_on_timeout group_mean_min group_mean_max".split(),
@@ -388,10 +392,12 @@ def named(cfg: TrainConfig):
 
 POSITIVE = "prompts_per_step num_generations num_minibatches num_iterations max_completion_length max_prompt_length "
 POSITIVE += "temperature learning_rate num_epochs max_steps eval_steps eval_generations save_steps save_total_limit "
-POSITIVE += "log_steps push_steps push_bucket_mb server_timeout request_timeout dist_timeout "
-POSITIVE += "reward_timeout tool_timeout max_turns max_turn_length max_tool_result judge_max_tokens lora_r lora_alpha "
-POSITIVE += "tokens_per_microbatch logprob_chunk shard_size top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target "
-POSITIVE += "ref_sync_steps correction_max critic_learning_rate critic_iterations value_clip"
+POSITIVE += "log_steps push_steps push_bucket_mb server_timeout request_timeout agent_timeout "
+POSITIVE += "agent_concurrency dist_timeout reward_timeout tool_timeout max_turns max_turn_length max_tool_result judge_max_tokens "
+POSITIVE += (
+    "lora_r lora_alpha tokens_per_microbatch logprob_chunk shard_size top_k max_grad_norm sapo_tau_pos sapo_tau_neg "
+)
+POSITIVE += "kl_target ref_sync_steps correction_max critic_learning_rate critic_iterations value_clip"
 NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds spare_prompts "
 NOT_NEGATIVE += "print_samples_every log_tokens_every min_completion_length distill_coef distill_topk router_aux_coef "
 NOT_NEGATIVE += "dppo_tau positive_nll length_penalty"

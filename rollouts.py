@@ -163,6 +163,14 @@ def check_rollout(cfg: TrainConfig) -> None:
     """ConfigError for a rollout, environment, tool or MCP server that is not there, before anything else starts."""
     known_name("--rollout", cfg.rollout, ROLLOUTS)
     several = bool(cfg.env or cfg.tools or cfg.mcp_config)
+    if bool(cfg.agent) != (cfg.rollout == "agent"):
+        raise ConfigError(
+            f"--rollout {cfg.rollout} --agent {cfg.agent}: an agent is its own rollout; give --agent alone."
+        )
+    if cfg.agent:
+        from envs.agents import check_agent
+
+        check_agent(cfg)
     if cfg.rollout == "multi_turn":
         if not several:
             raise ConfigError("--rollout multi_turn needs --env, --tools or --mcp_config.")
@@ -171,7 +179,7 @@ def check_rollout(cfg: TrainConfig) -> None:
         raise ConfigError(
             "--rollout single_turn asks no environment or tool; leave it out, or --env, --tools, --mcp_config."
         )
-    if "environment" in cfg.reward_funcs and not cfg.env:
+    if "environment" in cfg.reward_funcs and not (cfg.env or cfg.agent):
         raise ConfigError("--reward_funcs environment: there is no --env to give a reward.")
     if several and cfg.reward_funcs == ["reasoning_gym"] and not cfg.dataset_id.startswith("reasoning_gym:"):
         raise ConfigError("tools bring no reward: give --reward_funcs, such as last_number or my_rewards.py:right.")
@@ -198,6 +206,21 @@ def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> 
     if any_number(cfg) or not all(getattr(function, "per_trajectory", False) for function in alone):
         return [cfg]
     return [replace(cfg, num_generations=1)] * cfg.num_generations
+
+
+async def agent(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
+    """Programs of others, which ask the model by OpenAI's API (envs/agents.py): as many at once as --agent_concurrency
+    says. One that fails is returned as `failed_trajectory`."""
+    from envs import agents  # here: a run without has no server for them
+
+    async def one(row: dict, group: int) -> Trajectory:
+        try:
+            return await agents.play(row, group, generator, cfg, sampling_options(cfg))
+        except TrajectoryError as error:
+            return failed_trajectory(row, group, error)
+
+    played = (one(row, group) for group, row in enumerate(rows) for _ in range(cfg.num_generations))
+    return list(await asyncio.gather(*played))
 
 
 async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
@@ -487,8 +510,10 @@ def messages_of(turn: dict) -> list[dict]:
 ROLLOUTS: dict[str, Callable] = {
     "single_turn": single_turn,
     "multi_turn": multi_turn,
+    "agent": agent,
 }
-single_turn.limits_itself = multi_turn.limits_itself = multi_turn.per_trajectory = True
+single_turn.limits_itself = multi_turn.limits_itself = agent.limits_itself = True
+multi_turn.per_trajectory = agent.per_trajectory = True
 
 
 if __name__ == "__main__":

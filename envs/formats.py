@@ -192,9 +192,9 @@ def settled(cfg, processor):
     writes calls that the chosen parser does not read."""
     names = {}
     for own in cfg.by_domain():
-        if own.env or own.tools or own.mcp_config:
+        if own.env or own.tools or own.mcp_config or own.agent:
             with named(own):
-                names[own.domain] = parser_for(own.tool_parser, processor, bool(own.env))
+                names[own.domain] = parser_for(own.tool_parser, processor, bool(own.env or own.agent))
     entries = [e | ({"tool_parser": names[e["name"]]} if e["name"] in names else {}) for e in cfg.domains]
     return replace(cfg, domains=entries, tool_parser=names.get("", cfg.tool_parser))
 

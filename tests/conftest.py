@@ -19,7 +19,7 @@ settings.load_profile("repeatable")
 LONGEST = ["runs", "server", "limits", "resume", "sandbox", "mcp", "gradient", "vision_server"]
 
 # Use the shared server: run by one process, as starting one takes a core 30 s.
-SERVED = ("server", "runs", "async")
+SERVED = ("server", "runs", "async", "agents")
 SERVED = [f"test_{name}" for name in SERVED]
 
 

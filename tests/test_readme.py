@@ -171,6 +171,12 @@ def test_files_of_the_readme_run_and_their_metrics_are_explained(tmp_path):
     seen = {name for line in read_metrics(tmp_path / "run") for name in line} - {"step"}
     assert "rewards/concise/right/mean" in seen and "turns/mean" in seen
     assert not {name for name in seen if not any(re.fullmatch(pattern, name) for pattern in known)}
+    flags = f"{SMALL} --dataset_id {tmp_path}/my_rows.py:rows --agent {tmp_path}/my_agent.py:run --max_steps 1 "
+    flags += f"--max_completion_length 64 --max_turn_length 8 --output_dir {tmp_path} --run_name agent"
+    with running(trainer(tmp_path / "agent.log", *flags.split())) as run:
+        assert run.end() == 0, run.text
+    seen = {name for line in read_metrics(tmp_path / "agent") for name in line} - {"step"}
+    assert "agent/rows" in seen and not {name for name in seen if not any(re.fullmatch(p, name) for p in known)}
     play = [sys.executable, "rollouts.py", "--env", f"{tmp_path}/my_env.py:Guess", "--policy", "random"]
     done = subprocess.run(play, cwd=ROOT, capture_output=True, text=True, timeout=100, encoding="utf-8")
     assert done.returncode == 0 and "mean reward" in done.stdout, done.stderr

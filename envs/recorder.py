@@ -1,0 +1,522 @@
+"""What an agent sees of the model: a server on 127.0.0.1 with OpenAI's routes, which keeps the tokens of each answer.
+
+    POST /v1/chat/completions     n = 1; tools, stop, max_tokens, stream, pictures as data: URLs
+    GET  /v1/models
+
+A key, sent as bearer token, is one conversation. Its calls form a tree: messages are compared with those that the
+conversation has seen, and the longest exchange that they continue gives its token ids, as the generator saw and sampled
+them. Only what is new behind it, such as a tool's result, is rendered and tokenised, with loss_mask 0. What was sampled
+is never tokenised again, whatever blanks a client puts into a call's JSON.
+
+    call 1   [system, user]                              -> a     row 1: [system user] a
+    call 2   [system, user, a, tool]                     -> b     row 1: [system user] a [tool] b
+    call 3   [other system, user]                        -> c     row 2: [other system user] c
+    call 4   [system, user, a, tool]   (asked again)     -> d     row 3: [system user a tool] d
+    call 5   [system, summary, user]   (compacted)       -> e     row 4: [system summary user] e
+
+Messages that continue nothing, or not the end of a row, begin a further row of the same trajectory; so does a history
+whose earlier thinking the chat template leaves out. In brackets is what has loss_mask 0: each answer is trained once.
+Without the exchange - a history that the agent wrote anew - answers of the model in it are text like any other.
+
+What would change the distribution that is sampled from, such as a temperature other than the run's, is not used, and
+said once by name. What cannot be answered, such as n = 2 or logprobs, is refused as OpenAI does, by an error.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from config import TrainConfig, shorten
+from envs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
+from inputs.parts import PartError, parts_of
+from inputs.pictures import PictureError
+from inputs.prompts import (
+    REFUSED,
+    SCHEMAS,
+    Prompt,
+    begun_in,
+    build_prompt,
+    check_echo,
+    continued,
+    is_vision,
+    made_up,
+    normal,
+    observed,
+    render,
+    with_calls,
+    with_tools,
+)
+from inputs.special_tokens import pattern_of
+from inputs.trajectory import Trajectory, joined
+from safety.calls import warn_once
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+READ = {"messages", "model", "stream", "stream_options", "n", "tools", "tool_choice", "stop"}
+READ |= {"max_tokens", "max_completion_tokens"}
+NO_MATTER = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+UNANSWERED = {"logprobs", "top_logprobs", "functions", "function_call", "audio", "modalities", "prediction"}
+AS_IT_IS = {"frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"}, "tool_choice": "auto"}
+AS_IT_IS |= {"parallel_tool_calls": True, "modalities": ["text"]}
+
+
+class Refused(Exception):
+    """A call that is answered with an error."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def response(self) -> JSONResponse:
+        error = {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}
+        return JSONResponse({"error": error}, self.status)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One call: what the model saw, and what it answered."""
+
+    prompt: Prompt
+    schemas: list[dict] | None  # of the tools that the chat template was given
+    sample: object  # a Completion
+    thinks: bool  # it, or one that it continues, has thinking
+    row: int  # of the conversation's
+    turn: dict = field(default_factory=dict)  # as rollouts.play keeps one
+
+
+class Conversation:
+    """All calls with one key, on the event loop of the rollout, which samples."""
+
+    def __init__(self, row: dict, generator, cfg: TrainConfig, options: dict):
+        self.row, self.generator, self.cfg, self.options = row, generator, replace(cfg, system_prompt=None), options
+        self.loop = asyncio.get_running_loop()
+        self.rows: list[list[Exchange]] = []
+        self.known: dict[int, Exchange] = {}  # by `keys_of` its messages, the answer included
+        self.under_way: set[asyncio.Task] = set()
+        self.fault = self.loop.create_future()  # what is wrong with the generator, which no agent can mend
+        self.template = row.get("chat_template_kwargs") or {}
+
+    # ---- a call ----------------------------------------------------------------------------------------------------
+
+    async def ask(self, body: dict) -> dict:
+        """The answer to a call, as OpenAI's API has it. Refused if it cannot be answered."""
+        task = asyncio.current_task()
+        self.under_way.add(task)
+        try:
+            return await self.answered(body)
+        except Refused:
+            raise
+        except Exception as error:
+            if not self.fault.done():
+                self.fault.set_exception(error)
+            raise
+        finally:
+            self.under_way.discard(task)
+
+    async def answered(self, body: dict) -> dict:
+        check(body, self.cfg, is_vision(self.generator.tokenizer))
+        messages, tools, processor = messages_of(body["messages"]), body.get("tools") or [], self.generator.tokenizer
+        keys = keys_of(messages, tools)
+        prompt, schemas, before, new = self.context(messages, keys, tools)
+        room = self.cfg.max_prompt_length + self.cfg.max_completion_length - len(prompt.token_ids)
+        if room < 1:
+            raise Refused(
+                f"this conversation has {len(prompt.token_ids)} tokens; the most are --max_prompt_length + "
+                f"--max_completion_length = {self.cfg.max_prompt_length + self.cfg.max_completion_length}",
+                code="context_length_exceeded",
+            )
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
+        most, stops = min(asked, room, self.cfg.max_turn_length or room), stops_of(body, self.cfg)
+        options = self.options | {"max_tokens": most, "min_tokens": min(self.cfg.min_completion_length, most)}
+        options |= {"stop": stops} if stops else {}
+        images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
+        (sample,) = await self.generator.generate(prompt.sent_ids, n=1, **images, **options)
+        check_echo(prompt, [sample])
+        # What follows has no await: calls that were made at the same time are entered one after another.
+        opened = begun_in(prompt.token_ids, processor, self.row)
+        text = text_of(sample, stops, processor)
+        may_call = [] if body.get("tool_choice") == "none" else tools
+        message, calls = read_answer(opened + text, may_call, parser_of(self.cfg), stops, processor)
+        thinks = bool(message.get("reasoning_content")) or bool(before and before.thinks)
+        exchange = Exchange(prompt, schemas, sample, thinks, self.row_for(before))
+        exchange.turn = turn_of(sample, text, opened, calls)
+        self.rows[exchange.row].append(exchange)
+        self.known[keys_of([message], tools, keys[-1])[-1]] = exchange
+        if before:
+            before.turn["observation"] = new
+        finish = "tool_calls" if message.get("tool_calls") else sample.finish_reason
+        return self.response(message, finish, prompt, sample)
+
+    def context(self, messages: list[dict], keys: list[int], tools: list[dict]) -> tuple:
+        """(what the model is to see, schemas that its template was given, the exchange that it continues or None, the
+        messages that are new)"""
+        processor, cfg = self.generator.tokenizer, self.cfg
+        ends = [n for n in range(len(messages) - 1, 0, -1) if keys[n] in self.known]
+        before, new = (self.known[keys[ends[0]]], messages[ends[0] :]) if ends else (None, messages)
+        try:
+            if before and not (before.thinks and drops_thinking(new, processor, before.schemas, **self.template)):
+                so_far = continued(before.prompt, before.sample.token_ids)
+                prompt = observed(so_far, new, self.generator, before.schemas, cfg, **self.template)
+                return prompt, before.schemas, before, new
+            schemas = tools if cfg.tool_parser != "tags" else []  # else our own words say how to call
+            told = instructions(tools, parser_of(cfg)) if tools else ""
+            shown = with_tools(self.row | {"prompt": messages, SCHEMAS: []}, schemas, told, processor)
+            return build_prompt(self.row, self.generator, cfg, shown), shown[SCHEMAS], None, messages
+        except (*REFUSED, PartError, PictureError, OSError) as error:
+            raise Refused(f"these messages cannot be shown to the model: {error!r:.500}") from error
+
+    def row_for(self, before: Exchange | None) -> int:
+        """The row that `before` ends, else a further one."""
+        if before and self.rows[before.row][-1] is before:
+            return before.row
+        self.rows.append([])
+        return len(self.rows) - 1
+
+    def response(self, message: dict, finish: str, prompt: Prompt, sample) -> dict:
+        usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": len(sample.token_ids)}
+        usage["total_tokens"] = sum(usage.values())
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        whole = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
+        return whole | {"model": self.cfg.model_id, "choices": [choice], "usage": usage}
+
+    # ---- what has come of it ---------------------------------------------------------------------------------------
+
+    def trajectory(self, group: int = 0) -> Trajectory | None:
+        """All rows so far as one Trajectory, each behind the one before; None before the first answer."""
+        if not self.rows:
+            return None
+        prompt_ids, ids, mask, logprobs = self.rows[0][0].prompt.token_ids, [], [], []
+        restarts, inputs, turns, experts = [], [], [], []
+        for number, exchanges in enumerate([*map(list, self.rows)]):
+            seen, routed = 0 if number else len(prompt_ids), None
+            if number:
+                restarts.append(len(ids))
+            for exchange in exchanges:
+                sample, new = exchange.sample, exchange.prompt.token_ids[seen:]
+                start = len(ids) + len(new)
+                ids += new + sample.token_ids
+                mask += [0] * len(new) + [1] * len(sample.token_ids)
+                logprobs += [0.0] * len(new) + sample.logprobs
+                seen = len(exchange.prompt.token_ids) + len(sample.token_ids)
+                turns.append(exchange.turn | {"start": start, "end": len(ids)})
+                routed = joined(routed, sample)
+            experts.append(routed)
+            inputs.append(exchanges[-1].prompt.model_inputs)
+        known = all(one is not None for one in experts)
+        info = {"restarts": restarts, "restart_inputs": inputs[1:], "model_inputs": inputs[0], "turns": turns}
+        info |= {"completion": turns[-1]["text"], "routed_experts": np.concatenate(experts) if known else None}
+        info["logged"] = [("agent/rows", len(self.rows)), ("agent/calls", len(turns))]
+        return Trajectory(
+            row=self.row,
+            group=group,
+            prompt_ids=prompt_ids,
+            token_ids=ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            token_rewards=[0.0] * len(ids),
+            images=self.rows[0][0].prompt.images,
+            finish_reason=self.rows[-1][-1].sample.finish_reason,
+            turns=len(turns),
+            policy_version=min(turn["versions"][0] for turn in turns),
+            policy_version_last=max(turn["versions"][1] for turn in turns),
+            info=info,
+        )
+
+
+# ---- what a call says ------------------------------------------------------------------------------------------------
+
+
+def check(body: dict, cfg: TrainConfig, takes_images: bool) -> None:
+    """Refused for what cannot be answered; one line for each parameter that is not used."""
+    model = body.get("model")
+    if model != cfg.model_id:
+        raise Refused(f"the model {shorten(model, 80)} does not exist; {cfg.model_id!r} does", 404, "model_not_found")
+    plain = AS_IT_IS | {"temperature": cfg.temperature, "top_p": cfg.top_p or 1}
+    given = {key: value for key, value in body.items() if value is not None and value != plain.get(key, ())}
+    if wrong := sorted(key for key in UNANSWERED & given.keys() if given[key]) or ["n"] * (body.get("n", 1) != 1):
+        raise Refused(f"{', '.join(wrong)}: this server does not answer with that; leave it out", code="unsupported")
+    for key in ("max_tokens", "max_completion_tokens"):
+        if not isinstance(most := given.get(key, 1), int) or most < 1:
+            raise Refused(f"{key} is {shorten(most, 40)}; give a whole number from 1 on")
+    tools, stop = body.get("tools") or [], body.get("stop") or []
+    if not isinstance(tools, list) or not all(
+        isinstance(t, dict) and "name" in (t.get("function") or {}) for t in tools
+    ):
+        raise Refused('`tools` must be a list of {"type": "function", "function": {"name": ..., "parameters": ...}}')
+    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) and one for one in stop)):
+        raise Refused("`stop` must be text, or a list of texts")
+    for key in sorted(given.keys() - READ - NO_MATTER):
+        warn_once(
+            f"--agent: a call gave {key}={shorten(given[key], 60)}, which is not used: it would change what is sampled "
+            "from. Said once.",
+            kind=f"agent's {key}",
+        )
+    if given.get("tool_choice", "none") != "none":
+        warn_once(f"--agent: tool_choice {shorten(given['tool_choice'], 60)} is taken for auto: nothing makes it call.")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise Refused("`messages` must be a list of messages")
+    for number, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            raise Refused(
+                f"messages[{number}] has the role {shorten(message.get('role'), 40)}; known are {', '.join(ROLES)}"
+            )
+        try:
+            pictures = any(part["type"] == "image" for part in parts_of(message.get("content")))
+        except PartError as error:
+            raise Refused(f"messages[{number}]: {error}") from None
+        if pictures and not takes_images:
+            raise Refused(f"messages[{number}] has a picture, and the model takes none")
+    if messages[-1]["role"] == "assistant":
+        raise Refused("the last message is the assistant's: there is nothing to answer")
+
+
+def messages_of(given: list[dict]) -> list[dict]:
+    """OpenAI's messages as chat templates take them: arguments of calls are dicts, results have their tool's name."""
+    names, messages = {}, []
+    for m in given:
+        content = m.get("content")
+        message = {
+            "role": ROLES[m["role"]],
+            "content": content if isinstance(content, str) else parts_of(content) or "",
+        }
+        if calls := m.get("tool_calls"):
+            message["tool_calls"] = [called(call) for call in calls]
+            names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+        if m["role"] == "assistant" and (thought := m.get("reasoning_content") or m.get("reasoning")):
+            message["reasoning_content"] = thought
+        if m["role"] == "tool":
+            ident = m.get("tool_call_id")
+            message |= {"tool_call_id": ident, "name": m.get("name") or names.get(ident, "")}
+        messages.append(message)
+    return messages
+
+
+def called(call) -> dict:
+    try:
+        function = call["function"]
+        arguments = function.get("arguments") or {}
+        with contextlib.suppress(ValueError):  # what is no JSON stays text
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {
+            "id": call.get("id"),
+            "type": "function",
+            "function": {"name": function["name"], "arguments": arguments},
+        }
+    except (TypeError, KeyError, AttributeError):
+        form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+        raise Refused(f"a call in `tool_calls` is {shorten(call, 80)}; it must be {form}") from None
+
+
+def keys_of(messages: list[dict], tools: list[dict], key: int | None = None) -> list[int]:
+    """A number for each beginning of the messages, from none to all, by what every client says of them again: role,
+    text, pictures, names and arguments of calls; not ids, thinking, the blanks of JSON. key: of what came before."""
+    keys = [hash(json.dumps(tools, sort_keys=True, default=str)) if key is None else key]
+    for message in messages:
+        parts = parts_of(message.get("content"))
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text").strip()
+        calls = [called(call)["function"] for call in message.get("tool_calls") or ()]
+        said = json.dumps([[call["name"], call["arguments"]] for call in calls], sort_keys=True)
+        shown = tuple(str(part.get("image")) for part in parts if part["type"] == "image")
+        keys.append(hash((keys[-1], ROLES[message["role"]], text, said, shown)))
+    return keys
+
+
+def stops_of(body: dict, cfg: TrainConfig) -> tuple[str, ...]:
+    given = body.get("stop") or []
+    return (*cfg.stop, *([given] if isinstance(given, str) else given))
+
+
+def drops_thinking(messages: list[dict], processor, schemas: list[dict] | None, **options) -> bool:
+    """Whether the chat template leaves an answer's thinking out where these messages stand behind it."""
+    called_for = any(message["role"] == "tool" for message in messages)
+    answer, *behind = with_calls(messages) if called_for else [{"role": "assistant"}, *messages]
+    thought = answer | {"content": "<think>\nseen7\n</think>\n\n-"}
+    shown = [made_up(processor)[0], *normal([thought, *behind], processor)]
+    return "seen7" not in render(shown, processor, schemas, **options)
+
+
+# ---- what the model answered -----------------------------------------------------------------------------------------
+
+
+def text_of(sample, stops: tuple[str, ...], processor) -> str:
+    """What was sampled, special tokens included, without the token that ended it."""
+    text = processor.decode(sample.token_ids)
+    if sample.finish_reason == "stop" and not any(stop in text for stop in stops):
+        text = processor.decode(sample.token_ids[:-1])
+    return text
+
+
+def turn_of(sample, text: str, opened: str, calls: list) -> dict:
+    """What rewards, metrics and the run's files read of an answer."""
+    events = [{"name": c.name, "call": f"{c.name} {c.arguments}", "failed": int(bool(c.error))} for c in calls]
+    info = {"calls": events, "tool_calls": [call.as_message() for call in calls if not call.error]}
+    last = sample.policy_version if sample.policy_version_last is None else sample.policy_version_last
+    turn = {"text": text, "reward": 0.0, "observation": None, "info": info, "tokens": len(sample.token_ids)}
+    return turn | {"versions": (sample.policy_version, last)} | ({"begun": opened} if opened else {})
+
+
+def read_answer(said: str, tools: list[dict], parser: str, stops: tuple[str, ...], processor) -> tuple[dict, list]:
+    """(the assistant's message: its thinking, text and calls apart; the calls, unreadable ones included). Calls of
+    which none can be read stay text."""
+    calls = read_calls(said, tools, parser) if tools else []
+    good = [call.as_message()["function"] for call in calls if not call.error]
+    thought, content = thinking(said)
+    content = before_calls(content, parser) if good else content
+    for stop in stops:
+        content = content.partition(stop)[0]
+    content = pattern_of(processor).sub("", content)
+    message = {"role": "assistant", "content": content}
+    if thought:
+        message |= {"reasoning_content": thought, "reasoning": thought}  # its older name, and vLLM's newer one
+    if good:
+        made = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in good]
+        ids = (f"call_{uuid.uuid4().hex[:24]}" for _ in made)
+        message["tool_calls"] = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, made, strict=True)]
+        message["content"] = content.strip() or None
+    return message, calls
+
+
+def thinking(said: str) -> tuple[str, str]:
+    """(thinking, what was said outside of it). What the length cut within its thinking has said nothing."""
+    for begin, end in THINKING:
+        head, closed, _ = said.partition(end)
+        if closed and (begin in head or begin == "<think>"):
+            return head.partition(begin)[2].strip() or head.replace(begin, "").strip(), outside_thinking(said).lstrip(
+                "\n"
+            )
+        if begin in said:
+            return said.partition(begin)[2].strip(), said.partition(begin)[0]
+    return "", said
+
+
+def before_calls(text: str, parser: str) -> str:
+    """What a turn says before its first call, as far as the format of calls tells where that begins."""
+    how = FORMATS.get(parser)
+    calls = how["fields"].get("tool_calls", {}) if isinstance(how, dict) else {}
+    opening = calls.get("open_pattern") or re.escape(calls.get("open") or "")
+    found = re.search(opening, text) if opening else None
+    return text[: found.start()] if found else ""
+
+
+def chunks(answer: dict, with_usage: bool):
+    """The answer as server-sent events."""
+    (choice,), usage = answer["choices"], answer["usage"]
+    message = choice["message"]
+    calls = [{"index": n} | call for n, call in enumerate(message.get("tool_calls") or ())]
+    said = {key: value for key, value in message.items() if key != "tool_calls"}
+    deltas = [({"role": "assistant", "content": ""}, None), (said | ({"tool_calls": calls} if calls else {}), None)]
+    head = answer | {"object": "chat.completion.chunk", "usage": None}
+    for delta, finish in [*deltas, ({}, choice["finish_reason"])]:
+        one = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        yield f"data: {json.dumps(head | {'choices': [one]})}\n\n"
+    if with_usage:
+        yield f"data: {json.dumps(head | {'choices': [], 'usage': usage})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Serves all conversations of this process, from a thread of its own: the loop of a rollout may stand still."""
+
+    def __init__(self):
+        self.conversations: dict[str, Conversation] = {}
+        routes = [Route("/v1/chat/completions", self.completions, methods=["POST"]), Route("/v1/models", self.models)]
+        handlers = {404: self.nothing, 405: self.nothing}
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=60))
+        threading.Thread(target=server.run, args=([listener],), name="recorder of agents", daemon=True).start()
+
+    def open(self, conversation: Conversation) -> str:
+        """The conversation's key."""
+        key = secrets.token_urlsafe(16)
+        self.conversations[key] = conversation
+        return key
+
+    def close(self, key: str) -> None:
+        """Calls that are under way end, later ones are refused."""
+        conversation = self.conversations.pop(key)
+        for task in conversation.under_way:
+            task.cancel()
+        if not conversation.fault.done():
+            conversation.fault.cancel()
+
+    def of(self, request: Request) -> Conversation:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key not in self.conversations:
+            fault = "no conversation has this key, or it has ended: give api_key as the agent was given it"
+            raise Refused(fault, 401, "invalid_api_key")
+        return self.conversations[key]
+
+    async def completions(self, request: Request) -> Response:
+        try:
+            conversation = self.of(request)
+            try:
+                body = json.loads(await request.body())
+            except (ValueError, RecursionError) as error:
+                raise Refused(f"the body is no JSON: {error}") from None
+            if not isinstance(body, dict):
+                raise Refused("the body must be an object")
+            # On the rollout's loop; a client that has gone is not answered, and what it asked for is not sampled.
+            asked = asyncio.run_coroutine_threadsafe(conversation.ask(body), conversation.loop)
+            gone = asyncio.ensure_future(disconnected(request))
+            answer = asyncio.wrap_future(asked)
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            if not answer.done():
+                asked.cancel()
+                return Response(status_code=499)
+            found = answer.result()
+        except Refused as refused:
+            return refused.response()
+        except asyncio.CancelledError:  # the conversation was closed meanwhile
+            return Refused("the conversation has ended", 401, "invalid_api_key").response()
+        except Exception as error:  # the generator's, which ends the run; its own message is said there
+            return Refused(f"the trainer cannot sample: {error!r:.300}", 500).response()
+        if not body.get("stream"):
+            return JSONResponse(found)
+        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        return StreamingResponse(chunks(found, with_usage), media_type="text/event-stream")
+
+    async def models(self, request: Request) -> Response:
+        try:
+            model = self.of(request).cfg.model_id
+        except Refused as refused:
+            return refused.response()
+        one = {"id": model, "object": "model", "created": 0, "owned_by": "trainer"}
+        return JSONResponse({"object": "list", "data": [one]})
+
+    async def nothing(self, request: Request, error: Exception) -> Response:
+        served = "POST /v1/chat/completions and GET /v1/models"
+        return Refused(f"{request.method} {request.url.path} is not served; {served} are", 404).response()
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@functools.cache
+def recorder() -> Recorder:
+    """This process's, started at the first call."""
+    return Recorder()
