@@ -180,11 +180,19 @@ class HFGenerator:
     # ---- sampling ----
 
     async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, n=1, images=(), expanded: Prompt | None = None, **options
+        self,
+        prompt_ids: list[int],
+        *,
+        max_tokens: int,
+        n=1,
+        images=(),
+        expanded: Prompt | None = None,
+        home=None,
+        **options,
     ) -> list[Completion]:
         """n samples of one prompt. Requests of tasks that are ready together run in one batch.
 
-        expanded: of a prompt with images, what the model is given; `images` themselves go to servers only.
+        expanded: of a prompt with images, what the model is given; `images` themselves, and `home`, are for servers.
         options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k, stop of
         `_sample`.
         """

@@ -402,11 +402,12 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
     check_length(prompt, row, cfg)
     turns, mask, logprobs, states, experts, finish = [], [], [], [], None, "stop"
+    home: dict = {}  # the server that has the turns so far
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
     for number in range(cfg.max_turns):
         opened = begun_in(so_far.token_ids, processor, shown)
-        sample = await sample_turn(so_far, cfg.max_completion_length - len(mask), generator, cfg)
+        sample = await sample_turn(so_far, cfg.max_completion_length - len(mask), generator, cfg, home)
         experts = joined(experts, sample)
         turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))
         so_far = continued(so_far, sample.token_ids)
@@ -458,12 +459,12 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     )
 
 
-async def sample_turn(so_far, budget: int, generator, cfg: TrainConfig):
+async def sample_turn(so_far, budget: int, generator, cfg: TrainConfig, home: dict):
     """The next turn, a Completion of at most `budget` tokens."""
     options = sampling_options(cfg) | {"max_tokens": min(budget, cfg.max_turn_length or budget)}
     options["min_tokens"] = min(cfg.min_completion_length, options["max_tokens"])
     images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
-    (sample,) = await generator.generate(so_far.sent_ids, n=1, **images, **options)
+    (sample,) = await generator.generate(so_far.sent_ids, n=1, home=home, **images, **options)
     check_echo(so_far, [sample])
     return sample
 

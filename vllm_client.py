@@ -101,7 +101,8 @@ class VLLMClient:
     """Talks to one or several servers that serve the same model.
 
     Args:
-        urls: of the servers; a request goes to the one with the fewest sequences under way.
+        urls: of the servers; a request goes to the one with the fewest sequences under way, a trajectory's later turns
+            to that of its first.
         token: bearer token; when not given, VLLM_SERVER_TOKEN or what is in the file VLLM_SERVER_TOKEN_FILE names.
         run: whose pushes label the weights; completions by other weights are refused. None: whatever is served.
         timeout: seconds for a control request, for a bucket and for setting up the transfer.
@@ -223,10 +224,13 @@ class VLLMClient:
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, n: int = 1, images=(), expanded=None, **sampling
+        self, prompt_ids: list[int], *, max_tokens: int, n: int = 1, images=(), expanded=None, home=None, **sampling
     ) -> list[Completion]:
         """`n` completions of one prompt, from the least loaded server; ServerError, never part of them. Cancelled, the
         server stops sampling them, too.
+
+        home: a dict of a trajectory's own. Its turns go to the server that had the first one, and has the KV cache of
+        what is before them.
 
         sampling: any of vLLM's SamplingParams, such as temperature, top_p, min_tokens, seed, stop_token_ids.
         With images, `prompt_ids` has one placeholder token an image, as the chat template writes it; the server
@@ -242,7 +246,8 @@ class VLLMClient:
             body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
             self.image_bytes += sum(map(len, urls))
         count, version = len(self.urls), self.version
-        place = min(range(count), key=lambda i: (self.load[i], (i - self.turn) % count))
+        least = min(range(count), key=lambda i: (self.load[i], (i - self.turn) % count))
+        place = least if home is None else home.setdefault("server", least)
         self.turn, url = place + 1, self.urls[place]
         self.load[place] += n
         route, seconds = url + "/inference/v1/generate", self.request_timeout

@@ -110,6 +110,7 @@ class Conversation:
         self.under_way: set[asyncio.Task] = set()
         self.fault = self.loop.create_future()  # what is wrong with the generator, which no agent can mend
         self.template = row.get("chat_template_kwargs") or {}
+        self.home: dict = {}  # the server that has what came before
 
     # ---- a call ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Conversation:
         options = self.options | {"max_tokens": most, "min_tokens": min(self.cfg.min_completion_length, most)}
         options |= {"stop": stops} if stops else {}
         images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
-        (sample,) = await self.generator.generate(prompt.sent_ids, n=1, **images, **options)
+        (sample,) = await self.generator.generate(prompt.sent_ids, n=1, home=self.home, **images, **options)
         check_echo(prompt, [sample])
         # What follows has no await: calls that were made at the same time are entered one after another.
         opened = begun_in(prompt.token_ids, processor, self.row)

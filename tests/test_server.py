@@ -419,3 +419,29 @@ def test_answers_that_cannot_be_trained_on_are_refused(monkeypatch, wrong):
     monkeypatch.setattr(http, "ask", lambda *_, **__: answer)
     with pytest.raises(ServerError):
         sample(VLLMClient(["http://a:1"], "t", run="r"), prompt=[1], n=1)
+
+
+def test_turns_stay_where_their_prefix_is_and_first_turns_go_where_there_is_room(monkeypatch):
+    asked: dict[str, list[str]] = {}
+    one = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
+    one |= {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]}
+
+    def ask(method, url, seconds, body, using):
+        asked.setdefault(url.split("/")[2], []).append(body["token_ids"][0])
+        time.sleep(0.01 * (body["token_ids"][0] % 3))
+        return {"choices": [one], "prompt_token_ids": body["token_ids"]}
+
+    monkeypatch.setattr(http, "ask", ask)
+    client = VLLMClient([f"http://{name}:1" for name in "abc"], "t", run="r")
+
+    async def play(number: int) -> None:
+        home, ids = {}, [number]
+        for _ in range(4):
+            ids = [*ids, *(await client.generate(ids, max_tokens=1, home=home))[0].token_ids]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(play, range(9)))
+
+    asyncio.run(all_of_them())
+    assert sorted(len(numbers) for numbers in asked.values()) == [12, 12, 12]
+    assert all(numbers.count(number) == 4 for numbers in asked.values() for number in set(numbers))
