@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
-from envs.base import finite_number
+from envs.base import read_score
 from envs.recorder import Conversation, recorder
 from inputs.trajectory import Trajectory, TrajectoryError
 from safety.calls import run_limited
@@ -109,7 +109,7 @@ def rewarded(returned, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
     if reward is None and cfg.reward_funcs == ["environment"]:
         raise TrajectoryError(f"--agent {cfg.agent} returned no reward; return a number, or give --reward_funcs", row)
     try:
-        turns[-1]["reward"] = 0.0 if reward is None else finite_number(reward)
+        turns[-1]["reward"] = read_score(reward) or 0.0
     except (TypeError, ValueError, OverflowError):
         form = 'a number, {"reward": a number, ...} or None'
         raise TrajectoryError(f"--agent {cfg.agent} returned {shorten(returned)}; return {form}", row) from None

@@ -44,10 +44,8 @@ from starlette.routing import Route
 
 from config import TrainConfig, shorten
 from envs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
-from inputs.parts import PartError, parts_of
-from inputs.pictures import PictureError
+from inputs.parts import parts_of
 from inputs.prompts import (
-    REFUSED,
     SCHEMAS,
     Prompt,
     begun_in,
@@ -67,8 +65,8 @@ from inputs.trajectory import Trajectory, joined
 from safety.calls import warn_once
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-READ = {"messages", "model", "stream", "stream_options", "n", "tools", "tool_choice", "stop"}
-READ |= {"max_tokens", "max_completion_tokens"}
+MOST_TOKENS = ("max_completion_tokens", "max_tokens")
+READ = {"messages", "model", "stream", "stream_options", "n", "tools", "tool_choice", "stop", *MOST_TOKENS}
 NO_MATTER = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 UNANSWERED = {"logprobs", "top_logprobs", "functions", "function_call", "audio", "modalities", "prediction"}
 AS_IT_IS = {"frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"}, "tool_choice": "auto"}
@@ -130,20 +128,27 @@ class Conversation:
             self.under_way.discard(task)
 
     async def answered(self, body: dict) -> dict:
-        check(body, self.cfg, is_vision(self.generator.tokenizer))
-        messages, tools, processor = messages_of(body["messages"]), body.get("tools") or [], self.generator.tokenizer
-        keys = keys_of(messages, tools)
-        prompt, schemas, before, new = self.context(messages, keys, tools)
-        room = self.cfg.max_prompt_length + self.cfg.max_completion_length - len(prompt.token_ids)
+        processor, cfg = self.generator.tokenizer, self.cfg
+        try:
+            check(body, cfg)
+            messages, tools, stops = messages_of(body["messages"]), body.get("tools") or [], stops_of(body, cfg)
+            keys = keys_of(messages, tools)
+            prompt, schemas, before, new = self.context(messages, keys, tools)
+            limit = cfg.max_prompt_length + cfg.max_completion_length
+            room = limit - len(prompt.token_ids)
+            asked = next((body[key] for key in MOST_TOKENS if body.get(key) is not None), limit)
+            most = min(asked, max(room, 1), cfg.max_turn_length or limit)
+        except Refused:
+            raise
+        except Exception as error:  # templates and decoders raise whatever they like at what they are given
+            raise Refused(f"what this call asks cannot be shown to the model: {error!r:.500}") from error
         if room < 1:
-            raise Refused(
-                f"this conversation has {len(prompt.token_ids)} tokens; the most are --max_prompt_length + "
-                f"--max_completion_length = {self.cfg.max_prompt_length + self.cfg.max_completion_length}",
-                code="context_length_exceeded",
-            )
-        asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
-        most, stops = min(asked, room, self.cfg.max_turn_length or room), stops_of(body, self.cfg)
-        options = self.options | {"max_tokens": most, "min_tokens": min(self.cfg.min_completion_length, most)}
+            said = f"--max_prompt_length + --max_completion_length = {limit}"
+            fault = f"this conversation has {len(prompt.token_ids)} tokens; the most are {said}"
+            raise Refused(fault, code="context_length_exceeded")
+        if most < 1:
+            raise Refused(f"max_tokens is {asked}; give a number from 1 on")
+        options = self.options | {"max_tokens": most, "min_tokens": min(cfg.min_completion_length, most)}
         options |= {"stop": stops} if stops else {}
         images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
         (sample,) = await self.generator.generate(prompt.sent_ids, n=1, home=self.home, **images, **options)
@@ -152,7 +157,7 @@ class Conversation:
         opened = begun_in(prompt.token_ids, processor, self.row)
         text = text_of(sample, stops, processor)
         may_call = [] if body.get("tool_choice") == "none" else tools
-        message, calls = read_answer(opened + text, may_call, parser_of(self.cfg), stops, processor)
+        message, calls = read_answer(opened + text, may_call, parser_of(cfg), stops, processor)
         thinks = bool(message.get("reasoning_content")) or bool(before and before.thinks)
         exchange = Exchange(prompt, schemas, sample, thinks, self.row_for(before))
         exchange.turn = turn_of(sample, text, opened, calls)
@@ -169,17 +174,16 @@ class Conversation:
         processor, cfg = self.generator.tokenizer, self.cfg
         ends = [n for n in range(len(messages) - 1, 0, -1) if keys[n] in self.known]
         before, new = (self.known[keys[ends[0]]], messages[ends[0] :]) if ends else (None, messages)
-        try:
-            if before and not (before.thinks and drops_thinking(new, processor, before.schemas, **self.template)):
-                so_far = continued(before.prompt, before.sample.token_ids)
-                prompt = observed(so_far, new, self.generator, before.schemas, cfg, **self.template)
-                return prompt, before.schemas, before, new
-            schemas = tools if cfg.tool_parser != "tags" else []  # else our own words say how to call
-            told = instructions(tools, parser_of(cfg)) if tools else ""
-            shown = with_tools(self.row | {"prompt": messages, SCHEMAS: []}, schemas, told, processor)
-            return build_prompt(self.row, self.generator, cfg, shown), shown[SCHEMAS], None, messages
-        except (*REFUSED, PartError, PictureError, OSError) as error:
-            raise Refused(f"these messages cannot be shown to the model: {error!r:.500}") from error
+        if not is_vision(processor) and any(part["type"] == "image" for m in new for part in parts_of(m["content"])):
+            raise Refused("these messages have a picture, and the model takes none")
+        if before and not (before.thinks and drops_thinking(new, processor, before.schemas, **self.template)):
+            so_far = continued(before.prompt, before.sample.token_ids)
+            prompt = observed(so_far, new, self.generator, before.schemas, cfg, **self.template)
+            return prompt, before.schemas, before, new
+        schemas = tools if cfg.tool_parser != "tags" else []  # else our own words say how to call
+        told = instructions(tools, parser_of(cfg)) if tools else ""
+        shown = with_tools(self.row | {"prompt": messages, SCHEMAS: []}, schemas, told, processor)
+        return build_prompt(self.row, self.generator, cfg, shown), shown[SCHEMAS], None, messages
 
     def row_for(self, before: Exchange | None) -> int:
         """The row that `before` ends, else a further one."""
@@ -242,7 +246,7 @@ class Conversation:
 # ---- what a call says ------------------------------------------------------------------------------------------------
 
 
-def check(body: dict, cfg: TrainConfig, takes_images: bool) -> None:
+def check(body: dict, cfg: TrainConfig) -> None:
     """Refused for what cannot be answered; one line for each parameter that is not used."""
     model = body.get("model")
     if model != cfg.model_id:
@@ -251,46 +255,21 @@ def check(body: dict, cfg: TrainConfig, takes_images: bool) -> None:
     given = {key: value for key, value in body.items() if value is not None and value != plain.get(key, ())}
     if wrong := sorted(key for key in UNANSWERED & given.keys() if given[key]) or ["n"] * (body.get("n", 1) != 1):
         raise Refused(f"{', '.join(wrong)}: this server does not answer with that; leave it out", code="unsupported")
-    for key in ("max_tokens", "max_completion_tokens"):
-        if not isinstance(most := given.get(key, 1), int) or most < 1:
-            raise Refused(f"{key} is {shorten(most, 40)}; give a whole number from 1 on")
-    tools, stop = body.get("tools") or [], body.get("stop") or []
-    if not isinstance(tools, list) or not all(
-        isinstance(t, dict) and "name" in (t.get("function") or {}) for t in tools
-    ):
-        raise Refused('`tools` must be a list of {"type": "function", "function": {"name": ..., "parameters": ...}}')
-    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) and one for one in stop)):
-        raise Refused("`stop` must be text, or a list of texts")
-    for key in sorted(given.keys() - READ - NO_MATTER):
-        warn_once(
-            f"--agent: a call gave {key}={shorten(given[key], 60)}, which is not used: it would change what is sampled "
-            "from. Said once.",
-            kind=f"agent's {key}",
-        )
     if given.get("tool_choice", "none") != "none":
         warn_once(f"--agent: tool_choice {shorten(given['tool_choice'], 60)} is taken for auto: nothing makes it call.")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise Refused("`messages` must be a list of messages")
-    for number, message in enumerate(messages):
-        if message.get("role") not in ROLES:
-            raise Refused(
-                f"messages[{number}] has the role {shorten(message.get('role'), 40)}; known are {', '.join(ROLES)}"
-            )
-        try:
-            pictures = any(part["type"] == "image" for part in parts_of(message.get("content")))
-        except PartError as error:
-            raise Refused(f"messages[{number}]: {error}") from None
-        if pictures and not takes_images:
-            raise Refused(f"messages[{number}] has a picture, and the model takes none")
-    if messages[-1]["role"] == "assistant":
-        raise Refused("the last message is the assistant's: there is nothing to answer")
+    for key in sorted(given.keys() - READ - NO_MATTER):
+        said = f"--agent: a call gave {key}={shorten(given[key], 60)}, which is not used"
+        warn_once(f"{said}: it would change what is sampled from. Said once.", kind=f"agent's {key}")
+    if not body.get("messages") or body["messages"][-1]["role"] == "assistant":
+        raise Refused("`messages` must end with something to answer, not with the assistant's own message")
 
 
 def messages_of(given: list[dict]) -> list[dict]:
     """OpenAI's messages as chat templates take them: arguments of calls are dicts, results have their tool's name."""
     names, messages = {}, []
     for m in given:
+        if m["role"] not in ROLES:
+            raise Refused(f"a message has the role {shorten(m['role'], 40)}; known are {', '.join(ROLES)}")
         content = m.get("content")
         message = {
             "role": ROLES[m["role"]],
@@ -308,20 +287,11 @@ def messages_of(given: list[dict]) -> list[dict]:
     return messages
 
 
-def called(call) -> dict:
-    try:
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        with contextlib.suppress(ValueError):  # what is no JSON stays text
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {
-            "id": call.get("id"),
-            "type": "function",
-            "function": {"name": function["name"], "arguments": arguments},
-        }
-    except (TypeError, KeyError, AttributeError):
-        form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-        raise Refused(f"a call in `tool_calls` is {shorten(call, 80)}; it must be {form}") from None
+def called(call: dict) -> dict:
+    function, arguments = call["function"], call["function"].get("arguments") or {}
+    with contextlib.suppress(ValueError):  # what is no JSON stays text
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def keys_of(messages: list[dict], tools: list[dict], key: int | None = None) -> list[int]:
