@@ -390,14 +390,13 @@ def named(cfg: TrainConfig):
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
-POSITIVE = "prompts_per_step num_generations num_minibatches num_iterations max_completion_length max_prompt_length "
-POSITIVE += "temperature learning_rate num_epochs max_steps eval_steps eval_generations save_steps save_total_limit "
-POSITIVE += "log_steps push_steps push_bucket_mb server_timeout request_timeout agent_timeout "
-POSITIVE += "agent_concurrency dist_timeout reward_timeout tool_timeout max_turns max_turn_length max_tool_result judge_max_tokens "
-POSITIVE += (
-    "lora_r lora_alpha tokens_per_microbatch logprob_chunk shard_size top_k max_grad_norm sapo_tau_pos sapo_tau_neg "
-)
-POSITIVE += "kl_target ref_sync_steps correction_max critic_learning_rate critic_iterations value_clip"
+POSITIVE = "prompts_per_step num_generations num_minibatches num_iterations max_completion_length "
+POSITIVE += "max_prompt_length temperature learning_rate num_epochs max_steps eval_steps eval_generations "
+POSITIVE += "save_steps save_total_limit log_steps push_steps push_bucket_mb server_timeout request_timeout "
+POSITIVE += "agent_timeout agent_concurrency dist_timeout reward_timeout tool_timeout max_turns max_turn_length "
+POSITIVE += "max_tool_result judge_max_tokens lora_r lora_alpha tokens_per_microbatch logprob_chunk shard_size "
+POSITIVE += "top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target ref_sync_steps correction_max "
+POSITIVE += "critic_learning_rate critic_iterations value_clip"
 NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds spare_prompts "
 NOT_NEGATIVE += "print_samples_every log_tokens_every min_completion_length distill_coef distill_topk router_aux_coef "
 NOT_NEGATIVE += "dppo_tau positive_nll length_penalty"
