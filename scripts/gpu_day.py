@@ -169,8 +169,8 @@ def one_update(name: str, day: Day, device: torch.device) -> None:
         empty = script.empty_policy(cfg)
     planned, sizes = plan.peak(plan.bytes_needed(plan.sizes_of(empty), cfg, 1)), counts.sizes(empty.hf_model)
     policy, inner = script.load_policy(cfg, device)
-    wanted, cfg = cfg.shared_prefix, settled(cfg, policy, inner)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, device)
+    wanted, cfg = cfg.shared_prefix, settled(cfg, policy, inner)
 
     def update() -> None:
         if name == "transformers alone":

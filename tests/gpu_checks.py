@@ -527,7 +527,8 @@ def sizes(machine: Machine) -> str:
         length = 256 if machine.gpu else 64
         words = f"--model_id {folder} --strategy {strategy} --prompts_per_step {4 * ranks} --num_generations 4 "
         words += f"--max_prompt_length {length} --max_completion_length {length} "
-        words += "" if machine.gpu else "--tokens_per_microbatch 320 --push_bucket_mb 1"
+        if not machine.gpu:  # small passes; plan.py takes the chunk of a GPU, which is larger
+            words += "--tokens_per_microbatch 320 --push_bucket_mb 1 --logprob_chunk 256"
         out = folder / f"{strategy}.json"
         in_ranks(machine, ranks, ["tests/memory_worker.py", out, *words.split()], 200)
         for more, critic, measured in json.loads(out.read_text(encoding="utf-8")):
