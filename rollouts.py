@@ -33,6 +33,7 @@ from inputs.prompts import (
     continued,
     image_sources,
     observed,
+    own_kwargs,
     prompt_lengths,
     prompt_messages,
     special_text_in,
@@ -398,7 +399,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     processor = generator.tokenizer
     messages = await reset(environment, row, cfg, processor)
     shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
-    observe = functools.partial(observed, **row.get("chat_template_kwargs") or {})
+    observe = functools.partial(observed, **own_kwargs(row))
     prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
     check_length(prompt, row, cfg)
     turns, mask, logprobs, states, experts, finish = [], [], [], [], None, "stop"

@@ -142,7 +142,8 @@ def check_missing(model, found: dict, model_id: str, body=False, flag: str = "--
     """ConfigError naming weights that the files lack, by what `from_pretrained` has found."""
     head = model.get_output_embeddings() if body else None
     unread = set() if head is None else set(head.parameters())
-    missing = [n for n, p in model.named_parameters() if n in found["missing_keys"] and p not in unread]
+    held = [*model.named_parameters(), *model.named_buffers()]  # a router's bias is a buffer
+    missing = [n for n, tensor in held if n in found["missing_keys"] and tensor not in unread]
     if missing:
         raise ConfigError(
             f"{flag}={model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they "

@@ -143,9 +143,15 @@ def own_schemas(row: dict) -> list[dict] | None:
     return tools if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools) else None
 
 
+def own_kwargs(row: dict) -> dict:
+    """The row's column `chat_template_kwargs`, as it is or as JSON."""
+    given = row.get("chat_template_kwargs") or {}
+    return json.loads(given) if isinstance(given, str) else given
+
+
 def template_kwargs(row: dict, processor) -> dict:
-    """The row's column `chat_template_kwargs`. PartError for a name that the chat template never reads."""
-    given, template = row.get("chat_template_kwargs") or {}, processor.chat_template
+    """`own_kwargs` for the chat template. PartError for a name that it never reads."""
+    given, template = own_kwargs(row), processor.chat_template
     known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
     if unknown := sorted(given.keys() - known):
         read = f"it reads {', '.join(sorted(known)) or 'nothing of the kind'}"
@@ -216,7 +222,13 @@ def begun_by(processor, schemas: list[dict] | None = None, **options) -> str:
     except REFUSED:
         return ""
     same = os.path.commonprefix([sampled, given.partition(END)[0]])
-    begun = sampled[len(re.sub(r"<[^<>]*$", "", same)) :]  # no cut goes through a tag
+    same = re.sub(
+        r"<[^<>]*$", "", same
+    )  # no cut goes through a tag, nor through the "<think></think>" of given answers
+    opened = re.search(r"<(\w+)>\s*$", same)
+    if opened and re.match(rf"\s*</{opened[1]}>", given[len(same) :]):
+        same = same[: opened.start()]
+    begun = sampled[len(same) :]
     return begun if END in given and begun.strip() else ""
 
 
@@ -225,7 +237,7 @@ def begun_in(ids: list[int], processor, row: dict) -> str:
     tokenizer = tokenizer_of(processor)
     if not getattr(tokenizer, "chat_template", None):  # a tokenizer of somebody's own need not have the attribute
         return ""
-    begun = begun_by(processor, **(row.get("chat_template_kwargs") or {}))
+    begun = begun_by(processor, **own_kwargs(row))
     return begun if begun and tokenizer.decode(ids[-len(begun) - 1 :]).endswith(begun) else ""
 
 

@@ -23,6 +23,7 @@ CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LAST = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} "
 LAST += "{{ eos_token }}{% endif %}{% endfor %}"
 OPENS = CHATML.replace("assistant\n", "assistant\n<think>\n")
+SHUT = OPENS.replace("{{ m.content }}", "{{ 'TAGS' if m.role == 'assistant' }}{{ m.content }}")
 
 
 def tokenizer_of(template, eos="<|endoftext|>"):
@@ -62,7 +63,8 @@ def test_sampling_ends_with_the_turn_and_the_end_is_trained(base, monkeypatch):
         (CHATML, ""),
         (OPENS, "<think>\n"),
         (OPENS.replace("<think>\n", "<think>\n\n</think>\n\n"), "<think>\n\n</think>\n\n"),
-        (OPENS.replace("{{ m.content }}", "{{ '</think>' if m.role == 'assistant' }}{{ m.content }}"), "<think>\n"),
+        (SHUT.replace("TAGS", "</think>"), "<think>\n"),
+        (SHUT.replace("TAGS", "<think></think>"), "<think>\n"),
         (OPENS.replace("<think>\n", ""), ""),
     ],
 )

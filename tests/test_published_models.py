@@ -182,5 +182,8 @@ def test_weights_that_a_folder_lacks_are_named(sources, tmp_path):
         with expected:
             load_policy(config(headless), cpu, kind)
     load_hf_model(config(make_tiny()), torch.float32)  # tied
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"  # no parameter
+    with pytest.raises(ConfigError, match=f"lacks 1 weights of DeepseekV3ForCausalLM, such as {bias}"):
+        load_hf_model(config(rewritten(saved("deepseek_v3", tmp_path / "routed"), without(bias))), torch.float32)
     with pytest.raises(ConfigError, match="--reward_model=.* lacks 1 weights of .*, such as score.weight"):
         reward_model.load(str(sources["plain"]))

@@ -125,11 +125,11 @@ TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% if loud
 SCHEMA = {"type": "function", "function": {"name": "weather", "description": "-", "parameters": {"type": "object"}}}
 
 
-@pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA])])
-def test_tools_and_settings_of_the_template_in_a_row_are_used(tools):
+@pytest.mark.parametrize("form", [lambda value: value, json.dumps])
+def test_tools_and_settings_of_the_template_in_a_row_are_used(form):
     tokenizer = tokenizer_of(TOOLS + template())
     plain = {"prompt": "Hi"}
-    row = plain | {"tools": tools, "chat_template_kwargs": {"loud": True}}
+    row = plain | {"tools": form([SCHEMA]), "chat_template_kwargs": form({"loud": True})}
     assert text_of(row, tokenizer) == "[weather]LOUD " + text_of(plain, tokenizer)
     lengths = prompt_lengths(datasets.Dataset.from_list([row]), "rows", tokenizer, TrainConfig())
     assert lengths == [len(prompt_ids(row, tokenizer, TrainConfig()))]
