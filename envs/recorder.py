@@ -35,7 +35,6 @@ import time
 import uuid
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -52,16 +51,14 @@ from inputs.prompts import (
     build_prompt,
     check_echo,
     continued,
+    drops_thinking,
     is_vision,
-    made_up,
-    normal,
     observed,
-    render,
-    with_calls,
+    own_kwargs,
     with_tools,
 )
 from inputs.special_tokens import pattern_of
-from inputs.trajectory import Trajectory, joined
+from inputs.trajectory import Trajectory, end_to_end, joined
 from safety.calls import warn_once
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -107,7 +104,7 @@ class Conversation:
         self.known: dict[int, Exchange] = {}  # by `keys_of` its messages, the answer included
         self.under_way: set[asyncio.Task] = set()
         self.fault = self.loop.create_future()  # what is wrong with the generator, which no agent can mend
-        self.template = row.get("chat_template_kwargs") or {}
+        self.template = own_kwargs(row)
         self.home: dict = {}  # the server that has what came before
 
     # ---- a call ----------------------------------------------------------------------------------------------------
@@ -176,7 +173,8 @@ class Conversation:
         before, new = (self.known[keys[ends[0]]], messages[ends[0] :]) if ends else (None, messages)
         if not is_vision(processor) and any(part["type"] == "image" for m in new for part in parts_of(m["content"])):
             raise Refused("these messages have a picture, and the model takes none")
-        if before and not (before.thinks and drops_thinking(new, processor, before.schemas, **self.template)):
+        forks = cfg.on_rewrite != "append" and before and before.thinks
+        if before and not (forks and drops_thinking(new, processor, before.schemas, **self.template)):
             so_far = continued(before.prompt, before.sample.token_ids)
             prompt = observed(so_far, new, self.generator, before.schemas, cfg, **self.template)
             return prompt, before.schemas, before, new
@@ -222,9 +220,8 @@ class Conversation:
                 routed = joined(routed, sample)
             experts.append(routed)
             inputs.append(exchanges[-1].prompt.model_inputs)
-        known = all(one is not None for one in experts)
         info = {"restarts": restarts, "restart_inputs": inputs[1:], "model_inputs": inputs[0], "turns": turns}
-        info |= {"completion": turns[-1]["text"], "routed_experts": np.concatenate(experts) if known else None}
+        info |= {"completion": turns[-1]["text"], "routed_experts": end_to_end(experts)}
         info["logged"] = [("agent/rows", len(self.rows)), ("agent/calls", len(turns))]
         return Trajectory(
             row=self.row,
@@ -311,15 +308,6 @@ def keys_of(messages: list[dict], tools: list[dict], key: int | None = None) -> 
 def stops_of(body: dict, cfg: TrainConfig) -> tuple[str, ...]:
     given = body.get("stop") or []
     return (*cfg.stop, *([given] if isinstance(given, str) else given))
-
-
-def drops_thinking(messages: list[dict], processor, schemas: list[dict] | None, **options) -> bool:
-    """Whether the chat template leaves an answer's thinking out where these messages stand behind it."""
-    called_for = any(message["role"] == "tool" for message in messages)
-    answer, *behind = with_calls(messages) if called_for else [{"role": "assistant"}, *messages]
-    thought = answer | {"content": "<think>\nseen7\n</think>\n\n-"}
-    shown = [made_up(processor)[0], *normal([thought, *behind], processor)]
-    return "seen7" not in render(shown, processor, schemas, **options)
 
 
 # ---- what the model answered -----------------------------------------------------------------------------------------

@@ -350,6 +350,15 @@ def with_calls(messages: list[dict]) -> list[dict]:
     return [{"role": "assistant", "content": "", "tool_calls": calls}, *answers]
 
 
+def drops_thinking(messages: list[dict], processor, schemas: list[dict] | None, **options) -> bool:
+    """Whether the chat template leaves an answer's thinking out where these messages stand behind it."""
+    called_for = any(message["role"] == "tool" for message in messages)
+    answer, *behind = with_calls(messages) if called_for else [{"role": "assistant"}, *messages]
+    thought = answer | {"content": "<think>\nseen7\n</think>\n\n-"}
+    shown = [made_up(processor)[0], *normal([thought, *behind], processor)]
+    return "seen7" not in render(shown, processor, schemas, **options)
+
+
 def observation_text(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
     """What the chat template writes from the end of an answer, over `messages`, to where the next answer begins.
 

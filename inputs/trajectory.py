@@ -169,6 +169,11 @@ def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, s
     return None
 
 
+def end_to_end(experts: list[np.ndarray | None]) -> np.ndarray | None:
+    """Experts of rows, one behind the other; None if those of one are not known."""
+    return None if any(one is None for one in experts) else np.concatenate(experts)
+
+
 def joined(known: np.ndarray | None, completion) -> np.ndarray | None:
     """The experts of a conversation's tokens so far, and those that came with its next turn. What was sampled earlier
     keeps the experts it was sampled with; a completion's last token has gone through no layer yet.

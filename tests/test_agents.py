@@ -154,6 +154,7 @@ def two_questions(row, endpoint):
         messages += [plain(say(endpoint, messages, tools=TOOLS)), {"role": "user", "content": "And 3 + 2?"}]
 
 
+APPENDED = dict(on_rewrite="append", reward_funcs=["last_number"])
 THINKS = [f"<think>\nhm\n</think>\n\n{CALL}", "<think>\nso\n</think>\n\nIt is 5."]
 CASES = [
     ("tools", "qwen2_5", [CALL, CALL, "It is 5."], [[0, 1, 2]]),
@@ -185,6 +186,7 @@ def test_thinking_is_apart_and_what_is_left_out_of_a_history_is_not_trained_twic
     t = played("two_questions", sampler, reward_funcs=["last_number"])
     first, second = (sampler.tokenizer.decode(ids) for ids, _, _ in rows_of(t))
     assert first.count("<think>") == 2 and second.count("<think>") == 2 and second.count("It is 5.") == 2
+    check_rows(played("two_questions", again := Scripted("qwen3", THINKS), **APPENDED), again, [[0, 1, 2, 3]])
 
 
 def streams(row, endpoint):

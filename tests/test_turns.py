@@ -16,6 +16,7 @@ from data import load_data
 from envs import Environment, ToolEnvironment
 from envs.tools import Tool, Toolbox, from_function
 from inputs.prompts import render
+from inputs.trajectory import trajectory_fault
 from rollouts import TrajectoryError, check_rollout, measure, play
 from vllm_client import Completion
 
@@ -128,6 +129,38 @@ def test_thinking_of_earlier_turns_stays():
     t = asyncio.run(play({"prompt": "?"}, 0, tool_environment(cfg), Scripted(tokenizer, turns), cfg))
     assert tokenizer.decode(t.token_ids).count("Hm.") == 1
     assert "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(t.token_ids)
+
+
+class Asks(Environment):
+    """Asks twice more."""
+
+    def reset(self, row, seed):
+        self.left = 2
+        return "First?"
+
+    def step(self, text):
+        self.left -= 1
+        return "Next?", 1.0, self.left < 0, {}
+
+
+@pytest.mark.parametrize("how, template, rows", [("append", "qwen3", 1), ("fork", "qwen2_5", 1), ("fork", "qwen3", 3)])
+def test_a_history_that_the_template_writes_anew_begins_a_row(how, template, rows):
+    """The model sees in training what it sees when it is used; what was sampled is there once with mask 1."""
+    tokenizer, cfg = tokenizer_of(template), TrainConfig(env="-", on_rewrite=how, max_completion_length=300)
+    sampler = Scripted(tokenizer, ["<think>\nHm.\n</think>\n\nYes."])
+    t = asyncio.run(play({"prompt": "?"}, 0, Asks(), sampler, cfg))
+    assert trajectory_fault(t, sampler, cfg) is None and t.turns == 3
+    trained = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
+    assert trained == sum((turn["ids"] for turn in sampler.said), [])
+    bounds = [-len(t.prompt_ids), *t.info.get("restarts", []), len(t.token_ids)]
+    whole = t.prompt_ids + t.token_ids
+    parts = [whole[a - bounds[0] : b - bounds[0]] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert len(parts) == rows
+    for turn in sampler.said:  # what the sampler was sent, and said, is the beginning of a row
+        assert any(part[: len(turn["sent"]) + len(turn["ids"])] == turn["sent"] + turn["ids"] for part in parts)
+    assert tokenizer.decode(parts[-1]).count("Hm.") == (3 if rows == 1 else 1)
+    ends = [t.token_ids[turn["start"] : turn["end"]] for turn in t.info["turns"]]
+    assert ends == [turn["ids"] for turn in sampler.said]
 
 
 def test_a_template_whose_roles_have_to_alternate():
