@@ -139,10 +139,9 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
         dict(target=98, nums=[44, 19, 35]),
         tagged(("44 + 19 + 35", 1), ("(35+44)+19", 1), ("44 + 19 * 35", 0.1), ("98", 0.1), ("44 + 54", 0.1), ("", 0.1))
         + tagged(("44 + 19 + 35 + 0", 0.1), ("44 + 19 +", 0.1), ("1</answer> no: <answer> 19+35+44 ", 1))
-        + tagged(("__import__('os').getpid() + 44 + 19 + 35", 0.1))
+        + tagged(("__import__('os').getpid() + 44 + 19 + 35", 0.1), ("9**9**9**9", 0.1))
         + [("44 + 19 + 35", 0)],
     ),
-    (COUNTDOWN, dict(target=8, nums=[2, 3]), tagged(("2**3", 0.1), ("9**9**9**9", 0.1), ("2 * 3 + True + True", 0.1))),
     # DAPO's, as verl has it (math_dapo.py): 1 or -1.
     (
         DAPO,
@@ -174,15 +173,11 @@ GRADED = [  # reward function, columns of the row, [(completion, what the refere
     *(
         ("recipes/ifeval.py:follows", dict(ground_truth=truth(name, **arguments)), [(kept, 1), (broken, 0)])
         for name, arguments, kept, broken in (
-            ("validate_lowercase", {}, "the sea 1!", "The sea"),
             ("validate_word_constraint", dict(N=20, quantifier="around"), "a " * 22, "a " * 23),
-            ("verify_sentence_constraint", dict(N=2, quantifier="at least"), "It is. So.", "It is 3.5 or so."),
             ("verify_keywords", dict(keyword_list=["sea", "Ship"]), "Seas, ships", "sea"),
             ("verify_letter_frequency", dict(letter="s", N=1), "sea", "Sea"),
             ("validate_paragraphs", dict(N=2, first_word="And", i=2), "a\n\nAnd", "And\n\na"),
-            ("validate_choice", dict(options=["yes", "no"]), "yes", "maybe"),
             ("validate_json_format", {}, '{"a": 1}', "{a}"),
-            ("validate_end", dict(end_phrase="all."), "That is all.", "all. No"),
         )
     ),
     # IoU and the form, each half.

@@ -49,7 +49,6 @@ def test_the_gradient_is_that_of_one_process(one, ranks, flags):
     "flags, ranks",
     [
         ("--shard_size 2", 4),
-        ("--shard_size 3 --strategy fsdp2", 4),
         ("--compile --strategy fsdp", 2),
         ("--offload_activations --no-gradient_checkpointing", 2),
     ],
