@@ -1,10 +1,11 @@
 """What a step of train_grpo.py does on GPUs that are not there: bytes, collectives, launches, waits and seconds.
 
-    python benchmarks/simulate.py --model qwen2.5-7b --gpus 8                   one table, in a minute
-    python benchmarks/simulate_tables.py                                        benchmarks/results/simulate.md
+    python benchmarks/simulate.py                          benchmarks/results/simulate.md: half an hour on one core
+    python benchmarks/simulate.py qwen2.5-7b --gpus 8      a row of its tables, in two minutes
 
-Takes every flag of plan.py; --gpus are the trainer's. The script's own functions run as one rank runs them (`--rank`):
-load_policy, all_logprobs, update (micro-batches, clipping, AdamW) and push_weights. torch's FSDP2 is the real one, too.
+Takes a name of MODELS and every flag of plan.py; --gpus are the trainer's. The script's own functions run as one rank
+runs them (`--rank`): load_policy, all_logprobs, update (micro-batches, clipping, AdamW) and push_weights. torch's FSDP2
+is the real one, too.
 Tensors have shapes and no memory (FakeTensorMode); they claim a device "gpu", as in tests/claimed.py. The other ranks
 are torch's fake process group. Small tensors whose values decide what is done next (lengths, masks, segments) have
 values.
@@ -12,7 +13,7 @@ values.
     simulated   bytes       each storage once while it is alive, in blocks of 512, as CUDA's allocator counts
                 collectives each with the bytes that a rank ends or begins with, within a machine or between several
                 launches    operations on the GPU that are no views; one of them may launch several kernels
-                waits       of the host for the GPU: reads, copies that block; by source line
+                waits       of the host for the GPU: reads, copies that block
                 seconds     streams and events are FSDP2's own. An operation takes what its products take at
                             --matrix_tflops or its bytes at --memory_bandwidth, and begins when the host has come to it
                             (--launch microseconds each) and its stream is free; a collective takes RING's latencies
@@ -20,16 +21,17 @@ values.
     not         kernels' own work space, fragmentation, a server, sampling, rewards, ranks that differ in length,
                 values: nothing here says that a gradient is right; FSDP1, and DDP on more than one GPU
 
-Only three passes of an update are simulated; of more, those in the middle are alike.
+Only three passes of an update are simulated; of more, those in the middle are alike. Three and six layers are
+simulated, and a line is drawn from these to all of them; pushes, which no line describes, are simulated whole.
 """
 
 import contextlib
+import re
 import sys
 import tempfile
-import time
 import weakref
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +62,7 @@ import tiny_vlms  # noqa: E402
 import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
-from config import ConfigError, parse_args  # noqa: E402
+from config import ConfigError, load_config  # noqa: E402
 from inputs import prompts  # noqa: E402
 from inputs.loading import set_up_4_bits  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
@@ -177,11 +179,10 @@ class Event:
 class Phase:
     begun: float  # seconds, of the host
     seconds: float = 0.0
-    busy: float = 0.0  # seconds of the GPU's own work, and
-    flops: float = 0.0  # its products
+    busy: float = 0.0  # seconds of the GPU's own work
     peak: Counter = field(default_factory=Counter)  # bytes by device
     launches: int = 0
-    waits: Counter = field(default_factory=Counter)  # by source line
+    waits: int = 0
     collectives: Counter = field(default_factory=Counter)  # (kind, where) -> number
     moved: Counter = field(default_factory=Counter)  # (kind, where) -> bytes
     talking: float = 0.0  # seconds of collectives
@@ -305,7 +306,7 @@ class Machine(TorchDispatchMode):
 
     def wait(self) -> None:
         self.host = max(self.host, self.stream.free)
-        self.phase.waits[claimed.line()] += 1
+        self.phase.waits += 1
 
     def work(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor], out) -> None:
         packet, everything = func.overloadpacket, tensors + made
@@ -328,7 +329,6 @@ class Machine(TorchDispatchMode):
             rate = self.cfg.matrix_tflops * 1e12 / (1 if dtype.itemsize == 2 else 8)  # float32 and 64: H100's 67 of 989
             seconds = max(flops / rate, moved / (self.cfg.memory_bandwidth * 1e9))
             self.phase.busy += seconds
-            self.phase.flops += flops
             self.launch(seconds)
         elif all(x.device.type == "cpu" for x in everything) and moved > 2**20:  # of small ones the launch is enough
             self.host += moved / (self.cfg.cpu_bandwidth * 1e9)
@@ -596,17 +596,9 @@ def batch_of(cfg: SimulateConfig, passes: int, shown: prompts.Prompt | None = No
 
 @dataclass
 class Result:
-    cfg: SimulateConfig
     phases: dict[str, Phase]
     kept: int  # bytes on the GPU between two steps
-    parameters: int
     tokens: int  # of a pass
-    took: float  # seconds of the simulation
-
-    def seconds(self, passes: int) -> float:
-        """Of an update of so many passes, the optimizer's step included."""
-        first, middle, last, step = (self.phases[name].seconds for name in (*PASSES, "optimizer"))
-        return (first * (passes > 1) + middle * max(passes - 2, 0) + last) + step
 
 
 PASSES = ("first pass", "middle pass", "last pass")
@@ -614,7 +606,7 @@ PASSES = ("first pass", "middle pass", "last pass")
 
 def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
     """A step, phase by phase. Without `passes` a push alone, in less time."""
-    begun, cfg, config, real = time.perf_counter(), settled(cfg), config_of(cfg), script.load_hf_model
+    cfg, config, real = settled(cfg), config_of(cfg), script.load_hf_model
 
     def load(cfg, dtype, given=None):
         with torch.device("meta"):
@@ -651,8 +643,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         server.adapter = "policy" if cfg.load_in else None  # nothing can be folded into 4 bits: adapters travel alone
         script.push_weights(policy, server, 1, cfg.push_bucket_mb or plan.push_bucket_mb(0))
         machine.enter("end")
-        parameters, tokens = sum(p.numel() for p in policy.parameters()), most_tokens(cfg)
-    return Result(cfg, machine.phases, kept, parameters, tokens, time.perf_counter() - begun)
+    return Result(machine.phases, kept, most_tokens(cfg))
 
 
 def run_passes(machine, policy, optimizer, batch: script.Batch, cfg: SimulateConfig) -> None:
@@ -691,43 +682,136 @@ def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
     return {"kept": (found.kept, plan.kept(need)), "update": (update, plan.peak(need))}
 
 
-def words(cfg: SimulateConfig) -> str:
-    lora = " LoRA" * cfg.use_peft + " on a base in 4 bits" * bool(cfg.load_in)
-    return f"{cfg.strategy}{' --shard_size 8' * cfg.hsdp}{' --offload' * cfg.offload}{lora}"
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = "--prompt 500 --completion 4000 --max_prompt_length 500 --max_completion_length 4000"
+CASES = [
+    "qwen2.5-7b --gpus 8", "qwen2.5-1.5b --gpus 8", "qwen2.5-7b --gpus 8 --use_peft",
+    "qwen2.5-7b --gpus 8 --offload --colocate", "qwen3-30b-a3b --gpus 16", "qwen2.5-7b --gpus 16",
+    "qwen2.5-7b --gpus 64 --hsdp", "qwen2.5-7b --gpus 256", "qwen2.5-7b --gpus 256 --rank -1",
+    "qwen2.5-7b --gpus 256 --hsdp", "qwen2.5-32b --gpus 16", "qwen2.5-72b --gpus 64", "qwen2.5-72b --gpus 256 --hsdp",
+    "qwen2.5-1.5b --gpus 1", "qwen2.5-vl-3b --gpus 8",
+    "qwen2.5-7b --gpus 1 --strategy ddp --dtype bfloat16 --use_peft",
+    "qwen2.5-7b --gpus 1 --strategy ddp --dtype bfloat16 --use_peft --load_in 4bit",
+    "qwen2.5-72b --gpus 8 --dtype bfloat16 --use_peft --load_in 4bit",
+]  # fmt: skip
+FEW = (3, 6)  # layers that are simulated
+
+NEMO = "NeMo-RL 0.4, GRPO on DGX H100, Megatron (docs/about/performance-summary.md)"
+TITAN = "torchtitan, FSDP2 on H100 of 500 W, selective recomputation (docs/performance.md)"
+TITAN_A100 = "torchtitan, FSDP2 on A100, full recomputation (docs/performance.md)"
+A100 = "--matrix_tflops 200 --memory_bandwidth 1300 --node_bandwidth 20"  # as H100: some 60 % of 312, of 2039
+PLAIN = "--prompt 16 --completion 8176 --max_prompt_length 16 --max_completion_length 8176"
+GRPO = "--max_prompt_length 200 --max_completion_length 3896 --prompt 200 --num_generations 32"
+# source, words, tokens of a step on all GPUs, of which completions, updates, what is published: tokens/s/GPU or seconds
+PUBLISHED = [
+    (TITAN, f"llama-3.1-8b --gpus 8 {PLAIN} --tokens_per_microbatch 14895", 0, 0, 0, 5762),
+    (TITAN_A100, f"llama-3.3-70b --gpus 64 {PLAIN} --tokens_per_microbatch 7448 {A100}", 0, 0, 0, 331),
+    (NEMO, f"llama-3.1-8b --gpus 16 {GRPO} --completion 860", 2048 * 1060, 2048, 4, 97.7),
+    (NEMO, f"qwen3-32b --gpus 32 {GRPO} --completion 3006", 2048 * 3206, 2048, 4, 393),
+    (NEMO, f"qwen3-30b-a3b --gpus 32 {GRPO} --completion 2954", 2048 * 3154, 2048, 4, 225),
+]
 
 
-def report(found: Result, need: Counter) -> str:
-    cfg, lines = found.cfg, []
-    name = cfg.model + f", {cfg.layers} layers" * bool(cfg.layers)
-    lines.append(
-        f"{name}: {found.parameters / 1e9:.2f} B parameters, rank {cfg.rank % cfg.gpus} of {cfg.gpus}, {words(cfg)}, "
-        f"passes of {found.tokens} tokens. Simulated, in {found.took:.0f} s.\n"
-    )
-    lines.append("phase              GPU GiB   CPU GiB   seconds   GPU works   talks   launches   waits")
-    for name, phase in found.phases.items():
-        if phase.launches:
-            lines.append(
-                f"{name:<17}{phase.peak[GPU.type] / GIB:9.2f} {phase.peak['cpu'] / GIB:9.2f} {phase.seconds:9.3f} "
-                f"{phase.busy:11.3f} {phase.talking:7.3f} {phase.launches:10} {phase.waits.total():7}"
-            )
-    lines.append("\nCollectives                                    number       GiB")
-    for name, phase in found.phases.items():
-        for (kind, where), number in phase.collectives.items():
-            lines.append(f"{name:<17} {kind:<15}{where:<20} {number:<7} {phase.moved[kind, where] / GIB:9.3f}")
-    waits = found.phases[PASSES[1]].waits.items()
-    lines.append("\nWaits of a middle pass: " + ", ".join(f"{number} x {at}" for at, number in waits))
-    lines.append("\nBytes on the GPU         simulated     plan.py")
-    for what, (simulated, said) in errors(found, need).items():
-        lines.append(f"{what:<22}{simulated / GIB:8.2f} GiB{said / GIB:8.2f} GiB {said / max(simulated, 1) - 1:+.1%}")
-    return "\n".join(lines)
+def config(words: str) -> SimulateConfig:
+    return load_config(SimulateConfig, f"--model {words}".split())
 
 
-def main(cfg: SimulateConfig) -> None:
-    print(report(simulate(cfg), predicted(cfg)))
+def line(less, more, layers: int):
+    """On the line through what FEW layers have, the value of `layers`; of all numbers within."""
+    if isinstance(less, int | float):
+        return less + (more - less) * (layers - FEW[0]) / (FEW[1] - FEW[0])
+    if isinstance(less, dict):
+        return type(less)({key: line(less.get(key, 0), more.get(key, 0), layers) for key in less.keys() | more.keys()})
+    if isinstance(less, list | tuple):
+        return tuple(line(a, b, layers) for a, b in zip(less, more, strict=True))
+    return type(less)(**{f.name: line(getattr(less, f.name), getattr(more, f.name), layers) for f in fields(less)})
+
+
+def whole(cfg: SimulateConfig) -> Result:
+    """A step of all layers."""
+    few = [simulate(replace(cfg, layers=layers)) for layers in FEW]
+    layers = config_of(cfg).get_text_config().num_hidden_layers
+    drawn = {name: line(phase, few[1].phases[name], layers) for name, phase in few[0].phases.items()}
+    found = Result(drawn, line(few[0].kept, few[1].kept, layers), few[0].tokens)
+    # Which tensors fill a bucket together depends on the number of layers, and is on no line.
+    drawn["push"] = simulate(cfg, passes=False).phases["push"]
+    return found
+
+
+def bytes_row(words: str, sizes: dict, push: int) -> str:
+    cells = [words]
+    for simulated, said in sizes.values():
+        apart = f"{said / simulated - 1:+.1%}" if simulated > GIB / 10 else "-"
+        cells += [f"{simulated / GIB:.2f}", f"{said / GIB:.2f}", apart]
+    cells.append(f"{push / GIB:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def pass_row(words: str, found: Result) -> str:
+    middle, step = found.phases[PASSES[1]], found.phases["optimizer"]
+    calls = {"allgather": 0.0, "reduce_scatter": 0.0, "allreduce": 0.0}
+    moved = {"within one": 0.0, "between machines": 0.0}
+    for (kind, where), number in middle.collectives.items():
+        if where in moved:
+            calls[kind] += number
+            moved[where] += middle.moved[kind, where]
+    last = sum(n for (kind, where), n in found.phases[PASSES[2]].collectives.items() if kind == "allreduce")
+    cells = [words, f"{calls['allgather']:.0f} + {calls['reduce_scatter']:.0f}", f"{last:.0f}"]
+    cells += [f"{size / GIB:.1f}" for size in moved.values()] + [f"{middle.launches:.0f}", f"{middle.waits:.0f}"]
+    exposed = max(middle.seconds - middle.busy, 0)
+    cells += [f"{middle.seconds:.2f}", f"{middle.talking:.2f}", f"{exposed:.2f}"]
+    cells += [f"{found.tokens / middle.seconds:,.0f}", f"{step.seconds:.2f}", f"{found.phases['push'].seconds:.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def published_row(source: str, words: str, tokens: int, completions: int, updates: int, published: float) -> str:
+    cfg, name = config(words), " ".join(words.split()[:3])
+    found = whole(cfg)
+    middle = found.phases[PASSES[1]].seconds
+    if not updates:
+        ours = found.tokens / middle
+        return f"| {name} | {source} | {published:,.0f} tokens/s/GPU | {ours:,.0f} | {ours / published - 1:+.0%} |"
+    passes = tokens / cfg.gpus / found.tokens
+    parts = {"update": passes * middle + updates * found.phases["optimizer"].seconds}
+    parts["log-probs"] = 2 * passes * found.phases["old log-probs"].seconds  # of the policy and of the reference
+    shape = config_of(cfg)
+    with torch.device("meta"):
+        sizes = plan.sizes_of(script.empty_policy(cfg, shape))
+    parts["sampling"] = plan.serve(cfg, shape, sizes, cfg.gpus, completions)["seconds"]
+    parts["push"] = 2 * sizes.trained / (cfg.push_bandwidth * 1e9)
+    ours, said = sum(parts.values()), ", ".join(f"{name} {value:.0f}" for name, value in parts.items())
+    return f"| {name} | {source} | {published:g} s | {ours:.0f} s ({said}) | {ours / published - 1:+.0%} |"
+
+
+def rows_of(words: str) -> tuple[str, str]:
+    """Of a case, in the tables of bytes and of a pass."""
+    found = whole(cfg := config(f"{words} {LENGTHS}"))
+    push = found.phases["push"].peak[GPU.type]
+    rows = bytes_row(words, errors(found, predicted(cfg)), push), pass_row(words, found)
+    print(*rows, sep="\n", flush=True)
+    return rows
+
+
+def main(words: list[str]) -> None:
+    if words:
+        rows_of(" ".join(words))
+        return
+    drawn, real = (run(config(f"{CASES[0]} {LENGTHS}")) for run in (whole, simulate))
+    pairs = {
+        "update": [max(r.phases[p].peak[GPU.type] for p in PASSES) for r in (drawn, real)],
+        "seconds of a micro-batch": [r.phases[PASSES[1]].seconds for r in (drawn, real)],
+        "launches": [r.phases[PASSES[1]].launches for r in (drawn, real)],
+    }
+    print("the line:", ", ".join(f"{name} {a / b - 1:+.1%}" for name, (a, b) in pairs.items()))
+    tables = iter([*zip(*map(rows_of, CASES), strict=True), [published_row(*row) for row in PUBLISHED]])
+    out = ROOT / "benchmarks/results/simulate.md"  # its words stay
+    text = re.sub(r"(?<=-\|\n)(?:\|.*\n)+", lambda _: "\n".join(next(tables)) + "\n", out.read_text(encoding="utf-8"))
+    out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
     try:
-        main(parse_args(SimulateConfig, description=__doc__.split("\n")[0]))
+        main(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"simulate.py: error: {error}")
