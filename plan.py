@@ -23,7 +23,6 @@ class PlanConfig(TrainConfig):
     node_gpus: int = 8  # GPUs of a machine; of several machines each serves or trains
     gpu_memory: float = 80.0  # GiB of each
     cpu_memory: float = 1000.0  # GiB of a machine, for offload
-    server_bytes: float = 2.0  # of a weight on the server; 1 with vLLM's --quantization fp8_per_tensor, say
     server_gpus: int | None = None  # how many of them sample; unset: the split with the shortest step
     prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
@@ -218,27 +217,16 @@ def settled(
     if cfg.gradient_checkpointing is None:
         cfg = replace(cfg, gradient_checkpointing=True)
     usable = free * (1 - SPARE)
-
-    def attempt(**changes) -> tuple[TrainConfig, Counter]:
-        own = replace(cfg, **changes)
-        with torch.device("meta"):
-            sizes = sizes_of(make_policy(own))
-        return fitted(sizes, own, ranks, usable, critic)
-
-    chosen, need = attempt()
+    with torch.device("meta"):
+        sizes = sizes_of(make_policy(cfg))
+    chosen, need = fitted(sizes, cfg, ranks, usable, critic)
     if peak(need) <= usable:
         return chosen, ""
-    warning = (
+    return chosen, (
         f"Warning: this needs about {peak(need) / GIB:.1f} GiB on a GPU, and {usable / GIB:.1f} GiB can be used "
-        f"(--strategy {cfg.strategy}, {ranks} rank(s), {chosen.tokens_per_microbatch} tokens a micro-batch). "
+        f"(--strategy {cfg.strategy}, {ranks} rank(s), {chosen.tokens_per_microbatch} tokens a micro-batch). Less take "
+        "--strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit; plan.py says which of them fits."
     )
-    changes = [dict(strategy="fsdp2")] * (ranks > 1) + [dict(strategy="fsdp2", offload=True), dict(use_peft=True)]
-    for change in [*changes, dict(strategy="fsdp2", use_peft=True), dict(use_peft=True, load_in="4bit")]:
-        other = peak(attempt(**change)[1]) if not cfg.load_in else usable + 1
-        if other <= usable:
-            words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in change.items()]
-            return chosen, warning + f"{' '.join(words)} needs {other / GIB:.1f} GiB. See plan.py."
-    return chosen, warning + "Neither shards nor LoRA would fit: more GPUs, or shorter completions. See plan.py."
 
 
 # ---- the server, and seconds ----------------------------------------------------------------------------------------
@@ -264,7 +252,7 @@ def serve(cfg: PlanConfig, config, sizes: Sizes, gpus: int, sequences: int) -> d
     over 1 to 8 of them; None if the model does not fit."""
     ways, heads = [], config.get_text_config().num_attention_heads
     for split in (n for n in (1, 2, 4, 8) if min(gpus, cfg.node_gpus) % n == 0 and heads % n == 0):
-        kv, weights = kv_bytes(config, split), cfg.server_bytes * (sizes.trained + sizes.frozen) / split
+        kv, weights = kv_bytes(config, split), 2 * (sizes.trained + sizes.frozen) / split
         share = min(VLLM_SHARE, int(100 * (1 - (push_bytes(sizes, cfg) + GIB) / (cfg.gpu_memory * GIB))) / 100)
         room = cfg.gpu_memory * GIB * share - VLLM_SPARE - weights
         if room < kv * (cfg.max_prompt_length + cfg.max_completion_length):
@@ -391,25 +379,23 @@ def on_one_gpu(cfg: PlanConfig, config, sizes: Sizes) -> int:
     cfg = replace(cfg, strategy="ddp" if cfg.strategy == "auto" else cfg.strategy)
     usable, kv = cfg.gpu_memory * GIB * (1 - SPARE), kv_bytes(config, 1)
     window = cfg.max_prompt_length + cfg.max_completion_length
-    served = cfg.server_bytes * (sizes.trained + sizes.frozen) + VLLM_SPARE + push_bytes(sizes, cfg)
+    served = 2 * (sizes.trained + sizes.frozen) + VLLM_SPARE + push_bytes(sizes, cfg)
     served += cfg.num_generations * kv * window  # at the least
     decoded = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window
-    ways = {
-        "a server beside the trainer": (dict(generator="vllm", colocate=False), served, served),
-        "server and trainer by turns": (dict(generator="vllm", colocate=True, push_lora="auto"), served, 0),
-        "--generator hf, no server": (dict(generator="hf", push_lora="auto"), decoded, 0),
-    }
-    if cfg.load_in or cfg.strategy != "ddp":  # refused by the script
-        del ways["server and trainer by turns"]
+    # What samples, and how much of it is there while the trainer works.
+    ways = [("a server beside the trainer", dict(generator="vllm", colocate=False), served, served)]
+    if not cfg.load_in and cfg.strategy == "ddp":  # others are refused by the script
+        ways.append(("by turns", dict(generator="vllm", colocate=True, push_lora="auto"), served, 0))
+    ways.append(("--generator hf, no server", dict(generator="hf", push_lora="auto"), decoded, 0))
     any_fits = False
-    for name, (changes, beside, together) in ways.items():
+    for name, changes, sampling, together in ways:
         choice, need = fitted(sizes, replace(cfg, **changes), 1, usable - together, False)
-        samples = beside + (kept(need) if choice.generator == "hf" else 0)
-        most = max(peak(need) + together, samples)
-        fits, any_fits = most <= usable, any_fits or most <= usable
-        print(f"On one GPU, {name}: {'yes' if fits else 'NO'}, {most / GIB:.1f} of {usable / GIB:.1f} GiB")
-        print(f"  {'sampling':<15}{beside / GIB:8.1f} GiB at the least\n{table(need, cfg)}")
-        if not fits:
+        most = max(peak(need) + together, sampling + kept(need) * (choice.generator == "hf"))
+        any_fits = any_fits or most <= usable
+        fits = "yes" if most <= usable else "NO"
+        print(f"On one GPU, {name}: {fits}, {most / GIB:.1f} of {usable / GIB:.1f} GiB, {sampling / GIB:.1f} to sample")
+        print(table(need, cfg))
+        if most > usable:
             continue
         if choice.generator == "vllm":
             share = int(100 * (usable - (0 if choice.colocate else peak(need))) / (cfg.gpu_memory * GIB)) / 100
