@@ -9,9 +9,6 @@ answers are a careless annotator's: half of the counts are one off, corners of b
 from them and to be careless with them, answers in the tasks' formats and is often wrong - as models are that learned
 from people. Reinforcement learning, which is told what is right, has that to take away.
 
-`--larger --careful --tasks counting` makes a teacher for it: more weights, 1,600 steps of counting alone, and the right
-answers.
-
 The end of the output says how often, when answers are sampled at temperature 1; with the pictures of other rows the
 same questions show what is guessed rather than seen. A complete folder is left as it is; folders are written aside and
 renamed when complete.
@@ -62,9 +59,6 @@ MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_uttera
 VISION = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 TEXT = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6}
 TEXT |= {"num_key_value_heads": 6, "head_dim": 32, "max_position_embeddings": 2048}
-LARGER_STEPS = 1600
-LARGER_VISION = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 6}
-LARGER_TEXT = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
 # ChatML whose messages are text or parts; the processor replaces each <image> by the image's tokens.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -91,15 +85,15 @@ def build_processor(gguf):
     return Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=CHAT_TEMPLATE)
 
 
-def build_model(tokenizer, seed, larger=False):
+def build_model(tokenizer, seed):
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     # Of the order of 1 / sqrt(width), as the matrices keep their input's size; the default, 0.02, is for wide models.
     start = {"initializer_range": 0.06}
     ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = Idefics3Config(
-        text_config={"model_type": "llama"} | TEXT | (LARGER_TEXT if larger else {}) | start | ids,
-        vision_config=VISION | (LARGER_VISION if larger else {}) | start | {"image_size": SIZE, "patch_size": PATCH},
+        text_config={"model_type": "llama"} | TEXT | start | ids,
+        vision_config=VISION | start | {"image_size": SIZE, "patch_size": PATCH},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=SCALE,
@@ -159,18 +153,18 @@ def answer_loss(model, input_ids, labels, pixel_values):
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), labels[:, 1:][chosen])
 
 
-def warm_start(model, processor, steps, seed, chosen=("counting", "grounding"), careful=False):
+def warm_start(model, processor, steps, seed):
     """Grounding begins with one shape a scene and grows to the task's three over the first half of the steps: where a
     single shape is, is learned quickly. Without that and the waves, boxes were hardly better than blind ones."""
     rng, known = stream("warm start", seed), {}
     optimizers = build_optimizers(model)
     decay = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, steps)) for o in optimizers]
-    begin, losses = time.perf_counter(), {name: [] for name in chosen}
+    begin, losses = time.perf_counter(), {"counting": [], "grounding": []}
     for step in range(1, steps + 1):
         most = max(1, math.floor(3 * min(2 * step / steps, 1)))
         tasks = {"counting": counting.row, "grounding": partial(grounding.row, fewest=1, most=most)}
-        for name in chosen:
-            rows = [tasks[name](rng) if careful else careless(rng, tasks[name](rng)) for _ in range(BATCH)]
+        for name, task in tasks.items():
+            rows = [careless(rng, task(rng)) for _ in range(BATCH)]
             loss = answer_loss(model, *encode(processor, rows, known))
             loss.backward()
             losses[name].append(loss.item())
@@ -234,10 +228,10 @@ def sample(model, processor, rows, images):
     return processor.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def evaluate(model, processor, seed, chosen=("counting", "grounding"), count=400):
+def evaluate(model, processor, seed, count=400):
     """{name: mean over `count` held-out rows}, with the right pictures and with those of other rows."""
     rng, result = stream("warm start, held out", seed), {}
-    for task in (each for each in (counting, grounding) if each.__name__ in chosen):
+    for task in (counting, grounding):
         rows = [task.row(rng) for _ in range(count)]
         images = [row["image"] for row in rows]
         for name, shown in (("", images), (" shuffled", images[1:] + images[:1])):
@@ -261,12 +255,11 @@ def make(folder, request):
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         processor = build_processor(download_gguf(Path(scratch)))
-        model = build_model(processor.tokenizer, request["seed"], request.get("larger"))
+        model = build_model(processor.tokenizer, request["seed"])
         set_special_tokens(model, processor.tokenizer)
         print(f"make_tiny_vlm: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million weights", flush=True)
-        chosen = request.get("tasks", ["counting", "grounding"])
-        warm_start(model, processor, request["steps"], request["seed"], chosen, request.get("careful"))
-        for name, value in evaluate(model.eval(), processor, request["seed"], chosen).items():
+        warm_start(model, processor, request["steps"], request["seed"])
+        for name, value in evaluate(model.eval(), processor, request["seed"]).items():
             print(f"  {name}: {value:.3f}")
         finished = Path(scratch) / "finished"
         model.save_pretrained(finished)
@@ -281,15 +274,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the scenes")
-    parser.add_argument("--steps", type=int, help=f"of {BATCH} scenes of each task [{STEPS}; larger: {LARGER_STEPS}]")
-    parser.add_argument("--larger", action="store_true", help="one and a half times as wide")
-    parser.add_argument("--careful", action="store_true", help="the annotator makes no mistakes")
-    parser.add_argument("--tasks", nargs="+", choices=["counting", "grounding"], help="that it learns [both]")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of {BATCH} scenes of each task [{STEPS}]")
     args = parser.parse_args()
     request = {"model": "tiny-vlm", "package": PACKAGE, "vocabulary": TINY_VOCABULARY}
-    request |= {"seed": args.seed, "steps": args.steps or (LARGER_STEPS if args.larger else STEPS)}
-    special = {"larger": args.larger, "careful": args.careful, "tasks": args.tasks}
-    request |= {name: value for name, value in special.items() if value}
+    request |= {"seed": args.seed, "steps": args.steps}
     if is_complete(args.folder, request):
         print(f"make_tiny_vlm: {args.folder} is there already")
         return
