@@ -147,23 +147,19 @@ def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(monkeypatc
 
 
 def test_a_judge_that_is_gone_for_good_ends_the_run(monkeypatch):
-    """After ten steps and ten minutes without an answer; not one that comes back in between."""
-    clock = [0.0]
-    monkeypatch.setattr(rollout_metrics, "_SILENT", {})
-    monkeypatch.setattr(rollout_metrics.time, "time", lambda: clock[0])
-    cfg = TrainConfig(reward_funcs=["judge", "length"], judge_url="http://gone:1/v1", judge_model="j")
+    """After ten steps without an answer; not one that comes back in between."""
+    monkeypatch.setattr(rollout_metrics, "_SILENT", [0])
+    cfg = TrainConfig(reward_funcs=["judge", "length"], judge_url="http://gone:1/v1?api_key=k", judge_model="j")
 
     def step(unanswered: int):
-        clock[0] += 70
         t = trajectory("x")
-        t.info["extra"] = {"judge": "(not counted: http://gone:1 answered 401 Unauthorized)"}
         rewards = {"judge": math.nan, "judge/attempts": 1, "length": 1.0, "judge/unanswered": unanswered}
         t.info |= {"rewards": rewards, "reward_timeouts": 0}
         rollout_metrics.check_failed([[t]], cfg)
 
     for unanswered in (*[1] * 9, 0, *[1] * 9):
         step(unanswered)
-    with pytest.raises(RuntimeError, match="judge j at http://gone:1 .*last 10 steps.*answered 401.*--resume"):
+    with pytest.raises(RuntimeError, match="judge at http://gone:1 answered .*last 10 steps.*--resume"):
         step(1)
 
 
