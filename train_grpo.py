@@ -277,8 +277,6 @@ def train(
         if evaluates:  # before saving, so that a resumed run has it
             last_eval = evaluation(step + 1)
         if saves:
-            if log:
-                log.written()  # waits until it is on disk: a resumed run does not sample these again
             weights, adapter = saved_weights(policy, run.inner, cfg, generator.weight_dtype)
             saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, memory, adapter)
 

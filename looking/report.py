@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from looking.runs import Run, plain
-from looking.told import all_notes, described
+from looking.told import described, notes
 from runlog import samples
 
 PAGE = Path(__file__).parent / "page"
@@ -28,20 +28,15 @@ def answers_of(run: Run) -> dict:
 
     These are, of the first and the last step whose tokens were kept, the best and the worst completion of the group in
     which rewards differ most."""
-    found = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": described(run, "step")}
-    found[f"notes?{urlencode({'run': run.name})}"] = {"notes": all_notes(run)}
-    shown = []
+    found = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": described([run], "step")}
+    found[f"notes?{urlencode({'run': run.name})}"] = {"notes": notes(run)}
+    shown, known = [], samples.vocabulary(run.path)
     for path in samples.first_and_last(run.path / "completions", "token_ids"):
         for number in samples.telling(path):
             place = {"run": run.name, "kind": "completions", "step": samples.step_of(path), "row": number}
-            query = urlencode(place)
-            found[f"row?{query}"] = samples.described(path, [number])[0] | {
-                "picture": False,
-                "total": 0,
-                "tokens": True,
-            }
-            found[f"tokens?{query}"] = samples.tokens(path, number, run.vocabulary(), TOKENS)
-            found[f"scales?{query}"] = samples.scales(path)
+            query, more = urlencode(place), {"picture": None, "total": 0, "tokens": True}
+            found[f"row?{query}"] = samples.described(path, [number])[0] | more
+            found[f"tokens?{query}"] = samples.tokens(path, number, known, TOKENS)
             shown.append(place)
     return found | {"trajectories": shown}
 

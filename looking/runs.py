@@ -2,9 +2,7 @@
 half written or gone is nobody's mistake: what can be read is shown.
 """
 
-import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -15,19 +13,16 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import psutil
 
 from runlog.reading import SOLVED, Curves, is_evaluation, is_number, some_lines
-from runlog.samples import steps_in, vocabulary
 
-MARKS = ("metrics.jsonl", "state.json", "config.json")  # one of them makes a folder a run
-DEPTH = 4  # of run folders below the given one
+MARKS = {"metrics.jsonl", "state.json", "config.json"}  # one of them makes a folder a run
 RECENT = 20  # lines by whose seconds the rest of a run is estimated
 STALLED = 900.0  # seconds after which a run of another machine that says nothing is not called running
 
 
 class Gone(LookupError):
-    """There is no such run, or not any more."""
+    """There is no such run or file, or not any more."""
 
 
 def read_json(path: Path) -> dict:
@@ -55,8 +50,7 @@ class Run:
         self.name, self.path, self.lock = name, path, threading.RLock()
         self.mark, self.read = (), Curves()  # of which state of metrics.jsonl
         self.ends: list[dict] = []  # lines of its first and last steps
-        self.stride, self.unreadable = 1, 0  # steps that a point of a curve stands for; lines
-        self.noted: tuple[tuple | None, dict] = (None, {})  # of which state of it, and what stands out there
+        self.stride = 1  # steps that a point of a curve stands for
 
     def config(self) -> dict:
         return read_json(self.path / "config.json")
@@ -65,7 +59,7 @@ class Run:
         with self.lock:
             mark = stamp(self.path / "metrics.jsonl")
             if mark != self.mark:
-                lines, self.stride, self.unreadable = some_lines(self.path)
+                lines, self.stride = some_lines(self.path)
                 steps = [line for line in lines if not is_evaluation(line)]
                 self.mark, self.read, self.ends = mark, Curves(lines), steps[:1] + steps[-RECENT:]
             return self.read
@@ -77,18 +71,9 @@ class Run:
             raise Gone(f"{self.name} has no {'/'.join(names)}, or not any more.")
         return path
 
-    def steps(self, kind: str) -> list[range]:
-        """Of which it has a file of completions or evaluations, ascending."""
-        return steps_in(self.path / kind)
-
-    def vocabulary(self) -> dict:
-        """What its token ids say."""
-        return vocabulary(self.path)
-
     def version(self) -> tuple:
         """Changes when there is something new."""
-        names = (*MARKS, "lock", "completions", "evaluations")
-        return tuple(stamp(self.path / name) for name in names)
+        return self.state(), *(stamp(self.path / name) for name in (*sorted(MARKS), "completions"))
 
     def held(self) -> bool | None:
         """Whether a process has the run: its lock is taken. None where that cannot be told."""
@@ -104,18 +89,14 @@ class Run:
     def state(self) -> tuple[str, str]:
         """(running, finished, failed, interrupted, killed, silent or ended; why, in words)."""
         told = read_json(self.path / "state.json")
-        state, host = told.get("state", "ended"), told.get("host")
+        state, host, held = told.get("state", "ended"), told.get("host"), self.held()
         if state != "running":
             return state, str(told.get("why") or "")
-        if host == socket.gethostname():
-            held = self.held()
-            if held or (held is None and psutil.pid_exists(told.get("pid") or 0)):
-                return "running", ""
-            return "killed", f"its process ({told.get('pid')}) is gone and could not say why"
+        if host == socket.gethostname() and held is not None:
+            gone = f"its process ({told.get('pid')}) is gone and could not say why"
+            return ("running", "") if held else ("killed", gone)
         quiet = time.time() - (told.get("updated") or 0)
-        if quiet < STALLED:
-            return "running", f"on {host}"
-        return "silent", f"on {host}; nothing new for {quiet / 60:.0f} min"
+        return ("running", f"on {host}") if quiet < STALLED else ("silent", f"on {host}, for {quiet / 60:.0f} min")
 
     def summary(self) -> dict:
         """A line of the table."""
@@ -128,35 +109,26 @@ class Run:
         # Without the first step's seconds: then it began. A resumed run keeps its first line.
         begun = (first.get("time/unix") or 0) - (first.get("time/step") or 0)
         until = last.get("time/unix") or told.get("updated")
+        domains = [part["name"] for part in config.get("domains") or ()]
+        algorithm = " / ".join(str(config[part]) for part in ("advantage", "policy_loss") if config.get(part))
         return {
             "name": self.name,
             "state": state,
             "why": why[:2000],
             "step": last.get("step", max(evaluated, default=0)),
             "steps": told.get("num_steps") or config.get("max_steps"),
-            "task": task(config),
-            "algorithm": algorithm(config),
+            "task": ", ".join(domains or [str(config[n]) for n in ("dataset_id", "env") if config.get(n)]),
+            "algorithm": algorithm,
             "model": Path(str(config.get("model_id") or "")).name,
             "metric": metric.removeprefix("eval/"),
             "first": held_out[0] if held_out else None,
             "last": held_out[-1] if held_out else None,
-            "best": max(held_out, default=None),
             "reward": last.get("reward"),
             "seconds": max(0.0, until - begun) if until and begun else None,
             "pace": median(paces) if paces else None,  # seconds of a step
             "tokens_per_second": last.get("time/tokens_per_second"),
             "updated": round(until) if until else None,
         }
-
-
-def task(config: dict) -> str:
-    named = [part["name"] for part in config.get("domains") or ()]
-    return ", ".join(str(part) for part in named or (config.get("dataset_id"), config.get("env")) if part)
-
-
-def algorithm(config: dict) -> str:
-    name = " / ".join(str(config[part]) for part in ("advantage", "policy_loss") if config.get(part))
-    return f"{config['preset']} ({name})" if config.get("preset") else name
 
 
 class Runs:
@@ -168,27 +140,14 @@ class Runs:
 
     def all(self) -> list[Run]:
         """Looks again; runs that are still there keep what was read of them."""
-        self.known = {name: self.known.get(name) or Run(name, path) for name, path in self.paths()}
-        return list(self.known.values())
-
-    def paths(self):
-        def is_run(folder) -> bool:
-            return any(os.path.isfile(os.path.join(folder, mark)) for mark in MARKS)
-
-        if is_run(self.root):
-            yield self.root.name, self.root
-            return
-        level = [self.root]
-        for _ in range(DEPTH):
-            below = []
-            for folder in level:
-                with contextlib.suppress(OSError):
-                    for entry in os.scandir(folder):
-                        if entry.is_dir(follow_symlinks=False) and is_run(entry.path):
-                            yield os.path.relpath(entry.path, self.root), Path(entry.path)
-                        elif entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                            below.append(entry.path)
-            level = below
+        found = {}
+        for folder, below, files in os.walk(self.root):
+            if MARKS & {*files}:
+                below.clear()  # no run is in another one
+                name = self.root.name if folder == str(self.root) else os.path.relpath(folder, self.root)
+                found[name] = self.known.get(name) or Run(name, Path(folder))
+        self.known = found
+        return list(found.values())
 
     def get(self, name: str) -> Run:
         """The run of that name; Gone if it is none of `all`: a name is looked up, never joined to a path."""
@@ -198,10 +157,6 @@ class Runs:
         if run is None or not run.path.is_dir():
             raise Gone(f"There is no run {name!r} in {self.root}, or not any more.")
         return run
-
-
-def digest(*parts) -> str:
-    return hashlib.sha256(repr(parts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def plain(value):
@@ -214,6 +169,6 @@ def plain(value):
         return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple, range)):
+    if isinstance(value, (list, tuple)):
         return [plain(inner) for inner in value]
     return value

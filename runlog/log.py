@@ -29,19 +29,18 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent import futures
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from config import PRESETS, ConfigError, NotNow, public_config, require
+from config import ConfigError, NotNow, public_config, require
 from inputs.parts import without_sources
 from runlog import tokens
-from runlog.reading import call_text, metrics_bytes, phases, readable_prompt
+from runlog.reading import phases, read_metrics, readable_prompt
 from safety import secrets
-from safety.storable import calls_in, column, jsonable, storable, text_of, visible
+from safety.storable import calls_in, column, storable, text_of, visible
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get
@@ -102,8 +101,7 @@ def claim_run(cfg):
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
     file.flush()
-    metrics = folder / "metrics.jsonl"
-    if not cfg.resume and metrics.exists() and metrics.stat().st_size:
+    if not cfg.resume and read_metrics(folder):
         file.close()
         saved = any(folder.glob("checkpoints/step_*"))
         other = "add --resume to continue it" if saved else "it has no checkpoint to continue from, so move it away"
@@ -140,30 +138,27 @@ def kept_name(path: str) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    return {name: version for name in PACKAGES if (version := _version(name))}
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def describe(cfg, policy, sizes: list[int], world: int) -> None:
     """What follows from the settings, as a table. sizes: completions to sample of each row."""
-    num_rows, each, count = len(sizes), cfg.num_generations, cfg.sequences_per_step
-    if {*sizes} - {each}:
-        each, count = f"{min(sizes)} to {max(sizes)}", round(cfg.prompts_per_step * sum(sizes) / num_rows)
     counted = [(getattr(p, "quant_state", p).shape.numel(), p.requires_grad) for p in policy.parameters()]  # 2 a byte
     trained, total = sum(n for n, learns in counted if learns), sum(n for n, _ in counted)
+    count = round(cfg.prompts_per_step * sum(sizes) / max(len(sizes), 1))
     lines = {
-        "prompts x generations": f"{cfg.prompts_per_step} x {each} = {count} per step, on {world} rank(s)",
+        "prompts x generations": f"{cfg.prompts_per_step} x {cfg.num_generations} = {count} per step, {world} rank(s)",
         "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
-        "data": f"{num_rows} prompts, {cfg.max_steps * cfg.prompts_per_step / max(num_rows, 1):.2f} epochs",
-        **{f"domain {entry['name']}": f"weight {entry['weight']}" for entry in cfg.domains},
+        "data": f"{len(sizes)} prompts, {cfg.max_steps * cfg.prompts_per_step / max(len(sizes), 1):.2f} epochs",
         "parameters": f"{trained / 1e6:.1f} M trained of {total / 1e6:.1f} M on this rank, {cfg.strategy}",
         "micro-batches": f"up to {cfg.tokens_per_microbatch} tokens"
         + ", activations recomputed" * bool(cfg.gradient_checkpointing),
         "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
     }
-    if cfg.preset:
-        values = {name: (value, getattr(cfg, name)) for name, value in PRESETS[cfg.preset].items()}
-        shown = [f"{name} {now}" + f" (not {its})" * (its != now) for name, (its, now) in values.items()]
-        lines[f"preset {cfg.preset}"] = ", ".join(shown)
     for name, text in lines.items():
         print(f"  {name:<22} {text}")
     if cfg.has_teacher and cfg.distill_coef:
@@ -215,14 +210,11 @@ def evaluation_rows(trajectories: list, reward_functions: dict, cfg) -> list[dic
 
 def shown_turn(turn: dict) -> dict:
     """A turn of rollouts.play for a reader: what the model wrote, and from which token to which; what came back, calls
-    of tools, reward, the environment's state. JSON, whatever an environment answers with."""
-    observation = [
-        shown_text(part)
-        for message in turn["observation"] or ()
-        for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
-    ]
+    of tools, reward, the environment's state."""
+    contents = [message["content"] for message in turn["observation"] or ()]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     calls = [shown_call(call) for call in calls_in(turn["info"]) if {"name", "seconds"} <= call.keys()]
-    shown = {"text": text_of(turn["text"]), "observation": observation, "calls": calls, "reward": turn["reward"]}
+    shown = {"text": turn["text"], "observation": [*map(shown_text, parts)], "calls": calls, "reward": turn["reward"]}
     return shown | {name: turn[name] for name in ("start", "end", "state") if name in turn}
 
 
@@ -230,12 +222,11 @@ def shown_call(call: dict) -> dict:
     """A call of a tool: name, arguments (JSON) and result as text, seconds, whether it failed."""
     result = call.get("result", "")
     parts = result if isinstance(result, list) else [result]
-    arguments = json.dumps(jsonable(call.get("arguments", {})), ensure_ascii=False)
     return {
-        "name": text_of(call.get("written") or call["name"]),
-        "arguments": arguments[:RESULT],
+        "name": call.get("written") or call["name"],
+        "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False, default=text_of)[:RESULT],
         "result": "\n".join(map(shown_text, parts))[:RESULT],
-        "seconds": float(call["seconds"]),
+        "seconds": call["seconds"],
         "failed": bool(call["failed"]),
     }
 
@@ -267,7 +258,7 @@ OPEN: list["RunLog"] = []
 
 
 def close_all(error: BaseException | None = None) -> None:
-    """Close what is open: a run that fails leaves its report and a usable terminal, too. error: what ended it."""
+    """Close what is open: a run that fails leaves its report, too. error: what ended it."""
     state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     for log in list(OPEN):
         log.close(state, "" if error is None else f"{type(error).__name__}: {text_of(error)}".removesuffix(": "))
@@ -290,7 +281,7 @@ class RunLog:
         self.metrics_path = self.dir / "metrics.jsonl"
         self.num_steps = num_steps or cfg.max_steps
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
-        self.state |= {"host": socket.gethostname(), "started": time.time(), "updated": time.time(), "why": ""}
+        self.state |= {"host": socket.gethostname(), "why": ""}
         # An evaluation samples no step anew, so it drops none.
         self.last_step, self.num_tokens = self._keep_until(
             math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
@@ -305,40 +296,22 @@ class RunLog:
             from runlog.trackers import open_trackers
 
             self.trackers = open_trackers(cfg, self.dir, resume_step)
-        self.writer = futures.ThreadPoolExecutor(1, "completions")
-        self.under_way: list[tuple[Path, futures.Future]] = []  # files that are being written
-        self.console = Console(highlight=False, soft_wrap=True)
         OPEN.append(self)
 
     def _tell(self, **changes) -> None:
         """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
         self.state |= changes | {"updated": time.time()}
-        partial = self.dir / "state.partial"
-        partial.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
-        os.replace(partial, self.dir / "state.json")
-
-    def _say(self, text: str, **how) -> None:
-        with contextlib.suppress(OSError):  # the terminal has gone
-            self.console.print(text, markup=False, **how)
-
-    def _reason(self, text: str) -> str:
-        """The first line of a message, without secrets."""
-        return secrets.hide(storable(text.strip())).split("\n")[0][:500]
+        write_whole(self.dir / "state.json", json.dumps(self.state) + "\n")
 
     def _keep_until(self, step: float) -> tuple[int, float]:
         """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
-        last, partial = (0, 0), self.metrics_path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            for line, data in metrics_bytes(self.dir):
-                if line["step"] <= step:
-                    file.write(data.rstrip() + b"\n")
-                    last = max(last, (line["step"], line["num_tokens"])) if line.get("num_tokens") else last
-        os.replace(partial, self.metrics_path)
+        lines = [line for line in read_metrics(self.dir) if line["step"] <= step]
+        write_whole(self.metrics_path, "".join(json.dumps(line) + "\n" for line in lines))
         for path in self.dir.glob("*/step_*.parquet"):
-            number = path.stem.removeprefix("step_")
-            if number.isdecimal() and int(number) > step:  # other names are somebody else's
+            if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
-        return last
+        counted = [(line["step"], line["num_tokens"]) for line in lines if line.get("num_tokens")]
+        return max(counted, default=(0, 0))
 
     def _describe_run(self) -> None:
         for path in code_files(self.cfg):  # what ran, and may be edited afterwards
@@ -363,14 +336,11 @@ class RunLog:
             file.write(secrets.hide(text))
 
     def _write(self, step: int, metrics: dict) -> dict:
-        line = {"step": step} | {storable(str(name)): _plain(name, value) for name, value in metrics.items()}
+        line = {"step": step} | {str(name): _plain(name, value) for name, value in metrics.items()}
         self.lines.write(json.dumps(line) + "\n")
         self.lines.flush()
         for tracker in self.trackers:
-            try:
-                tracker.line(line)
-            except OSError as error:
-                print(f"Warning: a tracker could not take step {step}: {error}. Training goes on.", file=sys.stderr)
+            tracker.line(line)
         self._tell(step=step)
         return line
 
@@ -385,7 +355,7 @@ class RunLog:
         line = self._write(step, metrics | times)
         pace = (time.time() - self.began) / (step - self.first_step)
         left = pace * (self.num_steps - step) if self.num_steps else None
-        self._say(visible(progress_text(line, self.num_steps, bool(self.cfg.distill_coef), left)))
+        say(progress_text(line, self.num_steps, bool(self.cfg.distill_coef), left))
         if completions and self.cfg.log_completions:
             self.completions(step, completions)
         if completions:
@@ -395,34 +365,18 @@ class RunLog:
         """One evaluation, `eval/...` keys, after `step` optimizer steps; `rows` of `evaluation_rows` go to a file."""
         line = self._write(step, metrics | {"time/unix": time.time()})
         shown = ", ".join(f"{k.removeprefix('eval/')} {_short(v)}" for k, v in line.items() if k.startswith("eval/"))
-        self._say(visible(f"evaluation after step {step}: {shown}"), style="bold")
+        say(f"evaluation after step {step}: {shown}", style="bold")
         if rows:
             self.completions(step, sorted(rows, key=lambda row: row["row_number"]), "evaluations")
 
     def completions(self, step: int, rows: list[dict], folder: str = "completions") -> None:
-        """All completions of a step, one row each, to completions/step_NNNNNN.parquet, in the background.
+        """All completions of a step, one row each, to completions/step_NNNNNN.parquet. Raises OSError where they do not
+        fit.
 
-        Columns are the keys of the rows (prompt, completion, reward, advantage, finish_reason ...); a dict `rewards`
-        becomes one column `rewards/NAME` each; lists and dicts (chat messages) are stored as JSON text. Whatever models
-        and data sets put into them can be stored: see storable.py.
+        Columns are the keys of the rows (prompt, completion, reward, advantage, finish_reason ...); lists and dicts
+        (chat messages) are stored as JSON text. Whatever models and data sets put into them can be stored.
         """
-        while len(self.under_way) > 1:
-            self._wait_for_oldest()  # they take memory; and what went wrong is raised
-        path = self.dir / folder / f"step_{step:06d}.parquet"
-        self.under_way.append((path, self.writer.submit(write_table, path, rows)))
-
-    def written(self) -> None:
-        """Wait until all completions are in their files. A checkpoint must not be newer: they are not made again.
-        Raises OSError where they do not fit."""
-        while self.under_way:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        path, future = self.under_way.pop(0)
-        limit = self.cfg.dist_timeout
-        if not futures.wait([future], limit).done:
-            raise TimeoutError(f"{path} could not be written in --dist_timeout={limit:g} s. Does its disk answer?")
-        future.result()
+        write_table(self.dir / folder / f"step_{step:06d}.parquet", rows)
 
     def sample(self, step: int, rows: list[dict]) -> None:
         """Print the first row of `completions` at the first step that has some of each `cfg.print_samples_every`;
@@ -433,69 +387,62 @@ class RunLog:
             return
         for tracker in self.trackers:
             tracker.completions(step, [_flat(row) for row in rows[:SAMPLES]])
-        row = _flat(rows[0])
-        rewards = {k.removeprefix("rewards/"): v for k, v in row.items() if k.startswith("rewards/")}
-        parts = ", ".join(f"{name} {_short(value)}" for name, value in rewards.items())
-        scores = {"reward": row.get("reward"), "advantage": row.get("advantage")}
-        summary = [f"{k} {_short(v)}" for k, v in scores.items() if v is not None]
-        lines = [f"--- a sample of step {step} ---", _block("prompt", readable_prompt(row["prompt"]))]
-        if row.get("turns"):
-            for number, turn in enumerate(json.loads(row["turns"]), 1):
-                lines += [_block(f"turn {number}, trained on, reward {_short(turn['reward'])}", turn["text"])]
-                shown = " ".join(["answered, masked", *map(call_text, turn["calls"])])
-                lines += [_block(shown, "\n".join(turn["observation"]))] if turn["observation"] else []
-        else:
-            lines += [_block("completion", row["completion"])]
-        lines += ["  ".join([*summary, f"({parts})" if parts else "", str(row.get("finish_reason") or "")])]
-        self._say(visible("\n".join(lines)), style="dim")
+        row = rows[0]
+        lines = [f"--- a sample of step {step} ---", _block("prompt", readable_prompt(_flat(row)["prompt"]))]
+        for number, turn in enumerate(row.get("turns") or (), 1):
+            lines += [_block(f"turn {number}, trained on", turn["text"])]
+            lines += [_block("answered, masked", "\n".join(turn["observation"]))] if turn["observation"] else []
+        lines += [] if row.get("turns") else [_block("completion", row["completion"])]
+        numbers = ["reward", "advantage", *(name for name in row if name.startswith("rewards/"))]
+        scores = [f"{name.removeprefix('rewards/')} {_short(row[name])}" for name in numbers if name in row]
+        say("\n".join([*lines, "  ".join([*scores, str(row.get("finish_reason") or "")])]), style="dim")
 
     def close(self, state: str = "finished", why: str = "") -> None:
-        """Finish what is being written, write report.html and finish the trackers. May be called twice, and after an
-        error. state: of state.json, with the reason. What was `interrupted` has a few seconds for all of it, so that
-        trackers come first: a report can be made later."""
+        """Write report.html and finish the trackers. May be called twice, and after an error. state: of state.json,
+        with the reason. What was `interrupted` has a few seconds for all of it: a report can be made later."""
         if self.lines.closed:
             return
         OPEN.remove(self)
-        try:
-            self.written()
-        except Exception as error:
-            state, why = "failed", why or f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self.lines.close()
-            self._tell(state=state, why=self._reason(why))
-            if state == "interrupted":  # a few seconds are left: a report can be made later
-                self._finish_trackers(None)
-            report = self._report()
-            self._finish_trackers(report)
-            if report:
-                self._say(f"report: {report}")
-            self.lock.close()
+        self.lines.close()
+        self._tell(state=state, why=secrets.hide(storable(why.strip())).split("\n")[0][:500])
+        report = self._report() if state != "interrupted" else None
+        for tracker in self.trackers:
+            tracker.close(report)
+        if report:
+            say(f"report: {report}")
+        self.lock.close()
 
     def _report(self) -> Path | None:
         """report.html, and at the terminal what stands out."""
         try:
             from looking.report import write_report  # it needs pyarrow
             from looking.runs import Run
-            from looking.told import all_notes
+            from looking.told import notes
 
             if report := write_report(self.dir):
-                notes = [note for note in all_notes(Run(self.dir.name, self.dir)) if note["see"] != "state"]
-                for note in notes[:3]:
-                    self._say(f"{note['title']}: {note['text']}")
+                for note in notes(Run(self.dir.name, self.dir))[:3]:
+                    say(f"{note['title']}: {note['text']}")
             return report
         except Exception as error:  # it is about a run that has ended, and decides nothing of it
             why = f"{self.dir / 'report.html'} could not be made ({type(error).__name__}: {error})"
             print(f"Warning: {why}. Later: python look.py {self.dir} --report", file=sys.stderr)
             return None
 
-    def _finish_trackers(self, report: Path | None) -> None:
-        while self.trackers:
-            self.trackers.pop(0).close(report)
+
+def say(text: str, **how) -> None:
+    with contextlib.suppress(OSError):  # the terminal has gone
+        Console(highlight=False, soft_wrap=True).print(visible(text), markup=False, **how)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: others read it meanwhile."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def write_table(path: Path, rows: list[dict]) -> None:
-    """The rows as a parquet file, whole or not at all; in a thread, while training goes on."""
+    """The rows as a parquet file, whole or not at all."""
     import pyarrow
     import pyarrow.parquet
 
@@ -513,29 +460,24 @@ def write_table(path: Path, rows: list[dict]) -> None:
     os.replace(partial, path)
 
 
-DOMAINS = 12  # whose rewards are in a line of the terminal; metrics.jsonl and the page have all
-SHOWN = {"distill/reverse_kl": "from teacher", "kl": "kl", "grad_norm": "grad norm", "staleness/max": "staleness"}
-SHOWN |= {"completions/mean_length": "length"}
-IF_MANY = {"completions/clipped_ratio": "cut off", "tools/failure_frequency": "calls failed"}
+SHOWN = {"reward": "reward", "distill/reverse_kl": "from teacher", "kl": "kl", "grad_norm": "grad norm"}
+SHOWN |= {"staleness/max": "staleness", "completions/mean_length": "length"}
+SHARES = {"frac_reward_zero_std": "silent groups", "completions/clipped_ratio": "cut off"}
+SHARES |= {"tools/failure_frequency": "calls failed"}
 
 
 def progress_text(line: dict, num_steps: int | None, teaches: bool = True, left: float | None = None) -> str:
-    """'step 12/30  reward 0.742  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, update 43 %, ...  left 0:02:22'
+    """'step 12/30  reward 0.742  length 61  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, ...  left 0:02:22'
 
     teaches: whether a teacher, if there is one, is learned from. left: seconds to the end of the run.
     """
     parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
-    by_domain = [key for key in line if key.endswith("/reward") and key.count("/") == 1]
-    labels = {"reward": "reward"} | {key: key.split("/")[0] for key in by_domain[:DOMAINS]}
-    parts += [f"{label} {_short(line[key])}" for key, label in labels.items() if key in line]
-    parts += [f"and {len(by_domain) - DOMAINS} domains more"] if len(by_domain) > DOMAINS else []
+    by_domain = {key: key.split("/")[0] for key in line if key.endswith("/reward") and key.count("/") == 1}
+    parts += [f"{name} {_short(line[key])}" for key, name in (SHOWN | by_domain).items() if line.get(key) is not None]
+    parts += [f"failed {line['rollout/failed']}"] if line.get("rollout/failed") else []
     taught = teaches and (line.get("distill/asked") or 0) > 0.5  # most tokens learn, whatever the rewards are
-    if line.get("frac_reward_zero_std") is not None and line.get("frac_singleton_groups") != 1 and not taught:
-        parts.append(f"silent groups {line['frac_reward_zero_std']:.0%}")
-    for key, label in {"rollout/failed": "failed", "rollout/unrewarded": "without a reward"}.items():
-        parts += [f"{label} {line[key]}"] if line.get(key) else []
-    parts += [f"{label} {_short(line[key])}" for key, label in SHOWN.items() if key in line]
-    parts += [f"{label} {line[key]:.0%}" for key, label in IF_MANY.items() if (line.get(key) or 0) > 0.2]
+    for key, label in SHARES.items():
+        parts += [f"{label} {line[key]:.0%}"] if (line.get(key) or 0) > 0.2 and not (taught and "zero" in key) else []
     if "time/tokens_per_second" in line:
         parts.append(f"{line['time/tokens_per_second']:.0f} tok/s")
     seconds = phases(line)
@@ -562,16 +504,12 @@ def _plain(name: str, value) -> float | int | None:
 
 
 def _flat(row: dict) -> dict:
-    """`rewards` spread into `rewards/NAME`, nested values as JSON text."""
+    """Nested values as JSON text; texts as a file can hold them."""
     flat = {}
     for key, value in row.items():
-        key = text_of(key)
-        if key == "rewards" and isinstance(value, dict):
-            flat |= {f"rewards/{text_of(name)}": _plain(name, score) for name, score in value.items()}
-        elif isinstance(value, (list, tuple, dict)):
-            flat[key] = json.dumps(jsonable(value), ensure_ascii=False)
-        else:
-            flat[key] = storable(value) if isinstance(value, str) else value
+        nested = isinstance(value, (list, tuple, dict))
+        value = json.dumps(value, ensure_ascii=False, default=text_of) if nested else value
+        flat[text_of(key)] = storable(value) if isinstance(value, str) else value
     return flat
 
 
@@ -583,13 +521,6 @@ def _block(title: str, text: str, limit: int = 1500) -> str:
     """Text under a margin; the end of a long one is left out and counted."""
     text = text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
     return f"{title}:\n" + "\n".join(f"  | {line}" for line in text.split("\n"))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git(folder: Path, *command: str) -> str:

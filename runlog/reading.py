@@ -1,11 +1,11 @@
 """What log.py has written, read back: lines of metrics.jsonl, and these as curves in panels, for report and page.
 
-PANELS says what belongs together. A metric that no panel names is among the others.
+PANELS says what belongs together. A metric that no panel names has one of its own.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,30 +26,17 @@ def is_own(name: str) -> bool:
     return name not in KNOWN and not name.startswith(("rewards/", "tokens/"))
 
 
-def is_phase(name: str) -> bool:
-    """Of a metric: whether it is a share of a step's seconds. time/reward/NAME are calls beside sampling."""
-    return name.startswith("time/") and name.count("/") == 1 and name not in NOT_PHASES
-
-
 def read_metrics(run_dir: Path) -> list[dict]:
-    """The lines of metrics.jsonl; None stands for a number that was not finite."""
-    return [line for line, _ in metrics_bytes(run_dir)]
-
-
-def metrics_bytes(run_dir: Path) -> Iterator[tuple[dict, bytes]]:
-    """As read_metrics, each with its bytes. A last line that is torn is left out; another one is a ConfigError."""
-    path, fault = Path(run_dir) / "metrics.jsonl", None
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for number, data in enumerate(file, 1):
-            if fault:
-                raise ConfigError(fault)
-            if line := parsed(data):
-                yield line, data
-            elif data.strip():
-                what = f"{path}, line {number} is no line of metrics: {data[:80]!r}."
-                fault = f"{what} Was the disk full? Remove the line."
+    """The lines of metrics.jsonl; None stands for a number that was not finite. A last line that is torn is left out;
+    another one is a ConfigError."""
+    path = Path(run_dir) / "metrics.jsonl"
+    raw = path.read_bytes().splitlines() if path.exists() else []
+    found = [parsed(line) for line in raw]
+    for number, line in enumerate(found[:-1], 1):
+        if line is None:
+            what = f"{path}, line {number} is no line of metrics: {raw[number - 1][:80]!r}."
+            raise ConfigError(f"{what} Was the disk full? Remove the line.")
+    return [line for line in found if line]
 
 
 def held_out(run_dir: Path) -> dict[str, list[str]]:
@@ -63,9 +50,9 @@ def held_out(run_dir: Path) -> dict[str, list[str]]:
 DRAWN = 1000  # lines of a run's steps that are parsed for curves
 
 
-def some_lines(run_dir: Path) -> tuple[list[dict], int, int]:
-    """(lines of metrics.jsonl in their order, how many steps each step's line stands for, how many cannot be read): all
-    evaluations, and of more than DRAWN steps every second, third ... and the last, as parsing takes the time. A last
+def some_lines(run_dir: Path) -> tuple[list[dict], int]:
+    """(lines of metrics.jsonl in their order, how many steps each step's line stands for): all evaluations, and of more
+    than DRAWN steps every second, third ... and the last, as parsing takes the time. Torn lines are left out; a last
     line without its end is still being written."""
     path = Path(run_dir) / "metrics.jsonl"
     data = path.read_bytes() if path.is_file() else b""
@@ -73,8 +60,7 @@ def some_lines(run_dir: Path) -> tuple[list[dict], int, int]:
     steps = [number for number, line in enumerate(raw) if b'"eval/' not in line]
     stride = -(-len(steps) // DRAWN) or 1
     chosen = {*steps[::-stride], *({*range(len(raw))} - {*steps})}
-    found = [parsed(raw[number]) for number in sorted(chosen)]
-    return [line for line in found if line], stride, found.count(None)
+    return [line for number in sorted(chosen) if (line := parsed(raw[number]))], stride
 
 
 def parsed(line: bytes) -> dict | None:
@@ -87,18 +73,13 @@ def parsed(line: bytes) -> dict | None:
 
 def phases(metrics: dict) -> dict[str, float]:
     """Seconds by phase: the known ones in their order, then any other `time/` key, then what is left of time/step."""
-    names = [*PHASES, *sorted(name for name in metrics if is_phase(name) and name not in PHASES)]
-    seconds = {name.removeprefix("time/"): metrics[name] for name in names if metrics.get(name) is not None}
+    others = (name for name in metrics if name.startswith("time/") and name.count("/") == 1)  # a reward's calls have 2
+    names = dict.fromkeys([*PHASES, *sorted(others)])
+    seconds = {n.removeprefix("time/"): metrics[n] for n in names if n not in NOT_PHASES and metrics.get(n) is not None}
     if metrics.get("time/step") is not None:
         # Never negative: phases may overlap, as scoring does with generation.
         seconds["other"] = max(0.0, metrics["time/step"] - sum(seconds.values()))
     return seconds
-
-
-def call_text(call: dict) -> str:
-    """A call of a turn in a few words. What a run of an older version does not know of it is left out."""
-    seconds = f" {call['seconds']:.2f} s" if isinstance(call.get("seconds"), float) else ""
-    return f"{call['name']}{seconds}" + " failed" * bool(call.get("failed"))
 
 
 def readable_prompt(text: str) -> str:
@@ -111,8 +92,10 @@ def readable_prompt(text: str) -> str:
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
-# (title, what to look for, metric names; a trailing * takes all that begin so)
+# (title, what to look for, metric names: {} stands for each domain, and a trailing * takes all that begin so)
 PANELS = [
+    ("Reward by domain", "is one of them left behind?", ["{}/reward"]),
+    ("Held-out rows by domain", "share solved", ["eval/{}/mean@*"]),
     ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
     ("Held-out rows", "never trained on", ["eval/mean@*", "eval/pass@*"]),
     ("Held-out rows by function", "parts of the score", ["eval/rewards/*"]),
@@ -133,13 +116,10 @@ PANELS = [
     ("Learning rate", "", ["lr"]),
     ("Held-out reward", "mean score", ["eval/reward"]),
     ("Held-out length", "tokens", ["eval/mean_length"]),
-]
-BY_DOMAIN = [  # the same of each domain, one curve a domain, where a run has several
-    ("Reward by domain", "is one of them left behind?", "{}/reward"),
-    ("Held-out rows by domain", "share solved", "eval/{}/mean@*"),
-    ("Groups without signal by domain", "they teach nothing", "{}/frac_reward_zero_std"),
-    ("Completion length by domain", "tokens", "{}/completions/mean_length"),
-    ("Prompts by domain", "of a step", "{}/prompts"),
+    ("Groups without signal by domain", "they teach nothing", ["{}/frac_reward_zero_std"]),
+    ("Completion length by domain", "tokens", ["{}/completions/mean_length"]),
+    ("Prompts by domain", "of a step", ["{}/prompts"]),
+    ("Reward by function and domain", "which part is earned", ["{}/rewards/*"]),
 ]
 SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
 
@@ -160,8 +140,9 @@ class Curves:
     def __init__(self, lines: Iterable[dict] = ()):
         found: dict[str, dict[float, float]] = defaultdict(dict)
         for line in lines:
-            for name, value in line.items():
-                if name != "step" and is_number(value) and not (name == "time/unix" and is_evaluation(line)):
+            own = {} if is_evaluation(line) else {f"seconds/{name}": value for name, value in phases(line).items()}
+            for name, value in (line | own).items():
+                if name != "step" and is_number(value) and not (name == "time/unix" and not own):
                     found[name][line["step"]] = value
         self.columns = {name: arrays(values) for name, values in found.items()}
 
@@ -179,31 +160,14 @@ class Curves:
         ]
         return list(dict.fromkeys(fits))
 
-    def phases(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Steps, and the seconds of each phase in them, as reading.phases; phases below half a percent are left out."""
-        others = sorted(name for name in self.columns if is_phase(name) and name not in PHASES)
-        names = [name for name in (*PHASES, *others, "time/step") if name in self.columns]
-        steps = np.unique(np.concatenate([self.columns[name][0] for name in names] or [[]]))
-        split = {}
-        for name in names:
-            values = np.zeros(len(steps))  # a step without a phase: it took no time there
-            values[np.searchsorted(steps, self.columns[name][0])] = self.columns[name][1]
-            split[name.removeprefix("time/")] = values
-        if (whole := split.pop("step", None)) is not None:  # never negative: phases may overlap
-            split["other"] = np.maximum(0.0, whole - sum(split.values()))
-        total = sum(float(values.sum()) for values in split.values())
-        return steps, {name: values for name, values in split.items() if values.sum() > 0.005 * total}
-
     def axis(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and what has passed by then: "step", "tokens" (num_tokens) or "seconds" (in steps: pauses and
         evaluations do not count)."""
-        if kind == "tokens":
-            x, y = self.all("num_tokens")
-        elif kind == "seconds":
-            x, y = self.all("time/step")
-            y = np.cumsum(y * np.diff(x, prepend=0.0))  # of --log_steps, and of a long run, one of several is known
-        else:
+        x, y = self.all("num_tokens" if kind == "tokens" else "time/step")
+        if kind == "step" or not len(x):
             return np.array([0.0, 1e9]), np.array([0.0, 1e9])
+        if kind == "seconds":
+            y = np.cumsum(y * np.diff(x, prepend=0.0))  # of --log_steps, and of a long run, one of several is known
         return np.concatenate([[0.0], x]), np.concatenate([[0.0], y])
 
 
@@ -212,40 +176,19 @@ def arrays(values: dict[float, float]) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([values[step] for step in steps], float)
 
 
-def domains(curves: Curves, config: dict) -> list[str]:
+def domains(config: dict) -> list[str]:
     """Domains of a run, by its settings."""
     return [part["name"] for part in config.get("domains") or ()]
 
 
-def panels(curves: Curves, config: dict, others: bool = True) -> list[tuple[str, str, dict[str, str]]]:
-    """(title, what to look for, {metric: its label}) of each panel with data: PANELS, domains, and `others` that they
-    leave out."""
-    found: list[tuple[str, str, dict[str, str]]] = []
-    used = {"reward", "reward_std", "num_tokens", "time/unix", "time/step"}
-    known = domains(curves, config)
-
-    def panel(title: str, note: str, labels: dict[str, str]) -> None:
-        labels = {name: label for name, label in labels.items() if name not in used}
-        used.update(labels)
-        if drawn := {name: label for name, label in labels.items() if not name.endswith("/std")} or labels:
-            found.append((title, note, drawn))
-
-    for title, note, pattern in BY_DOMAIN[:2]:
-        panel(title, note, {n: name for name in known for n in curves.matching([pattern.format(name)])})
+def panels(curves: Curves, config: dict) -> list[tuple[str, str, list[str]]]:
+    """(title, what to look for, metrics) of each panel with data: PANELS, and each metric that they leave out."""
+    found: list[tuple[str, str, list[str]]] = []
+    used = {"reward", "reward_std", "num_tokens"}
     for title, note, patterns in PANELS:
-        panel(title, note, {name: label_of(name) for name in curves.matching(patterns)})
-    for title, note, pattern in BY_DOMAIN[2:]:
-        panel(title, note, {n: name for name in known for n in curves.matching([pattern.format(name)])})
-    for name in known:
-        parts = curves.matching([f"{name}/rewards/*"])
-        labels = {part: part.removeprefix(f"{name}/rewards/").removesuffix("/mean") for part in parts}
-        panel(f"{name}: reward by function", "which part is earned", labels)
-    for name in curves.columns if others else ():
-        if not name.startswith("time/"):
-            panel(name, "", {name: name})
-    return found
-
-
-def label_of(name: str) -> str:
-    """A metric in the legend of its panel: "rewards/right/mean" is "right" there."""
-    return name.split("/", 1)[-1].removeprefix("rewards/").removesuffix("/mean")
+        known = [p.format(name) for p in patterns for name in (domains(config) if "{}" in p else [""])]
+        names = [name for name in curves.matching(known) if name not in used and not name.endswith("/std")]
+        used.update(names)
+        found += [(title, note, names)] if names else []
+    others = [name for name in curves.columns if name not in used and not name.startswith(("time/", "seconds/"))]
+    return found + [(name, "", [name]) for name in others]

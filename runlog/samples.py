@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from runlog.reading import is_own, readable_prompt
@@ -46,29 +45,10 @@ def step_files(folder: Path) -> list[Path]:
     return sorted((folder / name for name in found), key=step_of)
 
 
-def steps_in(folder: Path) -> list[range]:
-    """The steps that it has files of, in few words: a long run's hundred thousand are one range."""
-    steps, place, found = list(dict.fromkeys(map(step_of, step_files(folder)))), 0, []
-    while place < len(steps):
-        first = end = steps[place]
-        gap = steps[place + 1] - first if place + 1 < len(steps) else 1
-        while place < len(steps) and steps[place] == end:
-            place, end = place + 1, end + gap
-        found.append(range(first, end, gap))
-    return found
-
-
 def first_and_last(folder: Path, having: str) -> list[Path]:
-    """The first and the last file that can be opened and have that column: none, one or two."""
-
-    def fits(path: Path) -> bool:
-        try:
-            return having in opened(path).schema_arrow.names
-        except Unreadable:
-            return False
-
+    """The first and the last file that have that column: none, one or two. Raises Unreadable."""
     files = step_files(folder)
-    first, last = (next(filter(fits, paths), None) for paths in (files, reversed(files)))
+    first, last = (next((f for f in paths if having in columns_of(f)), None) for paths in (files, files[::-1]))
     return list(dict.fromkeys(path for path in (first, last) if path))
 
 
@@ -90,6 +70,10 @@ def opened(path: Path) -> pq.ParquetFile:
     """A file of completions. Raises Unreadable."""
     with reading(path):
         return pq.ParquetFile(path)
+
+
+def columns_of(path: Path) -> list[str]:
+    return opened(path).schema_arrow.names
 
 
 def table_of(path: Path, columns: list[str]) -> pa.Table:
@@ -118,56 +102,30 @@ def rows(path: Path, numbers: list[int], columns: list[str]) -> list[dict]:
     return [{name: values[n] for name, values in found.items()} for n in range(len(numbers))]
 
 
-def light_columns(path: Path) -> list[str]:
-    """All but tokens and pictures."""
-    heavy = ("token_ids", "prompt_ids", "picture")
-    return [n for n in opened(path).schema_arrow.names if n not in heavy and not n.startswith("tokens/")]
-
-
 def groups(table: pa.Table) -> list[int]:
-    """The group of each row: its column; rows of an evaluation that have the same prompt and lie together."""
-    if "group" in table.column_names:
-        return table["group"].to_pylist()
-    numbers, before = [], None
-    for prompt in table["prompt"].to_pylist():
-        numbers.append((numbers[-1] if numbers else -1) + (prompt != before or not numbers))
-        before = prompt
-    return numbers
+    """The group of each row: its column; in an evaluation each row is one of its own."""
+    return table["group"].to_pylist() if "group" in table.column_names else list(range(len(table)))
 
 
 def listing(path: Path) -> dict:
-    """All completions of a step in short, by column: lists of one value a row; `prompts` by group."""
-    have = opened(path).schema_arrow.names
+    """All completions of a step in short, by column: lists of one value a row."""
+    have = columns_of(path)
     scores = [name for name in have if name.startswith("rewards/")]
-    table = table_of(path, ["prompt", "completion", "group", *SHORT, *scores])
-    numbers, prompts = groups(table), table["prompt"].to_pylist()
-    first = {number: prompts[row] for row, number in reversed(list(enumerate(numbers)))}
+    table = table_of(path, ["completion", "group", *SHORT, *scores])
     found = {name: table[name].to_pylist() for name in SHORT if name in table.column_names}
     return found | {
-        "group": numbers,
-        "prompts": {number: readable_prompt(first[number][:20_000])[:400] for number in sorted(first)},
+        "group": groups(table),
         "text": [text[:PREVIEW] for text in table["completion"].to_pylist()],
         "rewards": {name.removeprefix("rewards/"): table[name].to_pylist() for name in scores},
-        "tokens": "token_ids" in have,
-        "pictures": "picture" in have,
     }
 
 
 def search(path: Path, text: str) -> list[int]:
     """Rows in whose completion, turns or prompt the text stands, in upper or lower case."""
-    forms = [text]  # and as it stands in JSON, as messages and turns do, and in JSON within: arguments of calls
-    for _ in range(2):
-        forms.append(json.dumps(forms[-1], ensure_ascii=False)[1:-1])
-    found: set[int] = set()
     table = table_of(path, ["prompt", "completion", "turns"])
-    for name in table.column_names:
-        values = table[name].to_pylist()
-        if name == "turns":
-            values = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-        for wanted in {text} if name == "completion" else {*forms}:
-            hits = pc.match_substring(pa.array(values, pa.string()), wanted, ignore_case=True)
-            found.update(np.flatnonzero(pc.fill_null(hits, False)).tolist())
-    return sorted(found)
+    wanted = {text.lower(), json.dumps(text, ensure_ascii=False)[1:-1].lower()}  # as it stands in JSON
+    found = [" ".join(map(str, row.values())).lower() for row in table.to_pylist()]
+    return [number for number, all_of_it in enumerate(found) if any(word in all_of_it for word in wanted)]
 
 
 def telling(path: Path) -> list[int]:
@@ -188,42 +146,23 @@ def turns(row: dict) -> list[dict]:
     return [{name: turn.get(name) for name in names} | {"calls": turn.get("calls") or []} for turn in found]
 
 
-def described(path: Path, numbers: list[int], limit: int = 2_000_000) -> list[dict]:
-    """What a reader wants to know of rows, but for their tokens; texts up to `limit` characters each."""
+def described(path: Path, numbers: list[int]) -> list[dict]:
+    """What a reader wants to know of rows, but for their tokens."""
+    heavy = ("token_ids", "prompt_ids", "picture")
+    light = [name for name in columns_of(path) if name not in heavy and not name.startswith("tokens/")]
     made = []
-    for row in rows(path, numbers, light_columns(path)):
+    for row in rows(path, numbers, light):
         one = {"prompt": readable_prompt(row["prompt"]), "completion": row.get("completion") or "", "turns": turns(row)}
         one |= {"rewards": {name[8:]: value for name, value in row.items() if name.startswith("rewards/")}}
         one |= {name: row.get(name) for name in SHORT}
         one["other"] = {name: str(value) for name, value in row.items() if is_own(name) and value is not None}
-        made.append(shortened(one, limit))
+        made.append(one)
     return made
-
-
-def shortened(value, limit: int):
-    if isinstance(value, str) and len(value) > limit:
-        return value[:limit] + f" … ({len(value) - limit} more characters)"
-    if isinstance(value, list):
-        return [shortened(inner, limit) for inner in value]
-    if isinstance(value, dict):
-        return {key: shortened(inner, limit) for key, inner in value.items()}
-    return value
 
 
 def image(path: Path, number: int) -> bytes | None:
     """The PNG that a held-out row was kept with."""
     return rows(path, [number], ["picture"])[0].get("picture")
-
-
-def prompt_of(path: Path, number: int) -> str:
-    return rows(path, [number], ["prompt"])[0]["prompt"]
-
-
-def of_prompt(path: Path, prompt: str, limit: int) -> list[dict]:
-    """The completions of a prompt in a file, described, with their `row`."""
-    prompts = table_of(path, ["prompt"])["prompt"].to_pylist()
-    numbers = [number for number, one in enumerate(prompts) if one == prompt][:16]
-    return [found | {"row": n} for n, found in zip(numbers, described(path, numbers, limit), strict=True)]
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -302,23 +241,3 @@ def digits(value):
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else None
     return value
-
-
-@lru_cache(16)
-def _scales(path: Path, mark: int) -> dict[str, float]:
-    table = table_of(path, [f"tokens/{name}" for name in TOKEN_COLUMNS])
-    known = {}
-    for name in table.column_names:
-        values = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        known[name.removeprefix("tokens/")] = values.astype(float)
-    sizes = {n: known[n] for n in ("advantage", "weight", "logprob", "entropy", "teacher_logprob") if n in known}
-    for name, of in {"difference": "logprob", "gap": "teacher_logprob"}.items():
-        if of in known and "sampler_logprob" in known:
-            sizes[name] = known[of] - known["sampler_logprob"]
-    sizes = {name: np.abs(values[np.isfinite(values)]) for name, values in sizes.items()}
-    return {name: float(np.quantile(values, 0.98)) for name, values in sizes.items() if len(values)}
-
-
-def scales(path: Path) -> dict[str, float]:
-    """Of each quantity of the step's tokens the size that .98 of them stay below, in the token view's names."""
-    return _scales(path, path.stat().st_mtime_ns)

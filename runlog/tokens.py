@@ -13,9 +13,8 @@ Columns of completions/step_N.parquet, a list each as long as token_ids; a numbe
     tokens/weight            half    minus the derivative of the update's loss by its log-prob, times its loss tokens
 """
 
-import contextlib
-import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,26 +68,6 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
 
-class Known:
-    """What a processor's token ids say; as samples.Vocabulary reads it from a run."""
-
-    def __init__(self, processor):
-        tokenizer = getattr(processor, "tokenizer", processor)
-        self.tokens = {number: token for token, number in tokenizer.get_vocab().items()}
-        self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.special.update(tokenizer.all_special_ids)
-        self.read = reader(tokenizer)
-
-    def of(self, token: int) -> tuple[bytes | None, bool]:
-        """(its bytes, or None; whether it is a special token)."""
-        return self.read(self.tokens[token]) if token in self.tokens else None, token in self.special
-
-
-@functools.lru_cache(4)
-def vocabulary_of(processor) -> Known:
-    return Known(processor)
-
-
 def write_vocabulary(run_dir: Path, processor) -> None:
     """vocabulary.parquet: id, piece (bytes of UTF-8; of a byte-level BPE perhaps part of a character), special. The
     pieces of a text's ids, joined, are the text; sentencepiece models may put a space before it."""
@@ -98,13 +77,15 @@ def write_vocabulary(run_dir: Path, processor) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    known = vocabulary_of(processor)
-    ids = sorted(known.tokens)
-    pieces, special = zip(*map(known.of, ids), strict=True)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokens = {number: token for token, number in tokenizer.get_vocab().items()}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    read, ids = reader(tokenizer), sorted(tokens)
     columns = {
         "id": pyarrow.array(ids, pyarrow.int32()),
-        "piece": pyarrow.array(pieces, pyarrow.binary()),
-        "special": pyarrow.array(special, pyarrow.bool_()),
+        "piece": pyarrow.array([read(tokens[number]) for number in ids], pyarrow.binary()),
+        "special": pyarrow.array([number in special for number in ids], pyarrow.bool_()),
     }
     partial = path.with_suffix(".partial")
     pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
@@ -113,31 +94,21 @@ def write_vocabulary(run_dir: Path, processor) -> None:
 
 def reader(tokenizer) -> Callable[[str], bytes]:
     """A function from a token, as the vocabulary spells it, to the bytes it stands for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is not None and b'"ByteLevel"' in decoder.__getstate__():  # JSON
-        table = {character: bytes([value]) for value, character in byte_characters().items()}
+        table = {character: byte for byte, character in bytes_to_unicode().items()}
 
-        def byte_level(token: str) -> bytes:
-            try:
-                return b"".join([table[character] for character in token])
-            except KeyError:  # an added token, spelled as it is
-                return token.encode("utf-8", "replace")
+        def byte_level(token: str) -> bytes:  # an added token is spelled as it is
+            whole = all(character in table for character in token)
+            return bytes(table[character] for character in token) if whole else token.encode("utf-8", "replace")
 
         return byte_level
 
     def pieces(token: str) -> bytes:
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            with contextlib.suppress(ValueError):
-                return bytes([int(token[3:5], 16)])
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode("utf-8", "replace")
 
     return pieces
-
-
-def byte_characters() -> dict[int, str]:
-    """Byte -> the character that stands for it in a byte-level vocabulary: printable ones for themselves, the others
-    from U+0100 on. As GPT-2's."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [value for value in range(256) if value not in printable]
-    shown = {value: chr(value) for value in printable}
-    return shown | {value: chr(256 + number) for number, value in enumerate(others)}

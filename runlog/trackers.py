@@ -18,6 +18,7 @@ from safety.storable import visible
 # It asks for a pillow below ours, and works with ours (requirements-optional.txt).
 TRACKIO = "--no-deps trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 brotli==1.2.1"
 TEXT = 2000  # characters of a prompt or completion in a tracker; the run folder has all of it
+PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # for all but tensorboard
 
 
 @dataclass
@@ -48,60 +49,63 @@ def check_trackers(cfg, run_dir: Path) -> None:
         )
 
 
-def table_of(rows: list[dict]) -> tuple[list[str], list[list]]:
-    """Names of the columns and the cells: texts, cut, and numbers. Last come the row's answer and what reward functions
-    gave to log_extra."""
-    names = ["prompt", "completion", "reward", "advantage", "length", "finish_reason"]
-    found = dict.fromkeys(chain(*rows))
-    names += [name for name in found if name.startswith("rewards/")]
-    names += filter(is_own, found)
-    return names, list(zip(*(of_one_kind([cell_of(name, row) for row in rows]) for name in names), strict=True))
+def table_of(rows: list[dict]) -> dict[str, list]:
+    """{column: its cells}: prompt, completion, scores; last what reward functions gave to log_extra, as text."""
+    names = dict.fromkeys(["prompt", "completion", "reward", "advantage", "length", "finish_reason", *chain(*rows)])
+    numbers = {"reward", "advantage", "length", *(name for name in names if name.startswith("rewards/"))}
+    chosen = [
+        *[n for n in names if n in numbers or n in ("prompt", "completion", "finish_reason")],
+        *filter(is_own, names),
+    ]
+    return {name: [number(row.get(name)) if name in numbers else text(name, row) for row in rows] for name in chosen}
 
 
-def of_one_kind(cells: list) -> list:
-    """The cells of a column, all as text if one is: wandb takes no column of texts and numbers."""
-    if not any(isinstance(cell, str) for cell in cells):
-        return cells
-    return [f"{cell:g}" if isinstance(cell, float) else cell for cell in cells]
-
-
-def cell_of(name: str, row: dict):
-    value = row.get(name)
-    if name == "completion" and row.get("turns"):  # all of them, with what answered
-        turns = json.loads(row["turns"])
-        value = "\n".join(part for turn in turns for part in (turn["text"], *turn["observation"]))
-    if name == "prompt":
-        value = readable_prompt(value)
-    if isinstance(value, str):
-        return visible(value if len(value) <= TEXT else f"{value[:TEXT]} ... ({len(value) - TEXT} more characters)")
+def number(value) -> float | None:
     return None if value is None else float(value)
 
 
-PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # for all but tensorboard
+def text(name: str, row: dict) -> str:
+    value = readable_prompt(row[name]) if name == "prompt" else str(row.get(name, ""))
+    if name == "completion" and row.get("turns"):  # all of them, with what answered
+        value = "\n".join("\n".join([turn["text"], *turn["observation"]]) for turn in json.loads(row["turns"]))
+    return visible(value if len(value) <= TEXT else f"{value[:TEXT]} ... ({len(value) - TEXT} more characters)")
+
+
+def texts(rows: list[dict]) -> list[str]:
+    """A row as `name: cell` lines."""
+    table = table_of(rows)
+    return ["\n".join(f"{name}: {cells[n]}" for name, cells in table.items()) for n in range(len(rows))]
+
+
+def known_numbers(line: dict) -> dict:
+    return {name: value for name, value in line.items() if name != "step" and value is not None}
+
+
+def kept_id(run_dir: Path, tracker: str) -> str:
+    """Under which a resumed run is the same run there."""
+    path = run_dir / f"{tracker}_id.txt"
+    if not path.exists():
+        path.write_text(secrets.token_hex(10), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     import wandb
 
-    id_file = run_dir / "wandb_id.txt"
-    run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else secrets.token_hex(4)
-    id_file.write_text(run_id, encoding="utf-8")
-    how = dict(project=PROJECT, name=run_dir.name, id=run_id, resume="allow", dir=run_dir)
+    how = dict(project=PROJECT, name=run_dir.name, id=kept_id(run_dir, "wandb"), resume="allow", dir=run_dir)
     run = wandb.init(**how, config=public_config(cfg))
     # Our own step on the x axis: wandb's only ever grows, and a resumed run goes back to its checkpoint.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
 
     def completions(step: int, rows: list[dict]) -> None:
-        names, cells = table_of(rows)
-        table = wandb.Table(columns=["step", *names], data=[[step, *row] for row in cells])
-        run.log({"completions": table, "step": step})
+        table = {"step": [step] * len(rows)} | table_of(rows)
+        cells = [list(row) for row in zip(*table.values(), strict=True)]
+        run.log({"completions": wandb.Table(columns=list(table), data=cells), "step": step})
 
     def close(report: Path | None) -> None:
         if report:
-            artifact = wandb.Artifact(f"report-{run_id}", type="report")
-            artifact.add_file(str(report))
-            run.log_artifact(artifact)
+            run.save(report, base_path=run_dir, policy="now")
         run.finish()
 
     return Tracker(run.log, completions, close)
@@ -113,16 +117,13 @@ def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     writer = SummaryWriter(run_dir / "tensorboard", purge_step=None if resume_step is None else resume_step + 1)
 
     def write(line: dict) -> None:
-        for name, value in line.items():
-            if name != "step" and value is not None:
-                writer.add_scalar(name, value, line["step"])
+        for name, value in known_numbers(line).items():
+            writer.add_scalar(name, value, line["step"])
         writer.flush()
 
     def completions(step: int, rows: list[dict]) -> None:
-        names, cells = table_of(rows)
-        for number, row in enumerate(cells):  # tensorboard shows markdown: indented, a text is only itself
-            lines = [line for name, cell in zip(names, row, strict=True) for line in f"{name}: {cell}".split("\n")]
-            writer.add_text(f"completion {number}", "\n".join(f"    {line}" for line in lines), step)
+        for number, row in enumerate(texts(rows)):  # tensorboard shows markdown: indented, a text is only itself
+            writer.add_text(f"completion {number}", "    " + row.replace("\n", "\n    "), step)
         writer.flush()
 
     return Tracker(write, completions, lambda report: writer.close())
@@ -135,16 +136,14 @@ def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     how = dict(project=PROJECT, name=run_dir.name, resume="allow")
     run = trackio.init(**how, config=public_config(cfg), embed=False, auto_log_cpu=False, auto_log_gpu=False)
 
-    def write(line: dict) -> None:
-        run.log({name: value for name, value in line.items() if name != "step"}, step=line["step"])
-
     def completions(step: int, rows: list[dict]) -> None:
         import pandas
 
-        names, cells = table_of(rows)
-        run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(cells, columns=names))}, step=step)
+        run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(table_of(rows)))}, step=step)
 
-    return Tracker(write, completions, lambda report: trackio.finish())
+    return Tracker(
+        lambda line: run.log(known_numbers(line), step=line["step"]), completions, lambda report: trackio.finish()
+    )
 
 
 def open_swanlab(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -153,18 +152,15 @@ def open_swanlab(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
 
     how = dict(project=PROJECT, experiment_name=run_dir.name, logdir=str(run_dir / "swanlab"))
     if os.environ.get("SWANLAB_MODE", "cloud") == "cloud":
-        id_file = run_dir / "swanlab_id.txt"
-        run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else secrets.token_hex(11)[:21]
-        id_file.write_text(run_id, encoding="utf-8")
-        how |= dict(id=run_id, resume="allow")
+        how |= dict(id=kept_id(run_dir, "swanlab"), resume="allow")
     run = swanlab.init(**how, config=public_config(cfg))
 
     def completions(step: int, rows: list[dict]) -> None:
-        names, cells = table_of(rows)
-        texts = ("\n".join(f"{name}: {cell}" for name, cell in zip(names, row, strict=True)) for row in cells)
-        run.log({"completions": [swanlab.Text(text) for text in texts]}, step=step)
+        run.log({"completions": [swanlab.Text(row) for row in texts(rows)]}, step=step)
 
-    return Tracker(lambda line: run.log(numbers(line), step=line["step"]), completions, lambda report: swanlab.finish())
+    return Tracker(
+        lambda line: run.log(known_numbers(line), step=line["step"]), completions, lambda report: swanlab.finish()
+    )
 
 
 def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -172,32 +168,26 @@ def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     import mlflow
 
     mlflow.set_experiment(PROJECT)
-    id_file = run_dir / "mlflow_id.txt"
+    id_file = run_dir / "mlflow_id.txt"  # mlflow makes it
     run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else None
     run = mlflow.start_run(run_id=run_id, run_name=None if run_id else run_dir.name)
     id_file.write_text(run.info.run_id, encoding="utf-8")
     if run_id is None:  # a parameter is set once
         mlflow.log_params({name: str(value)[:500] for name, value in public_config(cfg).items()})
 
+    def write(line: dict) -> None:  # mean@4 is mean_4: names have letters, digits and _-. :/
+        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in known_numbers(line).items()}
+        mlflow.log_metrics(metrics, step=line["step"])
+
     def completions(step: int, rows: list[dict]) -> None:
-        names, cells = table_of(rows)
-        table = {name: [row[n] for row in cells] for n, name in enumerate(names)}
-        mlflow.log_dict(table, f"completions/step_{step:06d}.json")
+        mlflow.log_dict(table_of(rows), f"completions/step_{step:06d}.json")
 
     def close(report: Path | None) -> None:
         if report:
             mlflow.log_artifact(str(report))
         mlflow.end_run()
 
-    def write(line: dict) -> None:  # mean@4 is mean_4: names have letters, digits and _-. :/
-        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers(line).items()}
-        mlflow.log_metrics(metrics, step=line["step"])
-
     return Tracker(write, completions, close)
-
-
-def numbers(line: dict) -> dict:
-    return {name: value for name, value in line.items() if name != "step" and value is not None}
 
 
 TRACKERS = {"wandb": open_wandb, "tensorboard": open_tensorboard, "trackio": open_trackio}

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 import look
 from config import ConfigError
 from looking.runs import Runs
-from looking.server import make_app
+from looking.server import ANSWERS, make_app
 from runlog import samples
 
 pytestmark = pytest.mark.quick
@@ -52,41 +52,18 @@ def get(page, name: str, **parameters) -> dict:
 # ---- who may ask ----------------------------------------------------------------------------------------------------
 
 
-def test_every_route_asks_for_the_token_and_forbids_other_scripts(folder, page):
+def test_every_answer_about_runs_asks_for_the_token_and_other_scripts_are_forbidden(folder, page):
     stranger, guesser = client(folder, None), client(folder, "wrong")
-    asked = {
-        route.path.replace("{name}", "app.js"): "POST" if "POST" in route.methods else "GET"
-        for route in page.app.routes
-    }
-    assert {"/", "/page/app.js", "/api/runs", "/api/tokens", "/api/try"} <= set(asked)
-    for path, method in asked.items():
-        answers = [stranger.request(method, path), guesser.request(method, path)]
-        answers += [stranger.request(method, f"{path}?token=wrong")]
-        assert [answer.status_code for answer in answers] == [401] * 3, path
-        for answer in (*answers, page.request(method, path), page.request(method, f"{path}?run=none")):
-            policy = answer.headers["Content-Security-Policy"]
-            assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
-            assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        for other in {"GET", "POST", "PUT", "DELETE"} - {method}:
-            assert page.request(other, path).status_code == 405
-    # What runs code is not asked for by a link.
-    assert stranger.post("/api/try?token=a token").status_code == 401
-    said = client(folder, None).get("/", headers={"Accept": "text/html"})
-    assert said.status_code == 401 and "the address that look.py printed" in said.text
-
-
-def test_the_address_gives_a_cookie_that_scripts_and_other_pages_do_not_get(folder):
-    stranger = client(folder, None)
-    first = stranger.get("/?token=a token")
-    assert first.status_code == 200 and "a token" not in first.text
-    cookie = first.headers["Set-Cookie"].lower()
-    assert "httponly" in cookie and "samesite=strict" in cookie
-    assert stranger.get("/api/runs").status_code == 200  # the client keeps its cookies
-    # Cookies do not know ports: two pages behind `ssh -L` need two names.
-    names = [
-        client(folder, None).get("/?token=a token", headers={"Host": f"h:{n}"}).headers["Set-Cookie"] for n in (1, 2)
-    ]
-    assert len({name.partition("=")[0] for name in names}) == 2
+    for name in (*ANSWERS, "run", "none", "try"):
+        how = "POST" if name == "try" else "GET"
+        answers = [stranger.request(how, f"/api/{name}"), guesser.request(how, f"/api/{name}")]
+        answers += [stranger.request(how, f"/api/{name}?token=a token")]  # a link cannot ask
+        assert [answer.status_code for answer in answers] == [401] * 3, name
+    for answer in (stranger.get("/"), *answers, page.get("/api/runs"), page.get("/api/run?run=one")):
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff" and "a token" not in answer.text
+    assert stranger.get("/page/app.js").status_code == 200, "the page itself is no secret"
 
 
 @pytest.mark.parametrize(
@@ -95,14 +72,14 @@ def test_the_address_gives_a_cookie_that_scripts_and_other_pages_do_not_get(fold
 def test_nothing_outside_of_the_folder(folder, page, path):
     make_run(folder.parent / "secret", steps=2, files=1)
     assert page.get(f"/api/{path}").status_code == 404
-    assert page.get(f"/page/{path}").status_code == 404
+    assert page.get("/page/../told.py").status_code == 404 == page.get("/page/%2e%2e/told.py").status_code
 
 
 def test_nothing_in_a_run_folder_changes(tmp_path):
     folder = make_run(tmp_path / "one", state="running")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     page = client(tmp_path)
-    for name in ("runs", "run", "notes", "compare", "steps", "listing", "tokens", "scales"):
+    for name in ("runs", "run", "notes", "steps", "listing", "row", "tokens"):
         get(page, name, **PLACE)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
@@ -124,9 +101,7 @@ def test_the_table(folder, page):
     lines = [json.loads(line) for line in text.splitlines()]
     solved = [line["eval/mean@4"] for line in lines if "eval/mean@4" in line]
     assert (one["state"], one["step"], one["steps"], one["algorithm"]) == ("finished", 40, 40, "grpo / ppo")
-    assert (one["metric"], one["first"], one["last"], one["best"]) == (
-        "mean@4", *map(pytest.approx, (solved[0], solved[-1], max(solved))),
-    )  # fmt: skip
+    assert (one["metric"], one["first"], one["last"]) == ("mean@4", *map(pytest.approx, (solved[0], solved[-1])))
     assert one["reward"] == pytest.approx(lines[-2]["reward"])
     assert [run["name"] for run in get(client(folder / "one"), "runs")["runs"]] == ["one"], "a run itself can be given"
 
@@ -141,28 +116,22 @@ def test_every_metric_is_drawn_over_steps_tokens_and_seconds(folder, page):
     )
     assert entropy["tokens"]["x"] == pytest.approx([9000 * n for n in range(1, 41)])
     assert entropy["seconds"]["x"] == pytest.approx([10.2 * n for n in range(1, 41)])
-    shown = {curve["key"] for panel in axes["step"] for curve in panel["curves"]}
+    shown = {curve["name"] for panel in axes["step"] for curve in panel["curves"]}
     hidden = {"step", "reward_std", "num_tokens"} | {name for name in lines[0] if name.startswith("time/")}
     assert not lines[0].keys() - hidden - shown, "every metric is drawn"
 
 
-def test_runs_that_differ_in_the_seed_become_a_mean_with_a_band(tmp_path):
-    for seed in range(3):
-        make_run(tmp_path / f"seed{seed}", seed=seed, files=0)
-    make_run(tmp_path / "other", learning_rate=0.1, files=0)
-    page, names = client(tmp_path), ["seed0", "seed1", "other", "seed2", "none"]
-    apart, together = (get(page, "compare", run=names, seeds=n) for n in (0, 1))
-    assert apart["gone"] == ["none"] and "learning_rate" in apart["settings"] and "advantage" not in apart["settings"]
-    reward, mean = (next(p for p in found["panels"] if p["name"] == "reward")["curves"] for found in (apart, together))
-    assert [curve["runs"] for curve in reward] == [[0], [1], [2], [3]]
-    assert [curve["runs"] for curve in mean] == [[0, 1, 3], [2]]
-    values = [reward[n]["y"][20] for n in (0, 1, 3)]
-    assert mean[0]["y"][20] == pytest.approx(sum(values) / 3, abs=1e-4)
-    assert (mean[0]["low"][20], mean[0]["high"][20]) == pytest.approx((min(values), max(values)), abs=1e-4)
+def test_several_runs_over_each_other(tmp_path):
+    make_run(tmp_path / "one", seed=1, files=0)
+    make_run(tmp_path / "two", seed=2, learning_rate=0.1, files=0)
+    found = get(client(tmp_path), "run", run=["one", "two"])
+    assert found["settings"]["learning_rate"] == [3e-4, 0.1] and "advantage" not in found["settings"]
+    reward = next(panel for panel in found["panels"] if panel["note"] == "reward")["curves"]
+    assert [curve["run"] for curve in reward] == [0, 1] and len(reward[0]["x"]) == 40
 
 
 def test_a_trajectory_with_calls_and_tokens(folder, page):
-    row, tokens, scales = (get(page, name, **PLACE) for name in ("row", "tokens", "scales"))
+    row, tokens = (get(page, name, **PLACE) for name in ("row", "tokens"))
     rows = pq.read_table(folder / "one/completions/step_000040.parquet").to_pylist()
     assert row["turns"][0]["calls"][0]["name"] == "calculator" and row["turns"][0]["calls"][0]["result"] == "42"
     assert tokens["completion"]["ids"] == rows[3]["token_ids"]
@@ -171,11 +140,9 @@ def test_a_trajectory_with_calls_and_tokens(folder, page):
     unknown = [value is None for value in tokens["columns"]["sampler_logprob"]]
     assert unknown == [not trained for trained in rows[3]["tokens/trained"]], "what no sampler sampled has no log-prob"
     assert tokens["turns"] == [[turn["start"], turn["end"]] for turn in rows[3]["turns"]]
-    entropy = np.abs(np.concatenate([row["tokens/entropy"] for row in rows]).astype(float))
-    assert scales["entropy"] == pytest.approx(np.nanquantile(entropy, 0.98), rel=1e-3), "of all tokens of the step"
 
 
-def test_the_list_finds_text_in_any_alphabet_and_a_prompt_over_time(folder, page, tmp_path):
+def test_the_list_finds_text_in_any_alphabet(folder, page, tmp_path):
     listing = get(page, "listing", **PLACE)
     assert len(listing["group"]) == 16 and set(listing["rewards"]) == {"right", "format"}
     rows = pq.read_table(folder / "one/completions/step_000040.parquet").to_pylist()
@@ -184,8 +151,6 @@ def test_the_list_finds_text_in_any_alphabet_and_a_prompt_over_time(folder, page
     assert hits <= set(get(page, "search", **PLACE, text=word.upper())["rows"])
     assert get(page, "search", **PLACE, text="nowhere at all")["rows"] == []
     assert page.get("/api/row", params=PLACE | {"row": 16}).status_code == 422
-    over_time = get(page, "over_time", run="one", kind="evaluations", step=40, row=2)
-    assert [one["step"] for one in over_time["found"]] == [10, 20, 30, 40] and over_time["prompt"] == "What is 2 + 2?"
     from runlog.log import write_table
 
     texts = ["Привет, мир", 'I write "x" and \\boxed{3}', "line\nbreak"]
@@ -234,7 +199,8 @@ def test_a_run_of_100000_steps_opens_in_under_a_second(tmp_path):
     page, begun = client(tmp_path), time.process_time()
     found = get(page, "run", run="run")
     assert time.process_time() - begun < 1
-    assert found["summary"]["step"] == 100_000 and found["summary"]["first"] == 0.01 and found["stride"] == 100
+    (summary,) = found["runs"]
+    assert summary["step"] == 100_000 and summary["first"] == 0.01 and found["stride"] == 100
     held_out = next(panel for panel in found["panels"] if panel["title"] == "Reward")["curves"][0]
     assert held_out["x"] == list(range(10_000, 100_001, 10_000))
 
@@ -252,16 +218,16 @@ def test_each_run_that_is_torn_or_gone_fails_alone(tmp_path):
     (tmp_path / "half" / "config.json").write_text('{"model_', encoding="utf-8")
     page = client(tmp_path)
     assert len(get(page, "runs")["runs"]) == 3
-    torn = get(page, "run", run="torn")
-    assert torn["unreadable"] == len(bad) and torn["summary"]["step"] == 40
+    assert get(page, "run", run="torn")["runs"][0]["step"] == 40
     answer = page.get("/api/listing", params=PLACE | {"run": "half"})
     assert answer.status_code == 422 and "half written" in answer.json()["error"]
     get(page, "run", run="half")
+    assert any("half written" in note["text"] for note in get(page, "notes", run="half")["notes"])
     shown = get(page, "tokens", **PLACE | {"run": "half", "step": 39})["completion"]["text"]
     assert shown[0].startswith("#"), "without a vocabulary the numbers are shown"
     shutil.rmtree(tmp_path / "gone")
     assert page.get("/api/run", params={"run": "gone"}).status_code == 404
-    assert get(page, "compare", run=["gone", "torn"])["gone"] == ["gone"] and len(get(page, "runs")["runs"]) == 2
+    assert len(get(page, "runs")["runs"]) == 2
 
 
 def test_whether_a_run_runs(tmp_path):

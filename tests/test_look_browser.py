@@ -65,7 +65,7 @@ def hostile(folder) -> None:
         line = {"step": 41, f"rewards/{EVIL}": 0.5, EVIL: 1.0, f"time/{EVIL}": 1.0, f"{EVIL}/reward": 1}
         file.write(json.dumps(line) + "\n")
     (folder / "command.txt").write_bytes(ODD.encode() + b"\xff\xfe")
-    table = completions_table(40, 40, 8, 60)
+    table = completions_table(40, 8, 60)
     rows, call = table.to_pylist(), {"name": ODD, "arguments": ODD, "result": ODD, "seconds": 0.5}
     for row in rows:
         row["prompt"] = row["completion"] = row["finish_reason"] = row["domain"] = row[EVIL] = ODD
@@ -120,7 +120,7 @@ def test_a_run_is_followed_while_it_trains(tab, site, tmp_path):
     assert "16 completions" in tab.locator(".bar").inner_text() and tab.input_value("input.step") == "12"
 
 
-def test_runs_are_filtered_compared_and_saved(tab, tmp_path):
+def test_runs_are_filtered_and_compared(tab):
     tab.show("runs")
     tab.wait_for_selector("tbody tr:nth-child(3)")
     tab.fill("input[type=search]", "good")
@@ -132,12 +132,8 @@ def test_runs_are_filtered_compared_and_saved(tab, tmp_path):
     card = tab.locator("article", has=tab.locator("h3", has_text="Entropy"))
     card.scroll_into_view_if_needed()
     until(lambda: card.get_attribute("data-drawn") == "80")
-    settings = tab.locator(".card.scroll").inner_text()
+    settings = tab.locator(".card.settings").inner_text()
     assert "learning_rate" in settings and "0.0003" in settings and "advantage" not in settings
-    with tab.expect_download() as waiting:
-        card.locator("button:text('CSV')").click()
-    lines = waiting.value.path().read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith("curve,step,value") and len(lines) == 81 and lines[1].startswith("good,1,")
 
 
 def test_a_trajectory_is_found_and_read_by_its_tokens(tab, site):
@@ -210,7 +206,7 @@ def test_text_stands_out_and_what_can_be_used_has_a_name(tab):
     """WCAG 2.2 AA: 4.5 to 1, 3 to 1 for large text."""
     place = "run=good&kind=completions&step=40&row=9"
     views = {"runs": "tbody tr", "run?run=good": "article[data-drawn]", "trajectories?run=good": ".completion"}
-    views |= {"compare?run=good&run=other": "article[data-drawn]", f"row?{place}": "tbody tr"}
+    views |= {"run?run=good&run=other": "article[data-drawn]"}
     views |= {f"trajectory?{place}&colour={name}": ".token" for name in ("trained", "weight", "entropy", "difference")}
     for view, ready in views.items():
         tab.show(view)
@@ -227,9 +223,8 @@ def test_hostile_text_is_shown_and_never_run(tab, site):
     for view, ready in (
         ("runs", "tbody tr:nth-child(3)"),
         (f"run?{place}", "article[data-drawn]"),
-        (f"compare?{place}&run=good", "article[data-drawn]"),
+        (f"run?{place}&run=good", "article[data-drawn]"),
         (f"trajectories?{place}", ".completion"),
-        (f"row?{place}", "tbody tr"),
         (f"trajectory?{place}", ".token"),
     ):
         tab.show(view)
@@ -240,7 +235,15 @@ def test_hostile_text_is_shown_and_never_run(tab, site):
         assert "bold" not in content.locator("b").all_text_contents(), view
         assert view == "runs" or "onerror=window.hacked" in content.inner_text(), view
     text = tab.locator("main").inner_text()
-    for shown in ("<script>window.hacked=1</script>", "U+202E", "U+200B", "ESC[31mred", "NUL", "{{7*7}}", "\\xff"):
+    for shown in (
+        "<script>window.hacked=1</script>",
+        "U+202E",
+        "U+200B",
+        "U+001B[31mred",
+        "U+0000",
+        "{{7*7}}",
+        "\\xff",
+    ):
         assert shown in text, shown
     marks = "[\\u0000-\\u0008\\u001b\\u200b\\u202e\\u2066]"
     assert not tab.evaluate(f"new RegExp('{marks}').test(document.querySelector('main').textContent)")

@@ -49,7 +49,6 @@ def without_times(lines):
 
 
 def table(log, step: int, folder: str = "completions") -> list[dict]:
-    log.written()
     return pyarrow.parquet.read_table(log.dir / folder / f"step_{step:06d}.parquet").to_pylist()
 
 
@@ -112,8 +111,8 @@ def test_an_evaluations_numbers_are_those_of_its_completions():
 def test_completions_keep_every_row_and_reward(make_log):
     log, chat = make_log(), [{"role": "user", "content": "2 + 2?"}]
     rows = [
-        {"prompt": chat, "completion": "4", "rewards": {"exact": 1.0, "format": None}, "finish_reason": "stop"},
-        {"prompt": "plain", "completion": "é\n5", "rewards": {"exact": 0.0}, "finish_reason": "length"},
+        {"prompt": chat, "completion": "4", "rewards/exact": 1.0, "rewards/format": None, "finish_reason": "stop"},
+        {"prompt": "plain", "completion": "é\n5", "rewards/exact": 0.0, "finish_reason": "length"},
     ]
     log.completions(12, rows)
     back = table(log, 12)
@@ -125,7 +124,7 @@ def test_completions_keep_every_row_and_reward(make_log):
 
 def test_samples_are_printed_now_and_then(make_log, capsys):
     log = make_log(print_samples_every=2)
-    row = {"prompt": [{"role": "user", "content": "2 + [b]2?"}], "completion": "x" * 5000, "rewards": {"exact": 1.0}}
+    row = {"prompt": [{"role": "user", "content": "2 + [b]2?"}], "completion": "x" * 5000, "rewards/exact": 1.0}
     for step in (1, 2, 3):
         log.sample(step, [row | {"reward": 1.0, "finish_reason": "length"}])
     printed = capsys.readouterr().out
@@ -217,10 +216,8 @@ def test_state_json_follows_the_run(make_log):
 def test_completions_that_cannot_be_written_end_the_run(make_log):
     log = make_log()
     (log.dir / "completions").write_text("a file where the folder should be", encoding="utf-8")
-    log.completions(1, [{"prompt": "p", "completion": "c"}])
     with pytest.raises(OSError):
-        log.close()
-    assert state(log)["state"] == "failed" and "completions" in state(log)["why"]
+        log.completions(1, [{"prompt": "p", "completion": "c"}])
 
 
 def test_a_second_run_does_not_overwrite_the_first(make_log):

@@ -1,69 +1,70 @@
 // Which view is shown follows from the address: #/VIEW?what=is&chosen=in&it
 import { h, inlined, link, said, tell, tick } from "./dom.js";
-import { compareView } from "./compare.js";
-import { rowView } from "./row.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
 import { trajectoriesView } from "./trajectories.js";
 import { trajectoryView } from "./trajectory.js";
-import { trying, tryView } from "./try.js";
+import { tryView } from "./try.js";
 
-const VIEWS = {
-  runs: runsView, compare: compareView, run: runView, trajectories: trajectoriesView, trajectory: trajectoryView, row: rowView, try: tryView,
-};
+const VIEWS = { runs: runsView, run: runView, trajectories: trajectoriesView, trajectory: trajectoryView, try: tryView };
+// report.html is about one run, and holds some trajectories.
+const RUN = inlined && new URLSearchParams(Object.keys(inlined)[0].split("?")[1]).get("run");
 let leave = new AbortController();
+let shown = "";
 
 function navigation(view, parameters) {
-  if (inlined) return contents(parameters);
   const runs = parameters.getAll("run");
-  const item = (name, label, given) => h("a", { href: link(name, given), "aria-current": name === view ? "page" : undefined }, label);
-  const found = [item("runs", "Runs", {}), ...(trying() ? [item("try", "Try", {})] : [])];
-  if (view === "compare") found.push(item("compare", `Compare ${runs.length}`, { run: runs }));
-  else if (runs.length && view !== "runs") {
-    const run = { run: runs[0] };
-    const place = { ...run, kind: parameters.get("kind"), step: parameters.get("step"), row: parameters.get("row") };
-    found.push(h("span", { class: "crumb" }, said(runs[0])), item("run", "Curves", run), item("trajectories", "Trajectories", place));
-    if (parameters.get("row") !== null) found.push(item("trajectory", "Turns and tokens", place), item("row", "Over time", place));
+  const item = (name, label, given, here) => h("a", { href: link(name, given), "aria-current": here ? "page" : undefined }, label);
+  if (inlined) {
+    const isHere = (place) => ["step", "row"].every((key) => parameters.get(key) === String(place[key]));
+    const own = inlined.trajectories.map((place) => item("trajectory", `Step ${place.step}, completion ${place.row}`, place, isHere(place)));
+    return [h("span", { class: "crumb" }, said(RUN)), item("run", "Curves", { run: RUN }, view === "run"), ...own];
   }
-  document.getElementById("nav").replaceChildren(...found);
-  document.title = [...runs.slice(0, 2), view].join(" · ");
+  const found = [item("runs", "Runs", {}, view === "runs")];
+  if (document.body.dataset.try !== undefined) found.push(item("try", "Try", {}, view === "try"));
+  if (view === "run" && runs.length > 1) found.push(item("run", `Compare ${runs.length}`, { run: runs }, true));
+  else if (runs.length && view !== "runs") {
+    const place = { run: runs[0], ...Object.fromEntries(["kind", "step", "row"].map((key) => [key, parameters.get(key)])) };
+    found.push(h("span", { class: "crumb" }, said(runs[0])), item("run", "Curves", { run: runs[0] }, view === "run"),
+      item("trajectories", "Trajectories", place, view === "trajectories"));
+    if (place.row !== null) found.push(item("trajectory", "Turns and tokens", place, view === "trajectory"));
+  }
+  return found;
 }
 
-/** Of report.html: its run, and the trajectories that it holds. */
-function contents(parameters) {
-  const places = [["run", { run: RUN }, "Curves"], ...inlined.trajectories.map((place) => ["trajectory", place, `Step ${place.step}, completion ${place.row}`])];
-  const here = (place) => ["step", "row"].every((key) => (parameters.get(key) ?? undefined) === (place[key] === undefined ? undefined : String(place[key])));
-  document.getElementById("nav").replaceChildren(h("span", { class: "crumb" }, said(RUN)),
-    ...places.map(([view, place, label]) => h("a", { href: link(view, place), "aria-current": here(place) ? "page" : undefined }, label)));
-}
-
-const RUN = inlined && new URLSearchParams(Object.keys(inlined)[0].split("?")[1]).get("run");
-let shown = "";
 function route() {
   const first = RUN ? [null, "run", `run=${encodeURIComponent(RUN)}`] : [null, "runs", ""];
-  const [, name, query] = /^#\/(\w+)\??(.*)$/.exec(location.hash) ?? first;
+  const [, asked, query] = /^#\/(\w+)\??(.*)$/.exec(location.hash) ?? first;
+  const name = asked in VIEWS ? asked : "runs";
+  const parameters = new URLSearchParams(query);
   leave.abort();
   leave = new AbortController();
-  const parameters = new URLSearchParams(query);
-  const view = VIEWS[name] ?? runsView;
-  const main = document.getElementById("main");
   tell("");
-  navigation(name in VIEWS ? name : "runs", parameters);
+  document.getElementById("nav").replaceChildren(...navigation(name, parameters));
+  document.title = [...parameters.getAll("run").slice(0, 2), name].join(" · ");
+  const main = document.getElementById("main");
   const content = h("div", { class: `view ${name}` });
   main.replaceChildren(content);
   if (shown && shown !== name) main.focus({ preventScroll: true });
   if (shown !== name) scrollTo(0, 0);
   shown = name;
-  Promise.resolve(view(content, parameters, leave.signal)).catch((error) => tell(error.message));
+  Promise.resolve(VIEWS[name](content, parameters, leave.signal)).catch((error) => tell(error.message));
 }
 
-// The token is in a cookie by now: it need not stand in the address, where it would get into bookmarks and pictures.
+// The token does not stay in the address, where it would get into bookmarks and pictures.
 const address = new URL(location.href);
-if (address.searchParams.has("token")) history.replaceState(null, "", address.pathname + address.hash);
+if (address.searchParams.has("token")) {
+  localStorage.setItem("token", address.searchParams.get("token"));
+  history.replaceState(null, "", address.pathname + address.hash);
+}
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address says what is shown
   document.getElementById("main").focus();
 });
 addEventListener("hashchange", route);
+addEventListener("unhandledrejection", (event) => {
+  event.preventDefault();
+  tell(event.reason.message);
+});
 setInterval(tick, 1000);
 route();

@@ -22,88 +22,74 @@ export function said(text, attributes = {}, name = "span") {
   return made;
 }
 
-/** A long text: its beginning, and a button for more of it. */
+/** A long text: its beginning, and a button for the rest. */
 export function long(text, limit = 4000, attributes = {}) {
   text = String(text ?? "");
-  const made = h("div", { ...attributes, class: `said long ${attributes.class ?? ""}`, dir: "auto" });
-  let shown = 0;
-  const button = h("button", { class: "more", onclick: () => grow(20000) });
-  function grow(more) {
-    button.remove();
-    made.append(nodes(text.slice(shown, shown + more)));
-    shown += more;
-    if (shown < text.length) {
-      button.textContent = `… show more: ${(text.length - shown).toLocaleString("en")} characters are left`;
-      made.append(button);
-    }
+  const made = said(text.slice(0, limit), { ...attributes, class: `long ${attributes.class ?? ""}` }, "div");
+  const left = text.length - limit;
+  if (left > 0) {
+    const grow = (event) => event.target.replaceWith(nodes(text.slice(limit)));
+    made.append(h("button", { class: "more", onclick: grow }, `… show ${left.toLocaleString("en")} more characters`));
   }
-  grow(limit);
   return made;
 }
 
-export class Failure extends Error {
-  constructor(message, status, printed) {
-    super(message);
-    this.status = status;
-    this.said = printed;
-  }
+/** Terms and what they are, beside one another. */
+export function pairs(list) {
+  return h("dl", { class: "pairs" }, list.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
 }
 
 // In report.html the answers stand in the page itself.
 export const inlined = JSON.parse(document.getElementById("inlined")?.textContent ?? "null");
 
-const known = new Map(); // url: [ETag, value], of the last few
+export const headers = () => ({ Authorization: `Bearer ${localStorage.getItem("token") ?? ""}` });
+
+function query(parameters) {
+  const made = new URLSearchParams();
+  for (const [key, value] of Object.entries(parameters)) {
+    for (const one of [value].flat()) if (one !== undefined && one !== null && one !== "") made.append(key, one);
+  }
+  return made;
+}
+
+const known = new Map(); // name: the last answer
 
 /** The answer of /api/NAME; the value of before, the same object, where nothing is new. */
 export async function get(name, parameters = {}) {
-  const query = new URLSearchParams();
-  for (const [key, value] of Object.entries(parameters)) {
-    for (const one of Array.isArray(value) ? value : [value]) if (one !== undefined && one !== null) query.append(key, one);
-  }
+  const asked = `${name}?${query(parameters)}`;
   if (inlined) {
-    const found = inlined[`${name}?${query}`];
-    if (found === undefined) throw new Failure("The report does not hold this; python look.py shows all of the run.", 404);
-    return found;
+    if (asked in inlined) return inlined[asked];
+    throw new Error("The report does not hold this; python look.py shows all of the run.");
   }
-  const url = `/api/${name}?${query}`;
-  const before = known.get(url);
-  const headers = before ? { "If-None-Match": before[0] } : {};
-  let answer;
-  try {
-    answer = await fetch(url, { headers, cache: "no-store" });
-  } catch {
-    throw new Failure("look.py does not answer; was it ended? Trying again.", 0);
-  }
-  if (answer.status === 304) return before[1];
-  const value = await answer.json().catch(() => ({ error: `status ${answer.status}` }));
-  if (!answer.ok) throw new Failure(value.error ?? `status ${answer.status}`, answer.status);
-  const tag = answer.headers.get("ETag");
-  if (tag) {
-    known.delete(url);
-    known.set(url, [tag, value]);
-    if (known.size > 12) known.delete(known.keys().next().value);
-  }
-  return value;
+  const answer = await fetch(`/api/${asked}`, { headers: headers() }).catch(() => {
+    throw new Error("look.py does not answer; was it ended? Trying again.");
+  });
+  const text = await answer.text();
+  if (!answer.ok) throw new Error(text.startsWith("{") ? JSON.parse(text).error : text);
+  const before = known.get(name);
+  if (before?.asked === asked && before.text === text) return before.value;
+  known.set(name, { asked, text, value: JSON.parse(text) });
+  return known.get(name).value;
 }
 
 /** Asks again and again, and calls `show` with each new value. Goes on after failures, which it reports. */
 export function poll(name, parameters, milliseconds, show, signal) {
-  let last, timer;
+  let last, timer, failed;
   async function ask() {
-    if (signal.aborted) return;
-    if (!document.hidden) {
-      try {
+    try {
+      if (!document.hidden) {
         const value = await get(name, parameters());
         if (signal.aborted) return;
-        tell("");
+        if (failed) tell("");
+        failed = false;
         if (value !== last) await show((last = value));
-      } catch (error) {
-        if (signal.aborted) return;
-        if (!(error instanceof Failure)) console.error(error);
-        tell(error.message);
       }
+    } catch (error) {
+      if (signal.aborted) return;
+      failed = true;
+      tell(error.message);
     }
-    timer = setTimeout(ask, milliseconds);
+    if (!inlined) timer = setTimeout(ask, milliseconds);
   }
   signal.addEventListener("abort", () => clearTimeout(timer));
   ask();
@@ -117,17 +103,11 @@ export function poll(name, parameters, milliseconds, show, signal) {
 /** A line at the foot of the page: what cannot be had at the moment. */
 export function tell(text) {
   const line = document.getElementById("notice");
-  if (line.textContent !== text) line.replaceChildren(nodes(text));
+  line.replaceChildren(nodes(text));
   line.hidden = !text;
 }
 
-export function link(view, parameters = {}) {
-  const query = new URLSearchParams();
-  for (const [key, value] of Object.entries(parameters)) {
-    for (const one of Array.isArray(value) ? value : [value]) if (one !== undefined && one !== null && one !== "") query.append(key, one);
-  }
-  return `#/${view}?${query}`;
-}
+export const link = (view, parameters = {}) => `#/${view}?${query(parameters)}`;
 
 /** Keeps what is chosen in the address, without going anywhere; where one is on the way to another view, it stays so. */
 export function remember(view, parameters) {
@@ -140,20 +120,16 @@ export function duration(seconds) {
   return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
-export function ago(unix) {
-  if (!unix) return "–";
+function ago(unix) {
   const seconds = Date.now() / 1000 - unix;
   return seconds < 86400 * 2 ? `${duration(Math.max(0, seconds))} ago` : new Date(unix * 1000).toISOString().slice(0, 10);
 }
 
-/** `ago`, which `tick` draws anew each second: of a run that hangs nothing new comes. */
-export const age = (unix) => h("span", { "data-unix": unix ? String(unix) : undefined }, ago(unix));
+/** How long ago something was, which `tick` draws anew each second: of a run that hangs nothing new comes. */
+export const age = (unix) => (unix ? h("span", { "data-unix": String(unix) }, ago(unix)) : "–");
 
 export function tick() {
-  for (const one of document.querySelectorAll("[data-unix]")) {
-    const text = ago(Number(one.dataset.unix));
-    if (one.textContent !== text) one.textContent = text;
-  }
+  for (const one of document.querySelectorAll("[data-unix]")) one.textContent = ago(Number(one.dataset.unix));
 }
 
 /** A score on a background from red (lowest) to green (highest). */
@@ -163,20 +139,4 @@ export function score(value, low, high) {
   const place = Math.min(1, Math.max(0, (value - low) / (high - low)));
   made.style.backgroundColor = high > low ? `hsl(${120 * place} 65% 88%)` : "#eef0f3"; // all are the same: no colour
   return made;
-}
-
-export function save(name, type, content) {
-  const url = URL.createObjectURL(new Blob([content], { type }));
-  const anchor = h("a", { href: url, download: name, hidden: true });
-  document.body.append(anchor);
-  anchor.click();
-  anchor.remove();
-  setTimeout(() => URL.revokeObjectURL(url), 10000);
-}
-
-/** A cell for CSV; one that a spreadsheet would run as a formula begins with '. */
-export function cell(value) {
-  if (typeof value === "number") return String(value);
-  const text = String(value ?? "").replace(/^(?=[=+\-@\t\r])/, "'");
-  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }

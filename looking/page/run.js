@@ -1,50 +1,66 @@
-// One run while it trains: what stands out in words, its curves, where the time goes, its settings.
-import { age, duration, h, inlined, link, nodes, poll, remember, said, short } from "./dom.js";
-import { Chart } from "./charts.js";
-import { AXES, axisChoice, smoothingChoice } from "./compare.js";
+// Runs while they train. Of one: what stands out in words, its curves, where the time goes, its settings. Of several:
+// their curves over each other, and the settings that differ.
+import { age, duration, h, inlined, link, poll, remember, said, short } from "./dom.js";
+import { Chart, swatch } from "./charts.js";
 import { stateOf } from "./runs.js";
 
-const tile = (label, value, note) => h("div", { class: "card tile" }, h("p", { class: "dim" }, label), h("div", { class: "big" }, value), h("p", { class: "dim" }, note));
+const AXES = { step: "step", tokens: "tokens of prompts and completions", seconds: "seconds of training steps" };
 
-function left(summary) {
-  if (summary.state !== "running" || !summary.steps || !summary.step || !summary.pace) return age(summary.updated);
-  return `${duration((summary.steps - summary.step) * summary.pace)} left`;
+const tile = (label, value, note) =>
+  h("div", { class: "card tile" }, h("p", { class: "dim" }, label), h("div", { class: "big" }, value), h("p", { class: "dim" }, note));
+
+function tiles(run) {
+  const moved = typeof run.first === "number" && run.first !== run.last;
+  const left = run.state === "running" && run.pace ? `${duration((run.steps - run.step) * run.pace)} left` : age(run.updated);
+  return [
+    tile(`held out, ${run.metric || "score"}`, moved ? `${short(run.first)} → ${short(run.last)}` : short(run.last), "first and last"),
+    tile("training reward", short(run.reward), "last step"),
+    tile("progress", `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}`, left),
+    tile("time", duration(run.seconds), ["from the first line to the last, ", age(run.updated)]),
+    tile("speed", `${short(run.tokens_per_second)} tok/s`, "prompts and completions, whole step"),
+  ];
 }
 
+const noteOf = (note) => h("div", { class: `note ${note.level}` }, h("b", {}, said(note.title)), " ", said(note.text), " ",
+  h("span", { class: "dim" }, note.see === "state" ? "" : `See docs/looking.md, ${note.see.replaceAll("-", " ")}.`));
+
+const value = (given) => h("td", {}, said(given === undefined || given === null ? "–" : JSON.stringify(given)));
+
 export function runView(content, parameters, signal) {
-  const run = parameters.get("run");
-  let axis = parameters.get("x") in AXES ? parameters.get("x") : "step";
+  let names = parameters.getAll("run");
+  const alone = names.length === 1;
   let smooth = Number(parameters.get("smooth") ?? 0);
   let data;
   const charts = new Map();
-  const title = h("h1", {}, said(run));
+  const axis = h("select", { "aria-label": "Horizontal axis", onchange: () => { keep(); again(); } },
+    Object.entries(AXES).map(([name, label]) => h("option", { value: name }, label)));
+  axis.value = parameters.get("x") in AXES ? parameters.get("x") : "step";
+  const slider = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(smooth), "aria-label": "Smoothing",
+    oninput: () => { smooth = Number(slider.value); keep(); draw(); } });
+  const amount = h("output");
   const state = h("span");
-  const subtitle = h("p", { class: "dim" });
-  const tiles = h("div", { class: "tiles" });
+  const head = h("div");
   const notes = h("section", { class: "notes", "aria-label": "What stands out" });
   const top = h("div", { class: "grid top-charts" });
   const grid = h("div", { class: "grid" });
-  const domains = h("div");
-  const details = h("div");
-  const choose = axisChoice(axis, (value) => { axis = value; keep(); again(); });
-  content.append(h("div", { class: "bar" }, title, state, h("span", { class: "space" }), h("label", {}, "x: ", choose),
-    smoothingChoice(smooth, (value) => { smooth = value; keep(); draw(); }), inlined ? null : h("a", { class: "button", href: link("trajectories", { run }) }, "Trajectories")),
-    subtitle, tiles, notes, top, grid, domains, details);
-  const keep = () => remember("run", { run, x: axis, smooth: smooth || null });
-  const again = poll("run", () => ({ run, x: axis }), 2000, (value) => { data = value; draw(); }, signal);
-  poll("notes", () => ({ run }), 4000, (value) => warn(value.notes), signal);
+  const settings = h("div");
+  content.append(
+    h("div", { class: "bar" }, h("h1", {}, alone ? said(names[0]) : "Runs over each other"), state, h("span", { class: "space" }),
+      h("label", {}, "x: ", axis), h("label", {}, "smoothing ", slider, " ", amount),
+      alone && !inlined ? h("a", { class: "button", href: link("trajectories", { run: names[0] }) }, "Trajectories") : null),
+    head, notes, ...(alone ? [top, grid, settings] : [settings, top, grid]));
+  const keep = () => remember("run", { run: names, x: axis.value, smooth: smooth || null });
+  const again = poll("run", () => ({ run: names, x: axis.value }), 2000, (found) => { data = found; draw(); }, signal);
+  if (alone) {
+    poll("notes", () => ({ run: names[0] }), 4000, ({ notes: found }) => notes.replaceChildren(h("h2", {}, "What stands out"),
+      ...(found.length ? found.map(noteOf) : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know; most of them need 8 steps.")])), signal);
+  }
   signal.addEventListener("abort", () => charts.forEach((chart) => chart.remove()));
 
-  function warn(found) {
-    notes.replaceChildren(h("h2", {}, "What stands out"), ...(found.length ? found.map((note) =>
-      h("div", { class: `note ${note.level}` }, h("b", {}, said(note.title)), " ", said(note.text), " ",
-        h("span", { class: "dim" }, note.see === "state" ? "" : `See docs/looking.md, ${note.see.replaceAll("-", " ")}.`)))
-      : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know; most of them need 8 steps.")]));
-  }
-
-  function card(key, title, note, place) {
+  function card(title, note, place) {
+    const key = `${title} ${note}`;
     if (!charts.has(key)) {
-      charts.set(key, new Chart(title, note, { file: `${run}-${title}` }));
+      charts.set(key, new Chart(title, note));
       place.append(charts.get(key).element);
     }
     return charts.get(key);
@@ -52,28 +68,40 @@ export function runView(content, parameters, signal) {
 
   function draw() {
     if (!data) return;
-    const { summary, config } = data;
-    state.replaceChildren(stateOf(summary));
-    subtitle.replaceChildren(nodes([summary.model, summary.task, summary.algorithm, data.stride > 1 && `curves show one step of ${data.stride}`].filter(Boolean).join(" · ")));
-    const steps = `step ${summary.step}${summary.steps ? ` of ${summary.steps}` : ""}`;
-    const moved = typeof summary.first === "number" && summary.first !== summary.last ? `${short(summary.first)} → ${short(summary.last)}` : short(summary.last);
-    tiles.replaceChildren(tile(`held out, ${summary.metric || "score"}`, moved, `best ${short(summary.best)}${/^mean@/.test(summary.metric ?? "") ? "; share with a score of --eval_solved or more" : ""}`), tile("training reward", short(summary.reward), "last step"),
-      tile("progress", steps, left(summary)), tile("time", duration(summary.seconds), ["from the first line to the last, ", age(summary.updated)]),
-      tile("speed", `${short(summary.tokens_per_second)} tok/s`, "prompts and completions, whole step"));
-    data.panels.forEach((panel, n) => {
-      const curves = panel.curves.map((curve) => ({ ...curve }));
-      const spread = n === 0 && panel.curves[0]?.name === "reward" && data.spread.x.length === curves[0].x.length && !smooth;
-      const { y, low = y, high = y } = curves[0];
-      if (spread) Object.assign(curves[0], { low: low.map((least, i) => Math.min(least, y[i] - data.spread.y[i])), high: high.map((most, i) => Math.max(most, y[i] + data.spread.y[i])) });
-      if (n === 0 && curves[1]) curves[1].dash = "dash";
-      card(panel.title, panel.title, n === 0 && spread ? "training reward, with reward_std as a band; held-out rows were never trained on" : panel.note, n === 0 ? top : grid).update({ curves }, { x: AXES[axis], smooth });
-      if (n === 0 && data.times.length) {
-        card("times", "Where the time goes", "seconds of a step, by phase", top).update({ curves: data.times }, { x: AXES[axis], stacked: true, legend: true });
+    amount.textContent = smooth || "none";
+    const options = { x: AXES[axis.value], smooth, legend: alone };
+    for (const [n, panel] of data.panels.entries()) {
+      const curves = alone ? panel.curves : panel.curves.map((curve) => ({ ...curve, n: curve.run }));
+      card(panel.title, panel.note, alone && n === 0 ? top : grid).update(curves, options);
+      if (alone && n === 0 && data.times.length) {
+        card("Where the time goes", "seconds of a step, by phase", top).update(data.times, { ...options, stacked: true });
       }
-    });
-    domains.replaceChildren(...(data.domains.length ? [h("h2", {}, "Domains"), h("div", { class: "card" }, h("table", {}, h("thead", {}, h("tr", {}, ["domain", "reward, first", "now", "held out"].map((name, n) => h("th", { class: n ? "n" : "" }, name)))),
-      h("tbody", {}, data.domains.map((part) => h("tr", {}, h("td", {}, h("a", { href: link("trajectories", { run, domain: part.name }) }, said(part.name))), [part.first, part.now, part.held_out].map((value) => h("td", { class: "n" }, short(value))))))))] : []));
-    if (!details.firstChild) details.append(h("h2", {}, "Details"), ...Object.entries(data.texts).filter(([, text]) => text).map(([name, text]) => h("details", {}, h("summary", {}, name), said(text, {}, "pre"))),
-      h("details", {}, h("summary", {}, "settings", h("span", { class: "dim" }, `, ${data.differs.length} other than the defaults`)), h("table", {}, h("tbody", {}, Object.entries(config).map(([name, value]) => h("tr", { class: data.differs.includes(name) ? "differs" : "" }, h("td", {}, said(name)), h("td", {}, said(JSON.stringify(value)))))))));
+    }
+    (alone ? drawOne : drawSeveral)();
+  }
+
+  function drawOne() {
+    const [run] = data.runs;
+    state.replaceChildren(stateOf(run));
+    const about = [run.model, run.task, run.algorithm, data.stride > 1 && `curves show one step of ${data.stride}`];
+    head.replaceChildren(said(about.filter(Boolean).join(" · "), { class: "dim" }, "p"), h("div", { class: "tiles" }, tiles(run)));
+    if (settings.firstChild) return;
+    const texts = Object.entries(data.texts).filter(([, text]) => text);
+    settings.append(h("h2", {}, "Details"),
+      ...texts.map(([name, text]) => h("details", {}, h("summary", {}, name), said(text, {}, "pre"))),
+      h("details", {}, h("summary", {}, "settings"),
+        h("table", {}, h("tbody", {}, Object.entries(data.config).map(([name, given]) => h("tr", {}, h("td", {}, said(name)), value(given)))))));
+  }
+
+  function drawSeveral() {
+    head.replaceChildren(h("div", { class: "chosen-runs" }, data.runs.map((run, n) => {
+      const out = () => { location.hash = link("run", { run: names.filter((name) => name !== run.name), x: axis.value }); };
+      return h("span", { class: "chosen" }, swatch(n), h("a", { href: link("run", { run: run.name }) }, said(run.name)), " ", stateOf(run), " ",
+        h("b", {}, short(run.last)), h("button", { class: "quiet", "aria-label": `Take ${run.name} out`, onclick: out }, "×"));
+    })));
+    const rows = Object.entries(data.settings);
+    settings.replaceChildren(h("h2", {}, "Settings that differ"), !rows.length ? h("p", { class: "dim" }, "None.")
+      : h("div", { class: "card settings" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "setting"), data.runs.map((run) => h("th", {}, said(run.name))))),
+        h("tbody", {}, rows.map(([name, values]) => h("tr", {}, h("td", {}, h("code", {}, said(name))), values.map(value)))))));
   }
 }

@@ -7,32 +7,16 @@ const HIDDEN = new RegExp(
     "|[\\udb40][\\udc00-\\udfff]|[\\ud800-\\udbff](?![\\udc00-\\udfff])|(?<![\\ud800-\\udbff])[\\udc00-\\udfff]",
   "g",
 );
-const NAMES = {
-  "00": "NUL", "07": "BEL", "08": "BS", "0D": "CR", "1B": "ESC", "7F": "DEL", "9B": "CSI", "AD": "soft hyphen",
-  "200B": "zero width space", "200C": "zero width non-joiner", "200D": "zero width joiner",
-  "200E": "left-to-right mark", "200F": "right-to-left mark", "202A": "left-to-right embedding",
-  "202B": "right-to-left embedding", "202C": "pop directional formatting", "202D": "left-to-right override",
-  "202E": "right-to-left override", "2066": "left-to-right isolate", "2067": "right-to-left isolate",
-  "2068": "first strong isolate", "2069": "pop directional isolate", "FEFF": "byte order mark",
-};
 
-function pill(text, title) {
-  const made = document.createElement("span");
-  made.className = "hidden-mark";
-  made.textContent = text;
-  made.title = title;
-  return made;
-}
-
-/** The text as nodes, its hidden characters as small pills such as [U+202E]. */
+/** The text as nodes, its hidden characters as small marks such as U+202E. */
 export function nodes(text) {
   const made = document.createDocumentFragment();
   let end = 0;
   for (const found of text.matchAll(HIDDEN)) {
-    made.append(text.slice(end, found.index));
-    const code = found[0].codePointAt(0).toString(16).toUpperCase().padStart(2, "0");
-    made.append(pill(code.length < 3 ? (NAMES[code]?.length < 4 ? NAMES[code] : `x${code}`) : `U+${code}`,
-      `${NAMES[code] ?? "hidden character"} (U+${code.padStart(4, "0")})`));
+    const mark = document.createElement("span");
+    mark.className = "hidden-mark";
+    mark.textContent = `U+${found[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+    made.append(text.slice(end, found.index), mark);
     end = found.index + found[0].length;
   }
   made.append(text.slice(end));
@@ -45,9 +29,4 @@ export function short(value) {
   const size = Math.abs(value);
   if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace("e+", "e");
   return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
-}
-
-/** The same as plain text, for charts. */
-export function spelled(text) {
-  return text.replace(HIDDEN, (found) => `[U+${found.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}]`);
 }

@@ -1,235 +1,153 @@
-// The completions of a step: a list that scrolls through thousands, and the group of the chosen one beside it.
-import { get, h, link, long, poll, remember, said, score, short, tell } from "./dom.js";
+// The completions of a step: a list to sort, search and filter, and the group of the chosen one beside it.
+import { get, h, link, long, pairs, poll, remember, said, score, short } from "./dom.js";
+import { by, heading } from "./runs.js";
 
-const HEIGHT = 28; // of a line of the list, in pixels: as in style.css
-const numbers = ([first, count, distance]) => Array.from({ length: count }, (_, n) => first + n * distance);
 const KINDS = { completions: "training", evaluations: "held out" };
+const SHOWN = 1000; // lines of the list; sorting and searching see all of them
+
+const nearest = (steps, wanted) => steps.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
 
 export async function trajectoriesView(content, parameters, signal) {
   const run = parameters.get("run");
+  const given = (name) => (parameters.has(name) ? Number(parameters.get(name)) : null);
+  let [step, row, sort] = [given("step"), given("row"), parameters.get("sort") ?? ""];
   let steps = { completions: [], evaluations: [] };
-  let kind = parameters.get("kind") ?? "completions";
-  let step = parameters.has("step") ? Number(parameters.get("step")) : null;
-  let sort = parameters.get("sort") ?? "";
-  let row = parameters.has("row") ? Number(parameters.get("row")) : null;
-  let linked = parameters.get("domain"); // of the first listing: from then on it is chosen here
-  let all = [], shown = [], scores = [], listing = null, matches = null, typing;
+  let all = [], found = [], columns = [], spans = {}, lines = new Map(), begun = false, typing;
 
-  const kindSelect = h("select", { "aria-label": "Training or held out", onchange: () => { kind = kindSelect.value; step = null; row = null; open(); } },
+  const kind = h("select", { "aria-label": "Training or held out", onchange: () => open(null) },
     Object.entries(KINDS).map(([name, label]) => h("option", { value: name }, label)));
-  const stepInput = h("input", { type: "number", min: "0", class: "step", "aria-label": "Step", onchange: () => go(Number(stepInput.value)) });
-  const slider = h("input", { type: "range", min: "0", "aria-label": "Step, among those that were kept", oninput: () => go(steps[kind][Number(slider.value)]) });
+  kind.value = parameters.get("kind") in KINDS ? parameters.get("kind") : "completions";
+  const stepInput = h("input", { type: "number", min: "0", class: "step", "aria-label": "Step", onchange: () => open(Number(stepInput.value)) });
+  const slider = h("input", { type: "range", min: "0", "aria-label": "Step, among those that were kept", oninput: () => open(steps[kind.value][Number(slider.value)]) });
   const domain = h("select", { "aria-label": "Domain", onchange: () => filter() });
-  const text = h("input", { type: "search", placeholder: "text in prompt, turns, completion", "aria-label": "Search", value: parameters.get("text") ?? "", oninput: () => { clearTimeout(typing); typing = setTimeout(search, 250); } });
+  const text = h("input", { type: "search", placeholder: "text in prompt, turns, completion", "aria-label": "Search", value: parameters.get("text") ?? "",
+    oninput: () => { clearTimeout(typing); typing = setTimeout(filter, 250); } });
   const count = h("span", { class: "dim", role: "status" });
-  const head = h("div", { class: "list-head", role: "row" });
-  const spacer = h("div", { class: "spacer" });
-  const list = h("div", { class: "list", tabIndex: 0, role: "table", "aria-label": "Completions. Up and down choose one, Enter opens it.", onscroll: () => paint() }, spacer);
+  const head = h("tr");
+  const body = h("tbody");
+  const list = h("div", { class: "list", tabIndex: 0, "aria-label": "Completions. Up and down choose one, Enter opens it." }, h("table", {}, h("thead", {}, head), body));
   const group = h("div", { class: "group", "aria-live": "polite" });
-  content.append(h("div", { class: "bar" }, h("h1", {}, "Trajectories"), kindSelect, h("label", {}, "step ", stepInput), slider, domain, text, count),
-    h("div", { class: "columns" }, h("div", { class: "card flush" }, head, list), group));
-  kindSelect.value = kind in KINDS ? kind : (kind = "completions");
+  content.append(h("div", { class: "bar" }, h("h1", {}, "Trajectories"), kind, h("label", {}, "step ", stepInput), slider, domain, text, count),
+    h("div", { class: "columns" }, h("div", { class: "card flush" }, list), group));
 
-  const keep = () => remember("trajectories", { run, kind, step, row, sort, domain: domain.value, text: text.value });
-  const ask = (more = {}) => ({ run, kind, step, ...more });
+  const place = (more = {}) => ({ run, kind: kind.value, step, ...more });
+  const keep = () => remember("trajectories", place({ row, sort, domain: domain.value, text: text.value }));
 
-  function columns() {
-    const found = [["group", "group", 40], ["reward", "reward", 56], ...scores.slice(0, 3).map((name) => [`rewards/${name}`, name, 56])];
-    if (listing.advantage) found.push(["advantage", "advantage", 70]);
-    if (listing.length) found.push(["length", "length", 44]);
-    if (listing.domain) found.push(["domain", "domain", 56]);
-    found.push(["finish_reason", "ended by", 60], ["text", "completion", 0]);
-    return found;
-  }
-
-  function go(to) {
-    const known = steps[kind];
-    if (!known.length || !Number.isFinite(to)) return;
-    step = known.reduce((best, one) => (Math.abs(one - to) < Math.abs(best - to) ? one : best));
-    row = null;
-    open();
-  }
-
-  let asked = 0;
-  async function open() {
-    const known = steps[kind];
+  /** Shows a step: the nearest that there is, or the last one. */
+  async function open(wanted) {
+    const known = steps[kind.value];
     slider.max = String(Math.max(0, known.length - 1));
     slider.disabled = stepInput.disabled = !known.length;
     if (!known.length) {
-      [all, shown, listing] = [[], [], null];
-      spacer.replaceChildren();
-      head.replaceChildren();
-      count.textContent = "";
-      group.replaceChildren(h("p", { class: "dim" }, `There are no completions of this kind (${KINDS[kind]}) in the run's folder yet.`));
+      [all, found] = [[], []];
+      body.replaceChildren();
+      group.replaceChildren(h("p", { class: "dim" }, `There are no completions of this kind (${KINDS[kind.value]}) in the run's folder yet.`));
       return;
     }
-    if (step === null || !known.includes(step)) step = step === null ? known.at(-1) : known.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best));
-    stepInput.value = step;
+    const to = wanted === null ? known.at(-1) : nearest(known, wanted);
+    if (begun && to !== step) row = null;
+    step = to;
+    stepInput.value = String(step);
     slider.value = String(known.indexOf(step));
-    const mine = ++asked;
-    try {
-      const found = await get("listing", ask());
-      if (mine !== asked || signal.aborted) return;
-      take(found);
-      tell("");
-    } catch (error) {
-      if (mine !== asked || signal.aborted) return;
-      [all, shown, listing] = [[], [], null];
-      spacer.replaceChildren();
-      head.replaceChildren();
-      count.textContent = "";
-      group.replaceChildren(h("div", { class: "note watch" }, said(error.message)));
-    }
+    const listing = await get("listing", place());
+    if (signal.aborted || step !== to) return;
+    take(listing);
+    await filter();
   }
 
-  function take(found) {
-    listing = found;
-    scores = Object.keys(found.rewards);
-    all = found.group.map((number, n) => {
-      const made = { n, group: number, text: found.text[n] };
-      for (const name of ["reward", "advantage", "length", "domain", "finish_reason", "policy_version", "origin", "row_number"]) made[name] = found[name]?.[n];
-      for (const name of scores) made[`rewards/${name}`] = found.rewards[name][n];
-      return made;
-    });
-    const domains = [...new Set(found.domain ?? [])].filter((name) => name !== null);
-    const wanted = domain.value || linked || "";
-    linked = null;
+  function take(listing) {
+    const { rewards, ...known } = listing;
+    const named = { ...known, ...Object.fromEntries(Object.entries(rewards).map(([name, values]) => [`rewards/${name}`, values])) };
+    all = listing.group.map((_, n) => ({ n, ...Object.fromEntries(Object.entries(named).map(([name, values]) => [name, values[n]])) }));
+    const functions = Object.keys(rewards).slice(0, 3).map((name) => `rewards/${name}`);
+    columns = ["group", "reward", ...functions, "advantage", "length", "domain", "finish_reason", "text"].filter((name) => named[name]);
+    spans = Object.fromEntries(["reward", "advantage", ...functions].map((name) => {
+      const values = (named[name] ?? []).filter((value) => typeof value === "number");
+      return [name, values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity])];
+    }));
+    const domains = [...new Set(listing.domain ?? [])].filter((name) => name !== null);
+    const wanted = domain.value || parameters.get("domain") || "";
     domain.replaceChildren(h("option", { value: "" }, "all domains"), ...domains.map((name) => h("option", { value: name }, said(name).textContent)));
     domain.value = domains.includes(wanted) ? wanted : "";
     domain.hidden = !domains.length;
-    matches = null;
-    search();
   }
 
-  let searched = 0;
-  async function search() {
-    const mine = ++searched;
-    let found = null;
-    if (text.value) {
-      try {
-        found = new Set((await get("search", ask({ text: text.value }))).rows);
-      } catch (error) {
-        if (mine === searched && !signal.aborted) tell(error.message);
-        return;
-      }
-      if (mine !== searched || signal.aborted) return; // something else was asked for meanwhile
-    }
-    matches = found;
-    filter();
+  async function filter() {
+    if (!all.length) return;
+    const wanted = text.value;
+    const hits = wanted ? new Set((await get("search", place({ text: wanted }))).rows) : null;
+    if (signal.aborted || wanted !== text.value) return; // something else was asked for meanwhile
+    found = all.filter((one) => (!domain.value || one.domain === domain.value) && (!hits || hits.has(one.n)));
+    if (sort) found.sort(by(sort));
+    const some = found.slice(0, SHOWN);
+    count.textContent = (found.length === all.length ? `${all.length}` : `${found.length} of ${all.length}`) + " completions"
+      + (found.length > SHOWN ? `, the first ${SHOWN} are shown` : "");
+    head.replaceChildren(...columns.map((name) => heading(name, name.replace("rewards/", "").replace("finish_reason", "ended by").replace("text", "completion"), sort, (next) => { sort = next; filter(); })));
+    lines = new Map(some.map((one) => [one.n, line(one)]));
+    body.replaceChildren(...lines.values());
+    await choose(some.some((one) => one.n === row) ? row : some[0]?.n ?? null);
   }
 
-  function filter() {
-    if (!listing) return;
-    shown = all.filter((one) => (!domain.value || one.domain === domain.value) && (!matches || matches.has(one.n)));
-    const key = sort.replace(/^-/, "");
-    if (key) {
-      const sign = sort.startsWith("-") ? -1 : 1;
-      shown.sort((a, b) => typeof a[key] === "string" || typeof b[key] === "string" ? sign * String(a[key]).localeCompare(String(b[key])) : sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity)));
-    }
-    count.textContent = shown.length === all.length ? `${all.length} completions` : `${shown.length} of ${all.length} completions`;
-    if (row === null || !shown.some((one) => one.n === row)) row = shown[0]?.n ?? null;
-    const known = columns();
-    list.style.setProperty("--columns", known.map(([, , width]) => (width ? `${width}px` : "minmax(90px, 1fr)")).join(" "));
-    head.style.setProperty("--columns", list.style.getPropertyValue("--columns"));
-    head.replaceChildren(...known.map(([name, label]) => {
-      const direction = sort === name ? "ascending" : sort === `-${name}` ? "descending" : undefined;
-      return h("span", { role: "columnheader", "aria-sort": direction }, h("button", { class: "sort", title: label, onclick: () => {
-        sort = sort === `-${name}` ? name : sort === name ? "" : `-${name}`;
-        filter();
-      } }, direction ? (direction === "ascending" ? "▲ " : "▼ ") : "", said(label)));
-    }));
-    list.setAttribute("aria-rowcount", String(shown.length));
-    spacer.style.height = `${shown.length * HEIGHT}px`;
-    paint();
-    choose(row, false);
+  function line(one) {
+    const cell = (name) => (name in spans ? score(one[name], ...spans[name]) : typeof one[name] === "number" ? short(one[name])
+      : said(String(one[name] ?? "").replaceAll("\n", " ⏎ ")));
+    return h("tr", { class: "line", onclick: () => choose(one.n), ondblclick: () => enter() },
+      columns.map((name) => h("td", { class: name === "text" ? "text" : "" }, cell(name))));
   }
 
-  const span = (name) => {
-    const values = all.map((one) => one[name]).filter((value) => typeof value === "number");
-    return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-  };
-
-  let spans = new Map(), spansOf = null;
-  function paint() {
-    if (!listing) return;
-    if (spansOf !== all) [spans, spansOf] = [new Map(["reward", "advantage", ...scores.map((name) => `rewards/${name}`)].map((name) => [name, span(name)])), all];
-    const first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - 10);
-    const last = Math.min(shown.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + 10);
-    const known = columns();
-    spacer.replaceChildren(...shown.slice(first, last).map((one, n) => {
-      const line = h("div", { class: "line", role: "row", "aria-rowindex": String(first + n + 1), "aria-selected": one.n === row ? "true" : undefined, onclick: () => choose(one.n), ondblclick: () => enter() },
-        known.map(([name]) => h("span", { role: "cell", class: name === "text" ? "text" : "" }, spans.has(name) ? score(one[name], ...spans.get(name)) : name === "text" ? said(one.text?.replaceAll("\n", " ⏎ ")) : typeof one[name] === "number" ? short(one[name]) : said(one[name] ?? ""))));
-      line.style.top = `${(first + n) * HEIGHT}px`;
-      return line;
-    }));
-  }
-
-  let asking = 0;
-  async function choose(n, scroll = true) {
+  async function choose(n) {
+    lines.get(row)?.removeAttribute("aria-selected");
     row = n;
     keep();
-    paint();
     if (n === null) {
       group.replaceChildren(h("p", { class: "dim" }, "No completion fits."));
       return;
     }
-    const place = shown.findIndex((one) => one.n === n);
-    if (scroll) {
-      if (place * HEIGHT < list.scrollTop) list.scrollTop = place * HEIGHT;
-      else if ((place + 1) * HEIGHT > list.scrollTop + list.clientHeight) list.scrollTop = (place + 1) * HEIGHT - list.clientHeight;
-    }
-    const number = all[n].group;
-    const members = all.filter((one) => one.group === number).slice(0, 64);
-    const mine = ++asking;
-    try {
-      const { rows } = await get("rows", ask({ rows: members.map((one) => one.n).join(",") }));
-      if (mine === asking && !signal.aborted) showGroup(number, members, rows);
-    } catch (error) {
-      if (mine === asking && !signal.aborted) group.replaceChildren(h("div", { class: "note watch" }, said(error.message)));
-    }
-  }
-
-  function showGroup(number, members, rows) {
-    const total = all.filter((one) => one.group === number).length;
-    const cards = members.map((one, n) => card(one, rows[n]));
-    group.replaceChildren(h("div", { class: "card prompt" }, h("h2", {}, `Group ${number}`, h("span", { class: "dim" }, ` of ${new Set(all.map((one) => one.group)).size} · ${total} completions` + (total > members.length ? `, the first ${members.length} are shown` : ""))),
-      long(rows[0].prompt, 1200), rows[0].other.answer === undefined ? [] : h("p", {}, h("span", { class: "dim" }, "answer in the data: "), h("b", {}, said(rows[0].other.answer)))), h("div", { class: "beside" }, cards));
-    group.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
+    lines.get(n).setAttribute("aria-selected", "true");
+    const wide = matchMedia("(min-width: 1001px)").matches; // list and group beside each other: they scroll by themselves
+    if (wide) lines.get(n).scrollIntoView({ block: "nearest" });
+    const members = all.filter((one) => one.group === all[n].group).slice(0, 64);
+    const { rows } = await get("rows", place({ rows: members.map((one) => one.n).join(",") }));
+    if (signal.aborted || n !== row) return;
+    const answer = rows[0].other.answer;
+    group.replaceChildren(
+      h("div", { class: "card prompt" }, h("h2", {}, `Group ${all[n].group}`, h("span", { class: "dim" }, ` · ${members.length} completions`)), long(rows[0].prompt, 1200),
+        answer === undefined ? null : h("p", {}, h("span", { class: "dim" }, "answer in the data: "), h("b", {}, said(answer)))),
+      h("div", { class: "beside" }, members.map((one, place) => card(one, rows[place]))));
+    if (wide) group.querySelector("[aria-current]").scrollIntoView({ block: "nearest" });
   }
 
   function card(one, found) {
-    const numbers = [["advantage", short(one.advantage)], ["length", found.length ?? "–"], ["ended by", found.finish_reason ?? "–"]];
-    if (typeof found.policy_version === "number") numbers.push(["version", found.policy_version]);
-    if (found.origin) numbers.push(["origin", found.origin]);
-    const parts = Object.entries(found.rewards).map(([name, value]) => [name, short(value)]);
     const calls = found.turns.flatMap((turn) => turn.calls);
-    if (calls.length) numbers.push(["calls", `${calls.length}${calls.some((call) => call.failed) ? `, ${calls.filter((call) => call.failed).length} failed` : ""}`]);
-    const terms = (pairs) => h("dl", { class: "pairs" }, pairs.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
+    const failed = calls.filter((call) => call.failed).length;
+    const about = [
+      ...Object.entries(found.rewards).map(([name, value]) => [name, short(value)]), ["advantage", short(one.advantage)], ["length", found.length],
+      ["ended by", found.finish_reason], ["version", found.policy_version], ["origin", found.origin],
+      ["calls", calls.length ? `${calls.length}${failed ? `, ${failed} failed` : ""}` : null],
+    ];
+    const turn = (one) => [long(one.text, 1500, { class: "own" }), one.observation.map((part) => long(part, 600, { class: "answer" }))];
     return h("article", { class: "card completion", "aria-current": one.n === row ? "true" : undefined },
-      h("header", {}, h("span", {}, "reward ", score(one.reward, ...spans.get("reward"))), h("a", { href: link("trajectory", ask({ row: one.n })) }, "turns and tokens")),
-      terms([...parts, ...numbers]), found.turns.length > 1 ? found.turns.map((turn) => [long(turn.text, 1500, { class: "own" }), turn.observation.map((part) => long(part, 600, { class: "answer" }))]) : long(found.completion, 3000, { class: "own" }));
+      h("header", {}, h("span", {}, "reward ", score(one.reward, ...spans.reward)), h("a", { href: link("trajectory", place({ row: one.n })) }, "turns and tokens")),
+      pairs(about.filter(([, value]) => value !== null && value !== undefined)),
+      found.turns.length > 1 ? found.turns.map(turn) : long(found.completion, 3000, { class: "own" }));
   }
 
-  const enter = () => { if (row !== null) location.hash = link("trajectory", ask({ row })); };
+  const enter = () => { if (row !== null) location.hash = link("trajectory", place({ row })); };
   list.addEventListener("keydown", (event) => {
-    const place = shown.findIndex((one) => one.n === row);
-    const page = Math.max(1, Math.floor(list.clientHeight / HEIGHT) - 1);
-    const to = { ArrowDown: place + 1, ArrowUp: place - 1, PageDown: place + page, PageUp: place - page, Home: 0, End: shown.length - 1 }[event.key];
+    const at = found.findIndex((one) => one.n === row);
+    const last = Math.min(found.length, SHOWN) - 1;
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + 15, PageUp: at - 15, Home: 0, End: last }[event.key];
     if (event.key === "Enter") enter();
-    else if (to === undefined || !shown.length) return;
-    else choose(shown[Math.max(0, Math.min(shown.length - 1, to))].n);
+    else if (to === undefined || last < 0) return;
+    else choose(found[Math.max(0, Math.min(last, to))].n);
     event.preventDefault();
   });
-  new ResizeObserver(() => paint()).observe(list);
 
-  let begun = false;
-  poll("steps", () => ({ run }), 4000, (value) => {
-    const newest = begun && step === steps[kind].at(-1) && document.activeElement === document.body;
-    steps = Object.fromEntries(Object.entries(value).map(([name, parts]) => [name, parts.flatMap(numbers)]));
-    if (!begun && !steps[kind].length && !parameters.has("kind") && steps.evaluations.length) kindSelect.value = kind = "evaluations";
-    if (!begun || !steps[kind].includes(step)) open();
-    else if (newest && steps[kind].at(-1) !== step) go(steps[kind].at(-1)); // follow a run, unless somebody is reading
-    slider.max = String(Math.max(0, steps[kind].length - 1));
+  poll("steps", () => ({ run }), 4000, async (value) => {
+    const follows = begun && step === steps[kind.value].at(-1) && document.activeElement === document.body; // nobody is reading
+    steps = value;
+    if (!begun && !steps[kind.value].length && steps.evaluations.length) kind.value = "evaluations";
+    if (!begun || !steps[kind.value].includes(step) || follows) await open(follows ? null : step);
     begun = true;
   }, signal);
 }

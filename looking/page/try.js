@@ -1,7 +1,5 @@
 // Before a run: a row as the model reads it, what completions are worth, what a tool answers. scripts/try.py computes it.
-import { h, said, score, short } from "./dom.js";
-
-export const trying = () => document.body.dataset.try !== undefined;
+import { h, headers, said, score, short } from "./dom.js";
 
 const tokens = (pieces, trained) => h("p", { class: "try-tokens" },
   pieces.map((piece, n) => h("span", { class: `token${trained && !trained[n] ? " dim" : ""}`, title: `token ${n}` }, said(piece.replaceAll("\n", "\u23ce\n")))));
@@ -41,7 +39,7 @@ export async function tryView(content) {
     const completions = texts.value.trim() ? texts.value.split(/\n\s*\n/) : [];
     const body = JSON.stringify({ row: Number(row.value), sample: Number(sample.value), completions, call: call.value.trim() });
     try {
-      const answer = await fetch("/api/try", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+      const answer = await fetch("/api/try", { method: "POST", headers: headers(), body });
       const found = await answer.json();
       result.replaceChildren(...(answer.ok ? shown(found) : [h("pre", { class: "error" }, said(found.error))]));
     } catch {
