@@ -18,18 +18,30 @@ from envs.base import Environment
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 
-def read_move(text: str) -> str | None:
-    """The move in the last <answer>...</answer>, or None."""
-    found = re.findall(r"<answer>\s*(\w+)\s*</answer>", text)
-    return found[-1].lower() if found and found[-1].lower() in MOVES else None
-
-
 def allowed(game: str, name: str, value: float, right: bool, what: str) -> None:
     if not right:  # else making a level would never end
         raise ConfigError(f"--env {game}: {name}={value}; allowed is {what}.")
 
 
-class FrozenLake(Environment):
+class Board(Environment):
+    """What both games share: a move a turn, <answer>Left</answer>; one that cannot be read costs `penalty`."""
+
+    penalty = 0.1
+
+    async def step(self, text):
+        found, before = re.findall(r"<answer>\s*(\w+)\s*</answer>", text), self.place
+        if not found or found[-1].lower() not in MOVES:
+            message = f"That is no move. Answer with <answer>Left</answer>, Down, Right or Up.\n{self.picture()}"
+            return [{"role": "user", "content": message}], -self.penalty, False, {"valid": 0.0, "effective": 0.0}
+        reward, done = self.move(MOVES[found[-1].lower()])
+        info = {"valid": 1.0, "effective": float(self.place != before)}
+        return [{"role": "user", "content": self.picture()}], reward, done, info
+
+    def actions(self):
+        return [f"<answer>{move.capitalize()}</answer>" for move in MOVES]
+
+
+class FrozenLake(Board):
     """Walk over a frozen lake to the goal without falling into a hole (gymnasium's toy text game).
 
     The map comes from the seed and always has a way. An invalid action costs `penalty` and does not move; on slippery
@@ -47,8 +59,7 @@ class FrozenLake(Environment):
     ):
         allowed("frozenlake", "size", size, size >= 2, "at least 2")
         allowed("frozenlake", "frozen", frozen, 0 < frozen <= 1, "a share above 0, at most 1")
-        self.size, self.frozen, self.slippery, self.penalty = size, frozen, slippery, penalty
-        self.compass = compass
+        self.size, self.frozen, self.slippery, self.penalty, self.compass = size, frozen, slippery, penalty, compass
 
     def reset(self, row, seed):
         self.random = random.Random(seed)
@@ -75,30 +86,20 @@ class FrozenLake(Environment):
             lines.append(f"To G: {way(self.place, self.goal)}.")
         return "\n".join(lines)
 
-    async def step(self, text):
-        move = read_move(text)
-        if move is None:
-            message = f"That is no move. Answer with <answer>Left</answer>, Down, Right or Up.\n{self.picture()}"
-            return [{"role": "user", "content": message}], -self.penalty, False, {"valid": 0.0, "effective": 0.0}
+    def move(self, by):
         if self.slippery:
-            names = list(MOVES)  # neighbours in this order are at right angles
-            move = names[(names.index(move) + self.random.choice([-1, 0, 1])) % 4]
-        before = self.place
-        ahead = moved(before, MOVES[move])
-        if all(0 <= x < self.size for x in ahead):
-            self.place = ahead
+            ways = list(MOVES.values())  # neighbours in this order are at right angles
+            by = ways[(ways.index(by) + self.random.choice([-1, 0, 1])) % 4]
+        ahead = moved(self.place, by)
+        self.place = ahead if all(0 <= x < self.size for x in ahead) else self.place
         won, lost = self.place == self.goal, self.cells[self.place[0]][self.place[1]] == "O"
-        info = {"valid": 1.0, "effective": float(self.place != before)}
-        return [{"role": "user", "content": self.picture()}], float(won), won or lost, info
+        return float(won), won or lost
 
     def state(self):
         return self.place
 
     def metrics(self):
         return {"success": float(self.place == self.goal)}
-
-    def actions(self):
-        return [f"<answer>{move.capitalize()}</answer>" for move in MOVES]
 
 
 def reachable(cells: list[list[str]], start: tuple[int, int], goal: tuple[int, int]) -> bool:
@@ -115,7 +116,7 @@ def reachable(cells: list[list[str]], start: tuple[int, int], goal: tuple[int, i
     return goal in seen
 
 
-class Sokoban(Environment):
+class Sokoban(Board):
     """Push every box onto a target, on a grid with walls all around; boxes are pushed one at a time, never pulled.
 
     -0.1 a step, +1 and -1 for a box pushed onto and off a target, +10 when all are on one; an invalid action costs as
@@ -184,30 +185,21 @@ class Sokoban(Environment):
             lines.append(f"To B: {way(self.place, box)}. From B to T: {way(box, target)}.")
         return "\n".join(lines)
 
-    async def step(self, text):
-        move = read_move(text)
-        if move is None:
-            message = f"That is no move. Answer with <answer>Left</answer>, Down, Right or Up.\n{self.picture()}"
-            return [{"role": "user", "content": message}], -0.1, False, {"valid": 0.0, "effective": 0.0}
-        by, before, reward = MOVES[move], self.place, -0.1
-        ahead, beyond = moved(self.place, by), moved(self.place, by, 2)
+    def move(self, by):
+        ahead, beyond, reward = moved(self.place, by), moved(self.place, by, 2), -0.1
         if ahead in self.boxes and self.free(beyond):
             self.boxes = self.boxes - {ahead} | {beyond}
             reward += (beyond in self.targets) - (ahead in self.targets)
         if self.free(ahead):
             self.place = ahead
         done = self.boxes == self.targets
-        info = {"valid": 1.0, "effective": float(self.place != before)}
-        return [{"role": "user", "content": self.picture()}], reward + 10.0 * done, done, info
+        return reward + 10.0 * done, done
 
     def state(self):
         return self.place, frozenset(self.boxes)
 
     def metrics(self):
         return {"success": float(self.boxes == self.targets)}
-
-    def actions(self):
-        return [f"<answer>{move.capitalize()}</answer>" for move in MOVES]
 
 
 def moved(place: tuple[int, int], by: tuple[int, int], times: int = 1) -> tuple[int, int]:
