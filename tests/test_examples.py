@@ -41,7 +41,7 @@ def test_trains_two_steps(name, tmp_path):
     sees = settings["model_id"] == "models/tiny-vlm"
     model = str(tiny_vlms.make("idefics3", tmp_path / "vlm") if sees else make_tiny())
     flags = f"--config examples/{name}.yaml {SMALL} {MORE.get(name, '')} --output_dir {tmp_path} --run_name run".split()
-    if "domains" not in settings:  # each of those has a length of its own: one for all is refused
+    if "domains" not in settings:  # each of those has a length of its own
         flags += ["--max_completion_length", "96"]
     with running(trainer(tmp_path / "log", *flags, "--model_id", model)) as run:
         assert run.end() == 0, run.text
