@@ -192,13 +192,6 @@ class TextArena(Environment):
 RESERVED = ("reset", "get_reward", "close")  # what we call ourselves; every other public method is a tool
 
 
-class InOrder(Toolbox):
-    """Runs the calls of a turn one after another: those of one object change its state."""
-
-    async def _all(self, calls, tools):
-        return [await self._one(call, tools) for call in calls]
-
-
 class MethodsEnvironment(ToolEnvironment):
     """An object as TRL's `environment_factory` makes it, and the tools of --tools and --mcp_config beside its own.
 
@@ -326,7 +319,7 @@ def get_environment(spec: str, cfg=None) -> Callable[[], Environment]:
     if cfg.reward_funcs == ["environment"] and not hasattr(cls, "get_reward"):
         raise ConfigError(f"--env {name}: {cls.__name__} has no get_reward(), so --reward_funcs has to give a reward.")
     check_contained([method for _, method in inspect.getmembers(cls, inspect.isfunction)], cfg)
-    shared = InOrder(get_tools(cfg), cfg)
+    shared = Toolbox(get_tools(cfg), cfg, in_order=True)
     return lambda: MethodsEnvironment(factory(**arguments), shared, cfg)
 
 

@@ -169,10 +169,11 @@ def places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
 
 
 class Toolbox:
-    """Runs calls: all at the same time, each within its time; of one turn at most CALLS_PER_TURN."""
+    """Runs calls, each within its time; of one turn at most CALLS_PER_TURN, all at the same time, or in_order: those of
+    one object change its state."""
 
-    def __init__(self, tools: dict[str, Tool], cfg):
-        self.tools, self.cfg = tools, cfg
+    def __init__(self, tools: dict[str, Tool], cfg, in_order: bool = False):
+        self.tools, self.cfg, self.in_order = tools, cfg, in_order
 
     async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
         """(a tool message a call, in the calls' order; what happened: name, seconds, failed; the name as it was
@@ -181,11 +182,11 @@ class Toolbox:
         if number > most:
             fault = f"this turn made {number} calls; only the first {most} were run"
             calls = [*calls[:most], replace(calls[most], error=fault)]
-        events = await self._all(calls, tools)
+        if self.in_order:
+            events = [await self._one(call, tools) for call in calls]
+        else:
+            events = await asyncio.gather(*(self._one(call, tools) for call in calls))
         return [{"role": "tool", "name": e["written"], "content": e["result"]} for e in events], events
-
-    async def _all(self, calls: list[Call], tools: dict[str, Tool]) -> list[dict]:
-        return await asyncio.gather(*(self._one(call, tools) for call in calls))
 
     async def _one(self, call: Call, tools: dict[str, Tool]) -> dict:
         start, tool = time.perf_counter(), tools.get(call.name)
