@@ -265,8 +265,6 @@ def load_hub(dataset_id: str, config: str | None, split: str):
     """A `datasets.Dataset` of the hub, or of a folder."""
     import datasets
 
-    if dataset_id[0] in "/.~" and not Path(dataset_id).exists():
-        raise ConfigError(f"{dataset_id}: no such file or folder (looked in {Path.cwd()}).")
     try:
         if not any((Path(dataset_id) / name).exists() for name in ("dataset_dict.json", "state.json")):
             return datasets.load_dataset(dataset_id, config, split=split)
