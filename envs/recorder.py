@@ -90,8 +90,8 @@ class Exchange:
     schemas: list[dict] | None  # of the tools that the chat template was given
     sample: object  # a Completion
     thinks: bool  # it, or one that it continues, has thinking
-    row: int  # of the conversation's
-    turn: dict = field(default_factory=dict)  # as rollouts.play keeps one
+    turn: dict  # as rollouts.play keeps one
+    row: list = field(default_factory=list)  # of exchanges, each of which continues the one before
 
 
 class Conversation:
@@ -156,10 +156,14 @@ class Conversation:
         may_call = [] if body.get("tool_choice") == "none" else tools
         message, calls = read_answer(opened + text, may_call, parser_of(cfg), stops, processor)
         thinks = bool(message.get("reasoning_content")) or bool(before and before.thinks)
-        exchange = Exchange(prompt, schemas, sample, thinks, self.row_for(before))
-        exchange.turn = turn_of(sample, text, opened, calls)
-        self.rows[exchange.row].append(exchange)
+        exchange = Exchange(prompt, schemas, sample, thinks, turn_of(sample, text, opened, calls))
         self.known[keys_of([message], tools, keys[-1])[-1]] = exchange
+        if before and before.row[-1] is before:
+            exchange.row = before.row
+            exchange.row.append(exchange)
+        else:
+            exchange.row = [exchange]
+            self.rows.append(exchange.row)
         if before:
             before.turn["observation"] = new
         finish = "tool_calls" if message.get("tool_calls") else sample.finish_reason
@@ -182,13 +186,6 @@ class Conversation:
         told = instructions(tools, parser_of(cfg)) if tools else ""
         shown = with_tools(self.row | {"prompt": messages, SCHEMAS: []}, schemas, told, processor)
         return build_prompt(self.row, self.generator, cfg, shown), shown[SCHEMAS], None, messages
-
-    def row_for(self, before: Exchange | None) -> int:
-        """The row that `before` ends, else a further one."""
-        if before and self.rows[before.row][-1] is before:
-            return before.row
-        self.rows.append([])
-        return len(self.rows) - 1
 
     def response(self, message: dict, finish: str, prompt: Prompt, sample) -> dict:
         usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": len(sample.token_ids)}
@@ -268,10 +265,8 @@ def messages_of(given: list[dict]) -> list[dict]:
         if m["role"] not in ROLES:
             raise Refused(f"a message has the role {shorten(m['role'], 40)}; known are {', '.join(ROLES)}")
         content = m.get("content")
-        message = {
-            "role": ROLES[m["role"]],
-            "content": content if isinstance(content, str) else parts_of(content) or "",
-        }
+        content = content if isinstance(content, str) else parts_of(content) or ""
+        message = {"role": ROLES[m["role"]], "content": content}
         if calls := m.get("tool_calls"):
             message["tool_calls"] = [called(call) for call in calls]
             names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
@@ -356,9 +351,7 @@ def thinking(said: str) -> tuple[str, str]:
     for begin, end in THINKING:
         head, closed, _ = said.partition(end)
         if closed and (begin in head or begin == "<think>"):
-            return head.partition(begin)[2].strip() or head.replace(begin, "").strip(), outside_thinking(said).lstrip(
-                "\n"
-            )
+            return head.rpartition(begin)[2].strip(), outside_thinking(said).replace(end, "").lstrip("\n")
         if begin in said:
             return said.partition(begin)[2].strip(), said.partition(begin)[0]
     return "", said
@@ -402,7 +395,8 @@ class Recorder:
         app = Starlette(routes=routes, exception_handlers=handlers)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=60))
         threading.Thread(target=server.run, args=([listener],), name="recorder of agents", daemon=True).start()
 

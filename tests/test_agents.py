@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import ConfigError, TrainConfig
 from envs import agents
-from envs.recorder import Conversation, recorder
+from envs.recorder import Conversation, read_answer, recorder
 from inputs.trajectory import TrajectoryError, trajectory_fault
 from rollouts import sampling_options
 from runlog.reading import read_metrics
@@ -187,6 +187,22 @@ def test_thinking_is_apart_and_what_is_left_out_of_a_history_is_not_trained_twic
     first, second = (sampler.tokenizer.decode(ids) for ids, _, _ in rows_of(t))
     assert first.count("<think>") == 2 and second.count("<think>") == 2 and second.count("It is 5.") == 2
     check_rows(played("two_questions", again := Scripted("qwen3", THINKS), **APPENDED), again, [[0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "said, thought, content, called",
+    [
+        (f"<think>\nhm\n</think>\n\nSo: {CALL}", "hm", "So:", 1),
+        (f"hm\n</think>\n\n{CALL}<tool_call>{{oh</tool_call>", "hm", None, 1),  # the prompt has begun the thinking
+        ("Sure <tool_call>{oh</tool_call>", None, "Sure <tool_call>{oh</tool_call>", 0),
+        ("<think>\nwithout an end", "without an end", "", 0),
+        ("Yes.<|im_end|>", None, "Yes.", 0),
+    ],
+)
+def test_thinking_text_and_calls_are_apart(said, thought, content, called):
+    message, _ = read_answer(said, TOOLS, "hermes", (), tokenizer_of("qwen3"))
+    assert (message.get("reasoning_content"), message["content"]) == (thought, content)
+    assert len(message.get("tool_calls", [])) == called
 
 
 def streams(row, endpoint):
