@@ -68,23 +68,6 @@ def test_the_advantage_is_that_of_a_loop(coef, baseline):
     assert not ours[:, :3].any()
 
 
-@pytest.mark.parametrize("completions", [1, 3])
-def test_the_expected_gradient_under_a_baseline_is_exact(completions):
-    """Over all steps there can be: of few completions the baseline takes no part, of one alone it is 0."""
-    torch.manual_seed(0)
-    logits = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    log_p, log_t = logits.log_softmax(-1), torch.randn(4, dtype=torch.float64).log_softmax(-1)
-    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), logits, retain_graph=True)
-    cfg = TrainConfig(reward_funcs=["zero"], distill_baseline="place")
-    mask, expected = torch.ones(completions, 1, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    for ids in torch.cartesian_prod(*[torch.arange(4)] * completions).view(-1, completions, 1):
-        batch = script.Batch(ids, mask, mask, torch.zeros_like(mask), torch.arange(completions))
-        batch.sampling_logprobs, batch.teacher_logprobs = log_p.detach()[ids], log_t[ids]
-        loss = -(script.ADVANTAGES["distill"](batch, cfg) * log_p[ids]).mean()
-        expected += log_p.detach()[ids].sum().exp() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    assert torch.allclose(expected, exact, atol=1e-12)
-
-
 # ---- the term -------------------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,6 @@ DATA = [
     ("an empty prompt", rows('{"prompt": ""}'), FILE, 2, "prompt"),
     ("an empty file", {"rows.jsonl": ""}, FILE, 2, "rows.jsonl"),
     ("a file that is not there", {}, FILE, 2, "rows.jsonl"),
-    ("a data set that is none", {}, "--dataset_id nobody/nothing-of-this-name", 2, "nobody/nothing-of-this-name"),
     ("fewer rows than prompts a step", {"rows.jsonl": ROWS}, f"{FILE} --prompts_per_step 20", 2, "prompts_per_step"),
     ("all prompts too long", {"rows.jsonl": ROWS}, f"{FILE} --max_prompt_length 2", 2, "max_prompt_length"),
     ("a data function that raises", data("raise OSError('gone')"), OWN_DATA, 1, "own.*gone|gone.*own"),
@@ -56,9 +55,7 @@ DATA = [
 SETTINGS = [
     ("a config file that makes objects", {"a.yaml": "run_name: !!python/object/apply:os.system ['touch {at}/ran']\n"},
      "--config {at}/a.yaml", 2, "a.yaml"),
-    ("a misspelt name", {}, "--advantage gropo", 2, "grpo"),
     ("a flag without its value", {}, "--learning_rate", 2, "learning_rate"),
-    ("a negative number", {}, "--num_generations -4", 2, "num_generations"),
     ("a number that is none", {}, "--learning_rate nan", 2, "learning_rate"),
     ("a model that is not there", {}, "--model_id {at}/model", 2, "{at}/model"),
     ("an empty folder as a model", {"model/notes.txt": ""}, "--model_id {at}/model", 2, "{at}/model"),
@@ -68,26 +65,19 @@ SETTINGS = [
 ]  # fmt: skip
 REWARDS = [
     ("a reward that raises", reward("raise KeyError('answr')"), REWARD, 1, "own.*answr|answr"),
-    ("a reward that returns None", reward("return None"), REWARD, 1, "own"),
     ("a reward that returns nan", reward("return [float('nan')] * len(completions)"), REWARD, 1, "own"),
     ("a reward that prints a lot", reward("print('x' * 10**6); return [1.0] * len(completions)"), REWARD, 0, ""),
     ("a reward that ends the program", reward("raise SystemExit(0)"), REWARD, 1, "own"),
     ("a reward that is late once", reward("time.sleep(3 * (columns['trainer_state'].global_step == 0)); "
      "return [1.0] * len(completions)", "import time"), f"{REWARD} length --reward_timeout 1", 0, "own"),
     ("a reward with a syntax error", {"own.py": "def own(:\n"}, REWARD, 1, "own.py"),
-    ("a reward file without the function", {"own.py": "x = 1\n"}, REWARD, 2, "own"),
     ("a reward that imports what is not there", {"own.py": "import nothing_here\n"}, REWARD, 1, "nothing_here"),
-    ("a reward that wants a column which is not there",
-     {"own.py": "def own(completions, solution, **_):\n    return [1.0] * len(completions)\n"}, REWARD, 2, "solution"),
     ("a judge that is not there", {}, "--reward_funcs judge --judge_url http://127.0.0.1:9/v1 --judge_model x", None,
      "127.0.0.1:9"),
 ]  # fmt: skip
 ENVIRONMENTS = [
     ("an environment that raises in reset", environment("raise OSError('gone')"), ENV, None, "reset.*gone"),
-    ("an environment that is not there", {}, "--env {at}/own.py:Own", 2, "own.py"),
     ("an environment without methods", {"own.py": "class Own:\n    pass\n"}, ENV, 2, "Own"),
-    ("an MCP server that does not start", {"servers.json": '{"mcpServers": {"a": {"command": "{at}/none"}}}'},
-     "--mcp_config {at}/servers.json", 2, "none"),
 ]  # fmt: skip
 RUNS = [
     ("an output folder that is a file", {"runs": ""}, "--output_dir {at}/runs", 1, "output_dir"),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import train_grpo as script
 import utils
-from config import ConfigError, TrainConfig, load_config
+from config import TrainConfig
 from hf_generator import PolicyGenerator
 from inputs import agreement
 from inputs.prompts import Prompt
@@ -145,16 +145,3 @@ def test_checkpoints_hold_the_adapter_and_resume_bit_for_bit(cfg, tmp_path):
     ids = torch.arange(20)[None]
     assert torch.equal(loaded(input_ids=ids).logits, own[1].hf_model(input_ids=ids).logits)
     assert any(p.any() for name, p in own[1].named_parameters() if "lora_B" in name)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--strategy fsdp", "--strategy ddp"),
-        ("--strategy fsdp2", "vLLM server"),
-        ("--generator vllm --push_lora folded", "--enable-lora"),
-    ],
-)
-def test_what_cannot_be_is_refused_at_once(flags, message):
-    with pytest.raises(ConfigError, match=f"--load_in 4bit.*{message}"):
-        load_config(TrainConfig, f"{FLAGS} --reward_funcs length {flags}".split())

@@ -11,7 +11,6 @@ from server_fixture import ROOT, make_tiny
 from tiers import by_default
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from hf_generator import HFGenerator
@@ -131,21 +130,3 @@ def test_a_long_prompt_does_not_cut_its_neighbours():
         return await asyncio.gather(*calls)
 
     assert [len(one.token_ids) for (one,) in asyncio.run(run())] == [12, 5, 12, 1]
-
-
-def test_a_window_without_room_for_the_next_turn_is_refused_at_the_start(monkeypatch, capsys):
-    """A later turn would end the run. A single one is cut there, which is said."""
-    cfg = TrainConfig(model_id=str(make_tiny()), generator="hf", max_prompt_length=64, max_completion_length=192)
-    with torch.device("meta"):
-        model = script.load_hf_model(cfg, torch.float32)
-    model.config.max_position_embeddings = 256
-    monkeypatch.setattr(hf_generator, "HFGenerator", lambda *_: SimpleNamespace())
-    tokenizer = SimpleNamespace(eos_token_id=2)
-    script.make_generator(cfg, model, tokenizer, CPU)
-    cfg.max_completion_length = 193
-    assert "window" not in capsys.readouterr().out
-    script.make_generator(cfg, model, tokenizer, CPU)
-    assert "a window of 256 tokens" in capsys.readouterr().out
-    cfg.rollout = "multi_turn"
-    with pytest.raises(ConfigError, match="window of 256 .* up to 257: lower .*--max_completion_length=193"):
-        script.make_generator(cfg, model, tokenizer, CPU)

@@ -188,29 +188,6 @@ def test_what_is_trained_later_moves():
     assert found == [{"default"}, {"second"}]
 
 
-def outside_the_groups(strategy: str) -> str:
-    """One layer is trained from the second step on, and make_optimizer has not heard of it."""
-    policy, inner = small_policy(replace(CFG, strategy=strategy))
-    late = inner.hf_model.model.norm.weight
-    late.requires_grad_(False)
-    optimizer = script.optimizer_of(script.make_optimizer, policy, CFG)
-    batch = ragged.local_batch(torch.distributed.get_rank(), utils.world_size())
-    late.grad = torch.full_like(late, 1e6)  # left over, of something that no group has
-    assert script.update(policy, optimizer, batch, CFG, 0)["grad_norm"] < 1e3
-    late.requires_grad_(True)
-    try:
-        script.update(policy, optimizer, batch, CFG, 1)
-    except ConfigError as error:
-        return str(error)
-
-
-def test_what_no_update_would_move_is_refused_when_it_is_trained():
-    [said] = on_ranks(1, outside_the_groups, "ddp")
-    assert "1 of" in said and "model.norm.weight'" in said
-    with pytest.raises(ConfigError, match="frozen at start, first .*second"):  # DDP would not add it up over ranks
-        on_ranks(2, two_adapters)
-
-
 # ---- settings by step -----------------------------------------------------------------------------------------------
 
 

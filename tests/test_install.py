@@ -104,13 +104,3 @@ def test_a_missing_package_is_named_with_its_version(monkeypatch):
     cfg = load_config(argv=["--reward_funcs", "math", "--generator", "hf"])
     with pytest.raises(ConfigError, match=f"pip install math-verify=={pins('requirements-dev.txt')['math-verify']}$"):
         get_reward_functions(cfg)
-
-
-def test_a_finished_model_is_left_as_it_is_and_a_foreign_folder_too(tmp_path):
-    before = (TINY / "model.safetensors").stat().st_mtime_ns
-    assert run(sys.executable, "scripts/make_models.py", "tiny", str(TINY)).returncode == 0
-    assert (TINY / "model.safetensors").stat().st_mtime_ns == before
-    (tmp_path / "precious").write_text("mine", encoding="utf-8")
-    done = run(sys.executable, "scripts/make_models.py", "tiny", str(tmp_path))
-    assert done.returncode == 1 and "holds something else" in done.stderr
-    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [("precious", "mine")]

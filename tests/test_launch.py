@@ -1,4 +1,4 @@
-"""scripts/serve_and_train.sh and scripts/slurm.sh where there are GPUs and nodes that this machine need not have.
+"""scripts/serve_and_train.sh where there are GPUs that this machine need not have.
 
 Commands of the same names stand before the real ones in PATH, and write down what they were given."""
 
@@ -20,15 +20,10 @@ name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 if name == "nvidia-smi":
     print(*[f"GPU {{i}}: a GPU (UUID: GPU-{{i}})" for i in range({gpus})], sep="\\n")
     sys.exit(0 if {gpus} else 9)
-if name == "scontrol":
-    print("node-a", "node-b", "node-c", sep="\\n")
-    sys.exit()
 script = next((word for word in words if word.endswith(".py")), None)
 if script is None:  # the launcher's own one-liners
     os.execv("{python}", ["{python}", *words] if words != ["-", "runs/{run}"] else ["{python}", "-c", ""])
 seen = dict(name=name, words=words, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"))
-token = os.environ.get("VLLM_SERVER_TOKEN_FILE")
-seen["token"] = token and (oct(os.stat(token).st_mode & 0o777), len(open(token).read()))
 seen["ready"] = os.path.exists(here + "/ready")
 with open(f"{{here}}/{{'server' if script == 'vllm_server.py' else 'trainer'}}.json", "w") as file:
     json.dump(seen, file)
@@ -37,23 +32,22 @@ if script == "vllm_server.py":
     if {dies}:
         sys.exit("CUDA out of memory")
     open(here + "/ready", "w").close()
-    nodes = next((int(word.removeprefix("--nodes=")) for word in words if word.startswith("--nodes=")), 1)
-    print("vllm_server: ready, a model\\n" * nodes, flush=True)
+    print("vllm_server: ready, a model", flush=True)
     time.sleep(60)
 """
 
 
-def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False, script="serve_and_train.sh", **env: str):
+def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False):
     """(exit status, what was printed, what the server was given, what the trainer was given)"""
     run = "launch-" + secrets.token_hex(4)
-    for name in ("nvidia-smi", "python", "torchrun", "srun", "scontrol"):
+    for name in ("nvidia-smi", "python", "torchrun"):
         text = STAND_IN.format(python=sys.executable, here=folder, gpus=gpus, run=run, dies=dies)
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
     environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "SERVER_FLAGS")}
-    environment |= {"PATH": f"{folder}:{os.environ['PATH']}"} | env
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}"}
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    command = ["bash", f"scripts/{script}", run, "a-model", "512", "train_grpo.py", *flags]
+    command = ["bash", "scripts/serve_and_train.sh", run, "a-model", "512", "train_grpo.py", *flags]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, encoding="utf-8"
@@ -99,23 +93,3 @@ def test_what_cannot_be_started_is_said(tmp_path):
     assert status == 2 and "--server_gpus=4" in text and server is None and trainer is None
     status, text, server, trainer = launch(tmp_path, 2, dies=True)
     assert status == 1 and "CUDA out of memory" in text and server and trainer is None
-
-
-@pytest.mark.parametrize("serving", [1, 2])
-def test_slurm_has_the_first_nodes_serve_and_the_others_train(tmp_path, serving):
-    """Each of the serving ones a whole server; the trainers know them all, and the token is nobody else's to read."""
-    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-c]", "SLURM_JOB_ID": "1234567"}
-    slurm |= {"SLURM_GPUS_ON_NODE": "8", "SERVER_NODES": str(serving), "SERVER_FLAGS": "--data-parallel-size 8"}
-    status, text, server, trainer = launch(tmp_path, 8, "-x", script="slurm.sh", **slurm)
-    assert status == 0, text
-    words, given = " ".join(server["words"]), " ".join(trainer["words"])
-    nodes = ["node-a", "node-b", "node-c"]
-    assert (
-        f"--nodelist={','.join(nodes[:serving])} python vllm_server.py" in words
-        and "--host 0.0.0.0 --port 14567" in words
-    )
-    assert f"--nodes={3 - serving} --ntasks-per-node=1 --nodelist={','.join(nodes[serving:])} torchrun" in given
-    assert f"--nnodes={3 - serving} --nproc_per_node=8" in given and f"--rdzv_endpoint={nodes[serving]}:24567" in given
-    urls = " ".join(f"http://{node}:14567" for node in nodes[:serving])
-    assert f"--server_urls {urls} --server_timeout" in given and given.endswith("-x") and trainer["ready"]
-    assert server["token"] == trainer["token"] == ["0o600", 33] and not list((ROOT / "runs").glob("launch-*-token"))
