@@ -39,6 +39,7 @@ class ConfigError(ValueError):
     """A setting that cannot work. The message says what was given, what is allowed and what to do."""
 
     status = 2  # the process's, by which a loop that starts a run again knows that this does not help
+    needs_traceback = False
 
 
 class NotNow(ConfigError):

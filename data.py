@@ -30,7 +30,6 @@ import numpy as np
 
 from config import ConfigError, function_path, known_name, load_function, require, shorten, with_arguments
 from inputs.parts import PartError, parts_of
-from inputs.pictures import opened_value, undecoded
 
 # `datasets` and reasoning_gym are imported where such rows are read: a run with rows of a function needs neither.
 
@@ -134,7 +133,11 @@ def own_keys(row: dict) -> dict:
 def from_table(table, name: str) -> Rows:
     """Rows of a `datasets.Dataset`: images are opened when a row is taken, and decoded when they are first used."""
     images = [name for name in ("image", "images") if name in table.column_names]
-    files = undecoded(table, images) if images else table
+    if not images:
+        return Rows(table, own_keys, name)
+    from inputs.pictures import opened_value, undecoded  # which need Pillow
+
+    files = undecoded(table, images)
     decoded = [name for name in images if files.features[name] != table.features[name]]
 
     def make(row: dict) -> dict:

@@ -23,9 +23,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import utils
-from inputs.model import backbone, evaluating, experts_of, logits_of
-from inputs.prompts import TYPES, Prompt, end_ids, join_inputs, placeholder_tokens
-from vllm_client import Completion
+from inputs.model import backbone, evaluating, experts_of, logits_of, window_of
+from inputs.prompts import end_ids
+from inputs.trajectory import Completion
+from inputs.vision import TYPES, Prompt, join_inputs, placeholder_tokens
 
 
 @dataclass(eq=False)
@@ -114,9 +115,8 @@ class HFGenerator:
 
     receives_weights = True  # on every rank
     adapter = None  # LoRA comes folded into the weights
-    image_bytes = 0  # sent to servers
     tells_experts = False  # whether completions are to come with the experts of their tokens
-    rope_index = None  # of models whose positions have three axes; see inputs/prompts.py
+    rope_index = None  # of models whose positions have three axes; see inputs/vision.py
 
     def __init__(self, model: torch.nn.Module, tokenizer, max_sequences: int = 256):
         self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
@@ -130,7 +130,7 @@ class HFGenerator:
         self.known = set(inspect.signature(self.backbone.forward).parameters)  # names of its inputs
         whole = inspect.signature(model.forward).parameters
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in whole else {}
-        self.window = utils.window_of(model.config)
+        self.window = window_of(model.config)
         self.routing = None
         if experts_of(model.config)[0]:
             from inputs.router_replay import Routing

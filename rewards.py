@@ -34,22 +34,21 @@ The reward of a completion is the sum of weight * value over cfg.reward_weights.
 
 import asyncio
 import copy
+import functools
+import importlib
 import inspect
 import logging
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
 from types import SimpleNamespace
 
 from config import ConfigError, function_path, known_name, load_function, require, shorten
-from safety.calls import RETURN_RULE, UnusableResult, copied, finite, plain, reward_values, run_limited, unread
-from safety.storable import calls_in
-from scoring.scorers import math_equal, reasoning_gym
+from inputs.trajectory import LARGEST
+from safety.calls import UnusableResult, copied, plain, run_limited, unread
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
-    code_tests,
     completion_text,
     exact_match,
     format_tags,
@@ -69,6 +68,8 @@ TRAINER_STATE = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0)  # kept b
 # What a function can ask for beside the columns of the data set.
 OWN_ARGUMENTS = ("completions", "prompts", "completion_ids", "trajectories", "cfg", "trainer_state", "log_extra")
 OWN_ARGUMENTS += ("log_metric",)
+
+RETURN_RULE = "return a list with one number, None (does not apply) or {component: number} a completion"
 
 logger = logging.getLogger(__name__)
 
@@ -103,90 +104,29 @@ def length(completion_ids, cfg, **columns) -> list[float]:
     return [-len(ids) / cfg.max_completion_length for ids in completion_ids]
 
 
-def environment(trajectories, **columns) -> list[dict]:
-    """What --env gave: every turn's reward at the end of that turn; None if its score() was None. The numbers of its
-    info are logged, as their means over the turns that have them, and those of its metrics()."""
-    scores = []
-    for trajectory in trajectories:
-        turns = trajectory.info["turns"]
-        infos = [numbers_in(turn["info"]) for turn in turns]
-        names = dict.fromkeys(name for info in infos for name in info)
-        means = {name: statistics.fmean(info[name] for info in infos if name in info) for name in names}
-        named = (means | numbers_in(trajectory.info["metrics"])).items()
-        logged = {k: v for k, v in named if k not in ("reward", "turns")}  # these two say what was earned
-        unscored = trajectory.info.get("unscored")  # it gave neither rewards of turns nor a score
-        scores.append(logged | ({"reward": None} if unscored else {"turns": [turn["reward"] for turn in turns]}))
-    return scores
-
-
-def numbers_in(info: dict) -> dict[str, float]:
-    """The finite numbers among an info's values; not texts, arrays or dicts."""
-    is_number = {name: isinstance(value, (bool, int, float)) and math.isfinite(value) for name, value in info.items()}
-    return {str(name): float(info[name]) for name, given in is_number.items() if given}
-
-
-def tool_use(trajectories, **columns) -> list[float | None]:
-    """Share of the tool calls that were of use: that did not fail, and were not made before in the trajectory. None
-    where there was none. Then it adds nothing, so a weight on it asks for good calls: none is worth less than one."""
-    scores = []
-    for trajectory in trajectories:
-        calls = [call for turn in trajectory.info.get("turns", []) for call in calls_in(turn["info"])]
-        useful = {call["call"] for call in calls if not call["failed"]}
-        scores.append(len(useful) / len(calls) if calls else None)
-    return scores
-
-
-def few_turns(trajectories, cfg, **columns) -> list[float]:
-    """-(turns beyond the first) / (max_turns - 1), from 0 to -1: with a small weight, as few calls as will do."""
-    return [-(trajectory.turns - 1) / max(cfg.max_turns - 1, 1) for trajectory in trajectories]
-
-
-# These bring libraries, servers or models with them, which a run without them does not import.
-
-
-def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
-    """Another model's score, 0 to 1: --judge_url; scoring/judge.py."""
-    import scoring.judge
-
-    return scoring.judge.judge(completions, prompts, cfg, log_extra, **columns)
-
-
-def reward_model(completions, prompts, cfg) -> list[float]:
-    """A sequence classifier's score: --reward_model; scoring/reward_model.py."""
-    import scoring.reward_model
-
-    return scoring.reward_model.reward_model(completions, prompts, cfg)
-
-
-def instructions(completions, instruction_id_list, kwargs, **columns) -> list[dict | None]:
-    """Share of IFEval's instructions that are followed; scoring/instructions.py."""
-    import scoring.instructions
-
-    return scoring.instructions.instructions(completions, instruction_id_list, kwargs)
-
-
-REWARDS: dict[str, Callable] = {
-    "math": math_equal,
+# Those that not every run needs are named, and imported when one asks for them: they bring libraries, servers, models.
+REWARDS: dict[str, Callable | str] = {
+    "math": "scoring.scorers:math_equal",
     "last_number": last_number,
     "exact_match": exact_match,
     "multiple_choice": multiple_choice,
     "squad_em": squad_em,
     "squad_f1": squad_f1,
-    "code_tests": code_tests,
+    "code_tests": "scoring.code:code_tests",
     "repetition": repetition,
     "format": format_tags,
     "overlong": overlong,
     "zero": zero,
     "length": length,
-    "reasoning_gym": reasoning_gym,
-    "reward_model": reward_model,
-    "judge": judge,
-    "environment": environment,
-    "tool_use": tool_use,
-    "few_turns": few_turns,
-    "instructions": instructions,
+    "reasoning_gym": "scoring.scorers:reasoning_gym",
+    "reward_model": "scoring.reward_model:reward_model",
+    "judge": "scoring.judge:judge",
+    "environment": "scoring.turns:environment",
+    "tool_use": "scoring.turns:tool_use",
+    "few_turns": "scoring.turns:few_turns",
+    "instructions": "scoring.instructions:instructions",
 }
-for _function in REWARDS.values():  # none of them compares the completions of a group
+for _function in filter(callable, REWARDS.values()):  # none of them compares the completions of a group
     _function.per_trajectory = True
 
 
@@ -197,7 +137,11 @@ def get_reward_function(name_or_path: str) -> Callable:
     known_name("--reward_funcs (names, or path/to/file.py:function)", name_or_path, REWARDS)
     if module := {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(name_or_path):
         require(module, f"--reward_funcs {name_or_path}")  # here: its own process would fail at every completion
-    return REWARDS[name_or_path]
+    found = REWARDS[name_or_path]
+    if isinstance(found, str):
+        module, _, name = found.partition(":")
+        found = getattr(importlib.import_module(module), name)
+    return found
 
 
 def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str, Callable]:
@@ -211,7 +155,11 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
         if name in functions:
             raise ConfigError(f"--reward_funcs: two functions are named {name!r}; rename one.")
         functions[name] = get_reward_function(given)
-    reward_weights(functions, cfg)
+    if cfg.reward_weights is not None and len(cfg.reward_weights) != len(functions):
+        raise ConfigError(
+            f"--reward_weights has {len(cfg.reward_weights)} values for {len(functions)} reward functions "
+            f"({', '.join(functions)}); give one each, or none for all 1."
+        )
     if "reward_model" in functions:
         from scoring.reward_model import is_served, load
 
@@ -235,17 +183,6 @@ def own_functions(reward_functions: dict[str, Callable], cfg) -> dict[str, Calla
     return {name.removeprefix(cfg.prefix): function for name, function in own.items()}
 
 
-def reward_weights(functions: Iterable[str], cfg) -> list[float]:
-    names = list(functions)
-    weights = [1.0] * len(names) if cfg.reward_weights is None else list(cfg.reward_weights)
-    if len(weights) != len(names):
-        raise ConfigError(
-            f"--reward_weights has {len(weights)} values for {len(names)} reward functions ({', '.join(names)}); "
-            "give one each, or none for all 1."
-        )
-    return weights
-
-
 # ---- scoring --------------------------------------------------------------------------------------------------------
 
 
@@ -266,20 +203,16 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     """
     if not trajectories:
         return
-    if tokenizer is not None:
-        from inputs.prompts import begun_in
-
-        for t in trajectories:
-            t.info["begun"] = begun_in(t.prompt_ids, tokenizer, t.row)
-    weights = reward_weights(reward_functions, cfg)
+    weights = cfg.reward_weights or [1.0] * len(reward_functions)
     if cfg.purpose == "eval" and not any(weights):  # nothing is learned from them: held-out rows are to tell how good
         weights = [1.0] * len(weights)  # the policy became
-    arguments = call_arguments(trajectories, cfg)
-    calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
+    arguments = call_arguments(trajectories, cfg, tokenizer)
+    ends = [places_of_turns(trajectory) for trajectory in trajectories]
+    calls = (call(name, function, arguments, ends, cfg.reward_timeout) for name, function in reward_functions.items())
     results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time; its seconds
     seconds = {name: took for name, (_, took) in zip(reward_functions, results, strict=True)}
-    for index, trajectory in enumerate(trajectories):
-        total, applies, logged, ends = 0.0, False, {}, places_of_turns(trajectory)
+    for index, (trajectory, places) in enumerate(zip(trajectories, ends, strict=True)):
+        total, applies, logged = 0.0, False, {}
         for name, weight, (values, _) in zip(reward_functions, weights, results, strict=True):
             value, components, turns = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
             logged[name] = nan if value is None else value
@@ -288,7 +221,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
                 continue
             total, applies = total + weight * value, True
             # Of each turn, or of the whole; nowhere if nothing was sampled.
-            for place, part in zip(ends if turns else ends[-1:], turns or [value], strict=bool(ends)):
+            for place, part in zip(places if turns else places[-1:], turns or [value], strict=bool(places)):
                 trajectory.token_rewards[place] += weight * part
         trajectory.info |= {
             "rewards": logged,
@@ -297,7 +230,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
             "unrewarded": int(not applies),
             "reward_timeouts": sum(values is None for values, _ in results),
             "reward_seconds": seconds,
-            "reward_without_token": int(not ends),
+            "reward_without_token": int(not places),
         }
 
 
@@ -316,8 +249,13 @@ def turn_ends(loss_mask: list[int]) -> list[int]:
     return [i for i, (here, after) in enumerate(zip(loss_mask, [*loss_mask[1:], 0], strict=True)) if here and not after]
 
 
-def call_arguments(trajectories: list, cfg) -> dict:
+def call_arguments(trajectories: list, cfg, tokenizer=None) -> dict:
     """What reward functions can ask for, by name. Rows may have different columns: None where one lacks it."""
+    if tokenizer is not None and not cfg.no_apply_chat_template:
+        from inputs.prompts import begun_in  # who scores texts alone needs no chat template
+
+        for trajectory in trajectories:
+            trajectory.info["begun"] = begun_in(trajectory.prompt_ids, tokenizer)
     rows = [trajectory.row for trajectory in trajectories]
     columns = dict.fromkeys(column for row in rows for column in row if column != "prompt")
     arguments = {column: [row.get(column) for row in rows] for column in columns}
@@ -369,73 +307,85 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     return None
 
 
-async def call(name: str, function: Callable, arguments: dict, seconds: float) -> tuple[list[tuple] | None, float]:
+async def call(
+    name: str, function: Callable, arguments: dict, ends: list[list[int]], seconds: float
+) -> tuple[list[tuple] | None, float]:
     """One function on one group: a (value or None, components, rewards of turns or None) a completion, or None if it
-    took over `seconds`; and the seconds that it took."""
-    start = time.perf_counter()
-    if fault := missing_arguments(function, arguments):
-        raise reward_error(name, fault, arguments)
+    took over `seconds`; and the seconds that it took.  ends: `places_of_turns` of each trajectory"""
+    start, trajectories = time.perf_counter(), arguments["trajectories"]
     if hasattr(function, "verify"):
-        given = ({"trajectory": copy_of(t)} for t in arguments["trajectories"])
-        checks = (run_limited(function.verify, one, seconds, unread) for one in given)  # read by the function alone
-        outcomes = await asyncio.gather(*checks)
-        broken = next((o[1] for o in outcomes if o and o[1] is not None), None)
-        if broken is not None:
-            fault = f"its verify raised {type(broken).__name__}: {str(broken)[:2000]}"
-            raise reward_error(name, fault, arguments) from broken
-        arguments = arguments | {"verification": [outcome and outcome[0] for outcome in outcomes]}
+        arguments = arguments | {"verification": await verified(name, function, arguments, seconds)}
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     on_request = ("trajectories", "cfg")  # TRL functions with ** do not expect these
     chosen = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
     if "trajectories" in chosen:
-        chosen["trajectories"] = [copy_of(trajectory) for trajectory in chosen["trajectories"]]
-    outcome = await run_limited(function, chosen, seconds, reward_values)
+        chosen["trajectories"] = [copy_of(trajectory) for trajectory in trajectories]
+    turns = [(trajectory.turns, len(places)) for trajectory, places in zip(trajectories, ends, strict=True)]
+    outcome = await run_limited(function, chosen, seconds, functools.partial(floats, turns=turns))
     took = time.perf_counter() - start
     if outcome is None:
-        message = (
-            "reward function %r took over --reward_timeout=%g s for %d completions; each scores --reward_on_timeout"
-        )
-        logger.warning(message, name, seconds, len(arguments["completions"]))
+        message = "reward function %r took over --reward_timeout=%g s for %d completions; each has --reward_on_timeout"
+        logger.warning(message, name, seconds, len(trajectories))
         return None, took
     values, error = outcome
-    try:
-        if error is None:
-            return checked_values(values, arguments["trajectories"]), took
-    except UnusableResult as unusable:
-        error = unusable
     if isinstance(error, UnusableResult):
         raise reward_error(name, str(error), arguments, error.index) from error
-    raise reward_error(name, f"raised {type(error).__name__}: {str(error)[:2000]}", arguments) from error
+    if error is not None:
+        raise reward_error(name, f"raised {type(error).__name__}: {str(error)[:2000]}", arguments) from error
+    return values, took
 
 
-def checked_values(values: list, trajectories: list) -> list[tuple]:
-    """The plain values of calls.reward_values, as `call` says; UnusableResult for those that cannot be trained on."""
-    if len(values) != len(trajectories):
-        raise UnusableResult(f"returned {len(values)} values for {len(trajectories)} completions; {RETURN_RULE}")
-    checked = []
-    for index, (value, trajectory) in enumerate(zip(values, trajectories, strict=True)):
-        parts = dict(value) if isinstance(value, dict) else {"reward": value}
-        turns = parts.pop("turns", None)
+async def verified(name: str, function: Callable, arguments: dict, seconds: float) -> list:
+    """What the function's `verify` says of each trajectory; None where it took over `seconds`."""
+    given = ({"trajectory": copy_of(t)} for t in arguments["trajectories"])
+    checks = (run_limited(function.verify, one, seconds, unread) for one in given)  # read by the function alone
+    outcomes = await asyncio.gather(*checks)
+    broken = next((o[1] for o in outcomes if o and o[1] is not None), None)
+    if broken is not None:
+        fault = f"its verify raised {type(broken).__name__}: {str(broken)[:2000]}"
+        raise reward_error(name, fault, arguments) from broken
+    return [outcome and outcome[0] for outcome in outcomes]
+
+
+def floats(values, turns: list[tuple[int, int]]) -> list[tuple]:
+    """What a function returned, as `call` says; UnusableResult if it cannot be trained on. Read where the function ran,
+    within its time.  turns: of each trajectory how many there are, and how many ends of them its tokens show"""
+    ordered = isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0  # or an array
+    if not ordered or isinstance(values, str):
+        raise UnusableResult(f"returned {shorten(values)}, a {type(values).__name__}; {RETURN_RULE}")
+    if len(values) != len(turns):
+        raise UnusableResult(f"returned {len(values)} values for {len(turns)} completions; {RETURN_RULE}")
+    read = []
+    for index, (value, (count, places)) in enumerate(zip(values, turns, strict=True)):
         try:
-            if turns is not None:
-                if len(turns) != trajectory.turns:
-                    raise ValueError(f"{len(turns)} rewards for {trajectory.turns} turns")
-                if (found := len(places_of_turns(trajectory))) not in (0, trajectory.turns):
+            parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
+            by_turn = parts.pop("turns", None)
+            given = [*parts.values(), *(() if by_turn is None else by_turn)]
+            if any(isinstance(part, (str, bytes)) for part in given):
+                raise TypeError("text is not a number")
+            parts = {str(name): None if part is None else float(part) for name, part in parts.items()}
+            if by_turn is not None:
+                by_turn = [*map(float, by_turn)]
+                parts["reward"] = sum(by_turn)
+                if len(by_turn) != count:
+                    raise ValueError(f"{len(by_turn)} rewards for {count} turns")
+                if places not in (0, count):
                     raise ValueError(
-                        f"{trajectory.turns} turns, whose tokens are {found} runs in loss_mask; let info['turns'] say "
-                        'where each ends: a dict a turn, its "end" the place behind its last token'
+                        f"{count} turns, whose tokens are {places} runs in loss_mask; let info['turns'] say where each "
+                        'ends: a dict a turn, its "end" the place behind its last token'
                     )
-                parts["reward"] = sum(map(finite, turns))
             # With a reward of its own, the other components are logged alone: they may be nan.
             summed = [parts["reward"]] if "reward" in parts else list(parts.values())
-            summed = [finite(part) for part in summed if part is not None]
-        except ValueError as error:
-            fault = f"returned {shorten(value)} for completion {index}: {error}; {RETURN_RULE}"
-            raise UnusableResult(fault, index) from error
+            summed = [part for part in summed if part is not None]
+            if not all(abs(part) <= LARGEST for part in (*summed, *(by_turn or ()))):
+                raise ValueError(f"a reward must be finite, and from -{LARGEST:g} to {LARGEST:g}")
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises the last
+            fault = f"returned {shorten(value)}, a {type(value).__name__}, for completion {index}: {error}"
+            raise UnusableResult(f"{fault}; {RETURN_RULE}", index) from None
         logged = {c: v for c, v in parts.items() if c != "reward" and v is not None and math.isfinite(v)}
-        checked.append((sum(summed) if summed else None, logged, turns))
-    return checked
+        read.append((sum(summed) if summed else None, logged, by_turn))
+    return read
 
 
 def reward_error(name: str, fault: str, arguments: dict, index: int | None = None) -> RewardError:

@@ -27,33 +27,20 @@ from envs.base import call_environment, checked_step, reset, state_of
 from envs.formats import outside_thinking
 from envs.playing import main
 from inputs.pictures import PictureError
-from inputs.prompts import (
-    SCHEMAS,
-    begun_in,
-    build_prompt,
-    check_echo,
-    continued,
-    drops_thinking,
-    image_sources,
-    observed,
-    own_kwargs,
-    prompt_lengths,
-    prompt_messages,
-    special_text_in,
-    with_tools,
-)
+from inputs.prompts import SCHEMAS, begun_in, drops_thinking, own_kwargs, prompt_messages, special_text_in, with_tools
 from inputs.trajectory import (
     RowPictureError,
     Trajectory,
     TrajectoryError,
+    calls_in,
     end_to_end,
     failed_trajectory,
     joined,
     same_row,
     trajectory_fault,
 )
+from inputs.vision import build_prompt, check_echo, continued, image_sources, observed, prompt_lengths
 from safety.calls import run_limited, unread
-from safety.storable import calls_in, text_of
 
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
 
@@ -415,7 +402,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
     for number in range(cfg.max_turns):
-        opened = begun_in(so_far.token_ids, processor, shown)
+        opened = begun_in(so_far.token_ids, processor)
         sample = await sample_turn(so_far, limit - len(so_far.token_ids), generator, cfg, home)
         experts[-1] = joined(experts[-1], sample)
         turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))
@@ -503,7 +490,7 @@ def turn_of(sample, start: int, opened: str, state, environment, processor, cfg:
     turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
     turn |= {"tokens": len(ids), "start": start, "end": start + len(ids)}
     turn["versions"] = (sample.policy_version, sample.policy_version if last is None else last)
-    return turn | ({"begun": opened} if opened else {}) | ({} if state is None else {"state": text_of(state)})
+    return turn | ({"begun": opened} if opened else {}) | ({} if state is None else {"state": str(state)})
 
 
 async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:

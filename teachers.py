@@ -26,8 +26,9 @@ from batch import Batch, collate
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
 from data import columns_of
 from inputs.processor import load_config, load_processor, takes_images
-from inputs.prompts import Prompt, is_vision, prompt_ids, vision_prompt
+from inputs.prompts import is_vision, prompt_ids
 from inputs.trajectory import Trajectory, TrajectoryError
+from inputs.vision import Prompt, vision_prompt
 from safety import secrets
 from safety.calls import run_limited, say_once, unread
 from safety.http import origin

@@ -120,11 +120,11 @@ from batch import (
 )
 from envs import formats
 from envs.tools import named_tools
-from inputs import agreement, prompts, router_replay
+from inputs import agreement, parameters, prompts, router_replay, vision
 from inputs.attention import packed, take_packed_rows
 from inputs.loading import autocasts, load_hf_model, share_adapters, to_train
-from inputs.model import adapter_buckets, backbone, chunk_size, folded, is_lora, logits_of
-from inputs.packing import micro_batches, minibatches, pack, with_blank
+from inputs.model import adapter_buckets, backbone, check_window, chunk_size, folded, is_lora, logits_of
+from inputs.packing import balanced, micro_batches, minibatches, pack, with_blank
 from inputs.processor import faults_named, load_processor, takes_images, with_template_kwargs
 from inputs.trajectory import (
     Trajectory,
@@ -224,10 +224,10 @@ def train(
             trajectories, collected = collector.take(step, pushed, cfg)
             if cfg.colocate:  # from here until the push, which wakes the server, the trainer has the GPU
                 generator.sleep()
-                utils.move(run, run.device)
+                parameters.move(run, run.device)
                 for check in run.checks if step == run.first else ():
                     cfg = check(cfg)
-            metrics |= rollout_metrics(trajectories, cfg) | prompts.image_metrics(generator) | collected
+            metrics |= rollout_metrics(trajectories, cfg) | collected
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             trajectories, numbers = checks.with_numbers(after_rollout(trajectories, memory, step, cfg), trajectories)
             metrics |= numbers
@@ -255,7 +255,7 @@ def train(
                 agreed = True  # by the first step whose tokens all come from this run's weights
             with clock(metrics, "push"):
                 if cfg.colocate:
-                    utils.move(run, torch.device("cpu"))
+                    parameters.move(run, torch.device("cpu"))
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
                     push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
@@ -495,7 +495,7 @@ def collect(rows: list[dict], sampled: list[tuple], counts: dict, cfg: TrainConf
     counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else {}
     counts["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
     metrics = {"time/generate": generate, "time/score": whole - generate} | check_failed(groups, cfg, counts)
-    groups, moved = utils.balanced(kept)
+    groups, moved = balanced(kept)
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
@@ -847,7 +847,7 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         policy.zero_grad()  # all of it: the optimizer knows only what is in its groups, and the clip takes all
         for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
             total[name] = torch.maximum(total.get(name, value), value) if name.endswith("_max") else total[name] + value
-        utils.check_optimizer(optimizer, policy)
+        optimizers.check_optimizer(optimizer, policy)
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
@@ -1171,10 +1171,10 @@ class Policy(nn.Module):
         self.aux_loss: Tensor | None = None  # of the latest pass, for `micro_loss`
         self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
         self.top = 0  # how many of the likeliest tokens to return, with their log-probs (of a teacher)
-        self.never = prompts.placeholder_tokens(model.config)  # never sampled: they stand for images
+        self.never = vision.placeholder_tokens(model.config)  # never sampled: they stand for images
         # A rank whose pass has no images must run its vision tower, too, if another rank's pass has some.
         several = utils.world_size() > 1 and takes_images(model.config)
-        self.blank = prompts.blank_inputs(load_processor(cfg.model_id), cfg, model) if several else {}
+        self.blank = vision.blank_inputs(load_processor(cfg.model_id), cfg, model) if several else {}
 
     @property
     def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
@@ -1228,7 +1228,7 @@ class Policy(nn.Module):
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
     """(the policy wrapped by DDP or FSDP, to be called; the bare Policy). kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # for the first values of adapters
-    with utils.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
+    with parameters.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
         load = load_hf_model if getattr(kind, "reads_head", True) else partial(load_hf_model, body=True)
         model = to_train(load(cfg, getattr(torch, cfg.dtype)), cfg)
     inner = (kind or Policy)(model, cfg, autocasts(cfg))
@@ -1246,7 +1246,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    fill = share_adapters if cfg.load_in else utils.handed_out(policy, device)
+    fill = share_adapters if cfg.load_in else parameters.handed_out(policy, device)
     if cfg.strategy == "ddp":
         fill(policy)
         if not trained or utils.world_size() == 1:
@@ -1255,7 +1255,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         unused = takes_images(policy.hf_model.config)  # some towers end before their last layer
         how = dict(find_unused_parameters=unused, gradient_as_bucket_view=True, init_sync=False)
         return DistributedDataParallel(policy, device_ids=devices, **how)
-    mesh = utils.device_mesh(device, cfg)
+    mesh = parameters.device_mesh(device, cfg)
     if cfg.strategy == "fsdp":
         return FSDP(
             policy,
@@ -1307,7 +1307,7 @@ def load_teacher(cfg: TrainConfig, device: torch.device) -> tuple[nn.Module, Pol
 
 def load_frozen(cfg: TrainConfig, device: torch.device, what: str, flag="--model_id") -> tuple[nn.Module, Policy]:
     """A model that is not trained, as `load_policy` returns one. flag: the one that named it, for its faults."""
-    with utils.on_rank_0(f"Loading {what}"), faults_named(flag):
+    with parameters.on_rank_0(f"Loading {what}"), faults_named(flag):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     autocast = bool(cfg.ref_sync_steps) and autocasts(cfg)
     frozen = replace(cfg, router_aux_coef=0.0)  # not trained, so there is nothing to balance
@@ -1344,7 +1344,7 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 def optimizer_of(make: Callable, module: nn.Module, cfg: TrainConfig):
     """make(module, cfg), which has to hold all that is trained."""
     optimizer = make(module, cfg)
-    utils.check_optimizer(optimizer, module)
+    optimizers.check_optimizer(optimizer, module)
     return optimizer
 
 
@@ -1356,21 +1356,21 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
     4 bits no copy is made: the policy itself samples.
 
     One of your own has: `generate` (as VLLMClient's), `seed` (for --generator hf), receives_weights, weight_dtype,
-    image_bytes (0), begin_push, send_bucket, finish_push, abort_push and close; for a mixture of experts
-    can_tell_experts, for --colocate sleep.
+    begin_push, send_bucket, finish_push, abort_push and close; for a mixture of experts can_tell_experts, for
+    --colocate sleep.
     """
     if cfg.generator == "vllm":
         generator = servers.connect(cfg, hf_model, device)
     else:
         from hf_generator import HFGenerator, PolicyGenerator
 
-        utils.check_window(hf_model.config, cfg)
+        check_window(hf_model.config, cfg)
         if cfg.load_in:
             generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
         else:
             generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
     generator.tokenizer, generator.stop_token_ids = processor, sorted(prompts.end_ids(hf_model, processor))
-    generator.rope_index = prompts.rope_index_of(hf_model)  # which places of a prompt have which positions: with images
+    generator.rope_index = vision.rope_index_of(hf_model)  # which places of a prompt have which positions: with images
     router_replay.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
     return generator
 
@@ -1414,10 +1414,10 @@ def weight_buckets(
     keep=False a rank only takes part in the gathering.
     """
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
-    layers_whole = utils.joined_in_a_checkpoint(model)  # then no layer is divided between buckets
+    layers_whole = parameters.joined_in_a_checkpoint(model)  # then no layer is divided between buckets
     bucket, size, last = [], 0, ""
     for name, module in one_by_one(model):
-        layer = utils.layer_of(f"{name}.")
+        layer = parameters.layer_of(f"{name}.")
         if size >= max_bytes and not (layers_whole and layer == last):
             yield gathered(bucket, keep)
             bucket, size = [], 0
@@ -1696,7 +1696,7 @@ def first_push(run: Run, cfg: TrainConfig) -> TrainConfig:
         return cfg
 
     if cfg.colocate:  # the push wakes the server
-        utils.move(run, torch.device("cpu"))
+        parameters.move(run, torch.device("cpu"))
         run.checks = [check_policies, check_generator]
     else:
         cfg = check_policies(cfg)

@@ -58,7 +58,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     eval_steps: int | None = 10  # evaluates every so many steps, before the first and after the last; none: never
     seed: int = 42  # of the order of prompts, of a data set that is a function, and of --generator hf
     output_dir: str = "runs"  # the run's folder is made here
-    run_name: str | None = None  # name of that folder, which must be a new one; if unset, made of model and time
+    run_name: str | None = None  # name of the run's folder, a new one; if unset, made of model and time
 
 
 if __name__ == "__main__":

@@ -35,22 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from safety import secrets
+from inputs.trajectory import Completion
+from safety import http, secrets
 from serving import wire
-
-
-@dataclass
-class Completion:
-    """One sampled sequence. `len(token_ids) == len(logprobs)`; a sampled end-of-turn token is included."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # under the distribution the tokens were drawn from (temperature and truncation applied)
-    finish_reason: str  # "stop" | "length"
-    policy_version: int  # oldest weights that sampled any of its tokens
-    prompt_ids: list[int]  # as the server expanded them (images)
-    policy_version_last: int | None = None  # newest weights that sampled any of them; None: the same
-    # [tokens, layers, k] that prompt and completion went through, but the last token; None: the server does not tell
-    routed_experts: np.ndarray | None = None
 
 
 @dataclass
@@ -74,6 +61,7 @@ class ServerError(RuntimeError):
     """A server is gone, refused, or gave a wrong answer. The message names it, the cause and what to do."""
 
     status = 0  # of its HTTP answer, if there was one
+    needs_traceback = False
 
 
 BASE = "default"  # vLLM's label of the weights that a server was started with
@@ -117,9 +105,6 @@ class VLLMClient:
         timeout: float = 60.0,
         request_timeout: float = 600.0,
     ):
-        from safety import http  # here, as a run without a server needs no `requests`
-
-        self.http = http
         self.urls = [http.base(url) for url in urls]
         token = secrets.read("VLLM_SERVER_TOKEN", token)
         self.run, self.timeout, self.request_timeout = run, timeout, request_timeout
@@ -132,7 +117,6 @@ class VLLMClient:
         self.turn = os.getpid()  # ranks start at different servers
         self.tokenizer = self.rope_index = None
         self.stop_token_ids: list[int] | None = None  # beside those that the server knows
-        self.image_bytes = 0  # sent since the start, as base64
         self.never: list[int] = []  # tokens that are not to be sampled: placeholders of images
         self.tells_experts = False  # whether completions are to come with the experts of their tokens
         self.version = 0  # of the weights that were pushed last, by whichever rank
@@ -212,8 +196,8 @@ class VLLMClient:
     def _ask(self, method: str, url: str, body: dict | None = None, seconds: float = 0, using=None) -> dict:
         """seconds: other than for a control request. using: another session than the one that asks once."""
         try:
-            return self.http.ask(method, url, seconds or self.timeout + 10, body, using=using or self.once)
-        except self.http.NoAnswer as error:
+            return http.ask(method, url, seconds or self.timeout + 10, body, using=using or self.once)
+        except http.NoAnswer as error:
             if error.status == 200:  # done, and said in plain text: of adapters
                 return {}
             remedy = "Its terminal says why; start it again if it has ended, and resume the run."
@@ -244,7 +228,6 @@ class VLLMClient:
         if images:
             urls = [encode_image(image) for image in images]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
-            self.image_bytes += sum(map(len, urls))
         count, version = len(self.urls), self.version
         least = min(range(count), key=lambda i: (self.load[i], (i - self.turn) % count))
         place = least if home is None else home.setdefault("server", least)

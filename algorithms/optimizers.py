@@ -9,6 +9,9 @@ from functools import lru_cache
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel
 
 from config import ConfigError, TrainConfig, known_name
 
@@ -30,6 +33,31 @@ def check_optimisation(cfg: TrainConfig) -> None:
         total = (cfg.max_steps or 1000) * cfg.num_iterations * cfg.num_minibatches
         for update in (0, total - 1):
             schedule_rate(cfg, update, warmup_updates(cfg, total), total)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for a group without parameters, and for what is trained and would never change or, unknown to DDP or
+    FSDP, differ by rank. At start and in each update: what is trained may change."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if empty := [group.get("name", n) for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
+        raise ConfigError(
+            f"make_optimizer: the group {empty[0]!r} has no parameters. Names differ with what wraps the model: "
+            "compare clean_name(name), which does not; or leave the group out."
+        )
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    if lost := [name for name, p in module.named_parameters() if p.requires_grad and p not in held]:
+        raise ConfigError(
+            f"make_optimizer: {len(lost)} of {len(trained)} trained parameters are in no group, first {lost[0]!r}: "
+            "they would never change. Put them into one, also what is trained later on; or freeze them: "
+            "requires_grad_(False) in load_hf_model."
+        )
+    wrapped = isinstance(module, DistributedDataParallel | FSDP | FSDPModule)
+    at_start = module.__dict__.setdefault("trained_at_start", {*trained})
+    if late := [name for name in trained if wrapped and name not in at_start]:
+        raise ConfigError(
+            f"{len(late)} parameters are trained that were frozen at start, first {late[0]!r}: DDP and FSDP add up "
+            "over ranks gradients of what was trained then. Have them require gradients in to_train, and leave it so."
+        )
 
 
 # ---- learning rate --------------------------------------------------------------------------------------------------

@@ -61,11 +61,11 @@ import tiny_vlms  # noqa: E402
 
 import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
-import utils  # noqa: E402
 from config import ConfigError, load_config  # noqa: E402
-from inputs import prompts  # noqa: E402
+from inputs import vision  # noqa: E402
 from inputs.loading import set_up_4_bits  # noqa: E402
 from inputs.packing import most_tokens  # noqa: E402
+from inputs.parameters import move  # noqa: E402
 from inputs.processor import load_processor, takes_images  # noqa: E402
 from plan import GIB  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
@@ -555,9 +555,9 @@ def pictures_of(cfg: SimulateConfig, config) -> dict[str, object]:
     with torch.device("meta"):
         model = script.empty_policy(cfg, config).hf_model
     processor = load_processor(cfg.model_id)
-    asks = SimpleNamespace(tokenizer=processor, rope_index=prompts.rope_index_of(model))
+    asks = SimpleNamespace(tokenizer=processor, rope_index=vision.rope_index_of(model))
     row = {"prompt": "What does the picture show?", "image": tiny_vlms.picture(0, SIDE, SIDE)}
-    return {"prompt": prompts.build_prompt(row, asks, cfg), "blank": prompts.blank_inputs(processor, cfg, model)}
+    return {"prompt": vision.build_prompt(row, asks, cfg), "blank": vision.blank_inputs(processor, cfg, model)}
 
 
 def settled(cfg: SimulateConfig) -> SimulateConfig:
@@ -572,7 +572,7 @@ def settled(cfg: SimulateConfig) -> SimulateConfig:
     return replace(cfg, prompts_per_step=max(cfg.prompts_per_step, 8 * cfg.gpus), **usual)
 
 
-def batch_of(cfg: SimulateConfig, passes: int, shown: prompts.Prompt | None = None) -> script.Batch:
+def batch_of(cfg: SimulateConfig, passes: int, shown: vision.Prompt | None = None) -> script.Batch:
     """Completions that fill so many passes, the last of each shortened. shown: a prompt with a picture."""
     prompt, longest, lengths = cfg.max_prompt_length, cfg.max_completion_length, []
     room = most_tokens(cfg)
@@ -585,7 +585,7 @@ def batch_of(cfg: SimulateConfig, passes: int, shown: prompts.Prompt | None = No
             group = number * len(lengths) + place // cfg.num_generations
             ids, known, info = [5 + group % 90] * prompt, [1] * length, {}
             if shown:  # the picture's tokens, and text behind them
-                asked[group] = asked.get(group) or prompts.continued(shown, ids[len(shown.token_ids) :])
+                asked[group] = asked.get(group) or vision.continued(shown, ids[len(shown.token_ids) :])
                 ids, info = asked[group].token_ids, {"model_inputs": asked[group].model_inputs}
             scores = [0.0] * (length - 1) + [place % 2.0]
             rows.append(Trajectory({}, group, ids, [7] * length, known, [-1.0] * length, scores, info=info))
@@ -619,7 +619,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         return model
 
     shown = pictures_of(cfg, config)
-    blank = mock.patch.object(prompts, "blank_inputs", lambda *_: shown["blank"])
+    blank = mock.patch.object(vision, "blank_inputs", lambda *_: shown["blank"])
     found = "bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module"
     states = mock.patch(found, find_state) if cfg.load_in else contextlib.nullcontext()
     with mock.patch.object(script, "load_hf_model", load), blank, states, simulated(cfg) as machine:
@@ -637,7 +637,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         machine.enter("push")
         if cfg.colocate:
             moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None, teacher=None)
-            utils.move(moves, torch.device("cpu"))
+            move(moves, torch.device("cpu"))
         kept = machine.alive[GPU.type]
         server = Server(dist.get_rank())
         server.adapter = "policy" if cfg.load_in else None  # nothing can be folded into 4 bits: adapters travel alone

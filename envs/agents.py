@@ -31,8 +31,8 @@ from config import ConfigError, TrainConfig, function_path, load_function, short
 from envs.base import read_score
 from envs.recorder import Conversation, recorder
 from inputs.trajectory import Trajectory, TrajectoryError
+from runlog.storable import jsonable
 from safety.calls import run_limited
-from safety.storable import jsonable
 
 _PLACES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by event loop: a step has its own
 

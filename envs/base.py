@@ -45,9 +45,8 @@ from envs.tools import Tool, Toolbox, cut, tools_of
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
 from inputs.prompts import is_vision
 from inputs.special_tokens import clean, each_text
-from inputs.trajectory import TrajectoryError
-from safety import calls
-from safety.calls import run_limited, unread, warn_once
+from inputs.trajectory import LARGEST, TrajectoryError
+from safety.calls import UnusableResult, plain, run_limited, unread, warn_once
 
 
 class Environment:
@@ -125,29 +124,64 @@ async def call_environment(environment, method: str, of: dict, cfg: TrainConfig,
     """environment.METHOD within its time; TrajectoryError naming it and the row, `of`, if it fails or is late."""
     seconds = (method == "step" and environment.step_timeout) or cfg.tool_timeout
     what = f"{name_of(environment)}.{method}()"
-    return await limited(getattr(environment, method), arguments, seconds, what, of, READ.get(method, calls.plain))
-
-
-def read_score(value) -> float | None:
-    return None if value is None else calls.finite(calls.number(value))
-
-
-def read_metrics(value) -> dict:
-    return calls.plain(dict(value or {}))
-
-
-READ = {"step": calls.step, "score": read_score, "state": calls.state, "metrics": read_metrics}
+    return await limited(getattr(environment, method), arguments, seconds, what, of, READ.get(method, plain))
 
 
 async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=unread):
     outcome = await run_limited(function, arguments, seconds, read)
     if outcome is None:
         raise TrajectoryError(f"{what} took over {seconds:g} s (--tool_timeout)", row)
-    if isinstance(outcome[1], calls.UnusableResult):
+    if isinstance(outcome[1], UnusableResult):
         raise TrajectoryError(f"{what} {outcome[1]}", row) from outcome[1]
     if outcome[1] is not None:
         raise TrajectoryError(f"{what} raised {shorten(outcome[1], 500)}", row) from outcome[1]
     return outcome[0]
+
+
+def reward_of(value) -> float:
+    """A number of any kind, tensors and numpy scalars too, that can be trained on; text is none."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError("text is not a number")
+    value = float(value)
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"a reward must be finite, and from -{LARGEST:g} to {LARGEST:g}")
+    return value
+
+
+def read_step(outcome):
+    """Of step(): (plain messages, a float, a bool, plain info). The caller names what is no such."""
+    if not isinstance(outcome, tuple) or len(outcome) != 4:
+        return plain(outcome)
+    messages, reward, done, info = outcome
+    try:
+        return plain(messages), reward_of(reward), bool(done), plain(info)
+    except (TypeError, ValueError) as error:
+        raise UnusableResult(f"returned the reward {shorten(reward)}: {error}") from None
+
+
+def read_score(value) -> float | None:
+    return None if value is None else reward_of(value)
+
+
+def read_metrics(value) -> dict:
+    return plain(dict(value or {}))
+
+
+def read_state(value):
+    """Of state(): text, numbers, tuples and frozensets of them. Of other objects neither text nor identity need tell
+    whether they are equal."""
+    if isinstance(value, tuple | frozenset):
+        return (tuple if isinstance(value, tuple) else frozenset)(map(read_state, value))
+    value = value.item() if getattr(value, "shape", None) == () else value
+    if value is None or isinstance(value, str | bytes | int | float):
+        return value
+    raise UnusableResult(
+        f"returned a state with {shorten(value)}, a {type(value).__name__}, in it; give plain data instead, such as a "
+        "tuple of what tells one state from another"
+    )
+
+
+READ = {"step": read_step, "score": read_score, "state": read_state, "metrics": read_metrics}
 
 
 def name_of(environment) -> str:
@@ -205,7 +239,7 @@ def as_text(content: str | list, whose: str) -> str:
 
 
 def checked_step(outcome, environment, processor=None, most: int | None = None) -> tuple[list[dict], float, bool, dict]:
-    """What step() returned, as safety.calls.step reads it, and `checked_messages`; TrajectoryError if it is no such."""
+    """What step() returned, as `read_step` reads it, and `checked_messages`; TrajectoryError if it is no such."""
     whose = f"{name_of(environment)}.step()"
     if not isinstance(outcome, tuple) or len(outcome) != 4 or not isinstance(outcome[3], dict | None):
         raise TrajectoryError(f"{whose} must return (messages, reward, done, info); it returned {shorten(outcome)}")

@@ -44,21 +44,10 @@ from starlette.routing import Route
 from config import TrainConfig, shorten
 from envs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
 from inputs.parts import parts_of
-from inputs.prompts import (
-    SCHEMAS,
-    Prompt,
-    begun_in,
-    build_prompt,
-    check_echo,
-    continued,
-    drops_thinking,
-    is_vision,
-    observed,
-    own_kwargs,
-    with_tools,
-)
+from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, with_tools
 from inputs.special_tokens import pattern_of
 from inputs.trajectory import Trajectory, end_to_end, joined
+from inputs.vision import Prompt, build_prompt, check_echo, continued, observed
 from safety.calls import warn_once
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -151,7 +140,7 @@ class Conversation:
         (sample,) = await self.generator.generate(prompt.sent_ids, n=1, home=self.home, **images, **options)
         check_echo(prompt, [sample])
         # What follows has no await: calls that were made at the same time are entered one after another.
-        opened = begun_in(prompt.token_ids, processor, self.row)
+        opened = begun_in(prompt.token_ids, processor)
         text = text_of(sample, stops, processor)
         may_call = [] if body.get("tool_choice") == "none" else tools
         message, calls = read_answer(opened + text, may_call, parser_of(cfg), stops, processor)

@@ -34,7 +34,6 @@ from inputs.special_tokens import clean, each_text
 from safety import http
 from safety.calls import run_limited, time_limit, warn_once
 from safety.sandbox import run_python
-from safety.storable import text_of
 
 # transformers takes seconds, pydantic only tools need: they are imported where a tool is made.
 
@@ -217,7 +216,7 @@ class Toolbox:
             warn_once(f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error.")
             return f"Error: {call.name} gave no answer within {seconds:g} s", True
         content, error = outcome
-        return (content, False) if error is None else (clean(f"Error: {type(error).__name__}: {text_of(error)}"), True)
+        return (content, False) if error is None else (clean(f"Error: {type(error).__name__}: {error}"), True)
 
 
 def as_content(result):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import utils
 from batch import Batch
 from config import TrainConfig
-from inputs import prompts
+from inputs import prompts, vision
 from inputs.attention import take_packed_rows
 from inputs.model import evaluating, replaced
-from inputs.prompts import FOLLOWED_BY, Prompt
+from inputs.vision import FOLLOWED_BY, Prompt
 
 TEXT = (
     "A farmer has 17 sheep and buys 8 more. Each of them gives 3 kg of wool a year, which sells for 4 dollars a "
@@ -34,12 +34,12 @@ def asked(generator, hf_model: nn.Module, cfg: TrainConfig, rows) -> list[Prompt
     """A text and, where rows have images, the first of these: a tower's outputs, and places on several axes, are known
     to no text. generator: has the `tokenizer`."""
     ids, sees = text_ids(generator.tokenizer, hf_model), prompts.is_vision(generator.tokenizer)
-    shown = next((row for row in rows if prompts.image_sources(row)), None) if sees else None
+    shown = next((row for row in rows if vision.image_sources(row)), None) if sees else None
     # Without token types PaliGemma takes all of a text for a prefix that sees itself in both directions.
     name, follows = FOLLOWED_BY.get(hf_model.config.model_type.replace("_", ""), (None, None))
     beside = {} if name is None else {name: torch.full((1, len(ids) + 1), follows)}
     text = Prompt(ids, ids, model_inputs=beside)
-    return [text] if shown is None else [text, prompts.build_prompt(shown, generator, cfg.of(shown))]
+    return [text] if shown is None else [text, vision.build_prompt(shown, generator, cfg.of(shown))]
 
 
 def batch_of(answered: list[tuple[Prompt, list[list[int]]]], device: torch.device) -> Batch:
@@ -125,7 +125,7 @@ def ask(generator, given: list[Prompt], cfg: TrainConfig) -> list[tuple[Prompt, 
         calls = (generator.generate(prompt.sent_ids, **how, expanded=prompt) for _ in getattr(generator, "urls", [""]))
         samples = await asyncio.gather(*calls)
         for some in samples if prompt.images else ():
-            prompts.check_echo(prompt, some)
+            vision.check_echo(prompt, some)
         completions = sum(samples, [])
         return prompt, [c.token_ids for c in completions], [c.logprobs for c in completions]
 
@@ -135,7 +135,6 @@ def ask(generator, given: list[Prompt], cfg: TrainConfig) -> list[tuple[Prompt, 
     except Exception as raised:  # raised on every rank
         error = raised
     utils.raise_together(error, "Sampling from the weights that were pushed")
-    prompts.image_metrics(generator)  # of the steps alone
     answers = utils.gather_objects(found)
     return answers[torch.distributed.get_rank()] if own else answers[0]
 

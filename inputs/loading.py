@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-import utils
 from config import ConfigError, TrainConfig
 from inputs.attention import attention_of, leave_nothing_out
 from inputs.model import check_adapted, image_encoder, lora_targets, names_as_they_are, not_for_adapters
@@ -41,7 +40,7 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False)
             mark_4_bits(model, cfg)
         else:
             model = load_whole(auto, cfg.model_id, config, quantised, cfg.load_in, body, **how, **in_4_bits(cfg))
-            utils.check_finite(model, cfg.model_id)
+            check_finite(model, cfg.model_id)
             set_up_4_bits(model, cfg)
     leave_nothing_out(model, cfg.attn_implementation)
     model.own_config = own  # which checkpoints say
@@ -148,6 +147,28 @@ def check_missing(model, found: dict, model_id: str, body=False, flag: str = "--
         raise ConfigError(
             f"{flag}={model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they "
             "would be random. Give a whole model of this kind, or copy the folder again."
+        )
+
+
+@torch.no_grad()
+def not_finite(module: torch.nn.Module) -> list[str]:
+    """Names of this rank's parameters, or shards of them, that hold nan, infinity or numbers beyond 1e19.
+
+    By their norms: a tenth of the time of isfinite(), which makes a copy (0.05 s for 135 M parameters on two cores).
+    """
+    own = {name: p for name, p in module.named_parameters() if p.is_floating_point()}  # not what is in 4 bits
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in own.values()]
+    kinds = [torch.float32 if p.dtype.itemsize < 4 else None for p in local]
+    norms = [torch.linalg.vector_norm(p, dtype=kind).float() for p, kind in zip(local, kinds, strict=True)]
+    return [name for name, good in zip(own, torch.stack(norms).isfinite().tolist(), strict=True) if not good]
+
+
+def check_finite(model: torch.nn.Module, model_id: str) -> None:
+    """ConfigError for weights that came as nan or infinity: what is sampled from them would be blamed instead."""
+    if bad := not_finite(model):
+        raise ConfigError(
+            f"--model_id={model_id}: {len(bad)} of its weights hold nan, infinity or numbers beyond 1e19, first "
+            f"{bad[0]}. Its training failed, or the file is damaged: take an earlier checkpoint, or download it again."
         )
 
 

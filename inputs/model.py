@@ -73,6 +73,27 @@ def experts_of(config) -> tuple[int, int]:
     return (experts, chosen) if experts > 1 and chosen else (0, 0)
 
 
+def window_of(config) -> int | None:
+    """How many tokens a model's positions are made for; None where it has no bound."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_window(config, cfg: TrainConfig) -> None:
+    """Says if the model itself, which is to sample in this process, has no room for the longest prompt and completion:
+    a completion of one turn ends there. ConfigError with several turns, as the next one would have no room at all."""
+    window, needed = window_of(config), cfg.max_prompt_length + cfg.max_completion_length
+    if not window or needed <= window:
+        return
+    said = (
+        f"--model_id={cfg.model_id} has a window of {window} tokens (max_position_embeddings); prompts and completions "
+        f"need up to {needed}: lower --max_prompt_length={cfg.max_prompt_length} or "
+        f"--max_completion_length={cfg.max_completion_length}"
+    )
+    if any(own.rollout != "single_turn" for own in cfg.by_domain()):
+        raise ConfigError(f"{said}.")
+    say_once(f"{said}, or some completions end at the window.")
+
+
 # ---- logits ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import utils
 from batch import Batch
 from config import TrainConfig
-from inputs.prompts import PER_TOKEN, TYPES, join_inputs
+from inputs.vision import PER_TOKEN, TYPES, join_inputs
 
 
 def on_host(batch: Batch) -> Batch:
@@ -246,3 +246,37 @@ def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
             if part.advantages is not None:  # a critic learns before there are any
                 part.advantages = torch.zeros_like(part.advantages)
     return selected
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def balanced(groups: list[list]) -> tuple[list[list], dict]:
+    """This rank's groups of trajectories after an exchange that evens out tokens over ranks, which would wait for the
+    one that has most; and that one's tokens over the mean, before and after. Collective.
+
+    Whole groups move, one after another, each from the fullest rank to the emptiest, while that narrows the gap between
+    them: what is even stays where it is. A gradient does not depend on where a group is computed.
+    """
+    if utils.world_size() == 1:
+        return groups, {}
+    sizes = utils.gather_objects([sum(len(t.prompt_ids) + len(t.token_ids) for t in group) for group in groups])
+    loads, rank = [sum(own) for own in sizes], torch.distributed.get_rank()
+    mean, before = sum(loads) / len(loads) or 1, max(loads)
+    held = [dict(enumerate(own)) for own in sizes]  # by rank: {place: tokens} of the groups that have not moved
+    leaving: dict[int, int] = {}  # of this rank's groups: {place: the rank that gets it}
+    while True:
+        full, empty = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[full] - loads[empty]
+        narrowing = [(abs(2 * tokens - gap), place) for place, tokens in held[full].items() if 0 < tokens < gap]
+        if not narrowing:
+            break
+        place = min(narrowing)[1]
+        tokens = held[full].pop(place)
+        loads[full], loads[empty] = loads[full] - tokens, loads[empty] + tokens
+        if full == rank:
+            leaving[place] = empty
+    sent = utils.gather_objects([(to, groups[place]) for place, to in leaving.items()])
+    arrived = [group for others in sent for to, group in others if to == rank]
+    kept = [group for place, group in enumerate(groups) if place not in leaving]
+    return kept + arrived, {"ranks/tokens_before": before / mean, "ranks/tokens_after": max(loads) / mean}

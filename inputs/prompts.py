@@ -1,67 +1,30 @@
-"""From a row to token ids - and, with images, to the tensors a model wants for them and the bytes a server is sent.
+"""From a row to token ids: messages, the chat template, what may not become a control token.
 
-A prompt with images has two forms. A server is sent one placeholder token an image and the image; it expands the
-placeholder itself. The trainer needs the expanded ids and the pixels. `build_prompt` makes both, once per row however
-many completions are sampled; the server's echo of the expanded ids is compared with ours (`check_echo`).
-Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; `join_inputs` joins those of
-several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
+    row -> prompt_messages -> normal -> rendered (by the chat template) -> tokenize
+    observation -> observation_text -> tokenize
 
-    row -> prompt_messages -> normal -> rendered (by the chat template) -> tokenize | expand
-    observation -> observation_text -> tokenize | expand -> observed
+Images, and the tensors a model wants for them, are in inputs/vision.py.
 """
 
 import functools
 import json
-import math
 import os
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from jinja2 import TemplateError
-from PIL import Image
 
 from config import ConfigError, TrainConfig, shorten
-from data import Rows, each, file_of, has_column
 from inputs.parts import PartError, parts_of, text_of_parts, text_part
-from inputs.pictures import PictureError, load_image, open_image, scaled, upright_size
 from inputs.processor import read_by_template
-from inputs.special_tokens import END, begins_by_itself, found_in, guard, tokenize, tokenizer_of
+from inputs.special_tokens import END, begins_by_itself, found_in, guard, special_texts, tokenize, tokenizer_of
 from safety.calls import say_once
 
-# torch is imported where there are images, so that environments can be tried without it.
-
-# Families whose masks treat images or whole prompts apart: what they call token types, and the type of what is sampled
-# after a prompt.
-FOLLOWED_BY = {"gemma3": ("token_type_ids", 0), "paligemma": ("token_type_ids", 1)}
-FOLLOWED_BY |= dict.fromkeys(("gemma4", "gemma4unified"), ("mm_token_type_ids", 0))
-TYPES = tuple(dict.fromkeys(name for name, _ in FOLLOWED_BY.values()))
-PER_TOKEN = ("position_ids", *TYPES)  # of a model's inputs: all others are by image or patch
-ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 REFUSED = (TemplateError, TypeError, LookupError, ValueError)  # what templates raise at what they do not know
-
-COUNTS = Counter()  # images processed by this process
 SCHEMAS = "<tool schemas>"  # of a row that was made for the model, for its template: no column of data is called so
-_RECENT: OrderedDict[int, tuple] = OrderedDict()  # prompts by their row's identity: it may be sampled many times
-
-
-@dataclass
-class Prompt:
-    token_ids: list[int]  # as the model sees it, images expanded
-    sent_ids: list[int]  # as a server is sent it, one placeholder an image; without images the same
-    images: list[bytes] = field(default_factory=list)  # image files, in the order of their placeholders
-    model_inputs: dict = field(default_factory=dict)  # tensors beside the token ids
-
-
-def placeholder_tokens(config) -> list[int]:
-    """Token ids that stand for an image, a video or a sound in a prompt, as the model's config announces them. Neither
-    the server nor the trainer gives them any probability: a sampled one would be taken for an image."""
-    found = {value for key, value in config.to_dict().items() if ANNOUNCED.match(key) and isinstance(value, int)}
-    return sorted(token for token in found if token >= 0)
+OPENED = re.compile(r"<(\w+)>\s*(</\1>\s*)?$")
+LOOKED_AT = 10_000  # rows
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -108,28 +71,6 @@ def image_parts(prompt) -> list[dict]:
     """Image parts of chat messages."""
     messages = prompt if isinstance(prompt, list) else []
     return [part for m in messages for part in parts_of(m.get("content")) if part["type"] == "image"]
-
-
-def image_sources(row: dict) -> list:
-    """What the row has for images, in the order in which its prompt shows them: column `image` or `images` fills the
-    image parts of its messages that bring none. PartError if these are not as many."""
-    column, parts = column_images(row), image_parts(row["prompt"])
-    bare = sum("image" not in part for part in parts)
-    if not parts:
-        return column
-    if bare and bare != len(column):
-        raise PartError(f"{bare} image placeholders in `prompt` for {len(column)} images")
-    rest = iter(column)
-    return [part["image"] if "image" in part else next(rest) for part in parts]
-
-
-def column_images(row: dict) -> list:
-    """Those of `images`; where it has none, that of `image`. An empty text is none: a .csv file has no other."""
-    for column in (row.get("images"), row.get("image")):
-        column = column if isinstance(column, (list, tuple)) else [column]
-        if found := [one for one in column if one is not None and not (isinstance(one, str) and not one)]:
-            return found
-    return []
 
 
 # ---- by the chat template --------------------------------------------------------------------------------------------
@@ -202,7 +143,7 @@ def rendered(row: dict, messages: list[dict], processor, cfg: TrainConfig) -> st
         head = render(messages[:-1], processor, schemas, add_generation_prompt=True, **options)
     except REFUSED as error:
         raise PartError(f"the chat template refuses this prompt: {error}") from error
-    head = head.removesuffix(begun_by(processor, schemas, **options))
+    head = head.removesuffix(begun_by(head, processor))
     first = re.match(r"\s*(<[^<>]*>|\S*)", text)[1]  # its word, or its tag
     for kept in (text, text.rstrip(), text.strip()):
         before = whole.removesuffix(kept)
@@ -212,33 +153,19 @@ def rendered(row: dict, messages: list[dict], processor, cfg: TrainConfig) -> st
     return head + text
 
 
-def begun_by(processor, schemas: list[dict] | None = None, **options) -> str:
-    """What the chat template begins an answer with that is to be sampled, and no answer that was given: "<think>\\n" of
-    models that always think; mostly nothing."""
-    asked, answer = made_up(processor)
-    try:
-        sampled = render([asked], processor, schemas, add_generation_prompt=True, **options)
-        given = render([asked, answer, asked], processor, schemas, **options)
-    except REFUSED:
-        return ""
-    same = os.path.commonprefix([sampled, given.partition(END)[0]])
-    same = re.sub(
-        r"<[^<>]*$", "", same
-    )  # no cut goes through a tag, nor through the "<think></think>" of given answers
-    opened = re.search(r"<(\w+)>\s*$", same)
-    if opened and re.match(rf"\s*</{opened[1]}>", given[len(same) :]):
-        same = same[: opened.start()]
-    begun = sampled[len(same) :]
-    return begun if END in given and begun.strip() else ""
+def begun_by(prompt: str, processor) -> str:
+    """The tag at a prompt's end with which the chat template has begun the answer: "<think>\\n" of models that always
+    think, an empty thinking of those that are told not to; mostly nothing."""
+    found = OPENED.search(prompt)
+    return found[0] if found and f"<{found[1]}>" not in special_texts(processor) else ""
 
 
-def begun_in(ids: list[int], processor, row: dict) -> str:
+def begun_in(ids: list[int], processor) -> str:
     """What the chat template has begun the answer with that is sampled behind these tokens."""
     tokenizer = tokenizer_of(processor)
     if not getattr(tokenizer, "chat_template", None):  # a tokenizer of somebody's own need not have the attribute
         return ""
-    begun = begun_by(processor, **own_kwargs(row))
-    return begun if begun and tokenizer.decode(ids[-len(begun) - 1 :]).endswith(begun) else ""
+    return begun_by(tokenizer.decode(ids[-16:]), processor)
 
 
 def end_ids(hf_model, processor) -> set[int]:
@@ -403,290 +330,6 @@ def prompt_ids(row: dict, tokenizer, cfg: TrainConfig) -> list[int]:
     """Token ids of a row's prompt, up to where the model's answer begins, for models without images."""
     text = prompt_text(row, tokenizer, cfg)
     return tokenize(text, tokenizer, adds_bos(text, tokenizer, cfg))
-
-
-def build_prompt(row: dict, generator, cfg: TrainConfig, shown: dict | None = None) -> Prompt:
-    """The row's prompt, or that of `shown`, which an environment made of it; its images decoded and processed once.
-    generator: has the `tokenizer` (of models with images the processor) and `rope_index`."""
-    processor, shown = generator.tokenizer, shown or row
-    if not is_vision(processor):
-        ids = prompt_ids(shown, processor, cfg)
-        return Prompt(ids, ids)
-    known, messages, prompt = _RECENT.get(id(row), (None, None, None))
-    if known is not row or messages != shown["prompt"]:
-        prompt = vision_prompt(shown, processor, generator.rope_index, cfg, row)
-        _RECENT[id(row)] = row, shown["prompt"], prompt
-        while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
-            _RECENT.popitem(last=False)
-    return prompt
-
-
-def vision_prompt(
-    row: dict, processor, rope_index: Callable | None, cfg: TrainConfig, data_row: dict | None = None
-) -> Prompt:
-    """`build_prompt` of a row for a model with images; the row may have none. data_row: where it came from, if an
-    environment has written the prompt: then only the data row's own texts may name a file."""
-    sources, own = image_sources(row), image_sources(data_row or row)
-    text = prompt_text(row, processor, cfg, len(sources))
-    special = adds_bos(text, processor, cfg)
-    sent = tokenize(text, processor, special)
-    if not sources:
-        return Prompt(sent, sent)
-    loaded = []
-    for number, source in enumerate(sources):
-        try:
-            named = isinstance(source, (str, dict)) and source not in own
-            loaded.append(load_image(source, cfg, local_files=not named))
-        except PictureError as error:
-            name = f", {shorten(source)}," if isinstance(source, (str, Path)) else ""
-            raise PictureError(f"image {number} of a row{name} cannot be read: {error}") from error
-    images, files = zip(*loaded, strict=True)
-    COUNTS["images"] += len(images)
-    ids, inputs = expand(text, list(images), processor, rope_index, special)
-    return Prompt(ids, sent, list(files), inputs)
-
-
-def expand(text: str, images: list, processor, rope_index: Callable | None, special: bool) -> tuple[list[int], dict]:
-    """(token ids with every placeholder expanded, tensors for the model), as the model's own processor makes them.
-
-    rope_index: of models whose positions have three axes; the prompt's are computed here, so that nothing later needs
-    to know. Positions after the prompt count on from its largest.
-    """
-    encoded = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=special))
-    ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
-    if "cross_attention_mask" in encoded:  # [1, T, images, tiles], as Llama 3.2 Vision has it
-        raise PartError(
-            "the model looks at images by cross-attention, whose mask has an entry for each token of a prompt, and "
-            "none here for those that are sampled. Choose a model whose images are tokens of the prompt"
-        )
-    if rope_index is not None:
-        encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
-    family = type(processor).__name__.removesuffix("Processor").lower()
-    name, followed_by = FOLLOWED_BY.get(family, (None, None))
-    types = encoded.get(name)
-    for key in (*TYPES, "labels"):  # of models with positions on three axes, these have the types in them
-        encoded.pop(key, None)
-    if types is not None:  # one longer than the prompt: the last stands for what follows
-        encoded[name] = types.new_tensor([[*types[0].tolist(), followed_by]])
-    return ids[0].tolist(), encoded
-
-
-def join_inputs(rows: list[dict], device=None) -> dict:
-    """Vision tensors of several rows as one: concatenated along the first dimension, whether it counts images, patches
-    or rows; other dimensions that differ (images a row, height, width) are filled up with zeros."""
-    joined = {}
-    for key in dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN):
-        tensors = [row[key] for row in rows if key in row]
-        shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
-        joined[key] = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
-        for out, tensor in zip(joined[key].split([len(t) for t in tensors]), tensors, strict=True):
-            out[tuple(map(slice, tensor.shape))] = tensor
-        joined[key] = joined[key].to(device)
-    return joined
-
-
-def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None) -> Prompt:
-    """The prompt with `ids` behind it, sampled or of an observation: then `sent` of them for a server, and the model's
-    `inputs` for its images. Positions on several axes count on from the largest, types are a completion's."""
-    import torch
-
-    old, new = prompt.model_inputs, inputs or {}
-    joined = join_inputs([old, new]) if new else {k: v for k, v in old.items() if k not in PER_TOKEN}
-    if "position_ids" in old or "position_ids" in new:  # [3, 1, T]
-        before = old.get("position_ids", torch.arange(len(prompt.token_ids)).expand(3, 1, -1))
-        after = new.get("position_ids", torch.arange(len(ids)).expand(3, 1, -1))
-        joined["position_ids"] = torch.cat([before, before.max() + 1 + after], dim=-1)
-    for types in (name for name in TYPES if name in old or name in new):  # [1, T + 1]; the last is of what follows
-        before = old.get(types, torch.zeros(1, len(prompt.token_ids) + 1, dtype=torch.long))
-        after = new.get(types, before[:, -1:].expand(-1, len(ids) + 1))
-        joined[types] = torch.cat([before[:, :-1], after], dim=1)
-    return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
-
-
-def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: TrainConfig, **options) -> Prompt:
-    """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded."""
-    processor, sources = generator.tokenizer, image_sources({"prompt": messages})
-    sent = observation_ids(messages, processor, prompt.token_ids[-1], schemas, **options)
-    if not sources:
-        return continued(prompt, sent)
-    text = observation_text(messages, processor, schemas, **options)
-    skip = len(tokenize(text, processor)) - len(sent)
-    images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
-    COUNTS["images"] += len(images)
-    ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
-    for key in PER_TOKEN:
-        inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
-    if "position_ids" in inputs:
-        inputs["position_ids"] = inputs["position_ids"] - skip  # its first place was taken away
-    grown = continued(prompt, ids[skip:], sent, inputs)
-    return replace(grown, images=[*prompt.images, *files])
-
-
-def rope_index_of(hf_model) -> Callable | None:
-    """The function that gives a prompt's positions on three axes, of models that have it."""
-    from inputs.model import backbone  # here, so that an environment can be tried without torch
-
-    return getattr(backbone(hf_model), "get_rope_index", None)
-
-
-def images_alone(processor, count: int) -> str:
-    """The shortest prompt with so many images."""
-    if not processor.chat_template:
-        return processor.image_token * count
-    return render(normal([{"role": "user", "content": "-"}], processor, count), processor, add_generation_prompt=True)
-
-
-def blank_inputs(processor, cfg: TrainConfig, hf_model) -> dict:
-    """Inputs of the shortest prompt with an image, for passes that have none (packing.with_blank)."""
-    import torch
-
-    image = Image.new("RGB", (64, 64))
-    ids, inputs = expand(images_alone(processor, 1), [image], processor, rope_index_of(hf_model), special=True)
-    return inputs | {"input_ids": torch.tensor([ids])}
-
-
-def image_metrics(generator) -> dict:
-    """Images processed and megabytes of them sent to servers since the last call, over all ranks, which all call it.
-    Nothing for models without images."""
-    import torch
-
-    import utils
-
-    if not is_vision(generator.tokenizer):
-        return {}
-    _RECENT.clear()
-    counts = torch.tensor([COUNTS.pop("images", 0), generator.image_bytes], dtype=torch.float64)
-    generator.image_bytes = 0
-    images, sent = utils.all_sum(counts).tolist()
-    return {"images/processed": int(images), "images/mb_sent": sent / 1e6}
-
-
-def check_echo(prompt: Prompt, samples: list) -> None:
-    """The generator must have seen the prompt that is trained on; RuntimeError says where the two differ."""
-    ours, theirs = prompt.token_ids, samples[0].prompt_ids
-    if ours != theirs:
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
-        raise RuntimeError(
-            f"the generator made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
-            f"{len(ours)}; they differ from token {place} on. Is the server's --model the trainer's --model_id? Scale "
-            "images with --max_pixels and --min_pixels here, not with --mm-processor-kwargs there."
-        )
-
-
-# ---- at start --------------------------------------------------------------------------------------------------------
-
-
-def check_images(rows, name: str, processor, first: int = 0) -> list:
-    """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
-    cannot be read, or are not as many as its placeholders. What is damaged behind that costs its row when it is drawn.
-    first: the first row's number."""
-    sizes = []
-    for index, row in enumerate(rows, first):
-        where = f"{name}, row {index}"
-        try:
-            sources = image_sources(row)
-            if sources and not is_vision(processor):
-                raise PartError("it has images, and the model of --model_id takes none; choose one that does")
-            if len(sources) < len(column_images(row)):
-                raise PartError("the image parts of `prompt` bring their own images: those of its column are not shown")
-            sizes.append([upright_size(open_image(source)[0])[::-1] for source in sources])
-        except PartError as error:
-            raise ConfigError(f"{where}: {error}.") from error
-        except PictureError as error:
-            raise ConfigError(f"{where}: an image cannot be read: {error}") from error
-    return sizes
-
-
-def prompt_lengths(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
-    """Tokens of every prompt, its images counted by their sizes."""
-    if isinstance(rows, Rows) and not (is_vision(processor) or has_column(rows, "tools", "chat_template_kwargs")):
-        return text_lengths(rows, name, processor, cfg)
-    sizes, lengths = check_images(rows, name, processor), []
-    for index, (row, shapes) in enumerate(zip(rows, sizes, strict=True)):
-        try:
-            text = prompt_text(row, processor, cfg, len(shapes))
-            sent = len(tokenize(text, processor, adds_bos(text, processor, cfg)))
-            lengths.append(sent + added_by(processor, [scaled(shape, cfg) for shape in shapes]))
-        except PartError as error:
-            raise ConfigError(f"{name}, row {index}: {error}.") from error
-    return lengths
-
-
-def added_by(processor, shapes: list[tuple[int, int]]) -> int:
-    """Tokens that images of these sizes (height, width) have beyond one placeholder each."""
-    if not shapes:
-        return 0
-    try:
-        if (more := unsaid(processor, len(shapes))) is None:
-            return expanded_by(processor, shapes)
-        return said_of(processor, shapes) + more
-    except (ValueError, ArithmeticError) as error:  # such as a line of 100,000 pixels
-        raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
-
-
-def said_of(processor, shapes: list[tuple[int, int]]) -> int:
-    return sum(processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens) - len(shapes)
-
-
-def expanded_by(processor, shapes: list[tuple[int, int]]) -> int:
-    """By what the processor makes of blank images."""
-    text, blank = images_alone(processor, len(shapes)), [Image.new("RGB", shape[::-1]) for shape in shapes]
-    return len(expand(text, blank, processor, None, special=False)[0]) - len(tokenize(text, processor))
-
-
-@functools.lru_cache(maxsize=64)
-def unsaid(processor, count: int) -> int | None:
-    """Tokens around `count` images (Gemma's), or of what several become (LLaVA-OneVision's), that the processor leaves
-    out where it says how many there are; None if that is no constant number, or it says nothing (SmolVLM's)."""
-    if not hasattr(processor, "_get_num_multimodal_tokens"):
-        return None
-    tried = [[size] * count for size in ((224, 448), (448, 448))]
-    found = {expanded_by(processor, shapes) - said_of(processor, shapes) for shapes in tried}
-    return found.pop() if len(found) == 1 else None
-
-
-TRIED = 500  # rows on disk, evenly spread, that are always tokenised
-
-
-def text_lengths(rows: Rows, name: str, tokenizer, cfg: TrainConfig) -> list[int]:
-    """`prompt_lengths` of rows on disk, of text alone: to tokenise each would take a core ten minutes for two million.
-
-    No more tokens than UTF-8 bytes: where these, with the tokens of the template around them, fit, they stand for the
-    length. Should that be wrong for some that are tried (a template that writes a text twice), all are tokenised.
-    """
-    around: dict[tuple, float] = {}  # tokens, by the roles of the messages
-
-    def bound(prompt) -> float:
-        messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
-        if any(m.keys() > {"role", "content"} or not isinstance(m.get("content"), str) for m in messages):
-            return math.inf
-        roles = tuple(m["role"] for m in messages)
-        if roles not in around:
-            letters = "x" if isinstance(prompt, str) else [{"role": role, "content": "x"} for role in roles]
-            try:
-                around[roles] = len(prompt_ids({"prompt": letters}, tokenizer, cfg))
-            except PartError:  # the template refuses such roles
-                around[roles] = math.inf
-        return around[roles] + sum(len(m["content"].encode()) for m in messages)
-
-    def lengths(part: list[dict], first: int) -> list[int]:
-        bounds = [bound(row["prompt"]) if bounded else math.inf for row in part]
-        far = [place for place, most in enumerate(bounds) if most > cfg.max_prompt_length]
-        for place in far:
-            (bounds[place],) = prompt_lengths([part[place]], f"{name}, from row {first + place} on", tokenizer, cfg)
-        return [int(most) for most in bounds]
-
-    bounded = False  # while the rows are tried
-    tried = [*rows.select(range(0, len(rows), max(len(rows) // TRIED, 1)))]
-    known = lengths(tried, 0)
-    bounded = all(length <= bound(row["prompt"]) for length, row in zip(known, tried, strict=True))
-    how = tokenizer.backend_tokenizer.to_str() if getattr(tokenizer, "is_fast", False) else vars(tokenizer)
-    how = (how, tokenizer.chat_template, cfg.chat_template_kwargs, cfg.system_prompt, cfg.allow_special_tokens)
-    how += (cfg.no_apply_chat_template, cfg.max_prompt_length, version("transformers"))
-    return each(rows, lengths, "measuring prompts", file_of(text_lengths), *how)
-
-
-LOOKED_AT = 10_000  # rows
 
 
 def special_text_in(rows, processor, cfg: TrainConfig) -> str | None:

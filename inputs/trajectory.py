@@ -1,4 +1,4 @@
-"""One prompt and everything after it, as rollouts return it; its faults; what stands for one that failed."""
+"""What a generator returns; a prompt and all that follows it, as rollouts return it; its faults; stand-ins."""
 
 import math
 import numbers
@@ -8,9 +8,23 @@ from itertools import pairwise
 import numpy as np
 
 from config import TrainConfig, shorten
-from safety.calls import LARGEST
 
+LARGEST = 1e18  # of a reward: its square has to fit a float32, for standard deviations
 ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger
+
+
+@dataclass
+class Completion:
+    """One sampled sequence. `len(token_ids) == len(logprobs)`; a sampled end-of-turn token is included."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # under the distribution the tokens were drawn from (temperature and truncation applied)
+    finish_reason: str  # "stop" | "length"
+    policy_version: int  # oldest weights that sampled any of its tokens
+    prompt_ids: list[int]  # as the server expanded them (images)
+    policy_version_last: int | None = None  # newest weights that sampled any of them; None: the same
+    # [tokens, layers, k] that prompt and completion went through, but the last token; None: the server does not tell
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass
@@ -55,6 +69,14 @@ class Trajectory:
         lengths |= {name: len(values) for name, values in said.items() if values is not None}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"a trajectory's per-token lists must have one length, got {lengths}")
+
+
+def calls_in(info: dict) -> list[dict]:
+    """The calls of tools that a turn's info lists (Toolbox.run): an environment without tools may have anything else of
+    that name."""
+    calls = info.get("calls")
+    listed = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [call for call in listed if "call" in call and isinstance(call.get("failed"), (int, float))]
 
 
 class TrajectoryError(RuntimeError):

@@ -41,7 +41,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import utils
 from config import ConfigError
-from safety.storable import text_of
+from inputs.parameters import as_in_a_checkpoint
+from runlog.storable import text_of
 
 FORMAT = 2
 LIMIT = 3600.0  # seconds that writing a checkpoint may take
@@ -163,7 +164,7 @@ class Saver:
         self._together(others, main=True)
         if adapter is None:
             if utils.is_main():  # what from_pretrained has renamed and joined is known where the model is
-                weights = dict(utils.as_in_a_checkpoint(hf_model, list(weights.items())))
+                weights = dict(as_in_a_checkpoint(hf_model, list(weights.items())))
             self._together(lambda: check_names(hf_model, weights), main=True)
         state_folder = self.partial / "trainer" / "state"
         tensors = train_state(modules, without_update(modules))

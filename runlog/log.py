@@ -37,10 +37,11 @@ from rich.console import Console
 
 from config import ConfigError, NotNow, public_config, require
 from inputs.parts import without_sources
+from inputs.trajectory import calls_in
 from runlog import tokens
 from runlog.reading import phases, read_metrics, readable_prompt
+from runlog.storable import column, storable, text_of, visible
 from safety import secrets
-from safety.storable import calls_in, column, storable, text_of, visible
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get

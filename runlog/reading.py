@@ -12,7 +12,7 @@ import numpy as np
 
 from config import ConfigError
 from inputs.parts import transcript
-from safety.storable import text_of
+from runlog.storable import text_of
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable
 
 import utils
 from config import TrainConfig
-from inputs.trajectory import RowPictureError, Trajectory, is_scored, stands_in
+from inputs.trajectory import RowPictureError, Trajectory, calls_in, is_scored, stands_in
 from safety.calls import warn_once
 from safety.http import origin
-from safety.storable import calls_in
 
 logger = logging.getLogger(__name__)
 

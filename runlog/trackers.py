@@ -11,7 +11,7 @@ from pathlib import Path
 
 from config import ConfigError, public_config, require
 from runlog.reading import is_own, readable_prompt
-from safety.storable import visible
+from runlog.storable import visible
 
 # Trackers are optional packages, imported where one is opened.
 

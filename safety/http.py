@@ -70,30 +70,32 @@ def ask(method: str, url: str, seconds: float, body: dict | None = None, token: 
     """
     import requests
 
-    session, parts = using or shared_session(token), urlsplit(url)
-    where = origin(url) + parts.path
+    session, parts, status, cause = using or shared_session(token), urlsplit(url), 0, None
     seconds = min(seconds, LONGEST_CALL)
     limits = (min(seconds, CONNECT_SECONDS), seconds)
     try:
         answer = session.request(method, url, json=body, timeout=limits, allow_redirects=False)
     except requests.Timeout:
-        raise NoAnswer(f"{where} gave no answer within {seconds:.3g} s: it hangs, or has too much to do") from None
+        fault = f"gave no answer within {seconds:.3g} s: it hangs, or has too much to do"
     except requests.RequestException as error:
-        raise NoAnswer(f"{where} cannot be asked ({innermost(error)}). Is it started, at this address?") from error
-    status = answer.status_code
-    if not 200 <= status < 300:
-        said = answer.text.strip().replace(parts.query or HIDDEN, HIDDEN)[:500]  # some repeat the address
-        if answer.is_redirect:
-            said = f"a redirection to {origin(urljoin(url, answer.headers['Location']))}; give that address"
-        hint = "; look at the token it was sent" if status in (401, 403) else ""
-        raise NoAnswer(f"{where} answered {status}: {said}{hint}", status)
-    try:
-        found = answer.json() if answer.content else {}
-    except ValueError:
-        found = answer.text
-    if not isinstance(found, dict):
-        raise NoAnswer(f"{where} answered no JSON object but {found!r:.200}: is it the right server?", status)
-    return found
+        fault, cause = f"cannot be asked ({innermost(error)}). Is it started, at this address?", error
+    else:
+        status = answer.status_code
+        if 200 <= status < 300:
+            try:
+                found = answer.json() if answer.content else {}
+            except ValueError:
+                found = answer.text
+            if isinstance(found, dict):
+                return found
+            fault = f"answered no JSON object but {found!r:.200}: is it the right server?"
+        else:
+            said = answer.text.strip().replace(parts.query or HIDDEN, HIDDEN)[:500]  # some repeat the address
+            if answer.is_redirect:
+                said = f"a redirection to {origin(urljoin(url, answer.headers['Location']))}; give that address"
+            hint = "; look at the token it was sent" if status in (401, 403) else ""
+            fault = f"answered {status}: {said}{hint}"
+    raise NoAnswer(f"{origin(url)}{parts.path} {fault}", status) from cause
 
 
 def innermost(error: BaseException) -> str:

@@ -146,3 +146,6 @@ def instructions(completions, instruction_id_list, kwargs, **columns) -> list[di
         each = {name: min(value for other, value in followed if other == name) for name, _ in followed}
         scores.append(each | {"reward": sum(value for _, value in followed) / len(followed)} if followed else None)
     return scores
+
+
+instructions.per_trajectory = True

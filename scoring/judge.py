@@ -13,12 +13,12 @@ completions shows what was said.
 import json
 import re
 import time
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from inputs.parts import transcript
 from safety import http, secrets
-from safety.calls import start_thread, warn_once
+from safety.calls import warn_once
 from scoring.text import completion_text
 
 TEMPLATE = """Judge an answer.
@@ -38,6 +38,7 @@ SCHEMA |= {"required": ["reason", "score"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": SCHEMA}}
 SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ ]*\.?[*_ ]*", re.IGNORECASE)
 
+THREADS = ThreadPoolExecutor(256, "judge")  # a thread a question under way
 UNSTRUCTURED: set[tuple] = set()  # judges that refuse response_format, by address and name
 
 
@@ -52,11 +53,16 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
         text = prompt if isinstance(prompt, str) else transcript(prompt)
         row = {"answer": "", **{name: values[index] for name, values in columns.items() if isinstance(values, list)}}
         questions.append(fill_in(template, row | {"prompt": text, "completion": completion_text(completion)}))
-    calls = [start_thread(verdict, question, cfg, deadline) for question in questions]
-    verdicts = [result_by(end, call, cfg) for call in calls]
+    calls = [THREADS.submit(verdict, question, cfg, deadline) for question in questions]
+    wait(calls, max(end - time.monotonic(), 0))
+    late = f"{http.origin(cfg.judge_url)} gave no answer in time"  # asked again and again, as a busy server wants it
+    verdicts = [call.result() if call.done() else unscored(1, late, unanswered=1) for call in calls]
     if log_extra is not None:
         log_extra("judge", [said for _, said in verdicts])
     return [parts for parts, _ in verdicts]
+
+
+judge.per_trajectory = True
 
 
 def fill_in(template: str, row: dict) -> str:
@@ -86,13 +92,6 @@ def token_for(url: str, cfg) -> str:
 def is_own(url: str, cfg) -> bool:
     """Whether the policy's own server is the judge, which knows its token."""
     return cfg.generator == "vllm" and http.origin(url) in map(http.origin, cfg.server_urls)
-
-
-def result_by(end: float, call: Future, cfg) -> tuple[dict, str]:
-    try:
-        return call.result(max(end - time.monotonic(), 0))
-    except TimeoutError:  # it asked again and again, as a busy server wants it
-        return unscored(1, f"{http.origin(cfg.judge_url)} gave no answer in time", unanswered=1)
 
 
 def unscored(attempts: int, fault: str, text: str = "", **counted) -> tuple[dict, str]:

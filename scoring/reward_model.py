@@ -107,3 +107,6 @@ def reward_model(completions, prompts, cfg) -> list[float]:
     rows = token_ids(completions, prompts, tokenizer, cfg)
     with LOCK, torch.inference_mode():  # row by row: with padding the last token may be taken for the padding before it
         return [float(model(torch.tensor([row], device=model.device)).logits[0, 0]) for row in rows]
+
+
+reward_model.per_trajectory = True

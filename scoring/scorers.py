@@ -1,5 +1,5 @@
-"""Answers in mathematics and reasoning-gym's tasks: scorers that run in processes of their own (safety/calls.py), since
-they are libraries that may never end, on a model's text.
+"""Answers in mathematics, tasks of reasoning-gym: scorers that run in processes of their own (safety/processes.py), as
+they are libraries that may never end on a model's text.
 
 They are optional, and imported by the processes that score.
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from safety.calls import WorkerPool
+from safety.processes import WorkerPool
 from scoring.text import answer_part, answer_parts, completion_text, tagged
 
 POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
@@ -33,7 +33,7 @@ def math_equal(completions, answer, **columns) -> list[float | dict | None]:
 
     The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". Where it is a number, an equal sum that was
     not worked out, such as the question's own, gets {"reward": 0, "unevaluated": 1}. Every completion has a time limit
-    of its own (safety/calls.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
+    of its own (safety/processes.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
     """
     requests: list = []
     for completion, wanted in zip(completions, answer, strict=True):
@@ -71,6 +71,9 @@ def gym_task(task: str) -> tuple[str, dict]:
     from data import parse_gym
 
     return parse_gym(task)
+
+
+math_equal.per_trajectory = reasoning_gym.per_trajectory = True
 
 
 # ---- in a process of its own ----------------------------------------------------------------------------------------

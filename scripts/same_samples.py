@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import hf_generator  # noqa: E402
-from vllm_client import Completion  # noqa: E402
+from inputs.trajectory import Completion  # noqa: E402
 
 
 class SameSamples(hf_generator.HFGenerator):

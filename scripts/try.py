@@ -29,13 +29,13 @@ from config import ConfigError, load_config  # noqa: E402
 class Typed:
     """A generator whose completions somebody typed."""
 
-    image_bytes, rope_index = 0, None
+    rope_index = None
 
     def __init__(self, processor, texts: list[str]):
         self.tokenizer, self.texts = processor, iter(texts)
 
     async def generate(self, prompt_ids, *, n=1, max_tokens, **_) -> list:
-        from vllm_client import Completion
+        from inputs.trajectory import Completion
 
         tokenizer, made = getattr(self.tokenizer, "tokenizer", self.tokenizer), []
         for _ in range(n):

@@ -47,10 +47,10 @@ from config import function_path, load_function
 from envs import adapters, formats
 from envs.adapters import put_away
 from inputs.processor import load_processor, with_template_kwargs
-from inputs.prompts import rope_index_of
+from inputs.trajectory import Completion
+from inputs.vision import rope_index_of
 from rollouts import measure, play
 from runlog import checkpoints
-from vllm_client import Completion
 
 
 class Demonstrator:

@@ -11,7 +11,8 @@ from torch import nn
 import utils
 from config import ConfigError, TrainConfig
 from inputs.model import shapes_of, why_not_alone
-from inputs.prompts import placeholder_tokens
+from inputs.parameters import as_in_a_checkpoint
+from inputs.vision import placeholder_tokens
 from vllm_client import VLLMClient
 
 
@@ -36,7 +37,7 @@ def connect(cfg: TrainConfig, hf_model: nn.Module, device: torch.device) -> VLLM
     client.run = utils.gather_objects(f"{name}-{uuid.uuid4().hex[:6]}")[0]
     client.receives_weights, client.asleep = utils.is_main(), cfg.colocate  # train_grpo.py put it to sleep
     client.weight_dtype = getattr(torch, infos[0].dtype)
-    client.convert = functools.partial(utils.as_in_a_checkpoint, hf_model)
+    client.convert = functools.partial(as_in_a_checkpoint, hf_model)
     client.never = placeholder_tokens(hf_model.config)  # the trainer would take one for a picture
     client.versions = getattr(cfg, "max_staleness", 0) + 1
     if cfg.use_peft and cfg.push_lora != "folded":

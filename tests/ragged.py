@@ -8,7 +8,7 @@ import train_grpo as script
 from batch import GROUPS
 from config import TrainConfig
 from inputs.agreement import check_policy
-from inputs.prompts import Prompt
+from inputs.vision import Prompt
 from rollouts import Trajectory
 
 SETTINGS = {  # so that tokens are chosen in a batch as small as this

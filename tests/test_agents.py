@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import ConfigError, TrainConfig
 from envs import agents
 from envs.recorder import Conversation, read_answer, recorder
-from inputs.trajectory import TrajectoryError, trajectory_fault
+from inputs.trajectory import Completion, TrajectoryError, trajectory_fault
 from rollouts import sampling_options
 from runlog.reading import read_metrics
-from vllm_client import Completion, VLLMClient
+from vllm_client import VLLMClient
 
 CALL = '<tool_call>{"name":"add","arguments": {"a": 2,  "b": 3}}</tool_call>'  # blanks as no template writes them
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

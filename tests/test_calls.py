@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ from ranks import on_ranks
 
 import utils
 from config import load_function
-from rewards import REWARDS
+from envs.base import read_state, read_step
+from rewards import floats, get_reward_function
 from safety import calls
-from safety.calls import UnusableResult, plain, reward_values, run_limited, state, step, unread
+from safety.calls import UnusableResult, plain, run_limited, unread
 
 ROOT = Path(__file__).parent.parent
 NEVER = 60  # seconds: longer than any test waits
@@ -139,7 +141,7 @@ def test_a_process_of_its_own_is_killed_with_what_it_started_and_started_again(t
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     names = ("squares", "hangs_with_a_child", "leaves", "stops")
     squares, hangs, leaves, stops = (load_function(f"{tmp_path}/own.py:{name}") for name in names)
-    assert outcome(squares, 20, reward_values, numbers=[1, 2], log=lambda: 0) == ([1.0, 4.0], None)
+    assert outcome(squares, 20, numbers=[1, 2], log=lambda: 0) == ([1.0, 4.0], None)
     assert outcome(hangs, 3.0, path=str(tmp_path / "pid")) is None
     child = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
@@ -155,7 +157,7 @@ def test_a_process_of_its_own_is_killed_with_what_it_started_and_started_again(t
 def test_a_scorer_on_a_pathological_text():
     texts = ["$10^{10^{10}}$", "(" * 100_000, "9" * 5000, "\ud800\0", "$3$"]
     rows = dict(completions=texts, prompts=["q"] * 5, answer=["3"] * 5)
-    scores = REWARDS["math"](**rows)
+    scores = get_reward_function("math")(**rows)
     assert scores[-1] == 1.0 and all(score in (0.0, None) or score["reward"] == 0 for score in scores[:-1])
 
 
@@ -188,19 +190,22 @@ class Slow:
 
 def test_rewards_are_floats():
     given = [1, True, None, np.float32(0.5), torch.tensor(2.0), {"a": torch.tensor(1), "turns": (1, 2), "b": None}]
-    wanted = [1.0, 1.0, None, 0.5, 2.0, {"a": 1.0, "turns": [1.0, 2.0], "b": None}]
-    assert outcome(lambda: given, read=reward_values) == (wanted, None)
-    assert outcome(lambda: torch.tensor([1, 2]), read=reward_values) == ([1.0, 2.0], None)
+    wanted = [(1.0, {}, None), (1.0, {}, None), (None, {}, None), (0.5, {}, None), (2.0, {}, None)]
+    read = partial(floats, turns=[(2, 2)] * 6)
+    assert outcome(lambda: given, read=read) == ([*wanted, (3.0, {"a": 1.0}, [1.0, 2.0])], None)
+    read = partial(floats, turns=[(1, 1)] * 2)
+    assert outcome(lambda: torch.tensor([1, 2]), read=read) == ([(1.0, {}, None), (2.0, {}, None)], None)
     for wrong, said in ((3, "returned 3, a int"), ({1, 2}, "a set"), ([1, object()], "a object, for completion 1")):
-        _, error = outcome(lambda wrong=wrong: wrong, read=reward_values)
+        _, error = outcome(lambda wrong=wrong: wrong, read=read)
         assert isinstance(error, UnusableResult) and said in str(error), (wrong, error)
-    assert outcome(lambda: [Slow()], read=reward_values) is None, "what it returns is read within its time"
+    one = partial(floats, turns=[(1, 1)])
+    assert outcome(lambda: [Slow()], read=one) is None, "what it returns is read within its time"
 
 
 def test_tools_and_environments_give_plain_data():
     array, odd = np.ones(2), object()
     assert plain({1: (np.int64(2), [odd]), "a": array}) == {1: (2, [str(odd)]), "a": array}
-    assert step(([{"role": "user"}], torch.tensor(1.5), np.True_, {"x": np.float64(1)})) == (
+    assert read_step(([{"role": "user"}], torch.tensor(1.5), np.True_, {"x": np.float64(1)})) == (
         [{"role": "user"}],
         1.5,
         True,
@@ -208,10 +213,10 @@ def test_tools_and_environments_give_plain_data():
     )
     for wrong, fault in (("1", "text is not a number"), (float("nan"), "finite")):
         with pytest.raises(UnusableResult, match=fault):
-            step(([], wrong, True, {}))
-    assert state((1, ("a", np.int64(2)))) == (1, ("a", 2)) and unread(odd) is odd
+            read_step(([], wrong, True, {}))
+    assert read_state((1, ("a", np.int64(2)))) == (1, ("a", 2)) and unread(odd) is odd
     with pytest.raises(UnusableResult, match="a object"):
-        state((1, odd))
+        read_state((1, odd))
 
 
 # ---- ranks ----

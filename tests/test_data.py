@@ -15,7 +15,8 @@ import rollouts
 from config import ConfigError, TrainConfig
 from data import Rows, each, filter_overlong, load_data, load_rows
 from inputs.processor import load_processor
-from inputs.prompts import prompt_ids, prompt_lengths
+from inputs.prompts import prompt_ids
+from inputs.vision import prompt_lengths
 from train_grpo import PromptSampler
 
 pytestmark = pytest.mark.quick

@@ -12,7 +12,7 @@ import rollouts
 from config import TrainConfig
 from envs import ToolEnvironment
 from hf_generator import HFGenerator
-from inputs.prompts import begun_by, end_ids
+from inputs.prompts import begun_in, end_ids, prompt_ids
 from inputs.trajectory import Trajectory
 from rewards import completion_text, score
 from scoring.text import format_tags
@@ -65,11 +65,11 @@ def test_sampling_ends_with_the_turn_and_the_end_is_trained(base, monkeypatch):
         (OPENS.replace("<think>\n", "<think>\n\n</think>\n\n"), "<think>\n\n</think>\n\n"),
         (SHUT.replace("TAGS", "</think>"), "<think>\n"),
         (SHUT.replace("TAGS", "<think></think>"), "<think>\n"),
-        (OPENS.replace("<think>\n", ""), ""),
     ],
 )
 def test_what_a_template_begins_answers_with(template, begun):
-    assert begun_by(tokenizer_of(template)) == begun
+    tokenizer = tokenizer_of(template)
+    assert begun_in(prompt_ids({"prompt": "Why?"}, tokenizer, TrainConfig()), tokenizer) == begun
 
 
 @pytest.mark.parametrize("chat", [True, False])

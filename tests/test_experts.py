@@ -12,7 +12,7 @@ from families import saved
 from server_fixture import make_tiny, start_server
 from transformers import AutoModelForCausalLM
 
-from utils import as_in_a_checkpoint
+from inputs.parameters import as_in_a_checkpoint
 from vllm_client import ServerError, VLLMClient
 
 pytestmark = pytest.mark.slow

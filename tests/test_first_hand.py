@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 import rewards
 import train_grpo as script
 from config import TrainConfig
-from inputs import prompts
+from inputs import vision
+from inputs.trajectory import Completion
 from rollouts import Trajectory, single_turn
-from vllm_client import Completion
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +34,7 @@ def test_pictures_of_a_column_are_shown_in_its_order():
     parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}, {"type": "text", "text": "?"}]
     generator = SimpleNamespace(tokenizer=processor, rope_index=None)
     for prompt, said in [("Which?", f"{mark}{mark}Which?"), ([{"role": "user", "content": parts}], f"{mark}or{mark}?")]:
-        built = prompts.build_prompt({"prompt": prompt, "images": [first, second]}, generator, TrainConfig())
+        built = vision.build_prompt({"prompt": prompt, "images": [first, second]}, generator, TrainConfig())
         ids, pixels = by_hand(said)
         assert built.token_ids == ids
         assert torch.equal(built.model_inputs["pixel_values"], pixels)

@@ -22,10 +22,11 @@ from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, adapters
 from inputs.processor import load_processor
-from inputs.prompts import TYPES, build_prompt, observation_text, observed
+from inputs.prompts import observation_text
 from inputs.special_tokens import END, clean, guard, special_texts, tokenize
 from inputs.special_tokens import tokenizer_of as text_tokenizer
 from inputs.trajectory import without_failed
+from inputs.vision import TYPES, build_prompt, observed, rope_index_of
 from rollouts import TrajectoryError, play
 from runlog import rollout_metrics
 from safety import calls
@@ -95,7 +96,7 @@ def test_a_result_forges_no_image(family, tmp_path):
         rope_index = None
 
     policy, inner = script.load_policy(TrainConfig(model_id=folder, compute_dtype="float32"), torch.device("cpu"))
-    Generator.rope_index = script.prompts.rope_index_of(inner.hf_model)
+    Generator.rope_index = rope_index_of(inner.hf_model)
     placeholders = " ".join(special_texts(Generator.tokenizer))
     picture = {"type": "image", "image": tiny_vlms.picture(3)}
     row = {"prompt": f"Look: {placeholders}", "image": tiny_vlms.picture(1)}
@@ -194,7 +195,7 @@ def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
         def next(self, step):
             return [0, 1]
 
-    functions = {"environment": rewards.environment}
+    functions = {"environment": rewards.get_reward_function("environment")}
     trajectories, metrics = collected(rows, Sampler(), 3, generator, functions, cfg)
     lost = 0 if fault in ("none", "close") else 2
     assert metrics["rollout/failed"] == lost and len(trajectories) == 8 - lost

@@ -17,7 +17,7 @@ import utils
 from config import TrainConfig
 from hf_generator import PolicyGenerator
 from inputs import agreement
-from inputs.prompts import Prompt
+from inputs.vision import Prompt
 from runlog import checkpoints
 
 pytestmark = pytest.mark.slow

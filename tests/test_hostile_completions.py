@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_scoring import FOLLOWED
 
 from envs.formats import FORMATS, read_calls
-from rewards import REWARDS
+from rewards import REWARDS, get_reward_function
 from scoring.instructions import INSTRUCTIONS
 
 COLUMNS = {  # one row for every reward that reads text; it is what the row's owner wrote, so it is in order
@@ -48,7 +48,8 @@ PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999",
 
 
 def scored(name: str, text: str):
-    return REWARDS[name](completions=[text], prompts=["q"], **{key: [value] for key, value in COLUMNS[name].items()})
+    columns = {key: [value] for key, value in COLUMNS[name].items()}
+    return get_reward_function(name)(completions=[text], prompts=["q"], **columns)
 
 
 def test_every_reward_is_looked_at():

@@ -15,11 +15,11 @@ import train_grpo
 import train_minimal as script
 import utils
 from config import ConfigError, TrainConfig, load_config
+from inputs.trajectory import Completion
 from looking.runs import Run
 from rewards import completion_text
 from rollouts import Trajectory
 from runlog.reading import read_metrics
-from vllm_client import Completion
 
 TOY = ROOT / "benchmarks" / "toy.py"
 CPU = torch.device("cpu")

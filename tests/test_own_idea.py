@@ -13,8 +13,8 @@ import rollouts
 import train_grpo as script
 from algorithms import checks
 from config import ConfigError, TrainConfig
+from inputs.trajectory import Completion
 from rollouts import RolloutError, Trajectory
-from vllm_client import Completion
 
 pytestmark = pytest.mark.quick
 

@@ -20,7 +20,7 @@ from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
 from config import ConfigError, TrainConfig, load_function
-from inputs.prompts import build_prompt
+from inputs.vision import build_prompt
 from rewards import get_reward_function
 from runlog.reading import read_metrics
 from safety import sandbox

@@ -138,8 +138,8 @@ def test_use_of_tools():
         return made
 
     given = [trajectory(turns=3), played("a 1", "a 2"), played("a 1", "a 1"), played("a 1", "broken")]
-    assert REWARDS["tool_use"](given) == [None, 1, 0.5, 0.5]
-    assert REWARDS["few_turns"](given[:2], TrainConfig(max_turns=5)) == [-0.5, -0.25]
+    assert get_reward_function("tool_use")(given) == [None, 1, 0.5, 0.5]
+    assert get_reward_function("few_turns")(given[:2], TrainConfig(max_turns=5)) == [-0.5, -0.25]
 
 
 @pytest.mark.parametrize("prompt", ["2 + 3 =", [{"role": "user", "content": "2 + 3 ="}]])

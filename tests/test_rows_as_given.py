@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from config import ConfigError, TrainConfig, load_function
 from data import load_rows
-from inputs.prompts import prompt_ids, prompt_lengths
+from inputs.prompts import prompt_ids
+from inputs.vision import prompt_lengths
 from rollouts import measure
 
 pytestmark = pytest.mark.quick

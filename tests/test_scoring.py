@@ -12,8 +12,9 @@ from test_rows_as_given import tokenizer_of
 
 from config import ConfigError, TrainConfig, check
 from data import load_rows
-from rewards import REWARDS, code_tests
+from rewards import get_reward_function
 from safety import sandbox
+from scoring.code import code_tests
 from scoring.instructions import instructions
 from scoring.reward_model import reward_model
 
@@ -23,7 +24,7 @@ from scoring.reward_model import reward_model
 def graded(cases: list[tuple]) -> tuple[list, list]:
     """(scores, texts) of (answer, text, text, ...)."""
     answers, texts = zip(*((case[0], text) for case in cases for text in case[1:]), strict=True)
-    return REWARDS["math"](completions=list(texts), answer=list(answers)), list(texts)
+    return get_reward_function("math")(completions=list(texts), answer=list(answers)), list(texts)
 
 
 def test_math():
@@ -41,7 +42,7 @@ def test_math():
     assert {text: score for text, score in zip(texts, scores, strict=True) if score != 1} == {}
     wrong = [("5", "6", "", "x" * 5000, "<answer>6 eggs</answer>"), ("silent", r"\boxed{listen}"), ("x+1", "x-1")]
     assert not any(graded(wrong)[0])
-    assert REWARDS["math"](completions=["5", "5"], answer=[None, ""]) == [None, None]
+    assert get_reward_function("math")(completions=["5", "5"], answer=[None, ""]) == [None, None]
 
 
 def test_math_pays_for_no_sum_that_the_grader_does_itself():
@@ -59,7 +60,7 @@ def test_math_pays_for_no_sum_that_the_grader_does_itself():
 def test_reasoning_gym_scores_with_the_parameters_of_the_row():
     tasks = ("chain_sum?size=1", "puzzle24?max_value=6&size=1", "countdown?size=1")
     rows = [load_rows(f"reasoning_gym:{task}", seed=1)[0] for task in tasks]
-    function, answer = REWARDS["reasoning_gym"], rows[0]["answer"]
+    function, answer = get_reward_function("reasoning_gym"), rows[0]["answer"]
     columns = {key: [row.get(key) for row in rows] for key in rows[0]}
     said = [f"<think>hm</think><answer>{answer}</answer>", rows[1]["answer"], rows[2]["answer"]]
     assert function(completions=said, **columns) == [1, 1, 1]
@@ -78,7 +79,7 @@ def test_reasoning_gym_scores_with_the_parameters_of_the_row():
 def test_a_scorer_that_fails_is_seen_not_fatal():
     row = load_rows("reasoning_gym:prime_factorization?size=1")[0]  # its scorer calls int() on whatever stands there
     columns = {key: [value] * 2 for key, value in row.items()}
-    values = REWARDS["reasoning_gym"](completions=["garbage (", row["answer"]], **columns)
+    values = get_reward_function("reasoning_gym")(completions=["garbage (", row["answer"]], **columns)
     assert values == [{"reward": 0.0, "scorer_error": 1.0}, 1]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from config import load_function
 from data import load_rows
-from rewards import math_equal
+from scoring.scorers import math_equal
 
 pytestmark = pytest.mark.quick
 

@@ -16,9 +16,8 @@ from data import load_data
 from envs import Environment, ToolEnvironment
 from envs.tools import Tool, Toolbox, from_function
 from inputs.prompts import render
-from inputs.trajectory import trajectory_fault
+from inputs.trajectory import Completion, trajectory_fault
 from rollouts import TrajectoryError, check_rollout, measure, play
-from vllm_client import Completion
 
 pytestmark = pytest.mark.quick
 
@@ -267,7 +266,7 @@ def test_answers_reach_whom_they_are_for_and_rewards_their_turns():
     async def run():
         tasks = [play(row, group, Secret(), sampler, cfg) for group, row in enumerate(rows) for _ in range(8)]
         trajectories = await asyncio.gather(*tasks)
-        await rewards.score(trajectories, {"environment": rewards.environment}, cfg)
+        await rewards.score(trajectories, {"environment": rewards.get_reward_function("environment")}, cfg)
         return trajectories
 
     trajectories = asyncio.run(run())

@@ -15,9 +15,9 @@ from steps import collected
 import train_grpo as script
 from algorithms import checks
 from config import TrainConfig
-from inputs.prompts import Prompt
+from inputs.trajectory import Completion
+from inputs.vision import Prompt
 from rollouts import Trajectory
-from vllm_client import Completion
 
 pytestmark = pytest.mark.quick
 

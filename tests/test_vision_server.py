@@ -13,7 +13,7 @@ from tiny_vlms import picture, picture_rows
 import teachers
 import train_grpo as script
 from config import TrainConfig
-from inputs import prompts
+from inputs import vision
 from inputs.processor import load_processor
 from rollouts import single_turn
 
@@ -65,7 +65,7 @@ def test_server_and_trainer_see_the_same(run):
     # Another picture shows in the log-probs: the canary of every step would see it.
     row = next(row for row in picture_rows() if "image" in row)
     place = next(n for n, t in enumerate(trajectories) if t.images)
-    other = prompts.build_prompt(row | {"image": picture(9)}, client, cfg).model_inputs
+    other = vision.build_prompt(row | {"image": picture(9)}, client, cfg).model_inputs
     inputs = [other if n == place else given for n, given in enumerate(batch.model_inputs)]
     assert difference(policy, replace(batch, model_inputs=inputs), cfg) > 10 * difference(policy, batch, cfg)
 

@@ -10,7 +10,7 @@ from server_fixture import make_tiny
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 import train_grpo as script
-from inputs import prompts
+from inputs import vision
 from rollouts import Trajectory
 
 # What each family writes for an image; the processor makes of it what the model sees.
@@ -195,7 +195,7 @@ def picture_rows() -> list[dict]:
 def batch_of(rows, generator, cfg) -> script.Batch:
     random, trajectories = torch.Generator().manual_seed(0), []
     for group, row in enumerate(rows):
-        prompt = prompts.build_prompt(row, generator, cfg)
+        prompt = vision.build_prompt(row, generator, cfg)
         for member in range(3):
             ids = torch.randint(300, 4000, (3 + 2 * member + group,), generator=random).tolist()
             n, info = len(ids), {"model_inputs": prompt.model_inputs}

@@ -27,14 +27,6 @@ def text_of(value) -> str:
         return f"<{type(value).__name__}>"
 
 
-def calls_in(info: dict) -> list[dict]:
-    """The calls of tools that a turn's info lists (Toolbox.run): an environment without tools may have anything else of
-    that name."""
-    calls = info.get("calls")
-    listed = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [call for call in listed if "call" in call and isinstance(call.get("failed"), (int, float))]
-
-
 def jsonable(value, depth: int = 50):
     """The value as JSON can hold it: keys as text, unknown things as text, what is nested deeper than `depth` cut."""
     if value is None or isinstance(value, (bool, float)):

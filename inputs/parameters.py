@@ -1,0 +1,146 @@
+"""Parameters of a model: on which ranks and devices they lie, and what checkpoints call them."""
+
+import contextlib
+import datetime
+import re
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
+
+from config import TrainConfig
+from utils import gather_objects, is_main, raise_together, world_size
+
+# ---- where they lie --------------------------------------------------------------------------------------------------
+
+
+def device_mesh(device: torch.device, cfg: TrainConfig) -> DeviceMesh:
+    """Copies x ranks that share each, or all ranks. To its groups torch would give limits of its own."""
+    world = world_size()
+    size = cfg.shard_size or world
+    shape, names = ((size,), ("shard",)) if size == world else ((world // size, size), ("replicate", "shard"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        group.set_timeout(datetime.timedelta(seconds=cfg.dist_timeout))
+    return mesh
+
+
+@contextlib.contextmanager
+def on_rank_0(what: str, everywhere: bool = False) -> Iterator[None]:
+    """The models made inside have values on rank 0, elsewhere shapes alone (torch's meta device); see `handed_out`.
+
+    Collective. An error is raised on every rank. everywhere: they have values on all.
+    """
+    error = None
+    try:
+        with contextlib.nullcontext() if is_main() or everywhere else torch.device("meta"):
+            yield
+    except Exception as caught:  # carried to raise_together, which raises it on every rank
+        error = caught
+    raise_together(error, what)
+
+
+def handed_out(model: nn.Module, device: torch.device) -> Callable[..., None]:
+    """Empty a model that has values on rank 0; returns fill(module, recurse=True), which gives a part of it memory on
+    `device` and the values that rank 0 had, on every rank. All ranks call both.
+
+    What is filled layer by layer, and cut into shards at once, is never whole on any device but rank 0's CPU. There it
+    leaves as it is filled. Tied weights stay one.
+    """
+    stores = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+    tensors = {tensor: None for store in stores for tensor in store.values() if tensor is not None}  # each once
+    dtypes = gather_objects([tensor.dtype for tensor in tensors])[0]  # from_pretrained keeps some of them wider
+    empty = {t: _like(t, torch.empty(t.shape, dtype=d, device="meta")) for t, d in zip(tensors, dtypes, strict=True)}
+    values = {empty[tensor]: tensor.detach() for tensor in tensors} if is_main() else {}
+    for store in stores:
+        store.update({key: empty[tensor] for key, tensor in store.items() if tensor is not None})
+    filled = weakref.WeakValueDictionary()  # so that it holds no layer that was cut
+
+    @torch.no_grad()
+    def arrived(tensor: Tensor) -> Tensor:
+        if (made := filled.get(tensor)) is None:
+            whole = values.pop(tensor).to(device).contiguous() if is_main() else torch.empty_like(tensor, device=device)
+            if world_size() > 1:
+                dist.broadcast(whole, 0)
+            filled[tensor] = made = _like(tensor, whole)
+        return made
+
+    def fill(module: nn.Module, recurse: bool = True) -> None:
+        for part in module.modules() if recurse else [module]:
+            for store in (part._parameters, part._buffers):
+                store.update({k: arrived(t) for k, t in store.items() if t is not None and t.is_meta})
+
+    return fill
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+HOSTED = WeakTensorKeyDictionary()  # of a tensor that takes turns, its memory on the CPU
+
+
+@torch.no_grad()
+def move(run, device: torch.device) -> None:
+    """All that `run` trains with to `device`: parameters, buffers, optimizer state. They stay the objects that the
+    optimizer knows. What this process holds free on the GPU is given back.
+
+    Shards of FSDP2 are in CPU memory (--offload) and stay there; what is gathered of them goes: after a forward pass
+    alone a root module is still whole.
+    """
+    frozen = {"reference": (run.reference, None), "teacher": ((run.teacher or (None,))[0], None)}
+    for module, optimizer in (run.modules | frozen).values():
+        parts = module.modules() if module is not None else ()
+        if sharded := [part for part in parts if isinstance(part, FSDPModule)]:
+            for part in sharded:
+                part.reshard()
+        elif module is not None:
+            states = optimizer.state.values() if optimizer else ()
+            state = [value for each in states for value in each.values() if isinstance(value, Tensor)]
+            for tensor in [*module.parameters(), *module.buffers(), *state]:
+                tensor.data = on_host(tensor) if device.type == "cpu" else tensor.to(device)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory that is the tensor's from now on, as copies to and from fresh memory take longer."""
+    if tensor not in HOSTED:
+        HOSTED[tensor] = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+    return HOSTED[tensor].copy_(tensor)
+
+
+# ---- names of weights -----------------------------------------------------------------------------------------------
+
+
+# Some of transformers' conversions turn a tensor that has not the model's shape, such as experts of Qwen3-VL's
+# mixtures. On the way back each has it, and none would be turned; vLLM always turns them.
+Transpose.reverse_op = property(lambda self: Transpose(self.dim1, self.dim0))
+
+
+def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Weights under the names, and in the pieces, that `save_pretrained` writes: transformers renames and fuses some
+    when it loads a model (vision towers, experts), and a server's loader knows them as published."""
+    return list(revert_weight_conversion(hf_model, dict(named)).items())
+
+
+def layer_of(name: str) -> str:
+    """The beginning of a parameter's name that all of its layer have, such as "model.layers.3."; "" for none."""
+    return re.match(r".*?\.\d+\.|", name)[0]
+
+
+def joined_in_a_checkpoint(model: nn.Module) -> bool:
+    """Whether published checkpoints hold some tensors of a layer joined that transformers' model has apart. It is known
+    from the model's class alone, so on every rank."""
+    known = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    conversions = [] if known is None else get_model_conversion_mapping(known, add_legacy=False)
+    into = [one.target_patterns for one in conversions if isinstance(one, WeightConverter)]
+    return any(len(patterns) > 1 or "*" in patterns[0] for patterns in into)

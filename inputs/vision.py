@@ -1,0 +1,312 @@
+"""Prompts with images: token ids, the tensors that a model wants beside them, and the files that a server is sent.
+
+A prompt with images has two forms. A server is sent one placeholder token an image and the image; it expands the
+placeholder itself. The trainer needs the expanded ids and the pixels. `build_prompt` makes both, once per row however
+many completions are sampled; the server's echo of the expanded ids is compared with ours (`check_echo`).
+Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; `join_inputs` joins those of
+several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
+
+    row -> build_prompt (of text alone by prompts.prompt_ids) -> sampled -> continued | observed
+"""
+
+import functools
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from PIL import Image
+
+from config import ConfigError, TrainConfig, shorten
+from data import Rows, each, file_of
+from inputs.parts import PartError
+from inputs.pictures import PictureError, load_image, open_image, scaled, upright_size
+from inputs.prompts import (
+    adds_bos,
+    image_parts,
+    is_vision,
+    normal,
+    observation_ids,
+    observation_text,
+    prompt_ids,
+    prompt_text,
+    render,
+)
+from inputs.special_tokens import tokenize
+
+# torch is imported where there are images, so that environments can be tried without it.
+
+# Families whose masks treat images or whole prompts apart: what they call token types, and the type of what is sampled
+# after a prompt.
+FOLLOWED_BY = {"gemma3": ("token_type_ids", 0), "paligemma": ("token_type_ids", 1)}
+FOLLOWED_BY |= dict.fromkeys(("gemma4", "gemma4unified"), ("mm_token_type_ids", 0))
+TYPES = tuple(dict.fromkeys(name for name, _ in FOLLOWED_BY.values()))
+PER_TOKEN = ("position_ids", *TYPES)  # of a model's inputs: all others are by image or patch
+ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
+
+_RECENT: OrderedDict[int, tuple] = OrderedDict()  # prompts by their row's identity: it may be sampled many times
+
+
+@dataclass
+class Prompt:
+    token_ids: list[int]  # as the model sees it, images expanded
+    sent_ids: list[int]  # as a server is sent it, one placeholder an image; without images the same
+    images: list[bytes] = field(default_factory=list)  # image files, in the order of their placeholders
+    model_inputs: dict = field(default_factory=dict)  # tensors beside the token ids
+
+
+def placeholder_tokens(config) -> list[int]:
+    """Token ids that stand for an image, a video or a sound in a prompt, as the model's config announces them. Neither
+    the server nor the trainer gives them any probability: a sampled one would be taken for an image."""
+    found = {value for key, value in config.to_dict().items() if ANNOUNCED.match(key) and isinstance(value, int)}
+    return sorted(token for token in found if token >= 0)
+
+
+def image_sources(row: dict) -> list:
+    """What the row has for images, in the order in which its prompt shows them: column `image` or `images` fills the
+    image parts of its messages that bring none. PartError if these are not as many."""
+    column, parts = column_images(row), image_parts(row["prompt"])
+    bare = sum("image" not in part for part in parts)
+    if not parts:
+        return column
+    if bare and bare != len(column):
+        raise PartError(f"{bare} image placeholders in `prompt` for {len(column)} images")
+    rest = iter(column)
+    return [part["image"] if "image" in part else next(rest) for part in parts]
+
+
+def column_images(row: dict) -> list:
+    """Those of `images`; where it has none, that of `image`. An empty text is none: a .csv file has no other."""
+    for column in (row.get("images"), row.get("image")):
+        column = column if isinstance(column, (list, tuple)) else [column]
+        if found := [one for one in column if one is not None and not (isinstance(one, str) and not one)]:
+            return found
+    return []
+
+
+def build_prompt(row: dict, generator, cfg: TrainConfig, shown: dict | None = None) -> Prompt:
+    """The row's prompt, or that of `shown`, which an environment made of it; its images decoded and processed once.
+    generator: has the `tokenizer` (of models with images the processor) and `rope_index`."""
+    processor, shown = generator.tokenizer, shown or row
+    if not is_vision(processor):
+        ids = prompt_ids(shown, processor, cfg)
+        return Prompt(ids, ids)
+    known, messages, prompt = _RECENT.get(id(row), (None, None, None))
+    if known is not row or messages != shown["prompt"]:
+        prompt = vision_prompt(shown, processor, generator.rope_index, cfg, row)
+        _RECENT[id(row)] = row, shown["prompt"], prompt
+        while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
+            _RECENT.popitem(last=False)
+    return prompt
+
+
+def vision_prompt(
+    row: dict, processor, rope_index: Callable | None, cfg: TrainConfig, data_row: dict | None = None
+) -> Prompt:
+    """`build_prompt` of a row for a model with images; the row may have none. data_row: where it came from, if an
+    environment has written the prompt: then only the data row's own texts may name a file."""
+    sources, own = image_sources(row), image_sources(data_row or row)
+    text = prompt_text(row, processor, cfg, len(sources))
+    special = adds_bos(text, processor, cfg)
+    sent = tokenize(text, processor, special)
+    if not sources:
+        return Prompt(sent, sent)
+    loaded = []
+    for number, source in enumerate(sources):
+        try:
+            named = isinstance(source, (str, dict)) and source not in own
+            loaded.append(load_image(source, cfg, local_files=not named))
+        except PictureError as error:
+            name = f", {shorten(source)}," if isinstance(source, (str, Path)) else ""
+            raise PictureError(f"image {number} of a row{name} cannot be read: {error}") from error
+    images, files = zip(*loaded, strict=True)
+    ids, inputs = expand(text, list(images), processor, rope_index, special)
+    return Prompt(ids, sent, list(files), inputs)
+
+
+def expand(text: str, images: list, processor, rope_index: Callable | None, special: bool) -> tuple[list[int], dict]:
+    """(token ids with every placeholder expanded, tensors for the model), as the model's own processor makes them.
+
+    rope_index: of models whose positions have three axes; the prompt's are computed here, so that nothing later needs
+    to know. Positions after the prompt count on from its largest.
+    """
+    encoded = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=special))
+    ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
+    if "cross_attention_mask" in encoded:  # [1, T, images, tiles], as Llama 3.2 Vision has it
+        raise PartError(
+            "the model looks at images by cross-attention, whose mask has an entry for each token of a prompt, and "
+            "none here for those that are sampled. Choose a model whose images are tokens of the prompt"
+        )
+    if rope_index is not None:
+        encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
+    family = type(processor).__name__.removesuffix("Processor").lower()
+    name, followed_by = FOLLOWED_BY.get(family, (None, None))
+    types = encoded.get(name)
+    for key in (*TYPES, "labels"):  # of models with positions on three axes, these have the types in them
+        encoded.pop(key, None)
+    if types is not None:  # one longer than the prompt: the last stands for what follows
+        encoded[name] = types.new_tensor([[*types[0].tolist(), followed_by]])
+    return ids[0].tolist(), encoded
+
+
+def join_inputs(rows: list[dict], device=None) -> dict:
+    """Vision tensors of several rows as one: concatenated along the first dimension, whether it counts images, patches
+    or rows; other dimensions that differ (images a row, height, width) are filled up with zeros."""
+    joined = {}
+    for key in dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN):
+        tensors = [row[key] for row in rows if key in row]
+        shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+        joined[key] = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
+        for out, tensor in zip(joined[key].split([len(t) for t in tensors]), tensors, strict=True):
+            out[tuple(map(slice, tensor.shape))] = tensor
+        joined[key] = joined[key].to(device)
+    return joined
+
+
+def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None) -> Prompt:
+    """The prompt with `ids` behind it, sampled or of an observation: then `sent` of them for a server, and the model's
+    `inputs` for its images. Positions on several axes count on from the largest, types are a completion's."""
+    import torch
+
+    old, new = prompt.model_inputs, inputs or {}
+    joined = join_inputs([old, new]) if new else {k: v for k, v in old.items() if k not in PER_TOKEN}
+    if "position_ids" in old or "position_ids" in new:  # [3, 1, T]
+        before = old.get("position_ids", torch.arange(len(prompt.token_ids)).expand(3, 1, -1))
+        after = new.get("position_ids", torch.arange(len(ids)).expand(3, 1, -1))
+        joined["position_ids"] = torch.cat([before, before.max() + 1 + after], dim=-1)
+    for types in (name for name in TYPES if name in old or name in new):  # [1, T + 1]; the last is of what follows
+        before = old.get(types, torch.zeros(1, len(prompt.token_ids) + 1, dtype=torch.long))
+        after = new.get(types, before[:, -1:].expand(-1, len(ids) + 1))
+        joined[types] = torch.cat([before[:, :-1], after], dim=1)
+    return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
+
+
+def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: TrainConfig, **options) -> Prompt:
+    """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded."""
+    processor, sources = generator.tokenizer, image_sources({"prompt": messages})
+    sent = observation_ids(messages, processor, prompt.token_ids[-1], schemas, **options)
+    if not sources:
+        return continued(prompt, sent)
+    text = observation_text(messages, processor, schemas, **options)
+    skip = len(tokenize(text, processor)) - len(sent)
+    images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
+    ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
+    for key in PER_TOKEN:
+        inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
+    if "position_ids" in inputs:
+        inputs["position_ids"] = inputs["position_ids"] - skip  # its first place was taken away
+    grown = continued(prompt, ids[skip:], sent, inputs)
+    return replace(grown, images=[*prompt.images, *files])
+
+
+def rope_index_of(hf_model) -> Callable | None:
+    """The function that gives a prompt's positions on three axes, of models that have it."""
+    from inputs.model import backbone  # here, so that an environment can be tried without torch
+
+    return getattr(backbone(hf_model), "get_rope_index", None)
+
+
+def images_alone(processor, count: int) -> str:
+    """The shortest prompt with so many images."""
+    if not processor.chat_template:
+        return processor.image_token * count
+    return render(normal([{"role": "user", "content": "-"}], processor, count), processor, add_generation_prompt=True)
+
+
+def blank_inputs(processor, cfg: TrainConfig, hf_model) -> dict:
+    """Inputs of the shortest prompt with an image, for passes that have none (packing.with_blank)."""
+    import torch
+
+    image = Image.new("RGB", (64, 64))
+    ids, inputs = expand(images_alone(processor, 1), [image], processor, rope_index_of(hf_model), special=True)
+    return inputs | {"input_ids": torch.tensor([ids])}
+
+
+def check_echo(prompt: Prompt, samples: list) -> None:
+    """The generator must have seen the prompt that is trained on; RuntimeError says where the two differ."""
+    ours, theirs = prompt.token_ids, samples[0].prompt_ids
+    if ours != theirs:
+        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+        raise RuntimeError(
+            f"the generator made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
+            f"{len(ours)}; they differ from token {place} on. Is the server's --model the trainer's --model_id? Scale "
+            "images with --max_pixels and --min_pixels here, not with --mm-processor-kwargs there."
+        )
+
+
+# ---- at start --------------------------------------------------------------------------------------------------------
+
+
+def check_images(rows, name: str, processor, first: int = 0) -> list:
+    """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
+    cannot be read, or are not as many as its placeholders. What is damaged behind that costs its row when it is drawn.
+    first: the first row's number."""
+    sizes = []
+    for index, row in enumerate(rows, first):
+        where = f"{name}, row {index}"
+        try:
+            sources = image_sources(row)
+            if sources and not is_vision(processor):
+                raise PartError("it has images, and the model of --model_id takes none; choose one that does")
+            if len(sources) < len(column_images(row)):
+                raise PartError("the image parts of `prompt` bring their own images: those of its column are not shown")
+            sizes.append([upright_size(open_image(source)[0])[::-1] for source in sources])
+        except PartError as error:
+            raise ConfigError(f"{where}: {error}.") from error
+        except PictureError as error:
+            raise ConfigError(f"{where}: an image cannot be read: {error}") from error
+    return sizes
+
+
+def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, first: int = 0) -> list[int]:
+    """Tokens of every prompt, its images counted by their sizes. Of text on the disk they are kept for the next start.
+    first: the first row's number."""
+    if isinstance(rows, Rows) and not is_vision(processor):
+        how = processor.backend_tokenizer.to_str() if getattr(processor, "is_fast", False) else vars(processor)
+        how = (how, processor.chat_template, cfg.chat_template_kwargs, cfg.system_prompt, cfg.allow_special_tokens)
+        how += (cfg.no_apply_chat_template, version("transformers"), file_of(prompt_ids))
+        return each(rows, lambda part, at: prompt_lengths(part, name, processor, cfg, at), "measuring prompts", *how)
+    sizes, lengths = check_images(rows, name, processor, first), []
+    for index, (row, shapes) in enumerate(zip(rows, sizes, strict=True), first):
+        try:
+            text = prompt_text(row, processor, cfg, len(shapes))
+            sent = len(tokenize(text, processor, adds_bos(text, processor, cfg)))
+            lengths.append(sent + added_by(processor, [scaled(shape, cfg) for shape in shapes]))
+        except PartError as error:
+            raise ConfigError(f"{name}, row {index}: {error}.") from error
+    return lengths
+
+
+def added_by(processor, shapes: list[tuple[int, int]]) -> int:
+    """Tokens that images of these sizes (height, width) have beyond one placeholder each."""
+    if not shapes:
+        return 0
+    try:
+        if (more := unsaid(processor, len(shapes))) is None:
+            return expanded_by(processor, shapes)
+        return said_of(processor, shapes) + more
+    except (ValueError, ArithmeticError) as error:  # such as a line of 100,000 pixels
+        raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
+
+
+def said_of(processor, shapes: list[tuple[int, int]]) -> int:
+    return sum(processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens) - len(shapes)
+
+
+def expanded_by(processor, shapes: list[tuple[int, int]]) -> int:
+    """By what the processor makes of blank images."""
+    text, blank = images_alone(processor, len(shapes)), [Image.new("RGB", shape[::-1]) for shape in shapes]
+    return len(expand(text, blank, processor, None, special=False)[0]) - len(tokenize(text, processor))
+
+
+@functools.lru_cache(maxsize=64)
+def unsaid(processor, count: int) -> int | None:
+    """Tokens around `count` images (Gemma's), or of what several become (LLaVA-OneVision's), that the processor leaves
+    out where it says how many there are; None if that is no constant number, or it says nothing (SmolVLM's)."""
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        return None
+    tried = [[size] * count for size in ((224, 448), (448, 448))]
+    found = {expanded_by(processor, shapes) - said_of(processor, shapes) for shapes in tried}
+    return found.pop() if len(found) == 1 else None
