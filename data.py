@@ -360,28 +360,20 @@ def check_row(row) -> None:
     check_dict(row)
     if "prompt" not in row:
         raise ConfigError(f"no column `prompt`, only {', '.join(map(str, row))}. {PROMPT_RULE}. {REMEDY}")
-    if fault := prompt_fault(row["prompt"]):
-        raise ConfigError(f"{fault}. {PROMPT_RULE}.")
-
-
-def prompt_fault(prompt) -> str | None:
-    """What is wrong with a prompt, or None."""
-    if isinstance(prompt, str):
-        return None if prompt.strip() else "`prompt` is an empty string"
-    if not isinstance(prompt, list) or not prompt:
-        return f"`prompt` is a {type(prompt).__name__}, {shorten(prompt)}"
-    for number, message in enumerate(prompt):
-        where = f"message {number} of `prompt`"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-            return f"{where} is no dict with a `role`: {shorten(message)}"
+    prompt = row["prompt"]
+    if not isinstance(prompt, (str, list)) or not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ConfigError(f"`prompt` is {shorten(prompt)}. {PROMPT_RULE}.")
+    for number, message in enumerate(prompt if isinstance(prompt, list) else ()):
+        fits = isinstance(message, dict) and isinstance(message.get("role"), str)
         # content is text or a list of parts; an assistant that only calls tools has none
-        if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
-            return f"{where} has no `content`: {shorten(message)}"
+        fits = fits and (isinstance(message.get("content"), (str, list)) or message.get("tool_calls"))
+        if not fits:
+            fault = f"message {number} of `prompt` has no `role`, or no `content`: {shorten(message)}"
+            raise ConfigError(f"{fault}. {PROMPT_RULE}.")
         try:
             parts_of(message.get("content"))
         except PartError as error:
-            return f"{where}: {error}"
-    return None
+            raise ConfigError(f"message {number} of `prompt`: {error}. {PROMPT_RULE}.") from None
 
 
 def filter_overlong(rows, lengths: Sequence[int], max_prompt_length: int) -> tuple:

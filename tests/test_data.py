@@ -169,7 +169,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, text, says):
     [
         ({"answer": "5"}, "no column `prompt`, only answer"),
         ({"prompt": 7}, "7"),
-        ({"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 1 of `prompt` has no `content`"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}, "message 1 of `prompt` has no"),
         ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]}, "'video'"),
         ("a text", "'a text'"),
     ],
