@@ -14,9 +14,9 @@ there. To resume is to unpickle, which can run code: resume from what your own r
 import copy
 import datetime
 import inspect
+import io
 import json
 import os
-import pickle
 import random
 import re
 import shutil
@@ -271,9 +271,12 @@ def check_names(hf_model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def kept(memory: dict) -> bytes:
-    """The pickle of after_rollout's dict. ValueError now, and not at the end of a run, if there is none."""
+    """after_rollout's dict as a file: the same bytes on all ranks where they have the same in it, which a plain pickle
+    of tensors has not. ValueError now, and not at the end of a run, if it cannot be written."""
+    file = io.BytesIO()
     try:
-        return pickle.dumps(memory)
+        torch.save(memory, file)
+        return file.getvalue()
     except Exception as error:  # pickling runs code of whatever class it meets
         raise ValueError(
             f"`memory` of after_rollout holds what a checkpoint cannot keep ({text_of(error):.200}): give it tensors, "
@@ -391,7 +394,7 @@ def load_own(folder: Path, memory: dict) -> None:
                 "new rank has none. Resume on as many, or fill it alike on all (utils.gather_objects) in a new run."
             )
         own = {"memory": memories.pop()}
-    memory.update(pickle.loads(own["memory"]))
+    memory.update(torch.load(io.BytesIO(own["memory"]), weights_only=False))
 
 
 def own_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
