@@ -114,7 +114,8 @@ export async function trajectoriesView(content, parameters, signal) {
       h("div", { class: "card prompt" }, h("h2", {}, `Group ${all[n].group}`, h("span", { class: "dim" }, ` · ${members.length} completions`)), long(rows[0].prompt, 1200),
         answer === undefined ? null : h("p", {}, h("span", { class: "dim" }, "answer in the data: "), h("b", {}, said(answer)))),
       h("div", { class: "beside" }, members.map((one, place) => card(one, rows[place]))));
-    if (wide) group.querySelector("[aria-current]").scrollIntoView({ block: "nearest" });
+    group.scrollTop = 0;
+    if (wide && members[0].n !== n) group.querySelector("[aria-current]").scrollIntoView({ block: "nearest" });
   }
 
   function card(one, found) {
