@@ -581,6 +581,17 @@ def parse_args(cls: type = TrainConfig, argv: list[str] | None = None, descripti
         raise SystemExit(2) from None
 
 
+def words_of(settings: dict) -> list[str]:
+    """The settings as words of a command line."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
 def first_steps(cfg: TrainConfig) -> str:
     """What to type, for somebody who started a script without flags and without a server's secret."""
     return f"""no arguments, and no VLLM_SERVER_TOKEN. On GPUs this trains {cfg.model_id} beside

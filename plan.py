@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from config import BY_DOMAIN, ConfigError, TrainConfig, knobs_of, parse_args
+from config import BY_DOMAIN, ConfigError, TrainConfig, knobs_of, parse_args, words_of
 
 
 class PlanConfig(TrainConfig):
@@ -349,17 +349,13 @@ def script_of(cfg: PlanConfig) -> str:
 def flags(cfg: PlanConfig) -> list[str]:
     """Command-line words of every setting that differs from the script's default, the model always. With domains the
     file that lists them has to be given, and what it may set is left to it."""
-    usual, words = knobs_of(script_of(cfg).removesuffix(".py"))(), ["--model_id", cfg.model_id]
+    usual, settings = knobs_of(script_of(cfg).removesuffix(".py"))(), {"model_id": cfg.model_id}
     for field in fields(TrainConfig):
         value, default = getattr(cfg, field.name), getattr(usual, field.name)
         listed = bool(cfg.domains) and field.name in {"domains", *BY_DOMAIN}
-        if value in (default, field.default if cfg.critic else default) or field.name == "model_id" or listed:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{field.name}" if value else f"--no-{field.name}")
-        elif field.repr:
-            words += [f"--{field.name}", *map(str, value if isinstance(value, list) else [value])]
-    return ["--config", "MIX.yaml", *words] if cfg.domains else words
+        if value not in (default, field.default if cfg.critic else default) and field.repr and not listed:
+            settings[field.name] = value
+    return ["--config", "MIX.yaml"] * bool(cfg.domains) + words_of(settings)
 
 
 def table(need: Counter, cfg: PlanConfig, in_cpu: float = 0) -> str:

@@ -27,11 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from orphans import ends_with_us  # noqa: E402
 
-from config import (  # noqa: E402
-    ConfigError,
-    load_config,
-    load_yaml,  # noqa: E402
-)
+from config import ConfigError, load_config, load_yaml, words_of  # noqa: E402
 from runlog.reading import held_out  # noqa: E402
 
 MADE = {  # models that need no hub, and what makes them
@@ -42,16 +38,6 @@ MADE = {  # models that need no hub, and what makes them
 # What the warm start has in common with the training.
 TASK = "dataset_id env tools mcp_config tool_parser max_turns max_turn_length max_prompt_length max_completion_length "
 TASK += "system_prompt max_pixels min_pixels compute_dtype tokens_per_microbatch"
-
-
-def flags_of(settings: dict) -> list[str]:
-    words = []
-    for name, value in settings.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
 
 
 def run(*command: str) -> None:
@@ -81,7 +67,7 @@ def main(name: str, flags: list[str]) -> None:
         model, start = start, f"runs/{run_name}/checkpoints/step_{warm['max_steps']}"
         if not Path(start).is_dir():
             task = {key: settings[key] for key in TASK.split() if key in settings}
-            command = ["scripts/warm_start.py", "--run_name", run_name, "--model_id", model, *flags_of(task | warm)]
+            command = ["scripts/warm_start.py", "--run_name", run_name, "--model_id", model, *words_of(task | warm)]
             run(sys.executable, *command)
 
     in_process = "hf" in (settings.get("generator"), *flags)

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import ConfigError, TrainConfig, load_config  # noqa: E402
+from config import ConfigError, TrainConfig, load_config, words_of  # noqa: E402
 
 # TRL's defaults that change what is learned, where ours differ or a rule below reads them.
 DEFAULTS = dict(
@@ -215,16 +215,6 @@ def arguments(script: Script, by_hand: list[str], notes: list[str]) -> dict:
     return flags
 
 
-def words(flags: dict) -> list[str]:
-    found = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            found += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    return found
-
-
 def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", type=Path)
@@ -238,7 +228,7 @@ def main(given: list[str]) -> None:
     flags = settings(script, by_hand, notes, args.processes) | arguments(script, by_hand, notes)
     ours = {name: value for name, value in flags.items() if value != getattr(TrainConfig, name, None)}
     ours = {"model_id": flags.get("model_id", "MODEL")} | ours
-    load_config(TrainConfig, [*words(ours), "--generator", "hf"])  # a wrong value is told now
+    load_config(TrainConfig, [*words_of(ours), "--generator", "hf"])  # a wrong value is told now
     start = f"torchrun --nproc_per_node={args.processes}" if args.processes > 1 else "python"
     for note in notes:
         print(f"# {note}")
@@ -246,7 +236,7 @@ def main(given: list[str]) -> None:
         print(f"# set by hand: {line}")
     if "generator" not in ours:
         print(f"python vllm_server.py --model {ours['model_id']}     # in a terminal of its own")
-    print(f"{start} train_grpo.py {shlex.join(words(ours))}")
+    print(f"{start} train_grpo.py {shlex.join(words_of(ours))}")
 
 
 if __name__ == "__main__":
