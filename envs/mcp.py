@@ -54,7 +54,6 @@ def connect(path: str, seconds: float) -> list[Tool]:
     """
     require("mcp", f"--mcp_config={path}")
     servers = read_servers(path, seconds)
-    run_loop()
     tools, listings = [], [on_loop(server.list_tools()) for server in servers]
     try:
         for server, listing in zip(servers, listings, strict=True):
@@ -111,7 +110,8 @@ def expand(value):
 
 
 class Server:
-    """An entry of the file and its connection: made when it is first needed, and by the next call after it was lost.
+    """An entry of the file and its connection: made when it is first needed, and by the next call after it was lost. An
+    environment may have one of its own, `await server.call(TOOL, **arguments)` and, at its end, `await server.close()`.
 
     seconds: limit of a call. start_seconds: of a start.
     """
@@ -218,6 +218,10 @@ class Server:
         quoted = f"; its last lines: {' | '.join(lines[-5:])}" if lines else ""
         return secrets.hide(f"MCP server {self.name!r} {fault}{quoted}")
 
+    async def close(self) -> None:
+        """`end`, from any event loop."""
+        await asyncio.wrap_future(on_loop(self.end()))
+
     async def end(self) -> None:
         """End the process or session, in END_SECONDS whatever it does."""
         if self.life is not None and not self.life.done():
@@ -259,6 +263,7 @@ def run_loop() -> None:
 
 
 def on_loop(coroutine):
+    run_loop()
     return asyncio.run_coroutine_threadsafe(coroutine, _loop)
 
 

@@ -19,6 +19,7 @@ from server_fixture import free_port
 
 from config import ConfigError, TrainConfig
 from envs import mcp
+from envs.adapters import environment_maker
 from envs.mcp import get_tools
 from envs.tools import Call, Toolbox
 from safety import secrets
@@ -144,6 +145,46 @@ def test_nothing_is_left_running(tmp_path):
     assert len(children() - before) == 1
     mcp.close_all()
     assert not children() - before
+
+
+OWN = """
+import sys
+from envs.mcp import Server
+
+
+class Own:
+    def reset(self, **row):
+        self.server = Server("own", {"command": sys.executable, "args": [SERVER]}, seconds=60)
+
+    async def echo(self, text: str) -> str:
+        \'\'\'Says it.
+
+        Args:
+            text: what
+        \'\'\'
+        return await self.server.call("echo", text=text)
+
+    async def close(self):
+        await self.server.close()
+"""
+
+
+def test_a_server_for_each_trajectory(tmp_path):
+    """As docs/tools-mcp.md writes it."""
+    (tmp_path / "own.py").write_text(f"SERVER = {SERVER!r}\n{OWN}", encoding="utf-8")
+    cfg, before, said = TrainConfig(env=f"{tmp_path}/own.py:Own", reward_funcs=["length"]), children(), []
+    make = environment_maker(cfg)
+    one, other = make(), make()
+    for environment in (one, other, one):
+        if not hasattr(environment.inner, "server"):
+            environment.reset({"prompt": "?"}, 0)
+        call = '<tool_call>{"name": "echo", "arguments": {"text": "hi"}}</tool_call>'
+        (message,), *_ = asyncio.run(environment.step(call))
+        said.append(message["content"])
+    assert said[0] == said[2] != said[1] and len(children() - before) == 2
+    for environment in (one, other):
+        asyncio.run(environment.close())
+    assert children() == before
 
 
 @pytest.mark.parametrize(
