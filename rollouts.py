@@ -13,11 +13,12 @@ import asyncio
 import functools
 import inspect
 import math
+import numbers
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from config import ConfigError, TrainConfig, known_name, shorten
 from data import has_column
@@ -29,6 +30,7 @@ from envs.playing import main
 from inputs.pictures import PictureError
 from inputs.prompts import SCHEMAS, begun_in, drops_thinking, own_kwargs, prompt_messages, special_text_in, with_tools
 from inputs.trajectory import (
+    LARGEST,
     RowPictureError,
     Trajectory,
     TrajectoryError,
@@ -37,11 +39,11 @@ from inputs.trajectory import (
     failed_trajectory,
     joined,
     same_row,
-    trajectory_fault,
 )
 from inputs.vision import build_prompt, check_echo, continued, image_sources, observed, prompt_lengths
 from safety.calls import run_limited, unread
 
+ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
 
 
@@ -299,6 +301,52 @@ async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajector
         error = late if isinstance(error, TimeoutError) else error
         return [failed_trajectory(row, 0, error) for _ in range(cfg.num_generations)]
     return checked_rollout(returned, row, generator, cfg)
+
+
+def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, str] | None:
+    """What is wrong with a trajectory, and the remedy; None if it can be trained on."""
+    per_token = ("token_ids", "loss_mask", "logprobs", "token_rewards")
+    for name in ("prompt_ids", *per_token):
+        given = getattr(t, name)
+        if not isinstance(given, list):
+            return f"{name} is a {type(given).__name__}", f"Give lists of plain numbers, such as {name}.tolist()."
+        kind = numbers.Integral if name.endswith("ids") else numbers.Real
+        if other := [k for k in {*map(type, given)} if not issubclass(k, kind)]:
+            return f"{name} holds a {other[0].__name__}", "Give lists of plain numbers."
+    lengths = {name: len(getattr(t, name)) for name in per_token}
+    if len({*lengths.values()}) > 1:
+        return f"per-token lists differ in length: {lengths}", "Give each an entry per token after the prompt."
+    if not t.prompt_ids:
+        return "prompt_ids is empty", "The first token after the prompt is predicted from it."
+    ids, size = t.prompt_ids + t.token_ids, getattr(generator, "vocab_size", None) or math.inf
+    # Placeholders of images may lie beyond the vocabulary; they are never sampled.
+    words = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask] if t.images else ids
+    if min(ids) < 0 or max(words, default=0) >= size:
+        return f"token ids go from {min(ids)} to {max(ids)}", f"The model's go from 0 to {size - 1}."
+    restarts = t.info.get("restarts")
+    if restarts is not None and not all(a < b for a, b in pairwise([0, *restarts, len(t.token_ids)])):
+        remedy = "Give places in token_ids, in their order, at which the model's context begins anew."
+        return f'info["restarts"] is {shorten(restarts)} for {len(t.token_ids)} tokens', remedy
+    limit, longest = cfg.max_completion_length, len(t.token_ids)
+    if restarts is not None:  # contexts that an agent made: each of its rows fits the window
+        limit = limit + cfg.max_prompt_length
+        longest = max(b - a for a, b in pairwise([-len(t.prompt_ids), *restarts, len(t.token_ids)]))
+    if longest > limit:
+        remedy = "End it before, with finish_reason 'length', or raise the flag, and the server's --max-model-len."
+        return f"{longest} tokens are over --max_completion_length ({limit})", remedy
+    if not {*t.loss_mask} <= {0, 1}:
+        return f"loss_mask has {shorten(sorted({*t.loss_mask}))}", "1 where the policy sampled the token, else 0."
+    wrong = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask and not -math.inf < p <= ABOVE_ZERO]
+    if wrong:
+        remedy = "Give the log-probabilities of Completion.logprobs, finite and at most 0, for all sampled tokens."
+        return f"logprobs have {wrong[0]:g} for a sampled token", remedy
+    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= LARGEST]:
+        remedy = f"Rewards are finite, from -{LARGEST:g} to {LARGEST:g}."
+        return f"token_rewards have {wrong[0]:g}", remedy
+    if t.finish_reason not in ("stop", "length"):
+        remedy = "'stop', or 'length' where a limit cut it: see Completion."
+        return f"finish_reason is {shorten(t.finish_reason)}", remedy
+    return None
 
 
 def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Trajectory]:

@@ -1,16 +1,12 @@
-"""What a generator returns; a prompt and all that follows it, as rollouts return it; its faults; stand-ins."""
+"""What a generator returns; a prompt and all that follows it, as rollouts return it; stand-ins."""
 
-import math
-import numbers
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
 from config import TrainConfig, shorten
 
 LARGEST = 1e18  # of a reward: its square has to fit a float32, for standard deviations
-ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger
 
 
 @dataclass
@@ -143,52 +139,6 @@ def same_row(given, row: dict) -> bool:
             return repr(a) == repr(b)
 
     return given is row or isinstance(given, dict) and all(k in given and equal(given[k], row[k]) for k in row)
-
-
-def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, str] | None:
-    """What is wrong with a trajectory, and the remedy; None if it can be trained on."""
-    per_token = ("token_ids", "loss_mask", "logprobs", "token_rewards")
-    for name in ("prompt_ids", *per_token):
-        given = getattr(t, name)
-        if not isinstance(given, list):
-            return f"{name} is a {type(given).__name__}", f"Give lists of plain numbers, such as {name}.tolist()."
-        kind = numbers.Integral if name.endswith("ids") else numbers.Real
-        if other := [k for k in {*map(type, given)} if not issubclass(k, kind)]:
-            return f"{name} holds a {other[0].__name__}", "Give lists of plain numbers."
-    lengths = {name: len(getattr(t, name)) for name in per_token}
-    if len({*lengths.values()}) > 1:
-        return f"per-token lists differ in length: {lengths}", "Give each an entry per token after the prompt."
-    if not t.prompt_ids:
-        return "prompt_ids is empty", "The first token after the prompt is predicted from it."
-    ids, size = t.prompt_ids + t.token_ids, getattr(generator, "vocab_size", None) or math.inf
-    # Placeholders of images may lie beyond the vocabulary; they are never sampled.
-    words = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask] if t.images else ids
-    if min(ids) < 0 or max(words, default=0) >= size:
-        return f"token ids go from {min(ids)} to {max(ids)}", f"The model's go from 0 to {size - 1}."
-    restarts = t.info.get("restarts")
-    if restarts is not None and not all(a < b for a, b in pairwise([0, *restarts, len(t.token_ids)])):
-        remedy = "Give places in token_ids, in their order, at which the model's context begins anew."
-        return f'info["restarts"] is {shorten(restarts)} for {len(t.token_ids)} tokens', remedy
-    limit, longest = cfg.max_completion_length, len(t.token_ids)
-    if restarts is not None:  # contexts that an agent made: each of its rows fits the window
-        limit = limit + cfg.max_prompt_length
-        longest = max(b - a for a, b in pairwise([-len(t.prompt_ids), *restarts, len(t.token_ids)]))
-    if longest > limit:
-        remedy = "End it before, with finish_reason 'length', or raise the flag, and the server's --max-model-len."
-        return f"{longest} tokens are over --max_completion_length ({limit})", remedy
-    if not {*t.loss_mask} <= {0, 1}:
-        return f"loss_mask has {shorten(sorted({*t.loss_mask}))}", "1 where the policy sampled the token, else 0."
-    wrong = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask and not -math.inf < p <= ABOVE_ZERO]
-    if wrong:
-        remedy = "Give the log-probabilities of Completion.logprobs, finite and at most 0, for all sampled tokens."
-        return f"logprobs have {wrong[0]:g} for a sampled token", remedy
-    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= LARGEST]:
-        remedy = f"Rewards are finite, from -{LARGEST:g} to {LARGEST:g}."
-        return f"token_rewards have {wrong[0]:g}", remedy
-    if t.finish_reason not in ("stop", "length"):
-        remedy = "'stop', or 'length' where a limit cut it: see Completion."
-        return f"finish_reason is {shorten(t.finish_reason)}", remedy
-    return None
 
 
 def end_to_end(experts: list[np.ndarray | None]) -> np.ndarray | None:

@@ -12,7 +12,8 @@ from published import published
 from rewards import completion_text
 from safety import http
 from safety.calls import time_limit
-from scoring.text import squad_em, tagged
+from scoring.answers import squad_em
+from scoring.text import tagged
 
 ASK = "Answer the question. What you do not know, look up: write <search>words</search>, and you are shown what is "
 ASK += "found. Think before each step. At the end write <answer>the answer alone</answer>.\n\n{}"

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import ConfigError, TrainConfig
 from envs import agents
 from envs.recorder import Conversation, read_answer, recorder
-from inputs.trajectory import Completion, TrajectoryError, trajectory_fault
-from rollouts import sampling_options
+from inputs.trajectory import Completion, TrajectoryError
+from rollouts import sampling_options, trajectory_fault
 from runlog.reading import read_metrics
 from vllm_client import VLLMClient
 

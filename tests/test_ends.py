@@ -15,7 +15,7 @@ from hf_generator import HFGenerator
 from inputs.prompts import begun_in, end_ids, prompt_ids
 from inputs.trajectory import Trajectory
 from rewards import completion_text, score
-from scoring.text import format_tags
+from scoring.answers import format_tags
 
 pytestmark = pytest.mark.quick
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -11,8 +11,7 @@ from ranks import on_ranks
 import train_grpo as script
 import utils
 from config import TrainConfig
-from inputs.trajectory import trajectory_fault
-from rollouts import Trajectory
+from rollouts import Trajectory, trajectory_fault
 
 # Of each completion its rows: what the model saw, and what it then read (0) and sampled (1). Group 0 has three
 # completions of three, one and two rows, group 1 two of one and two.

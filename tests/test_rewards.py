@@ -105,21 +105,21 @@ def test_squad():
     pairs = [("The  Eiffel Tower!", "eiffel tower", 1, 1), ("a tower in Paris", "the Eiffel Tower", 0, 2 * 1 / (3 + 2))]
     pairs += [("<answer>Rome</answer>", ["Paris", "Rome"], 1, 1)]
     for given, wanted, em, f1 in pairs:
-        assert REWARDS["squad_em"]([given], [wanted]) == [em]
-        assert REWARDS["squad_f1"]([given], [wanted]) == [pytest.approx(f1)]
+        assert get_reward_function("squad_em")([given], [wanted]) == [em]
+        assert get_reward_function("squad_f1")([given], [wanted]) == [pytest.approx(f1)]
 
 
 def test_choices():
     said = ["B", "The answer is C) H2O", "The answer is A. No wait, it is B.", "A: no. B: yes."]
-    assert REWARDS["multiple_choice"](said, [1, "(C)", "B", "A"]) == [1, 1, 1, 0]
+    assert get_reward_function("multiple_choice")(said, [1, "(C)", "B", "A"]) == [1, 1, 1, 0]
     with pytest.raises(ValueError, match="is no letter from A to H"):
-        REWARDS["multiple_choice"](["B"], ["red"])
+        get_reward_function("multiple_choice")(["B"], ["red"])
 
 
 def test_format():
     good = "<think>a\nb</think>\n<answer>c</answer>\n"
     bad = ["<think>a</think>c", good + "d", "<answer>c</answer><think>a</think>"]
-    assert REWARDS["format"](completions=[good, *bad]) == [1, 0, 0, 0]
+    assert get_reward_function("format")(completions=[good, *bad]) == [1, 0, 0, 0]
 
 
 def test_rewards_by_length():
@@ -128,7 +128,7 @@ def test_rewards_by_length():
     assert REWARDS["overlong"](completion_ids=ids, cfg=cfg) == pytest.approx([0, 0, -0.5, -1])
     assert REWARDS["length"](completion_ids=ids, cfg=cfg) == pytest.approx([0, -0.8, -0.9, -1])
     repeated = [[1, 2, 3, 4, 5], [1, 2, 3, 1, 2, 3], [7] * 10]
-    assert REWARDS["repetition"](repeated) == pytest.approx([0, -1 / 4, -7 / 8])
+    assert get_reward_function("repetition")(repeated) == pytest.approx([0, -1 / 4, -7 / 8])
 
 
 def test_use_of_tools():
@@ -149,7 +149,7 @@ def test_a_right_answer_is_worth_the_same_behind_a_call(prompt):
     direct, called = (trajectory(prompt=prompt, answer="5") for _ in range(2))
     said = [{"role": "assistant", "content": call}, {"role": "tool", "content": "5"}]
     called.info["messages"] = [*said, {"role": "assistant", "content": "5"}]
-    run([direct, called], {name: REWARDS[name] for name in ("exact_match", "squad_f1")})
+    run([direct, called], {name: get_reward_function(name) for name in ("exact_match", "squad_f1")})
     assert direct.info["rewards"] == called.info["rewards"] == {"exact_match": 1.0, "squad_f1": 1.0}
 
 

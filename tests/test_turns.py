@@ -16,8 +16,8 @@ from data import load_data
 from envs import Environment, ToolEnvironment
 from envs.tools import Tool, Toolbox, from_function
 from inputs.prompts import render
-from inputs.trajectory import Completion, trajectory_fault
-from rollouts import TrajectoryError, check_rollout, measure, play
+from inputs.trajectory import Completion
+from rollouts import TrajectoryError, check_rollout, measure, play, trajectory_fault
 
 pytestmark = pytest.mark.quick
 
