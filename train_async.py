@@ -3,23 +3,25 @@
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
     CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct
 
-The server samples the next steps' completions while the trainer updates. Step t learns from the prompts it would
-have without this script, in the same order, and each once; only they may begin up to --max_staleness pushes earlier.
-So up to 1 + max_staleness steps' completions are in the server at a time:
+The server samples while the trainer updates. What it samples are groups, the completions of a prompt: --in_flight of
+them are under way, and a step takes the first `prompts_per_step` that have ended, the oldest of those first. None is
+waited for because it was drawn earlier:
 
-    server    | step 0 | step 1 | step 2     | step 3 |            --max_staleness 1: while the trainer updates on
-    trainer            | upd. 0 | upd. 1 |   | upd. 2 | upd. 3     step t, step t + 1 is sampled
+    server    | a a a a a a | d d d d d d d |           two groups a step, --in_flight 3: b and c end before a, and
+              | b b | e e e e e e | g g ...             make step 0; step 1 takes a and e
+              | c c c c | f f f f f f f |
+    trainer              step 0: b c      step 1: a e
 
-A push does not end what is under way: those sequences go on with the new weights. So a completion may begin up to
-`max_staleness` versions before the one it is trained with, and end with a later one (where LoRA adapters travel alone,
---push_lora, with the one it began with). It can never be older: a step begins only once the bound is guaranteed. Slow
-completions are waited for; dropping them would bias towards short ones. The ratio of trainer and sampling policy is
-corrected token by token, by the log-probs of sampling (--correction).
+A push does not end what is under way: those sequences go on with the new weights. So a group may begin up to
+`max_staleness` versions before the one that it is trained with, and end with later ones (where LoRA adapters travel
+alone, --push_lora, with the one it began with). What is older than that is ended, and not trained on: `async/dropped`
+counts such groups, and `async/never_trained` how many prompts have met no other end so far. These are the slow ones;
+docs/async.md says what that does to what is learned. The ratio of trainer and sampling policy is corrected token by
+token, by the log-probs of sampling (--correction).
 
-Rewards, tools and environments run in the background, too. The step number is the only state needed to resume: what was
-under way is sampled again. A `PromptSampler.next` that reads `memory` is asked for a step up to max_staleness steps
-early. To use it with a copy of train_grpo.py, copy this file, too, and write the copy's name wherever `train_grpo`
-stands in it.
+Rewards, tools and environments run in the background, too. Checkpoints keep the prompts of what is under way: a resumed
+run begins these anew, each once. With --max_staleness 0 steps are those of train_grpo.py. To use it with a copy of
+train_grpo.py, copy this file, too, and write the copy's name wherever `train_grpo` stands in it.
 """
 
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
@@ -31,7 +33,8 @@ class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there i
     first_run = f"{knobs_of('train_grpo').first_run} --max_staleness 0"
 
     # --- overlap ---
-    max_staleness: int = 1  # most policy versions between a completion's first token and its training; 0: no overlap
+    max_staleness: int = 4  # most policy versions between a group's first token and its training; 0: no overlap
+    in_flight: int | None = None  # groups under way, over all ranks; unset: 2 x prompts_per_step, one step ahead
 
 
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -41,11 +44,12 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass, replace
 
 import train_grpo
 import utils
 from inputs.trajectory import Trajectory
-from train_grpo import Collector, Run, collect, sample_step
+from train_grpo import Collector, Run, collect, sample_rows, settings_at
 
 
 def check(cfg: TrainConfig) -> None:
@@ -62,6 +66,10 @@ def check(cfg: TrainConfig) -> None:
             "--colocate has the server sleep while the trainer updates, so nothing can overlap; use train_grpo.py, or "
             "give the server a GPU of its own."
         )
+    if cfg.in_flight is not None and cfg.in_flight < cfg.prompts_per_step:
+        raise ConfigError(
+            f"--in_flight={cfg.in_flight}: a step takes --prompts_per_step={cfg.prompts_per_step} groups."
+        )
     if cfg.max_staleness + 1 < cfg.push_steps:
         raise ConfigError(
             f"--push_steps={cfg.push_steps} --max_staleness={cfg.max_staleness}: the weights that sample are up to "
@@ -69,72 +77,128 @@ def check(cfg: TrainConfig) -> None:
         )
 
 
+@dataclass(eq=False)
+class Group:
+    """A prompt under way, or ended and not yet trained on."""
+
+    drawn: tuple[int, list[int]]  # the row's number, and those that may replace it (--dynamic_sampling)
+    born: int  # version of the weights when it began
+    future: concurrent.futures.Future
+
+
 class Ahead(Collector):
-    """Samples up to `max_staleness` steps ahead, on an event loop in the background."""
+    """Keeps groups under way, on an event loop in the background."""
 
     check = staticmethod(check)
 
     def __init__(self, run: Run, cfg: TrainConfig):
         super().__init__(run, cfg)
+        self.ahead = bool(cfg.max_staleness) and not cfg.eval_only
+        if not self.ahead:
+            return
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
-        self.steps: dict[int, asyncio.Future] = {}  # begun and not trained on, oldest first
-        self.next = run.first  # the first step that has not begun
-        if utils.is_main() and cfg.max_staleness and not cfg.eval_only:
-            print(f"  overlap                completions begin up to {cfg.max_staleness} pushes before their step")
+        self.share = run.sampler.share
+        self.most = (
+            (cfg.in_flight or 2 * cfg.prompts_per_step) * self.share // cfg.prompts_per_step
+        )  # groups of this rank
+        self.groups: list[Group] = []  # begun and not trained on, oldest first
+        kept = run.memory.get("train_async") or {"draw": run.first, "waiting": [], "dropped": [], "trained": 0}
+        self.draw = kept["draw"]  # how often prompts were drawn: as often as there are steps, but for what was dropped
+        self.waiting = [(number, list(further)) for number, further in kept["waiting"]]  # drawn, and not begun
+        self.dropped, self.trained = set(kept["dropped"]), kept["trained"]
+        if utils.is_main():
+            how = f"{self.most * cfg.prompts_per_step // self.share} groups under way"
+            print(f"  overlap                {how}; what began over {cfg.max_staleness} pushes ago is dropped")
         self.idle_since, self.idle, self.lock = time.perf_counter(), 0.0, threading.Lock()
 
-    def begin(self, step: int, version: int, cfg: TrainConfig) -> None:
-        """Let a step's completions be sampled, from these weights or later ones."""
-        # At most from those that are pushed before the trainer takes this step; --push_steps may leave older ones.
-        run, versions = self.run, range(version, max(version + cfg.max_staleness, step) + 1)
-        sampled = sample_step(run.rows, run.sampler, step, run.generator, run.reward_functions, cfg, versions)
+    def begin(self, version: int, cfg: TrainConfig) -> None:
+        """Let the next prompt's completions be sampled, from these weights or later ones."""
+        run = self.run
+        if not self.waiting:
+            first = list(run.sampler.next(self.draw))
+            rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 0)
+            others = [run.sampler.extra(self.draw, round, len(first)) for round in rounds]
+            self.waiting = [(number, [extra[n] for extra in others]) for n, number in enumerate(first)]
+            self.draw += 1
+        number, further = drawn = self.waiting.pop(0)
+        alone, versions = replace(cfg, spare_prompts=0), range(version, version + cfg.max_staleness + 1)
+        given = run.rows, [number], further, run.generator, run.reward_functions, alone, versions, version
         with self.lock:
             if self.idle_since is not None:
                 self.idle, self.idle_since = self.idle + time.perf_counter() - self.idle_since, None
-            self.steps[step] = asyncio.run_coroutine_threadsafe(sampled, self.loop)
-        self.steps[step].add_done_callback(self.ended)  # takes the lock, at once if the step has ended
-        self.next = step + 1
+            self.groups.append(Group(drawn, version, asyncio.run_coroutine_threadsafe(sample_rows(*given), self.loop)))
+        self.groups[-1].future.add_done_callback(self.ended)  # takes the lock, at once if it has ended
 
     def ended(self, _) -> None:
         with self.lock:
-            if all(future.done() for future in self.steps.values()):
+            if all(group.future.done() for group in self.groups):
                 self.idle_since = time.perf_counter()
 
+    def fill(self, step: int, version: int, cfg: TrainConfig) -> None:
+        """Begin as many groups as may be under way, and are still needed before the last step."""
+        while len(self.groups) < min(self.most, (cfg.max_steps - step) * self.share):
+            self.begin(version, cfg)
+        waiting = [group.drawn for group in self.groups] + self.waiting  # what a resumed run has to begin
+        self.run.memory["train_async"] = {"draw": self.draw, "waiting": waiting, "dropped": sorted(self.dropped)}
+        self.run.memory["train_async"]["trained"] = self.trained
+
     def pushed(self, version: int, cfg: TrainConfig) -> None:
-        """Begin every step that stays within the bound."""
-        ahead = cfg.max_staleness and not cfg.eval_only
-        while ahead and self.next <= min(version + cfg.max_staleness, cfg.max_steps - 1):
-            self.begin(self.next, version, cfg)
+        if self.ahead:
+            if settings_at(version, cfg).temperature != settings_at(version + cfg.max_staleness, cfg).temperature:
+                raise ConfigError("settings_at: a temperature that changes by step wants --max_staleness 0.")
+            self.fill(version, version, cfg)
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
-        """A step's trajectories, once they have ended; an error in any step that is under way is raised at once."""
-        if step == self.next:
-            self.begin(step, version, cfg)
-        under_way = sum(not future.done() for future in self.steps.values())
-        ready = len(self.steps) - under_way
-        start = time.perf_counter()
+        """The first groups that have ended, once there are enough; an error in any that is under way is raised at
+        once."""
+        if not self.ahead:
+            trajectories, metrics = super().take(step, version, cfg)
+            return trajectories, metrics | staleness(trajectories, step)
+        ready = [group for group in self.groups if group.future.done()]
+        before = {"async/groups_under_way": len(self.groups) - len(ready), "async/groups_ready": len(ready)}
+        start, dropped = time.perf_counter(), 0
         while True:
-            for future in list(self.steps.values()):
-                if future.done():
-                    future.result()  # raises what a later step's reward or tool raised
-            if self.steps[step].done():
+            late = [group for group in self.groups if group.born < step - cfg.max_staleness]
+            for group in late:
+                group.future.cancel()
+                self.groups.remove(group)
+                self.dropped.add(group.drawn[0])
+            dropped += len(late)
+            self.fill(step, version, cfg)
+            ready = [group for group in self.groups if group.future.done()]
+            for group in ready:
+                group.future.result()  # raises what its reward or tool raised
+            if len(ready) >= self.share:
                 break
             time.sleep(0.002)
         waited = time.perf_counter() - start
-        trajectories, metrics = collect(self.run.rows, *self.steps.pop(step).result(), cfg)
+        sampled, counts = [], {}
+        for group in ready[: self.share]:
+            found, counted = group.future.result()
+            self.groups.remove(group)
+            self.dropped.discard(group.drawn[0])
+            sampled, counts = sampled + found, {name: n + counts.get(name, 0) for name, n in counted.items()}
+        self.trained += self.share
+        trajectories, metrics = collect(self.run.rows, sampled, counts, cfg)
         with self.lock:
             idle, self.idle = self.idle, 0.0
-        metrics |= {"async/generate_seconds": metrics["time/generate"], "async/generator_waited": idle}
+        metrics |= {"async/generate_seconds": metrics["time/generate"], "async/generator_waited": idle} | before
         # Of this step's time the wait is all that sampling and scoring took: the rest was hidden behind updates.
         metrics |= {"async/trainer_waited": waited, "time/generate": waited, "time/score": 0.0}
-        share = self.run.sampler.share
-        metrics |= {"async/groups_under_way": under_way * share, "async/groups_ready": ready * share}
+        mine = {"async/dropped_sum": (dropped, 1), "async/never_trained": (len(self.dropped), self.trained)}
+        found = utils.over_ranks(mine)
+        metrics |= {
+            "async/dropped": int(found["async/dropped_sum"]),
+            "async/never_trained": found["async/never_trained"],
+        }
         lag = staleness(trajectories, step)
         return trajectories, metrics | lag | {"policy_lag": lag["staleness/max"]}
 
     def close(self) -> None:
         """End what is under way, which nobody will train on."""
+        if not self.ahead:
+            return
 
         async def end() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}

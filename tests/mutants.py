@@ -71,8 +71,8 @@ MUTANTS = {
                    "algorithms -k published"),
     "gae_without_lambda": ("train_ppo.py", "delta + cfg.gamma * cfg.lam * next_advantage",
                            "delta + cfg.gamma * next_advantage", "ppo -k gae"),
-    "one_step_staler": ("train_async.py", "min(version + cfg.max_staleness, cfg.max_steps - 1)",
-                        "min(version + cfg.max_staleness + 1, cfg.max_steps - 1)", "async -k bounded"),
+    "one_step_staler": ("train_async.py", "group.born < step - cfg.max_staleness]",
+                        "group.born < step - cfg.max_staleness - 1]", "async -k bounded"),
     "lora_scale_lost": ("inputs/model.py", "alpha=layer.scaling[name]", "alpha=1.0", "loading -k reaches"),
     "adam_forgotten": ("runlog/checkpoints.py", 'if "optimizer" in state[name]:', "if False:", "resume -k PPO"),
 }  # fmt: skip

@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live import EVEN, ROOT, SMALL, running, trainer
 
@@ -43,6 +43,7 @@ def test_without_overlap_it_is_train_grpo(tmp_path, ranks):
         (dict(max_staleness=1, generator="hf"), "nothing can overlap"),
         (dict(max_staleness=-1), "give 0"),
         (dict(max_staleness=1, push_steps=4), "--max_staleness 3 or more"),
+        (dict(max_staleness=1, in_flight=4), "a step takes"),
     ],
 )
 def test_settings_that_cannot_overlap(flags, message):
@@ -54,34 +55,39 @@ def test_settings_that_cannot_overlap(flags, message):
 
 
 class Fake:
-    """Runs without model and server: a step's trajectories know the weights in the generator when they began and ended,
-    and take what time the test says."""
+    """Runs without model and server: a group knows the weights in the generator when it began and ended, and takes what
+    time the test says of its prompt. Of a step's prompts the numbers are those of the draw."""
 
-    def __init__(self, latencies, fails=None):
-        self.version, self.latencies, self.fails, self.begun = 0, latencies, fails, []
+    def __init__(self, latencies, share=1, version=0, fails=None):
+        self.version, self.latencies, self.share, self.fails, self.begun = version, latencies, share, fails, []
 
-    async def sample_step(self, rows, sampler, step, generator, functions, cfg, versions):
-        self.begun.append(step)
-        first = self.version
-        await asyncio.sleep(self.latencies[step % len(self.latencies)])
-        if step == self.fails:
+    def next(self, draw):
+        return range(draw * self.share, (draw + 1) * self.share)
+
+    async def sample_rows(self, rows, first, further, generator, functions, cfg, versions, step):
+        (number,) = first
+        self.begun.append(number)
+        born = self.version
+        await asyncio.sleep(self.latencies[number % len(self.latencies)])
+        if number == self.fails:
             raise RuntimeError("a reward raised")
-        assert first in versions and self.version in versions
+        assert born in versions and self.version in versions
         one = SimpleNamespace(
-            policy_version=first, policy_version_last=self.version, loss_mask=[1], number=step, info={}
+            policy_version=born, policy_version_last=self.version, loss_mask=[1], number=number, info={}
         )
-        return [one], {}
+        return [one], {"prompts": 1}
 
 
-def ahead(fake, cfg, first=0):
-    run = SimpleNamespace(rows=[], sampler=SimpleNamespace(share=1), generator=None, reward_functions={}, first=first)
-    collector = Ahead(run, cfg)
+def ahead(fake, cfg, first=0, memory=None):
+    sampler = SimpleNamespace(share=fake.share, next=fake.next)
+    given = dict(rows=[], sampler=sampler, generator=None, reward_functions={}, first=first)
+    collector = Ahead(SimpleNamespace(**given, memory={} if memory is None else memory), cfg)
     collector.pushed(first, cfg)
     return collector
 
 
-def loop(fake, cfg, first, last, updates, trained):
-    collector = ahead(fake, cfg, first)
+def loop(fake, cfg, first, last, updates, trained, memory=None):
+    collector = ahead(fake, cfg, first, memory)
     for step in range(first, last):
         trajectories, metrics = collector.take(step, fake.version, cfg)
         trained += [(step, t) for t in trajectories]
@@ -92,72 +98,70 @@ def loop(fake, cfg, first, last, updates, trained):
     return metrics
 
 
-def run_ranks(trained, latencies, cfg, first, last, updates):
-    """As many ranks as `trained` has lists, each with a fake of its own."""
+@pytest.fixture
+def faked(monkeypatch):
+    """The fake of the thread that calls: a rank is a thread."""
     local = threading.local()
-    train_async.sample_step = lambda *arguments: local.fake.sample_step(*arguments)
-
-    def rank(mine):
-        local.fake = Fake(latencies)
-        local.fake.version = first
-        if last > first:
-            loop(local.fake, cfg, first, last, updates, mine)
-
-    threads = [threading.Thread(target=rank, args=(mine,), daemon=True) for mine in trained]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    monkeypatch.setattr(train_async, "sample_rows", lambda *given: local.fake.sample_rows(*given))
+    monkeypatch.setattr(train_async, "collect", lambda rows, found, counts, cfg: (found, {"time/generate": 0.0}))
+    return local
 
 
 SECONDS = st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_size=7)
 
 
-@settings(max_examples=60, deadline=None)
-@given(SECONDS, SECONDS, st.integers(0, 4), st.integers(1, 9), st.integers(0, 9), st.integers(1, 4))
-def test_bounded_in_order_each_once_across_a_resume(latencies, updates, staleness, steps, stop, ranks):
-    cfg = TrainConfig(max_staleness=staleness, max_steps=steps)
-    original = train_async.sample_step, train_async.collect
-    train_async.collect = lambda rows, sampled, counts, cfg: (sampled, {"time/generate": 0.0})
-    try:
-        parts = [(0, min(stop, steps)), (min(stop, steps), steps)]  # a run, and the one that resumes it
-        trained = [[] for _ in range(ranks)]
-        for first, last in parts:
-            run_ranks(trained, latencies, cfg, first, last, updates)
-        for one in trained:
-            assert [t.number for _, t in one] == list(range(steps))  # each once, oldest first
-            assert all(0 <= step - t.policy_version <= staleness for step, t in one)
-            assert all(t.policy_version <= t.policy_version_last <= step for step, t in one)
-    finally:
-        train_async.sample_step, train_async.collect = original
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SECONDS, SECONDS, st.integers(1, 4), st.integers(1, 9), st.integers(0, 9), st.integers(1, 3), st.integers(0, 4))
+def test_bounded_and_each_once_across_a_resume(faked, latencies, updates, staleness, steps, stop, share, more):
+    """Each prompt that was drawn is trained on once or dropped; within the bound; each step has its groups."""
+    cfg = TrainConfig(max_staleness=staleness, max_steps=steps, prompts_per_step=share, in_flight=share + more)
+    memory, trained, begun = {}, [], []
+    for first, last in ((0, min(stop, steps)), (min(stop, steps), steps)):  # a run, and the one that resumes it
+        faked.fake = Fake(latencies, share, version=first)
+        memory = json.loads(json.dumps(memory))
+        if last > first:
+            loop(faked.fake, cfg, first, last, updates, trained, memory)
+        begun += faked.fake.begun
+    numbers = [t.number for _, t in trained]
+    assert len(numbers) == len(set(numbers)) == steps * share
+    waiting = {number for number, _ in memory["train_async"]["waiting"]}
+    dropped = set(memory["train_async"]["dropped"])
+    assert not dropped & {*numbers} and waiting | dropped | {*numbers} == set(
+        range(memory["train_async"]["draw"] * share)
+    )
+    assert all(0 <= step - t.policy_version <= staleness for step, t in trained)
+    assert all(t.policy_version <= t.policy_version_last <= step for step, t in trained)
+
+
+def test_what_has_ended_is_taken_and_what_gets_too_old_is_dropped(faked):
+    """Of two prompts a step every sixth takes .5 s, an update .1 s: no step waits for one, and at staleness 2 it is
+    lost."""
+    cfg, trained = TrainConfig(max_staleness=2, max_steps=9, prompts_per_step=2), []
+    faked.fake, start = Fake([0.5, 0.0, 0.0, 0.0, 0.0, 0.0], share=2), time.perf_counter()
+    metrics = loop(faked.fake, cfg, 0, 9, [0.1], trained)
+    assert time.perf_counter() - start < 1.4
+    numbers = [t.number for _, t in trained]
+    assert not any(number % 6 == 0 for number in numbers[:-2]) and len(numbers) == 18
+    assert metrics["async/never_trained"] > 0
 
 
 def test_prompts_are_drawn_where_after_rollout_runs():
     """Not on the thread that samples: `next` reads the memory that after_rollout writes to."""
-    drawn = []
-    sampler = SimpleNamespace(share=1, next=lambda step: drawn.append((step, threading.current_thread())) or [])
-    cfg = TrainConfig(max_staleness=2, max_steps=9)
-    run = SimpleNamespace(rows=[], sampler=sampler, generator=None, reward_functions={}, first=0)
-    collector = Ahead(run, cfg)
-    collector.pushed(0, cfg)
-    assert drawn == [(step, threading.current_thread()) for step in range(3)]
-    assert collector.steps[2].result(5)[0] == []
+    fake, drawn = Fake([0.0]), []
+    fake.next = lambda draw: drawn.append((draw, threading.current_thread())) or [draw]
+    collector = ahead(fake, TrainConfig(in_flight=3, max_steps=9, prompts_per_step=1))
+    assert drawn == [(draw, threading.current_thread()) for draw in range(3)]
     collector.close()
 
 
-def test_an_error_in_the_background_is_raised_at_once(monkeypatch):
-    """Not when its step's turn comes, which may be minutes later."""
-    fake = Fake([5.0, 0.0], fails=1)
-    monkeypatch.setattr(train_async, "sample_step", fake.sample_step)
-    cfg = TrainConfig(max_staleness=2, max_steps=5)
+def test_an_error_in_the_background_is_raised_at_once(faked):
+    """Not when the group's turn comes, which may be minutes later."""
+    faked.fake = fake = Fake([5.0, 0.0], fails=1)
+    cfg = TrainConfig(max_staleness=2, max_steps=5, prompts_per_step=1)
     collector, start = ahead(fake, cfg), time.perf_counter()
     with pytest.raises(RuntimeError, match="a reward raised"):
         collector.take(0, 0, cfg)
     assert time.perf_counter() - start < 2.5
-    while fake.begun != [0, 1, 2] and time.perf_counter() - start < 5:  # the last may begin after the error
-        time.sleep(0.01)
-    assert fake.begun == [0, 1, 2]
     collector.close()
 
 
@@ -166,7 +170,8 @@ def test_an_error_in_the_background_is_raised_at_once(monkeypatch):
 
 def test_a_run_that_overlaps(server, tmp_path):
     """Two ranks on a live server, stopped half-way and resumed: within the bound, and what was waited for is said."""
-    flags = f"--generator vllm --server_urls {server.url} --max_staleness 2 --save_steps 2 --logprob_diff_limit 1 "
+    flags = f"--generator vllm --server_urls {server.url} --max_staleness 2 --in_flight 12 --save_steps 2 "
+    flags += "--logprob_diff_limit 1 "
     env = {"VLLM_SERVER_TOKEN": server.token}
     _, first = steps_of(tmp_path, "train_async.py", flags + "--max_steps 4", "run", ranks=2, **env)
     _, lines = steps_of(tmp_path, "train_async.py", flags + "--max_steps 7 --resume", "run", ranks=2, **env)
