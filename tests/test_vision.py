@@ -18,18 +18,20 @@ from ragged import settled
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_turns import config
+from tiers import by_default
 from tiny_vlms import batch_of, picture, picture_rows
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import train_grpo as script
 import utils
 from config import ConfigError, TrainConfig
-from envs import Environment
+from envs import Environment, agents
 from inputs import agreement, pictures, prompts, vision
 from inputs.processor import load_processor
-from rollouts import play, single_turn
+from rollouts import play, sampling_options, single_turn
 from runlog import checkpoints
 from runlog.reading import read_metrics
+from vllm_client import encode_image
 
 # Positions along three axes and packed patches; images that see themselves in both directions, two kinds of attention.
 FAMILIES = [
@@ -297,6 +299,40 @@ def test_images_of_rows_and_of_an_environment(family, tmp_path):
             cut = TrainConfig(**vars(cfg) | {"shared_prefix": shared, "tokens_per_microbatch": budget})
             logprobs = script.all_logprobs(policy, batch, cut)[0]
             assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4, (shared, budget)
+
+
+def looks(row, endpoint):
+    """An agent: two turns with a picture each, and a helper who is shown another one."""
+    import openai
+
+    client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+
+    def say(messages: list, seed: int) -> list:
+        url = encode_image(picture(seed, 56 + 28 * (seed % 2), 56))
+        parts = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": url}}]
+        messages = [*messages, {"role": "user", "content": parts}]
+        return [*messages, client.chat.completions.create(model=endpoint.model, messages=messages).choices[0].message]
+
+    say(say([], 1), 2)
+    say([{"role": "system", "content": "Help."}], 3)
+    return 1.0
+
+
+@pytest.mark.parametrize("family", by_default(["qwen2_5_vl"], ["qwen2_5_vl", "idefics3", "gemma3"]))
+def test_images_of_an_agent(family, tmp_path):
+    folder = str(tiny_vlms.make(family, tmp_path / "model"))
+    settings = dict(model_id=folder, agent=f"{__file__}:looks", generator="hf", compute_dtype="float32", beta=0.0)
+    cfg = TrainConfig(**settings, max_prompt_length=400, max_completion_length=400, max_turn_length=20)
+    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    generator = script.make_generator(cfg, inner.hf_model, load_processor(folder), torch.device("cpu"))
+    row = {"prompt": "-"}
+    cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, picture_rows()))
+    t = asyncio.run(agents.play(row, 0, generator, cfg, sampling_options(cfg)))
+    assert len(t.info["restarts"]) == 1 and t.turns == 3
+    batch = script.collate([t, t], 0, torch.device("cpu"))
+    for shared in {cfg.shared_prefix, False}:
+        logprobs = script.all_logprobs(policy, batch, replace(cfg, shared_prefix=shared))[0]
+        assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4, shared
 
 
 # ---- pixels ----------------------------------------------------------------------------------------------------------
