@@ -41,6 +41,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
 from types import SimpleNamespace
 
@@ -99,30 +100,44 @@ def length(completion_ids, cfg, **columns) -> list[float]:
     return [-len(ids) / cfg.max_completion_length for ids in completion_ids]
 
 
-# Those that not every run needs are named, and imported when one asks for them: they bring libraries, servers, models.
-REWARDS: dict[str, Callable | str] = {
-    "math": "scoring.scorers:math_equal",
+@dataclass(frozen=True)
+class Elsewhere:
+    """A reward function that not every run needs, imported when one asks for it: it brings a library, a server, ..."""
+
+    module: str
+    name: str
+
+    def load(self) -> Callable:
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def __call__(self, *args, **columns):
+        return self.load()(*args, **columns)
+
+
+REWARDS: dict[str, Callable] = {
+    "math": Elsewhere("scoring.scorers", "math_equal"),
     "last_number": last_number,
     "exact_match": exact_match,
-    "multiple_choice": "scoring.answers:multiple_choice",
-    "squad_em": "scoring.answers:squad_em",
-    "squad_f1": "scoring.answers:squad_f1",
-    "code_tests": "scoring.code:code_tests",
-    "repetition": "scoring.answers:repetition",
-    "format": "scoring.answers:format_tags",
+    "multiple_choice": Elsewhere("scoring.answers", "multiple_choice"),
+    "squad_em": Elsewhere("scoring.answers", "squad_em"),
+    "squad_f1": Elsewhere("scoring.answers", "squad_f1"),
+    "code_tests": Elsewhere("scoring.code", "code_tests"),
+    "repetition": Elsewhere("scoring.answers", "repetition"),
+    "format": Elsewhere("scoring.answers", "format_tags"),
     "overlong": overlong,
     "zero": zero,
     "length": length,
-    "reasoning_gym": "scoring.scorers:reasoning_gym",
-    "reward_model": "scoring.reward_model:reward_model",
-    "judge": "scoring.judge:judge",
-    "environment": "scoring.turns:environment",
-    "tool_use": "scoring.turns:tool_use",
-    "few_turns": "scoring.turns:few_turns",
-    "instructions": "scoring.instructions:instructions",
+    "reasoning_gym": Elsewhere("scoring.scorers", "reasoning_gym"),
+    "reward_model": Elsewhere("scoring.reward_model", "reward_model"),
+    "judge": Elsewhere("scoring.judge", "judge"),
+    "environment": Elsewhere("scoring.turns", "environment"),
+    "tool_use": Elsewhere("scoring.turns", "tool_use"),
+    "few_turns": Elsewhere("scoring.turns", "few_turns"),
+    "instructions": Elsewhere("scoring.instructions", "instructions"),
 }
-for _function in filter(callable, REWARDS.values()):  # none of them compares the completions of a group
-    _function.per_trajectory = True
+for _function in REWARDS.values():  # none of them compares the completions of a group
+    if not isinstance(_function, Elsewhere):
+        _function.per_trajectory = True
 
 
 def get_reward_function(name_or_path: str) -> Callable:
@@ -133,10 +148,7 @@ def get_reward_function(name_or_path: str) -> Callable:
     if module := {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(name_or_path):
         require(module, f"--reward_funcs {name_or_path}")  # here: its own process would fail at every completion
     found = REWARDS[name_or_path]
-    if isinstance(found, str):
-        module, _, name = found.partition(":")
-        found = getattr(importlib.import_module(module), name)
-    return found
+    return found.load() if isinstance(found, Elsewhere) else found
 
 
 def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str, Callable]:

@@ -89,6 +89,7 @@ def test_numbers(text, expected):
 def test_last_number():
     texts = ["It is 5", "5 or 6", "five", "5.0", "1 + 4 = 5!"]
     assert REWARDS["last_number"](completions=texts, answer=["5"] * 5) == [1, 0, 0, 1, 1]
+    assert REWARDS["math"](completions=[r"\boxed{\frac{1}{2}}"], answer=["0.5"]) == [1]  # imported when it is called
     assert REWARDS["last_number"](completions=["72", "7"], answer=["2 and 3 make\n#### 72", None]) == [1, None]
     with pytest.raises(ValueError, match="not one number.*exact_match"):
         REWARDS["last_number"](completions=["1"], answer=["1/2"])
