@@ -99,7 +99,7 @@ FORMATS: dict[str, dict | Callable[[str, list[dict]], list[dict]]] = {
     "tags": parse_tags,
 }
 # What stands in the chat template of a model that writes a format; the first counts.
-MARKS = {"<arg_key>": "glm45", "<function=": "xml", "<|tool_call>call:": "gemma4", "to=functions.": "harmony"}
+MARKS = {"<arg_key>": "glm45", "<function=": "xml", "<|tool_call>call:": "gemma4", "<|channel|>commentary": "harmony"}
 MARKS |= {"<tool_call>": "hermes", '"parameters": ': "llama3_json"}
 OWN_WORDS = "tags"  # its calls are described by us, in the system message, whatever the template knows
 

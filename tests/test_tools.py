@@ -245,7 +245,10 @@ WRITTEN = {  # parser: (what a template writes for a call, special tokens in it)
         "<tool_call>\n<function={{ c['name'] }}>\n" + PAIRS + "<parameter={{ k }}>\n" + VALUE
         + "\n</parameter>\n{% endfor %}</function>\n</tool_call>", [],
     ),
-    "harmony": ("to=functions.{{ c['name'] }}<|channel|>commentary json<|message|>{{ c['arguments'] | tojson }}", []),
+    "harmony": (
+        "{{ 'to=' }}{{ 'functions.' + c['name'] + '<|channel|>commentary ' }}json<|message|>"
+        "{{ c['arguments'] | tojson }}", [],
+    ),
     "llama3_json": ('{"name": "{{ c[\'name\'] }}", "parameters": {{ c["arguments"] | tojson }}}', ["<|python_tag|>"]),
     "glm45": (
         "<tool_call>{{ c['name'] }}\n" + PAIRS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + VALUE
