@@ -241,7 +241,6 @@ def shared(t):
     "returned, message",
     [
         (lambda t: None, "returned None, a NoneType. Return a list of Trajectory"),
-        (lambda t: [replace(t, row={"prompt": "b"}), *shared(t)[1:]], "trajectory 0 with another row"),
         (lambda t: [replace(t, logprobs=[float("nan")] * 3), *shared(t)[1:]], "logprobs have nan for a sampled token"),
         (lambda t: [*shared(t)[1:], replace(t, token_ids=[7, 8, 1000])], "token ids go from 5 to 1000.* 0 to 999"),
     ],
