@@ -127,16 +127,21 @@ def read_by_template(template: str) -> set[str]:
     return jinja2.meta.find_undeclared_variables(jinja.parse(re.sub(GENERATION, "", template))) - OURS
 
 
+def unread_by_template(given: dict, processor) -> str | None:
+    """What is wrong with settings for the chat template: names that it never reads."""
+    template = processor.chat_template or ""
+    known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
+    unknown, reads = ", ".join(sorted(given.keys() - known)), ", ".join(sorted(known)) or "nothing of the kind"
+    return f"the model's chat template has no {unknown}; it reads {reads}" if unknown else None
+
+
 def with_template_kwargs(processor, given: dict | None):
     """The processor, whose chat template is given these from now on. ConfigError for names that it never reads."""
     processor.__dict__.pop("apply_chat_template", None)  # of an earlier run
     if not given:
         return processor
-    template = processor.chat_template or ""
-    known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
-    if unknown := sorted(given.keys() - known):
-        read = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing of the kind"
-        raise ConfigError(f"--chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}.")
+    if fault := unread_by_template(given, processor):
+        raise ConfigError(f"--chat_template_kwargs: {fault}.")
     processor.apply_chat_template = functools.partial(processor.apply_chat_template, **given)
     return processor
 

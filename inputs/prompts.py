@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from config import ConfigError, TrainConfig, shorten
 from inputs.parts import PartError, parts_of, text_of_parts, text_part
-from inputs.processor import read_by_template
+from inputs.processor import unread_by_template
 from inputs.special_tokens import END, begins_by_itself, found_in, guard, special_texts, tokenize, tokenizer_of
 from safety.calls import say_once
 
@@ -92,11 +92,9 @@ def own_kwargs(row: dict) -> dict:
 
 def template_kwargs(row: dict, processor) -> dict:
     """`own_kwargs` for the chat template. PartError for a name that it never reads."""
-    given, template = own_kwargs(row), processor.chat_template
-    known = set().union(*map(read_by_template, template.values() if isinstance(template, dict) else [template]))
-    if unknown := sorted(given.keys() - known):
-        read = f"it reads {', '.join(sorted(known)) or 'nothing of the kind'}"
-        raise PartError(f"chat_template_kwargs: the model's chat template has no {', '.join(unknown)}; {read}")
+    given = own_kwargs(row)
+    if fault := given and unread_by_template(given, processor):
+        raise PartError(f"chat_template_kwargs: {fault}")
     return given
 
 
