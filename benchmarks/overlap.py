@@ -1,4 +1,4 @@
-"""What sampling while the trainer updates saves: train_grpo.py against train_async.py at several bounds.  No GPU.
+"""What sampling while the trainer updates saves: train_grpo.py against train_async.py.  No GPU.
 
     python benchmarks/overlap.py                                    # about 40 minutes on two idle cores
     python benchmarks/overlap.py --mode tails                       # slow tools instead of equal lengths
@@ -39,8 +39,8 @@ MODES = {
     "equal": "--max_completion_length 12 --min_completion_length 12 --learning_rate 3e-4 ",
     "tails": "--max_completion_length 160 --max_turn_length 16 --env benchmarks/slow_env.py:Slow --learning_rate 3e-4 ",
 }
-AHEAD = {f"max_staleness {n}": ["--max_staleness", str(n)] for n in (1, 2, 4)}
-SYSTEMS = {"train_grpo.py": [], **AHEAD}
+AHEAD = {f"in_flight_{n}x": n for n in (2, 3, 4)}  # groups begun and not trained on, as a multiple of a step's
+SYSTEMS = ["train_grpo.py", *AHEAD]
 
 
 def pinned(core: int, command: list[str], log: Path, **variables: str) -> subprocess.Popen:
@@ -61,7 +61,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     serve += ["--exit-with-parent"]
     server = pinned(0, serve, folder / f"{run}-server.log", VLLM_SERVER_TOKEN=token)
     script = "train_async.py" if name in AHEAD else "train_grpo.py"
-    flags = (COMMON + MODES[args.mode]).split() + SYSTEMS[name] + ["--max_steps", str(args.steps)]
+    flags = (COMMON + MODES[args.mode]).split() + ["--max_steps", str(args.steps)]
+    ahead = ["--in_flight", str(AHEAD.get(name, 0) * args.prompts), "--max_staleness", str(args.max_staleness)]
+    flags += ahead if name in AHEAD else []
     flags += ["--prompts_per_step", str(args.prompts), "--num_generations", str(args.generations)]
     where = ["--server_urls", f"http://127.0.0.1:{port}", "--server_timeout", "300", "--output_dir", str(folder)]
     trainer = pinned(1, [script, *flags, *where, "--run_name", run], folder / f"{run}.log", VLLM_SERVER_TOKEN=token)
@@ -83,6 +85,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     return {
         "seconds": seconds, "tokens/s": tokens / seconds, "trainer waited": waited / seconds,
         "server waited": server_waited / seconds, "staleness": mean.get("staleness/mean", 0.0),
+        "dropped": mean.get("async/dropped", 0.0) / args.prompts,
         "ess": mean.get("sampling/ess", 1.0), "update": mean["time/update"] + mean["time/push"] + mean["time/logprobs"],
     }  # fmt: skip
 
@@ -94,7 +97,8 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, default="equal")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--max_staleness", type=int, default=4)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -105,10 +109,10 @@ def main() -> None:
             print(repetition, name, json.dumps({k: round(v, 3) for k, v in found[name][-1].items()}), flush=True)
     medians = {n: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for n, runs in found.items()}
     base = medians[args.systems[0]]["seconds"]
-    columns = ["seconds", "tokens/s", "update", "trainer waited", "server waited", "staleness", "ess"]
+    columns = ["seconds", "tokens/s", "update", "trainer waited", "server waited", "staleness", "dropped", "ess"]
     command = " ".join(["python benchmarks/overlap.py", *sys.argv[1:]])
     how = f"{args.repetitions} repetitions of {args.steps} steps in turn, medians; `update`: seconds of log-probs, "
-    how += "update and push; waiting as a share of the step"
+    how += "update and push; waiting as a share of the step; groups dropped as a share of those trained on"
     lines = [
         f"Measured on two cores, server and trainer pinned to one each: `{command}`; {how}.\n",
         f"| | s a step | x | {' | '.join(columns[1:])} |",

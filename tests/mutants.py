@@ -66,6 +66,7 @@ MUTANTS = {
                                    "first_hand"),
     "groups_mixed": ("batch.py", "[t.group + rank * GROUPS for t in", "[t.group // 2 + rank * GROUPS for t in",
                      "minimal -k those_of_train_grpo"),
+    "restarts_seen_through": ("batch.py", "    if not any(batch.restarts):", "    if True:", "restarts"),
     "std_of_all": ("batch.py", "def group_std(scores: Tensor, groups: Tensor) -> Tensor:\n",
                    "def group_std(scores: Tensor, groups: Tensor) -> Tensor:\n    groups = torch.zeros_like(groups)\n",
                    "algorithms -k published"),
