@@ -65,7 +65,7 @@ def test_families(family, monkeypatch, capsys):
         assert inner.hf_model.config._attn_implementation == model_of(family).config._attn_implementation
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "lfm2_moe", "minimax", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "qwen3_next", "recurrent_gemma"])
 def test_layers_with_a_state_take_plain_rows_in_bfloat16(family, monkeypatch):
     """Where log-probs of so small a model are within what bfloat16 does to them."""
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: model_of(family))

@@ -143,22 +143,12 @@ def rows(split, seed):
 def test_a_class_written_for_trl(tmp_path):
     """It is trained as it is: get_reward and reward functions see its state. What it can do: test_adapters.py."""
     (tmp_path / "task.py").write_text(TRL_FILE, encoding="utf-8")
-    spec = f"{tmp_path}/task.py:Counter"
-    settings = dict(
-        model_id=str(make_tiny()),
-        env=spec,
-        dataset_id=f"{tmp_path}/task.py:rows",
-        reward_funcs=["environment", f"{tmp_path}/task.py:is_ten"],
-        generator="hf",
-        compute_dtype="float32",
-        prompts_per_step=4,
-        num_generations=4,
-        max_completion_length=40,
-        max_turn_length=20,
-        max_steps=1,
-        output_dir=str(tmp_path),
+    how = dict(
+        model_id=str(make_tiny()), generator="hf", compute_dtype="float32", max_steps=1, output_dir=str(tmp_path)
     )
-    script.train(TrainConfig(**settings, run_name="grpo"))
+    how |= dict(prompts_per_step=4, num_generations=4, max_completion_length=40, max_turn_length=20, run_name="grpo")
+    how |= dict(env=f"{tmp_path}/task.py:Counter", dataset_id=f"{tmp_path}/task.py:rows", output_dir=str(tmp_path))
+    script.train(TrainConfig(**how, reward_funcs=["environment", f"{tmp_path}/task.py:is_ten"]))
     (line,) = [line for line in read_metrics(tmp_path / "grpo") if "reward" in line]
     assert line["rewards/environment/mean"] > 0 and line["rewards/is_ten/mean"] == 0 and line["turns/mean"] == 1
     assert line["reward"] == pytest.approx(line["rewards/environment/mean"])

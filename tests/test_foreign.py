@@ -197,7 +197,7 @@ def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
 
     functions = {"environment": rewards.get_reward_function("environment")}
     trajectories, metrics = collected(rows, Sampler(), 3, generator, functions, cfg)
-    lost = 0 if fault in ("none", "close") else 2
+    lost = 0 if fault == "close" else 2
     assert metrics["rollout/failed"] == lost and len(trajectories) == 8 - lost
     assert Moody.closed == 8
     batch = script.collate(trajectories, 0, torch.device("cpu"))

@@ -20,10 +20,7 @@ COLUMNS = {  # one row for every reward that reads text; it is what the row's ow
     "squad_f1": {"answer": ["the answer", "3"]},
     "format": {},
     "reasoning_gym": {"answer": "3", "metadata": {"source_dataset": "chain_sum"}, "question": "1 + 2 ="},
-    "instructions": {
-        "instruction_id_list": list(INSTRUCTIONS),
-        "kwargs": [FOLLOWED[name][0] for name in INSTRUCTIONS],
-    },
+    "instructions": {"instruction_id_list": list(INSTRUCTIONS), "kwargs": [FOLLOWED[n][0] for n in INSTRUCTIONS]},
 }
 OTHERS = {  # not over text, or not of the text alone, or tested where the other side is
     "code_tests", "repetition", "overlong", "length", "reward_model", "judge", "environment", "tool_use", "few_turns",
@@ -31,19 +28,8 @@ OTHERS = {  # not over text, or not of the text alone, or tested where the other
 }  # fmt: skip
 IN_PROCESSES = ("math", "reasoning_gym")  # other people's parsers, with time limits: test_calls.py
 SIZE = 30_000
-REPEATED = [
-    *" \n*[<(-.,`#$\\{0a",
-    "- ",
-    "*a ",
-    ".1",
-    "1,",
-    "<think>",
-    "</answer>",
-    "```python\n",
-    '{"a":',
-    "\\frac{1}{",
-]
-REPEATED += ["\u0300\u0327", "\ud800", "\0", "\U0001f600", "Section 1 "]
+REPEATED = [*" \n*[<(-.,`#$\\{0a", "- ", "*a ", ".1", "1,", "<think>", "</answer>", "```python\n", '{"a":']
+REPEATED += ["\\frac{1}{", "\u0300\u0327", "\ud800", "\0", "\U0001f600", "Section 1 "]
 PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999", "[" * 1100, '{"a":' * 1100]
 
 

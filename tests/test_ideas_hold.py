@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import train_grpo as script
 import utils
 from algorithms.checks import with_numbers
-from batch import collate, group_mean, group_std, row_mean
+from batch import collate
 from config import ConfigError, TrainConfig, load_config
 from inputs.trajectory import Trajectory, empty_trajectory
 from runlog import checkpoints
@@ -249,20 +249,6 @@ def test_a_rank_that_was_not_there_remembers_what_all_did(tmp_path):
     assert [m["level"] for m in on_ranks(2, remembered, str(tmp_path / "own"), False, False)] == [0, 1]
     with pytest.raises(ConfigError, match="the 2 ranks that saved .* had different `memory`"):
         on_ranks(3, remembered, str(tmp_path / "own"), False, False)
-
-
-# ---- words ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_statistic_of_a_group_of_values_for_each_token_is_refused():
-    batch = ragged.local_batch(0, 1)
-    square = torch.ones(len(batch), len(batch))  # it would be broadcast
-    for values in (batch.rewards, row_mean(batch.rewards, batch.loss_mask), square):
-        with pytest.raises(ValueError, match=r"one value a completion, \[15\]; got .*row_mean"):
-            group_mean(values, batch.groups)
-    with pytest.raises(ValueError, match="one value a completion"):
-        group_std(batch.rewards, batch.groups)
-    assert group_mean(row_mean(batch.rewards, batch.loss_mask)[:, 0], batch.groups).shape == (15,)
 
 
 def test_a_row_number_is_that_of_the_row():
