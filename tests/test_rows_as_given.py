@@ -12,7 +12,6 @@ from config import ConfigError, TrainConfig, load_function
 from data import load_rows
 from inputs.prompts import prompt_ids
 from inputs.vision import prompt_lengths
-from rollouts import measure
 
 pytestmark = pytest.mark.quick
 calls = load_function("recipes/function_calling.py:calls")
@@ -136,8 +135,3 @@ def test_tools_and_settings_of_the_template_in_a_row_are_used(form):
     assert lengths == [len(prompt_ids(row, tokenizer, TrainConfig()))]
     with pytest.raises(ConfigError, match="row 0: .*no thinking; it reads loud"):
         prompt_lengths([plain | {"chat_template_kwargs": {"thinking": 1}}], "rows", tokenizer, TrainConfig())
-
-
-def test_names_of_tools_without_tools_are_said(capsys):
-    measure([{"prompt": "Hi", "tools": ["weather"]}], "rows", tokenizer_of(), TrainConfig())
-    assert "rows: column `tools`" in capsys.readouterr().out
