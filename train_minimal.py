@@ -275,7 +275,12 @@ def train(cfg: Settings) -> None:
     rows, held_out = load_data(cfg, None, lambda some, _: [len(prompt_ids(row, tokenizer, cfg)) for row in some])
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     # In eval mode, as from_pretrained returns it: no dropout, like the generator.
-    bare = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32).to(device)
+    bare, found = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32, output_loading_info=True)
+    if missing := found["missing_keys"]:  # they are random now
+        raise ConfigError(f"--model_id={cfg.model_id} lacks weights, such as {min(missing)}; give a whole model.")
+    if any(weight.dtype != torch.float32 for weight in bare.parameters()):
+        raise ConfigError(f"--model_id={cfg.model_id} is quantised; train_grpo.py loads such models, this script none.")
+    bare.to(device)
     model = DistributedDataParallel(bare) if world > 1 else bare
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":

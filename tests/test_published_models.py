@@ -13,6 +13,7 @@ from families import saved
 from safetensors.torch import load_file, save_file
 from server_fixture import make_tiny
 
+import train_minimal
 from config import ConfigError, TrainConfig
 from runlog import checkpoints
 from scoring import reward_model
@@ -181,6 +182,11 @@ def test_weights_that_a_folder_lacks_are_named(sources, tmp_path):
     for kind, expected in ((Policy, pytest.raises(ConfigError, match="lm_head.weight")), (Critic, nullcontext())):
         with expected:
             load_policy(config(headless), cpu, kind)
+    minimal = dict(generator="hf", dataset_id="benchmarks/toy.py:rows", output_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=f"lacks weights, such as {lost}"):
+        train_minimal.train(train_minimal.Settings(model_id=str(less), **minimal))
+    with pytest.raises(ConfigError, match="is quantised"):
+        train_minimal.train(train_minimal.Settings(model_id=str(sources["bnb_once"]), run_name="quantised", **minimal))
     load_hf_model(config(make_tiny()), torch.float32)  # tied
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"  # no parameter
     with pytest.raises(ConfigError, match=f"lacks 1 weights of DeepseekV3ForCausalLM, such as {bias}"):
