@@ -27,7 +27,16 @@ from envs.base import call_environment, checked_step, reset, state_of
 from envs.formats import outside_thinking
 from envs.playing import main
 from inputs.pictures import PictureError
-from inputs.prompts import SCHEMAS, begun_in, drops_thinking, own_kwargs, prompt_messages, special_text_in, with_tools
+from inputs.prompts import (
+    SCHEMAS,
+    begun_in,
+    drops_thinking,
+    own_kwargs,
+    own_schemas,
+    prompt_messages,
+    special_text_in,
+    with_tools,
+)
 from inputs.trajectory import (
     LARGEST,
     RowPictureError,
@@ -39,7 +48,7 @@ from inputs.trajectory import (
     joined,
 )
 from inputs.vision import build_prompt, check_echo, continued, image_sources, observed, prompt_lengths
-from safety.calls import run_limited, unread
+from safety.calls import run_limited, say_once, unread
 
 ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
@@ -379,6 +388,8 @@ def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     Rows whose text reads like special tokens are counted and said.
     """
     group_sizes(rows, cfg)
+    if not (cfg.tools or cfg.mcp_config or cfg.env) and len(rows) and rows[0].get("tools") and not own_schemas(rows[0]):
+        say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")
     if (cfg.tools or cfg.mcp_config) and not cfg.env:
         environment = adapters.environment_maker(cfg)()
         shown = [begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in rows]
