@@ -89,8 +89,7 @@ from rewards import get_reward_functions, score
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
-    """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order. (In a step with
-    the end of one and the beginning of the next a row may come twice.)"""
+    """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order."""
     numbers = []
     for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
         epoch, place = divmod(drawn, len(rows))
@@ -280,8 +279,7 @@ def train(cfg: Settings) -> None:
         raise ConfigError(f"--model_id={cfg.model_id} lacks weights, such as {min(missing)}; give a whole model.")
     if any(weight.dtype != torch.float32 for weight in bare.parameters()):
         raise ConfigError(f"--model_id={cfg.model_id} is quantised; train_grpo.py loads such models, this script none.")
-    bare.to(device)
-    model = DistributedDataParallel(bare) if world > 1 else bare
+    model = DistributedDataParallel(bare.to(device)) if world > 1 else bare.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":
         from serving import servers
