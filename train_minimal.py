@@ -174,10 +174,9 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
-    """PPO's clipped ratio, per token. In the first update of a step the ratio is 1: the loss is -A, its gradient
-    -A grad log pi. In later ones tokens with A > 0 and a ratio above 1 + epsilon_high, or A < 0 and one below
-    1 - epsilon, have no gradient. part: some rows of the batch; do not average over them here, or the result depends on
-    how the batch is cut. The loss must be finite at prompts and padding, too: there it is multiplied by 0.  [B, T]"""
+    """PPO's clipped ratio, per token. In a step's first update it is 1: the loss is -A, its gradient -A grad log pi.
+    part: some rows of the batch; do not average over them here, or the result depends on how the batch is cut. The loss
+    must be finite at prompts and padding, too: there it is multiplied by 0.  [B, T]"""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -219,9 +218,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
         numbers["grad_norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
         if not np.isfinite(numbers["grad_norm"]):
             raise RuntimeError(f"step {step}: the gradient is not finite ({numbers}), so this update was not made.")
-        # Log the first update: before it, trainer and generator have equal weights. Its loss is -mean(A): watch the
-        # reward, not the loss.
-        metrics = metrics or numbers
+        metrics = metrics or numbers  # of the first, before which trainer and generator have equal weights
         optimizer.step()
         optimizer.zero_grad()
     return metrics | {"lr": optimizer.param_groups[0]["lr"]}
