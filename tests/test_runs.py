@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -102,8 +103,16 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_it_trains_beside_two_servers(server, stock, flags, tmp_path):
+def test_it_trains_beside_two_servers_and_both_sample(server, stock, flags, tmp_path):
+    """Of the 32 completions of two steps, and some of the start, about a half comes from each."""
+
+    def answered() -> float:
+        text = requests.get(f"{stock.url}/metrics", timeout=20).text
+        return sum(map(float, re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.M)))
+
+    before = answered()
     trains(tmp_path, server, *flags, "--server_urls", server.url, stock.url)
+    assert 12 <= answered() - before <= 28
 
 
 def test_server_and_trainer_take_turns(server, stock, flags, tmp_path):
