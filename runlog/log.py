@@ -309,7 +309,8 @@ class RunLog:
         lines = [line for line in read_metrics(self.dir) if line["step"] <= step]
         write_whole(self.metrics_path, "".join(json.dumps(line) + "\n" for line in lines))
         for path in self.dir.glob("*/step_*.parquet"):
-            if int(path.stem.removeprefix("step_")) > step:
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:  # other names are somebody else's
                 path.unlink()
         counted = [(line["step"], line["num_tokens"]) for line in lines if line.get("num_tokens")]
         return max(counted, default=(0, 0))
