@@ -41,7 +41,7 @@ def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
     return int(steps[start + int(holds[start:].argmax())])
 
 
-def while_(name: str, holds: Callable[[np.ndarray], np.ndarray], enough: int = 3) -> Test:
+def holds_now(name: str, holds: Callable[[np.ndarray], np.ndarray], enough: int = 3) -> Test:
     """Whether it holds of a metric now."""
 
     def test(curves: Curves, config: dict) -> dict | None:
@@ -54,7 +54,7 @@ def while_(name: str, holds: Callable[[np.ndarray], np.ndarray], enough: int = 3
 
 
 def above(name: str, limit: float, enough: int = 3) -> Test:
-    return while_(name, lambda values: values > limit, enough)
+    return holds_now(name, lambda values: values > limit, enough)
 
 
 def any_of(name: str) -> Test:
@@ -99,7 +99,7 @@ def silent_groups(curves: Curves, config: dict) -> dict | None:
 def nothing_learned(curves: Curves, config: dict) -> dict | None:
     silent = curves.all("frac_reward_zero_std")[1]
     differ = len(silent) >= 3 and now(silent) < 0.95
-    return while_("grad_norm", lambda norm: norm == 0)(curves, config) if differ else None
+    return holds_now("grad_norm", lambda norm: norm == 0)(curves, config) if differ else None
 
 
 def entropy_collapse(curves: Curves, config: dict) -> dict | None:
@@ -108,7 +108,7 @@ def entropy_collapse(curves: Curves, config: dict) -> dict | None:
     reward = curves.all("reward")[1]
     if len(values) != len(reward):
         return None
-    low = while_("entropy", lambda entropy: entropy < 0.15 * at_first(entropy), ENOUGH)
+    low = holds_now("entropy", lambda entropy: entropy < 0.15 * at_first(entropy), ENOUGH)
     if not (found := low(curves, config)) or now(reward) > 0.7:
         return None
     place = int(np.searchsorted(steps, found["since"]))
@@ -155,7 +155,7 @@ def longer(curves: Curves, config: dict) -> dict | None:
 
 def another_template(curves: Curves, config: dict) -> dict | None:
     apart = curves.all("distill/reverse_kl")[1]
-    found = while_("distill/first_gap", lambda gap: (gap < -2) & (-gap > 3 * np.abs(apart)))
+    found = holds_now("distill/first_gap", lambda gap: (gap < -2) & (-gap > 3 * np.abs(apart)))
     return found(curves, config) if len(apart) == len(curves.all("distill/first_gap")[1]) else None
 
 
@@ -172,7 +172,7 @@ def left_behind(curves: Curves, config: dict) -> dict | None:
 
 
 def no_calls(curves: Curves, config: dict) -> dict | None:
-    return while_("tools/call_frequency", lambda calls: calls == 0)(curves, config) if config.get("tools") else None
+    return holds_now("tools/call_frequency", lambda calls: calls == 0)(curves, config) if config.get("tools") else None
 
 
 def large_norm(curves: Curves, config: dict) -> dict | None:
@@ -191,7 +191,7 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
         "in it? If not: another model, template or temperature, or tokens that no sampler wrote.",
     ),
     (
-        "watch", "Importance weights", "stale-server", while_("sampling/ess", lambda size: size < 0.5, ENOUGH),
+        "watch", "Importance weights", "stale-server", holds_now("sampling/ess", lambda size: size < 0.5, ENOUGH),
         "The effective sample size is {now:.0%} of the tokens since step {since}: few of them carry the update.",
     ),
     (
@@ -269,7 +269,7 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
         "{now:.0%} of the tokens are left out of the loss since step {since}.",
     ),
     (
-        "watch", "Critic", "critic", while_("value/explained_variance", lambda share: share < 0.05, 2 * ENOUGH),
+        "watch", "Critic", "critic", holds_now("value/explained_variance", lambda share: share < 0.05, 2 * ENOUGH),
         "It explains {now:.0%} of the returns' variance: --critic_iterations 8, or a higher --critic_learning_rate.",
     ),
     ("watch", "Gradient norm", "failures", large_norm, "It is {now:.3g}, usually {usual:.3g}."),
