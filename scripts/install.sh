@@ -55,7 +55,7 @@ make_venv() {
         fail "$PYTHON could not make .venv; on Debian and Ubuntu the package python3-venv may be missing"
 }
 
-pip_install() { .venv/bin/python -m pip install --progress-bar off "$@" </dev/null >"$log" 2>&1; }
+pip_install() { .venv/bin/python -m pip install --no-compile --progress-bar off "$@" </dev/null >"$log" 2>&1; }
 
 no_cpu_build() { grep -qE "(No matching distribution found for|satisfies the requirement) torch==[0-9.]+\+cpu" "$log"; }
 
@@ -142,6 +142,7 @@ rm -f "$stamp"
 say "installing ${files[*]} into .venv; takes minutes, follow it in $log"
 SECONDS=0
 install_packages
+.venv/bin/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true # on all cores; some are for later Pythons
 mend_torchvision
 if [ "$chosen" = gpu ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     say "warning: the GPU set is installed, but torch sees no GPU; is the driver too old, or is this a CPU machine?"
