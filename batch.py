@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +56,6 @@ class Batch:
     states: Tensor | None = None  # [B, T] int64: on a turn's tokens, the environment's state it started from (gigpo)
     entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
-    chosen: Tensor | None = None  # [B, T] of bool: tokens that a policy loss with `choose` treats apart
     given_scores: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
     extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...] that are cut as the rest is
     routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: inputs/router_replay.py
@@ -71,16 +69,12 @@ class Batch:
     restarts: list[list] = field(default_factory=list)  # per row, (column where its context begins anew, model_inputs)
     starts: Tensor | None = None  # [B] of rows that `apart` made: the column where each began
 
-    reads: ClassVar[set[str]] = set()  # which of the next two was read; see algorithms/checks.py
-
     @property
     def scores(self) -> Tensor:  # [B] as the reward functions gave them, weighted and added up
-        self.reads.add("scores")
         return row_sum(self.rewards) if self.given_scores is None else self.given_scores.clone()
 
     @property
     def shaped_scores(self) -> Tensor:  # [B] with what --reward_mean, --reward_std and --kl_in_reward make of them
-        self.reads.add("shaped_scores")
         return row_sum(self.rewards)
 
     def __len__(self) -> int:
@@ -136,8 +130,8 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     batch.versions, batch.stand_in = versions.to(device), all(map(stands_in, trajectories))
     # Where a reward function did not apply it counts as 0; domains may have different numbers of them.
     parts, baselines = ([t.info.get(name) for t in trajectories] for name in ("reward_components", "baselines"))
-    mine = max((len(part) for part in parts if part is not None), default=0), any(b is not None for b in baselines)
-    most, greedy = (max(of_ranks) for of_ranks in zip(*utils.gather_objects(mine), strict=True))
+    here = max((len(part) for part in parts if part is not None), default=0), any(b is not None for b in baselines)
+    most, greedy = (max(of_ranks) for of_ranks in zip(*utils.gather_objects(here), strict=True))
     if most:  # on any rank; of a demonstration, say, there are none: gdpo refuses inf
         parts = [[math.inf] * most if part is None else part + [0.0] * (most - len(part)) for part in parts]
         batch.reward_components = torch.tensor(parts, device=device).nan_to_num(posinf=math.inf)
@@ -212,8 +206,8 @@ def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
     tensors [B] or [B, T]; 0 where a trajectory has nothing of that name. Collective: names are those of all ranks."""
     given = [t.info.get("extras") or {} for t in trajectories]
     kinds: dict[str, bool] = {}  # name -> whether a value for each token
-    mine = {name: isinstance(value, list | tuple) for extras in given for name, value in extras.items()}
-    for of_rank in utils.gather_objects(mine):
+    kinds_here = {name: isinstance(value, list | tuple) for extras in given for name, value in extras.items()}
+    for of_rank in utils.gather_objects(kinds_here):
         kinds |= {name: by_token or kinds.get(name, False) for name, by_token in of_rank.items()}
     tensors = {}
     for name, by_token in sorted(kinds.items()):
@@ -300,26 +294,26 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
     it adds nothing; so it is for a rank all of whose trajectories failed. Without domains it is the whole batch.
     """
     configs = cfg.by_domain()
-    rows = [[i for i, row in enumerate(batch.rows) if row.get("domain") == own.domain] for own in configs]
+    rows = [[i for i, row in enumerate(batch.rows) if row.get("domain") == domain.domain] for domain in configs]
     rows = rows if cfg.domains else [list(range(len(batch)))]
     if batch.stand_in:
         rows = [[] for _ in configs]
     elif sum(map(len, rows)) < len(batch):
         raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
-    ranks = utils.all_sum(torch.tensor([float(bool(mine)) for mine in rows])).tolist()
+    ranks = utils.all_sum(torch.tensor([float(bool(numbers)) for numbers in rows])).tolist()
     lacking = any(0 < count < utils.world_size() for count in ranks)
-    lent = utils.gather_objects([batch.rows[mine[0]] if mine else None for mine in rows]) if lacking else []
-    for number, (own, mine, count) in enumerate(zip(configs, rows, ranks, strict=True)):
+    lent = utils.gather_objects([batch.rows[numbers[0]] if numbers else None for numbers in rows]) if lacking else []
+    for place, (domain, numbers, count) in enumerate(zip(configs, rows, ranks, strict=True)):
         if count:
-            part = batch if len(mine) == len(batch) else batch.select(mine or [0])
-            if not mine:
-                part.rows = [next(of_rank[number] for of_rank in lent if of_rank[number] is not None)]
+            part = batch if len(numbers) == len(batch) else batch.select(numbers or [0])
+            if not numbers:
+                part.rows = [next(of_rank[place] for of_rank in lent if of_rank[place] is not None)]
             if cfg.domains and part.reward_components is not None:
                 most = part.reward_components.shape[1]
-                wanted = len(own.reward_funcs)
+                wanted = len(domain.reward_funcs)
                 part.reward_components = torch.nn.functional.pad(part.reward_components, (0, wanted - most))
-            with utils.counted(bool(mine)):
-                yield own, mine, part
+            with utils.counted(bool(numbers)):
+                yield domain, numbers, part
 
 
 def placed(values: Tensor, rows: list[int], whole: Tensor) -> Tensor:
@@ -407,6 +401,17 @@ def row_sum(values: Tensor) -> Tensor:
 def row_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
     """Mean over each row's sampled tokens; 0 for a row without.  [B, T] -> [B, 1]"""
     return (values * loss_mask).sum(1, keepdim=True) / loss_mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def add_statistics(sums: dict[str, Tensor], stats: dict[str, Tensor], loss_mask: Tensor) -> None:
+    """Sums over the sampled tokens; of names that end in _max the largest."""
+    sums["tokens"] += loss_mask.sum().double()
+    for name, matrix in stats.items():
+        if name.endswith("_max"):
+            largest = matrix.detach().double().masked_fill(loss_mask == 0, -math.inf).max()
+            sums[name] = torch.maximum(sums.get(name, largest), largest)
+        else:
+            sums[name] += matrix.detach().where(loss_mask > 0, 0).sum(dtype=torch.float64)
 
 
 def returns_to_go(batch: Batch, gamma: float) -> Tensor:

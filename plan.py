@@ -51,8 +51,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+import utils
 from inputs.loading import load_hf_model, to_train
-from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of
+from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb
 from inputs.packing import most_tokens
 from inputs.processor import load_config
 
@@ -187,11 +188,6 @@ def kept(need: Counter) -> int:
     return round(sum(need[kind] for kind in ("weights", "optimizer", "critic", "reference", "generator")))
 
 
-def push_bucket_mb(parameters: int) -> int:
-    """For --push_bucket_mb: a large model's servers would else be asked a hundred times a push."""
-    return 1024 if parameters >= 30e9 else 256
-
-
 def fitted(sizes: Sizes, cfg: TrainConfig, ranks: int, usable: float, critic: bool) -> tuple[TrainConfig, Counter]:
     """The settings with the given --tokens_per_microbatch, or the largest of BUDGETS with which a step fits into
     `usable` bytes, the smallest if none does; and what they need."""
@@ -227,6 +223,18 @@ def settled(
         f"(--strategy {cfg.strategy}, {ranks} rank(s), {chosen.tokens_per_microbatch} tokens a micro-batch). Less take "
         "--strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit; plan.py says which of them fits."
     )
+
+
+def planned(
+    make_policy: Callable, cfg: TrainConfig, groups: list[int], device: torch.device, critic: bool
+) -> TrainConfig:
+    """`settled` on the free memory of `device`, for the largest of `groups`, which are the completions of each row;
+    prints the warning. Collective."""
+    asked = replace(cfg, num_generations=max(groups, default=cfg.num_generations))
+    chosen, warning = settled(make_policy, asked, utils.world_size(), utils.free_memory(device), critic=critic)
+    if warning and utils.is_main():
+        print(warning)
+    return replace(chosen, num_generations=cfg.num_generations)
 
 
 # ---- the server, and seconds ----------------------------------------------------------------------------------------

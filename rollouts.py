@@ -12,12 +12,14 @@ The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py
 import asyncio
 import functools
 import inspect
+import itertools
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from statistics import fmean
 
 from config import ConfigError, TrainConfig, known_name, shorten
 from data import has_column
@@ -46,6 +48,7 @@ from inputs.trajectory import (
     end_to_end,
     failed_trajectory,
     joined,
+    known_scores,
 )
 from inputs.vision import build_prompt, check_echo, continued, image_sources, observed, prompt_lengths
 from safety.calls import run_limited, say_once, unread
@@ -62,58 +65,63 @@ def sampling_options(cfg: TrainConfig) -> dict:
     return {name: value for name, value in options.items() if value is not None}
 
 
-async def sample_enough(sample: Callable, drawn: list[int], wanted: int, spare: int) -> tuple[list, dict]:
-    """Results of `wanted` of the prompts `drawn`, and counts of the others.
+async def enough_groups(
+    sample: Callable, first: list[int], further: list[int], domain_of: Callable[[int], str], cfg: TrainConfig
+) -> tuple[list, dict]:
+    """A group with signal for each prompt of `first`, as far as `further` ones of the same domain can replace silent
+    ones: results of `sample`, a coroutine number -> (group, whether it is silent, ...), in the order of `first`, since
+    domains stay interleaved as they were drawn, so that each of --num_minibatches has some of all; and counts of the
+    others.
 
-    sample: a coroutine number -> (group, whether it is silent, ...).
-
-    The moment a group ends silent another prompt begins; when `drawn` is used up silent ones stay, so that a step never
-    grows or shrinks. `spare` prompts begin beforehand. Groups count in the order in which they were drawn: a spare one
-    takes the place of a silent one, never of one that is merely slow, or short completions would be preferred. What is
-    not needed is cancelled, on the server too.
+    The moment a group ends silent another prompt begins; when all are used up silent ones stay, so that a step never
+    grows or shrinks. Some prompts begin beforehand (--spare_prompts). Groups count in the order in which they were
+    drawn: a spare one takes the place of a silent one, never of one that is merely slow, or short completions would be
+    preferred. What is not needed is cancelled, on the server too.
 
         2 wanted, 1 spare; a b c d e drawn. Begun: a b c. b ends silent: d begins, a and c are chosen. When these two
         have ended, the step is done and d is cancelled; were c silent, too, e would begin, and d be chosen.
     """
-    tasks: list[asyncio.Task] = []  # in the order of `drawn`
-    try:
-        while True:
-            silent = [task for task in tasks if task.done() and task.result()[1]]
-            chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
-            if len(tasks) == len(drawn):
-                chosen += silent[: wanted - len(chosen)]
-            if len(chosen) == wanted and all(task.done() for task in chosen):
-                break
-            new = drawn[len(tasks) : wanted + spare + len(silent)]
-            tasks += [asyncio.create_task(sample(number)) for number in new]
-            await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        left_over = [task for task in tasks if not task.done()]
-        for task in left_over:
-            task.cancel()
-        await asyncio.gather(*left_over, return_exceptions=True)
-    stayed = sum(task in silent for task in chosen)
-    replaced = len(silent) - stayed
-    counts = {"resampled": replaced, "silent": stayed, "unused": len(tasks) - wanted - replaced}
-    return [task.result() for task in chosen], counts
-
-
-async def enough_of_each(
-    sample: Callable, first: list[int], further: list[int], domain_of: Callable[[int], str], cfg: TrainConfig
-) -> tuple[list, dict]:
-    """`sample_enough` of each domain, side by side: results in the order of `first`, since domains stay interleaved as
-    they were drawn, so that each of --num_minibatches has some of all. Silent prompts are replaced by some of `further`
-    of the same domain."""
     drawn: dict[str, list[int]] = defaultdict(list)
     for number in [*first, *further]:
         drawn[domain_of(number)].append(number)
+    totals: Counter = Counter(resampled=0, silent=0, unused=0)
+
+    async def of_domain(name: str, wanted: int) -> Iterator:
+        spare = math.ceil(cfg.spare_prompts * wanted / cfg.prompts_per_step)
+        tasks: list[asyncio.Task] = []  # in the order in which prompts were drawn
+        try:
+            while True:
+                silent = [task for task in tasks if task.done() and task.result()[1]]
+                chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
+                if len(tasks) == len(drawn[name]):
+                    chosen += silent[: wanted - len(chosen)]
+                if len(chosen) == wanted and all(task.done() for task in chosen):
+                    break
+                begin = drawn[name][len(tasks) : wanted + spare + len(silent)]
+                tasks += [asyncio.create_task(sample(number)) for number in begin]
+                await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left_over = [task for task in tasks if not task.done()]
+            for task in left_over:
+                task.cancel()
+            await asyncio.gather(*left_over, return_exceptions=True)
+        stayed = sum(task in silent for task in chosen)
+        replaced = len(silent) - stayed
+        totals.update(resampled=replaced, silent=stayed, unused=len(tasks) - wanted - replaced)
+        return iter([task.result() for task in chosen])
+
     wanted = Counter(map(domain_of, first))
-    spare = {name: math.ceil(cfg.spare_prompts * count / cfg.prompts_per_step) for name, count in wanted.items()}
-    calls = (sample_enough(sample, drawn[name], count, spare[name]) for name, count in wanted.items())
-    found = await asyncio.gather(*calls)
-    of_domain = {name: iter(groups) for name, (groups, _) in zip(wanted, found, strict=True)}
-    totals = {name: sum(counts[name] for _, counts in found) for name in ("resampled", "silent", "unused")}
-    return [next(of_domain[domain_of(number)]) for number in first], totals
+    found = dict(zip(wanted, await asyncio.gather(*itertools.starmap(of_domain, wanted.items())), strict=True))
+    return [next(found[domain_of(number)]) for number in first], totals
+
+
+def tell_baseline(group: list[Trajectory], greedy: Trajectory) -> None:
+    """Tell the group the score of a greedy completion of its prompt (the group's mean where that has none), or that it
+    failed."""
+    baseline = fmean(known_scores([greedy]) or known_scores(group) or [0.0])
+    for trajectory in group:
+        trajectory.info["baselines"] = baseline
+        trajectory.info |= {key: value for key, value in greedy.info.items() if key == "failure"}
 
 
 async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
@@ -307,7 +315,10 @@ async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajector
         late = TrajectoryError(f"rollout {cfg.rollout!r} took over {ROLLOUT_TIMEOUT:g} s", row)
         error = late if isinstance(error, TimeoutError) else error
         return [failed_trajectory(row, 0, error) for _ in range(cfg.num_generations)]
-    return checked_rollout(returned, row, generator, cfg)
+    trajectories = checked_rollout(returned, row, generator, cfg)
+    for trajectory in trajectories if cfg.domain else ():
+        trajectory.info["domain"] = cfg.domain
+    return trajectories
 
 
 def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, str] | None:

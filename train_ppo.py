@@ -48,9 +48,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-import teachers
 import train_grpo
 import utils
+from algorithms import optimizers, teachers
 from config import ConfigError
 from inputs.model import backbone
 from inputs.processor import faults_named, load_config
@@ -120,7 +120,7 @@ class Critic(Policy):
         for parameter in set(self.hf_model.parameters()) - used:  # an output layer's: DDP would wait for its gradient
             parameter.requires_grad_(False)
 
-    def head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
+    def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor]:
         """[n, H], [n] -> [n]"""
         return (self.value(hidden),)
 
@@ -147,7 +147,7 @@ class CriticTrainer:
         # Whether packed rows are right is tried with the policy: of another family it is not known.
         kind = inner.hf_model.config.model_type
         self.shares = cfg.critic_model_id is None or load_config(cfg.model_id).model_type == kind
-        self.optimizer = train_grpo.optimizer_of(make_optimizer, self.module, critic_cfg)
+        self.optimizer = optimizers.check_optimizer(make_optimizer(self.module, critic_cfg), self.module)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
         """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""

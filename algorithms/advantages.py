@@ -1,7 +1,9 @@
 """Published advantages beyond those in train_grpo.py: (batch, cfg) -> [B, T], 0 where nothing was sampled.
 
-A function says what it needs next to itself; see "What an algorithm says about itself" in train_grpo.py.
+A function says what it needs next to itself; see the end of section 5 in train_grpo.py.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ import utils
 from algorithms.distillation import distill
 from batch import (
     Batch,
+    by_domain,
     by_turn,
     center_and_scale,
     center_by_group,
@@ -18,6 +21,7 @@ from batch import (
     group_mean,
     group_std,
     normalize,
+    placed,
     returns_to_go,
     spread,
     turn_returns,
@@ -102,15 +106,59 @@ def role_means(batch: Batch, means: dict[str, float]) -> Tensor:
     return batch.scores.new_tensor([means.get(role, 0.0) for role in roles])
 
 
+def add_at_end(rewards: Tensor, loss_mask: Tensor, values: Tensor) -> Tensor:
+    """Rewards with a value more at each row's last sampled token.  [B, T], [B, T], [B] -> [B, T]"""
+    last = (loss_mask * torch.arange(loss_mask.shape[1], device=loss_mask.device)).argmax(1)
+    rows = torch.arange(len(rewards), device=rewards.device)
+    return rewards.index_put((rows, last), values.to(rewards.dtype), accumulate=True)
+
+
+def normalised(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> Tensor:
+    """Rewards whose sums are the scores less a mean, over a std, as --reward_mean and --reward_std of the row's domain
+    say. The score is the sum of its row, so the mean is taken off once, at the end.  [B, T]
+
+    moments: count, sum and sum of squares of all scores so far, by domain; brought up to date.
+    """
+    rewards = batch.rewards
+    if not normalised_beforehand(cfg):
+        return rewards
+    # A rank without rows of a domain gets some row as `part`, so that it joins the collectives; it contributes 0.
+    for domain, rows, part in by_domain(batch, cfg):
+        running = utils.running_moments(part.scores, moments.setdefault(domain.domain, [0.0] * 3))
+        center, scale = center_and_scale(part.scores, part.groups, cfg.reward_mean, cfg.reward_std, running)
+        shaped = add_at_end(part.rewards / scale[:, None], part.loss_mask, -center / scale)
+        rewards = placed(shaped, rows, rewards)
+    return rewards
+
+
+def sizes_of_advantages(batch: Batch) -> dict[str, float]:
+    """Mean size, and the share of completions in groups where all advantages are 0, over all ranks. Collective."""
+    size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
+    silent = (group_mean(size, batch.groups) == 0).double()
+    there = torch.full_like(silent, not batch.stand_in)  # [B] 0: the row counts for nothing
+    return {
+        "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
+        "advantages/frac_zero_groups": float(utils.global_mean(silent, there)),
+    }
+
+
+def forking_tokens(batch: Batch, share: float) -> Tensor:
+    """1 on this share of the step's sampled tokens, on all ranks: those of the highest entropy, where the path forks;
+    they carry the learning (2506.01939). Else 0.  [B, T]"""
+    values = torch.cat(utils.gather_objects(batch.entropy[batch.loss_mask > 0].cpu())).sort(descending=True).values
+    if not len(values):
+        return batch.loss_mask
+    threshold = values[max(math.ceil(share * len(values)), 1) - 1]
+    return (batch.entropy >= threshold.to(batch.entropy.device)).to(batch.loss_mask.dtype)
+
+
 def with_length_penalty(batch: Batch, solved: Tensor, weight: float) -> Tensor:
     """Rewards minus weight x share of the group that is solved x length / longest of the group, at the last sampled
     token: short answers where the prompt is easy (prime-rl). solved: [B] of 0 and 1.  [B, T]"""
     lengths, (index, _) = batch.loss_mask.sum(1), group_index(batch.groups)  # [B]
     longest = torch.zeros_like(lengths).scatter_reduce(0, index, lengths, "amax")[index].clamp(min=1)
     penalty = weight * group_mean(solved, batch.groups) * lengths / longest
-    last = (batch.loss_mask * torch.arange(batch.loss_mask.shape[1], device=lengths.device)).argmax(1)
-    rows = torch.arange(len(batch), device=lengths.device)
-    return batch.rewards.index_put((rows, last), -penalty.to(batch.rewards.dtype), accumulate=True)
+    return add_at_end(batch.rewards, batch.loss_mask, -penalty)
 
 
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:

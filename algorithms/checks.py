@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import utils
+from algorithms.distillation import check_teacher
 from config import ConfigError, TrainConfig, known_name
 from inputs.trajectory import same_row, stands_in
 from safety.calls import warn_once
@@ -16,6 +17,22 @@ TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # 
 # Of Batch, if a function asks.
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
 FIELDS += ("current_logprobs",)
+
+
+def check_functions(functions: dict[str, Callable], advantage: Callable, cfg: TrainConfig) -> None:
+    """ConfigError for settings with which these cannot work. functions: in use, by the flag that names each."""
+    for name, function in functions.items():
+        check_needs(name, function)
+        if fault := getattr(function, "check", lambda cfg: None)(cfg):
+            raise ConfigError(f"{name}: {fault}.")
+    check_teacher(functions, cfg)
+    compares = getattr(advantage, "compares_group", True)
+    for domain in cfg.by_domain():
+        if (compares(domain) if callable(compares) else compares) and domain.num_generations < 2:
+            raise ConfigError(
+                f"--num_generations={domain.num_generations}: {cfg.advantage} compares the completions of one prompt, "
+                "so it needs at least 2; 8 is usual."
+            )
 
 
 def check_needs(name: str, function: Callable) -> None:
@@ -67,15 +84,9 @@ def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
 
 def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """(what an advantage computes, its statistics), if it can be trained on."""
-    reads, name = type(batch).reads, f"advantage {cfg.advantage!r}"
-    reads.clear()
+    name = f"advantage {cfg.advantage!r}"
     with explained(name, batch):
         result = advantage(batch, cfg)
-    if reads == {"scores"} and (cfg.kl_in_reward or (cfg.reward_mean, cfg.reward_std) != ("none", "none")):
-        warn_once(
-            f"--advantage {cfg.advantage} read batch.scores, which are as the reward functions gave them: read "
-            "batch.shaped_scores for what --reward_mean, --reward_std and --kl_in_reward made of them."
-        )
     advantages, stats = result if isinstance(result, tuple) else (result, {})
     return checked(name, advantages, batch, "spread(values, batch.loss_mask) makes it from [B]"), dict(stats)
 
@@ -161,9 +172,9 @@ def read_once() -> Iterator[None]:
 
 
 def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
-    """(trajectories, metrics) of what after_rollout returned for those that were sampled. One that has the row of a
-    sampled one has its row number, too. Where some were added to the placeholder of a rank on which all had failed,
-    that goes. Collective."""
+    """(trajectories by group, metrics) of what after_rollout returned for those that were sampled. One that has the row
+    of a sampled one has its row number, too. Where some were added to the placeholder of a rank on which all had
+    failed, that goes. Collective."""
     trajectories, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(trajectories, list) or not isinstance(numbers, dict):
         raise TypeError(
@@ -174,7 +185,7 @@ def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
     for t in played:
         t.info = t.info | ({"row_number": row_numbers[id(t.row)]} if id(t.row) in row_numbers else {})
     warn_of_mixed_groups(played)
-    return played or trajectories, over_ranks(numbers, len(played))
+    return sorted(played or trajectories, key=lambda t: t.group), over_ranks(numbers, len(played))
 
 
 def warn_of_mixed_groups(trajectories: list) -> None:
@@ -202,12 +213,26 @@ def logged(numbers: dict, batch) -> dict[str, float]:
 def over_ranks(numbers: dict, rows: int) -> dict[str, float]:
     """{name: a number, or numbers for each of something} over all ranks, by the rule of `utils.over_ranks`. One number
     stands for all `rows`, this rank's completions; a rank without any has nothing to say. Collective."""
-    mine = {}
+    sums = {}
     for name, value in numbers.items() if rows else ():
         value = torch.as_tensor(value, dtype=torch.float64)
         if name.endswith("_max"):
-            mine[name] = max(value.flatten().tolist(), default=-math.inf), 1
+            sums[name] = max(value.flatten().tolist(), default=-math.inf), 1
         else:
             alike = 1 if value.ndim or name.endswith("_sum") else rows
-            mine[name] = float(value.sum()) * alike, value.numel() * alike
-    return utils.over_ranks(mine)
+            sums[name] = float(value.sum()) * alike, value.numel() * alike
+    return utils.over_ranks(sums)
+
+
+def means_of(total: dict[str, Tensor]) -> dict[str, float]:
+    """The "loss" and, of the statistics of a step's updates, the means over "tokens" on all ranks. total: this rank's
+    sums, a scalar each. Collective."""
+    sums = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True))  # one read of the GPU
+    tokens, loss = sums.pop("tokens"), float(utils.all_sum(torch.tensor(sums.pop("loss"))))
+    names = set().union(*utils.gather_objects([*sums]))  # a rank may lack one: its tokens count all the same
+    lacking = {name: -math.inf if name.endswith("_max") else 0.0 for name in names}
+    means = utils.over_ranks({name: (value, tokens) for name, value in (lacking | sums).items()})
+    # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
+    if squared := means.pop("sampling/ratio_squared", None):
+        means["sampling/ess"] = means["sampling/ratio_mean"] ** 2 / squared
+    return means | {"loss": loss}

@@ -1,9 +1,10 @@
 """Published policy losses beyond those in train_grpo.py: (logprobs, batch, cfg) -> loss per token, statistics.
 
-All are [B, T]. A function says what it needs next to itself; see "What an algorithm says about itself" in
+All are [B, T]. A function says what it needs next to itself; see the end of section 5 in
 train_grpo.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,12 @@ def has_no_ratio(cfg: TrainConfig) -> str | None:
     return (
         "it has no ratio to put them into; leave out --old_logprobs sampler" if cfg.old_logprobs == "sampler" else None
     )
+
+
+def cispo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """-sg(clip(ratio)) A log pi: the weight is clipped, every token keeps its gradient.  2506.13585 eq. 4.  [B, T]"""
+    ratio, low, high = log_ratio(logprobs, batch).exp().detach(), 1 - cfg.epsilon, 1 + cfg.epsilon_high
+    return -ratio.clamp(low, high) * batch.advantages * logprobs, clip_stats(ratio < low, ratio > high)
 
 
 def luspo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -114,9 +121,9 @@ def within_divergence(divergence: Tensor, moved: Tensor, logprobs, batch: Batch,
 # they would depend on the number of micro-batches.
 
 
-def covariance(logprobs: Tensor, batch: Batch) -> Tensor:
+def covariance(batch: Batch) -> Tensor:
     """(A - mean A) (log pi - mean log pi) of each token, means over the update's tokens on all ranks.  [B, T]"""
-    mask = batch.loss_mask > 0
+    mask, logprobs = batch.loss_mask > 0, batch.current_logprobs
     means = [utils.global_moments(values, mask)[1] for values in (batch.advantages, logprobs)]
     return (batch.advantages - means[0]) * (logprobs - means[1])
 
@@ -144,24 +151,31 @@ def take_first(candidates: Tensor, values: Tensor | None, share: float, batch: B
 
 
 @torch.no_grad()
-def random_of_high_covariance(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
+def random_of_high_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
     """Tokens with a covariance between clip_cov_min and clip_cov_max that the ratio's clip does not silence already, a
     random few of them.  [B, T] of bool"""
-    cov = covariance(logprobs, batch)
-    clipped = clipped_surrogate(log_ratio(logprobs, batch).exp(), batch, cfg)[1]["clip_ratio/region_mean"] > 0
+    cov, ratio = covariance(batch), log_ratio(batch.current_logprobs, batch).exp()
+    clipped = clipped_surrogate(ratio, batch, cfg)[1]["clip_ratio/region_mean"] > 0
     candidates = (batch.loss_mask > 0) & (cov > cfg.clip_cov_min) & (cov < cfg.clip_cov_max) & ~clipped
-    return take_first(candidates, None, cfg.clip_cov_ratio, batch, cfg.seed)
+    return {"chosen": take_first(candidates, None, cfg.clip_cov_ratio, batch, cfg.seed)}
 
 
 @torch.no_grad()
-def highest_covariance(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
+def highest_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
     """The kl_cov_ratio of the tokens with the highest covariance.  [B, T] of bool"""
-    return take_first(batch.loss_mask > 0, covariance(logprobs, batch), cfg.kl_cov_ratio, batch, cfg.seed)
+    chosen = take_first(batch.loss_mask > 0, covariance(batch), cfg.kl_cov_ratio, batch, cfg.seed)
+    return {"chosen": chosen}
+
+
+def chosen_by(prepare: Callable, logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
+    """The tokens that `prepare` has chosen for the update; of a batch that is the whole update it does so now."""
+    found = batch.extras if "chosen" in batch.extras else prepare(replace(batch, current_logprobs=logprobs), cfg)
+    return found["chosen"]
 
 
 def clip_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """ppo, but a random few of the tokens with high covariance get no gradient.  2505.22617.  [B, T]"""
-    chosen = batch.chosen if batch.chosen is not None else random_of_high_covariance(logprobs, batch, cfg)
+    chosen = chosen_by(random_of_high_covariance, logprobs, batch, cfg)  # [B, T]
     loss, stats = clipped_surrogate(log_ratio(logprobs, batch).exp(), batch, cfg)
     return loss * ~chosen, stats | {"clip_ratio/cov": chosen.float()}
 
@@ -169,15 +183,39 @@ def clip_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, 
 def kl_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """-A ratio + coef |log-ratio| on the tokens with the highest covariance. At ratio 1 the penalty has no gradient, so
     it needs several updates a step.  2505.22617.  [B, T]"""
-    chosen = batch.chosen if batch.chosen is not None else highest_covariance(logprobs, batch, cfg)
+    chosen = chosen_by(highest_covariance, logprobs, batch, cfg)  # [B, T]
     d = log_ratio(logprobs, batch)
     return -batch.advantages * d.exp() + cfg.kl_cov_coef * d.abs() * chosen, {"kl_cov/chosen": chosen.float()}
 
 
-clip_cov.choose, kl_cov.choose = random_of_high_covariance, highest_covariance
+clip_cov.needs = kl_cov.needs = ("current_logprobs",)
+clip_cov.prepare, kl_cov.prepare = random_of_high_covariance, highest_covariance
 
 
 MORE_LOSSES = {
-    "luspo": luspo, "gmpo": gmpo, "sapo": sapo, "tis": tis, "topr": topr, "kimi": kimi, "dro": dro, "vespo": vespo,
-    "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "clip_cov": clip_cov, "kl_cov": kl_cov,
+    "cispo": cispo, "luspo": luspo, "gmpo": gmpo, "sapo": sapo, "tis": tis, "topr": topr, "kimi": kimi, "dro": dro,
+    "vespo": vespo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "clip_cov": clip_cov, "kl_cov": kl_cov,
 }  # fmt: skip
+
+
+# ---- KL(pi || ref) --------------------------------------------------------------------------------------------------
+
+
+def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """The value of `value` with the gradient of `gradient_of`."""
+    return gradient_of - gradient_of.detach() + value.detach()
+
+
+def k1_plus(logprobs: Tensor, ref: Tensor) -> Tensor:
+    """x = log pi - log ref with the gradient of k2 = x^2 / 2, which is the KL's."""
+    x = (logprobs - ref).clamp(-20, 20)
+    return straight_through(x, x**2 / 2)
+
+
+def k3_plus(logprobs: Tensor, ref: Tensor) -> Tensor:
+    """e^-x - 1 + x with the gradient of k2."""
+    x = (logprobs - ref).clamp(-20, 20)
+    return straight_through((-x).exp() + x - 1, x**2 / 2)
+
+
+MORE_KL = {"abs": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20).abs(), "k1+": k1_plus, "k3+": k3_plus}

@@ -1,10 +1,11 @@
-"""Optimizers and learning-rate schedules by name: torch's, bitsandbytes', transformers'."""
+"""Optimizers and learning-rate schedules by name: torch's, bitsandbytes', transformers'; coefficients with a target."""
 
 import importlib
 import inspect
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -35,9 +36,9 @@ def check_optimisation(cfg: TrainConfig) -> None:
             schedule_rate(cfg, update, warmup_updates(cfg, total), total)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """ConfigError for a group without parameters, and for what is trained and would never change or, unknown to DDP or
-    FSDP, differ by rank. At start and in each update: what is trained may change."""
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer. ConfigError for a group without parameters, and for what is trained and would never change or,
+    unknown to DDP or FSDP, differ by rank. At start and in each update: what is trained may change."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if empty := [group.get("name", n) for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
         raise ConfigError(
@@ -58,9 +59,40 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
             f"{len(late)} parameters are trained that were frozen at start, first {late[0]!r}: DDP and FSDP add up "
             "over ranks gradients of what was trained then. Have them require gradients in to_train, and leave it so."
         )
+    return optimizer
 
 
-# ---- learning rate --------------------------------------------------------------------------------------------------
+# ---- what changes from update to update -----------------------------------------------------------------------------
+
+
+def lr_at(update: int, cfg: TrainConfig) -> float:
+    """Learning rate of an optimizer update: linear warm-up, then --lr_schedule: constant, linear or cosine decay to 0,
+    or one of transformers'.
+
+    A function of the update's number, so that resuming needs no scheduler state. Updates are counted from the first
+    step, those in which only a critic learns (--critic_warmup) included.
+    """
+    total = cfg.max_steps * cfg.num_iterations * cfg.num_minibatches
+    warmup = warmup_updates(cfg, total)
+    if transformers_schedule(cfg):
+        return schedule_rate(cfg, update, warmup, total)
+    if update < warmup:
+        return cfg.learning_rate * (update + 1) / warmup
+    done = (update - warmup) / max(total - warmup, 1)
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return cfg.learning_rate * decay[cfg.lr_schedule]
+
+
+def adapt(cfg: TrainConfig, metrics: dict) -> TrainConfig:
+    """beta and entropy_coef for the next step, from this one's KL and entropy, if it had any."""
+    if cfg.kl_target is not None and "kl" in metrics:  # Ziegler et al., 1909.08593 sec. 2.2
+        error = min(max(metrics["kl"] / cfg.kl_target - 1, -0.2), 0.2)
+        count = metrics.get("completions/count", cfg.sequences_per_step)
+        cfg = replace(cfg, beta=cfg.beta * (1 + error * count / 10_000))
+    if cfg.entropy_target is not None and "entropy" in metrics:
+        change = 0.0005 if metrics["entropy"] < cfg.entropy_target else -0.0005
+        cfg = replace(cfg, entropy_coef=max(cfg.entropy_coef + change, 0.0))
+    return cfg
 
 
 def warmup_updates(cfg: TrainConfig, total: int) -> int:
@@ -152,7 +184,7 @@ def options(kind: type, cfg: TrainConfig) -> dict:
     return {name: value for name, value in made.items() if name in arguments}
 
 
-def by_name(trained: list, cfg: TrainConfig) -> torch.optim.Optimizer:
+def make_by_name(trained: list, cfg: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer that --optim names, on `trained`: parameters, or groups of them as torch's optimizers take them."""
     kind = optimizer_class(cfg)
     return kind(trained, **options(kind, cfg))

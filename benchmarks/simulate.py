@@ -464,7 +464,7 @@ def simulated(cfg: SimulateConfig):
             mock.patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module),  # PEFT has nothing to move
             mock.patch.object(dist, "all_gather_object", gather),
             mock.patch.object(dist.ProcessGroup, "set_timeout", lambda *_: None),
-            mock.patch.object(script, "CPUOffloadPolicy", partial(script.CPUOffloadPolicy, pin_memory=True)),
+            mock.patch.object(script.fsdp, "CPUOffloadPolicy", partial(script.fsdp.CPUOffloadPolicy, pin_memory=True)),
             torch.autograd.set_multithreading_enabled(False),
             FakeTensorMode(allow_non_fake_inputs=True),
             Machine(cfg) as machine,
@@ -548,16 +548,16 @@ def find_state(layer: torch.nn.Module) -> None:
     layer.weight.quant_state = layer.quant_state
 
 
-def pictures_of(cfg: SimulateConfig, config) -> dict[str, object]:
-    """What needs values: a prompt with a picture, and the inputs of a pass without one. {} for a model without."""
+def picture_of(cfg: SimulateConfig, config) -> vision.Prompt | None:
+    """A prompt with a picture, which needs values. None for a model without."""
     if not takes_images(config):
-        return {}
+        return None
     with torch.device("meta"):
         model = script.empty_policy(cfg, config).hf_model
     processor = load_processor(cfg.model_id)
     asks = SimpleNamespace(tokenizer=processor, rope_index=vision.rope_index_of(model))
     row = {"prompt": "What does the picture show?", "image": tiny_vlms.picture(0, SIDE, SIDE)}
-    return {"prompt": vision.build_prompt(row, asks, cfg), "blank": vision.blank_inputs(processor, cfg, model)}
+    return vision.build_prompt(row, asks, cfg)
 
 
 def settled(cfg: SimulateConfig) -> SimulateConfig:
@@ -572,7 +572,7 @@ def settled(cfg: SimulateConfig) -> SimulateConfig:
     return replace(cfg, prompts_per_step=max(cfg.prompts_per_step, 8 * cfg.gpus), **usual)
 
 
-def batch_of(cfg: SimulateConfig, passes: int, shown: vision.Prompt | None = None) -> script.Batch:
+def batch_of(cfg: SimulateConfig, passes: int, shown: vision.vision.Prompt | None = None) -> script.Batch:
     """Completions that fill so many passes, the last of each shortened. shown: a prompt with a picture."""
     prompt, longest, lengths = cfg.max_prompt_length, cfg.max_completion_length, []
     room = most_tokens(cfg)
@@ -618,15 +618,14 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
             set_up_4_bits(model, cfg)
         return model
 
-    shown = pictures_of(cfg, config)
-    blank = mock.patch.object(vision, "blank_inputs", lambda *_: shown["blank"])
+    shown = picture_of(cfg, config)
     found = "bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module"
     states = mock.patch(found, find_state) if cfg.load_in else contextlib.nullcontext()
-    with mock.patch.object(script, "load_hf_model", load), blank, states, simulated(cfg) as machine:
+    with mock.patch.object(script, "load_hf_model", load), states, simulated(cfg) as machine:
         machine.enter("load")
         with torch.device(GPU if cfg.load_in else "cpu"):  # a base in 4 bits is read to where it stays
             policy, inner = script.load_policy(cfg, GPU)
-        optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES), shown.get("prompt"))
+        optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES), shown)
         trained = [p for p in policy.parameters() if p.requires_grad]
         for parameter in trained:  # makes the optimizer's state
             parameter.grad = torch.zeros_like(parameter)

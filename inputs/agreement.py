@@ -58,7 +58,7 @@ def batch_of(answered: list[tuple[Prompt, list[list[int]]]], device: torch.devic
 def own_forward(hf_model: nn.Module, autocast: bool) -> Callable:
     """In place of Policy.forward: what transformers gives the tokens, without a line of ours."""
 
-    def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor]:
+    def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, _: float) -> tuple[Tensor]:
         with torch.autocast(targets.device.type, torch.bfloat16, enabled=autocast):
             logits = hf_model(**inputs, use_cache=False).logits[rows, columns].float()  # [N, V]
         return (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0],)
@@ -94,7 +94,7 @@ def check_policy(inner: nn.Module, logprobs: Callable, given: list[Prompt], cfg:
             return ""
         return f"{type(error).__name__}: {error}".splitlines()[0] if error else f"by {found:.4f}, limit {limit}"
 
-    with replaced(inner, temperature=1.0, never=[]):
+    with replaced(inner, never=[]):
         take_packed_rows(inner.hf_model, False)
         with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model, inner.autocast)):
             alone = [logprobs(batch.select([row]), plain)[0] for row in range(len(batch))]  # [T of the row] each
@@ -151,3 +151,11 @@ def check_generator(sampled: list[tuple], logprobs: Callable, dtype: torch.dtype
         if cfg.load_in and cfg.generator == "vllm" and utils.is_main():
             print(f"A base in 4 bits here, the server's own there: mean |log-prob difference| {difference:.2g}.")
         utils.check_agreement(difference, cfg, 0.05 if exact else 1, bool(prompt.images))
+
+
+def check_step(metrics: dict[str, float], cfg: TrainConfig, compares: bool) -> None:
+    """RuntimeError if trainer and generator gave the completions of a step unlike log-probs. compares: of this one."""
+    # With several updates a step and no log-probs from before them, updates make a difference of their own.
+    alike = cfg.old_logprobs == "recompute" or cfg.num_iterations * cfg.num_minibatches == 1
+    if compares and alike and "sampling/logprob_diff_mean" in metrics:
+        utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)

@@ -56,10 +56,10 @@ class PackedRow:
     def for_kernel(self) -> tuple[Tensor, Tensor, Tensor]:
         """Places of what the segments see, one segment after the other [K]; where segments begin and end among the
         queries, and among these keys, [S + 1] int32 each."""
-        own = torch.arange(sum(self.sizes)).split(self.sizes)
+        places = torch.arange(sum(self.sizes)).split(self.sizes)
         keys = [place for n, (_, front) in enumerate(self.segments) for place in (front, n) if place is not None]
         ends = torch.tensor([[0, 0], *((size, size + front) for size, front in self.shapes)]).cumsum(0).int()
-        return tuple(utils.sent(x.contiguous(), self.device) for x in (torch.cat([own[n] for n in keys]), *ends.T))
+        return tuple(utils.sent(x.contiguous(), self.device) for x in (torch.cat([places[n] for n in keys]), *ends.T))
 
 
 @dataclass
@@ -121,41 +121,41 @@ def packed(segments: list[Segment] | None, device: torch.device) -> Iterator[Non
 def take_packed_rows(hf_model: nn.Module, takes: bool = True) -> None:
     """From now on the model's text part takes packed rows, and plain ones as before; or plain ones alone again."""
     for config in (text_model(hf_model).config, hf_model.config.get_text_config()):
-        own = (config._attn_implementation or "eager").removeprefix(PACKED).replace("varlen", "flash_attention")
-        name = PACKED + own.replace("flash_attention", "varlen")  # transformers looks for "flash" in names
-        AttentionInterface.register(name, partial(attend, own=own))
-        AttentionMaskInterface.register(name, partial(mask_of, own=own))
-        config._attn_implementation = name if takes else own
+        name = (config._attn_implementation or "eager").removeprefix(PACKED).replace("varlen", "flash_attention")
+        packed_name = PACKED + name.replace("flash_attention", "varlen")  # transformers looks for "flash" in names
+        AttentionInterface.register(packed_name, partial(attend, name=name))
+        AttentionMaskInterface.register(packed_name, partial(mask_of, name=name))
+        config._attn_implementation = packed_name if takes else name
 
 
-def mask_of(*args, own: str, **given) -> Tensor | PackedMask | None:
+def mask_of(*args, name: str, **given) -> Tensor | PackedMask | None:
     """transformers' mask interface."""
     row = PACKING.get()
     if row is None or "allow_is_bidirectional_skip" in given:  # of an image tower
-        return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **given)
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given)
     if given.get("use_vmap"):
         raise ValueError("its masks do not follow from places in a row alone")
-    dtype = given["dtype"] if own == "eager" else None
+    dtype = given["dtype"] if name == "eager" else None
     return PackedMask(row, given["mask_function"], given.get("local_size"), dtype)
 
 
 @torch.compiler.disable  # else every list of segments would be compiled for itself
-def attend(module, query, key, value, attention_mask, scaling=None, *, own: str, **options) -> tuple[Tensor, None]:
+def attend(module, query, key, value, attention_mask, scaling=None, *, name: str, **options) -> tuple[Tensor, None]:
     """transformers' attention interface.  query [R, heads, L, D], key, value [R, kv heads, L, D] -> [R, L, heads, D]
 
-    own: the attention that the model has, which computes plain rows, and the segments of packed ones.
+    name: the attention that the model has, which computes plain rows, and the segments of packed ones.
     """
     # Each family has a function of its own for "eager", in the file of its classes.
     family = sys.modules[type(module).__module__]
-    compute = family.eager_attention_forward if own == "eager" else ALL_ATTENTION_FUNCTIONS[own]
+    compute = family.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if not isinstance(attention_mask, PackedMask):
         return compute(module, query, key, value, attention_mask, scaling=scaling, **options)
     if torch.is_autocast_enabled(query.device.type):  # it casts sdpa's arguments, but knows nothing of other kernels
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    if own not in ("sdpa", "eager") or (query.is_cuda and query.dtype != torch.float32):
-        if own == "eager" or any(options.get(name) is not None for name in ("s_aux", "softcap")):
+    if name not in ("sdpa", "eager") or (query.is_cuda and query.dtype != torch.float32):
+        if name == "eager" or any(options.get(name) is not None for name in ("s_aux", "softcap")):
             raise ValueError("the kernel for packed rows has neither attention sinks nor capped scores")
-        return attend_in_one_call(query, key, value, attention_mask, scaling, own), None
+        return attend_in_one_call(query, key, value, attention_mask, scaling, name), None
     queries, keys, values = (x.split(attention_mask.row.sizes, 2) for x in (query, key, value))
     parts = []
     for number, (_, front) in enumerate(attention_mask.row.segments):
@@ -166,7 +166,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, *, own: str,
     return torch.cat(parts, 1), None
 
 
-def attend_in_one_call(query, key, value, mask: PackedMask, scaling: float | None, own: str) -> Tensor:
+def attend_in_one_call(query, key, value, mask: PackedMask, scaling: float | None, name: str) -> Tensor:
     """All segments at once, for GPUs. A prompt's keys are given once per completion, as in plain rows; where there are
     more keys than queries, "causal" lets the last query see the last key (flash-attn: from 2.1 on)."""
     places, *ends = mask.row.for_kernel
@@ -177,13 +177,13 @@ def attend_in_one_call(query, key, value, mask: PackedMask, scaling: float | Non
     # In fp32, so that the gradient of a prompt's keys is summed over its completions in fp32.  [K, kv heads, D]
     key, value = (x.float().index_select(0, places).to(x.dtype) for x in (key, value))
     longest = [max(size for size, _ in mask.row.shapes), max(map(sum, mask.row.shapes))]
-    if own == "sdpa":
+    if name == "sdpa":
         how = dict(scale=scaling, window_size=(mask.window - 1 if mask.window else -1, 0), **GROUPED)
         out = varlen.varlen_attn(query, key, value, *ends, *longest, **how)  # [L, heads, D]
         return out[None, :, :, :width]
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     how = dict(zip(names, (*ends, *longest), strict=True), sliding_window=mask.window or None, softmax_scale=scaling)
-    how |= dict(is_causal=True, attn_implementation=own)
+    how |= dict(is_causal=True, attn_implementation=name)
     out = _flash_attention_forward(query[None], key[None], value[None], None, len(query), **how)
     return out[..., :width]
 

@@ -245,7 +245,9 @@ def autocasts(cfg: TrainConfig) -> bool:
 
 def to_train(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     """Adds adapters and gradient checkpointing. In train mode, which checkpointing needs; dropout is 0."""
-    model = add_lora(model, cfg) if cfg.use_peft else model
+    whole, model = model, add_lora(model, cfg) if cfg.use_peft else model
+    if cfg.head_dtype == "float32" and type(whole.get_output_embeddings()) is not nn.Linear:
+        raise ConfigError("--head_dtype float32 needs a plain linear output layer; leave it out of --lora_targets.")
     if cfg.gradient_checkpointing or cfg.offload_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError, TrainConfig
+from inputs.processor import takes_images
 from safety.calls import say_once
 
 # Of a frozen base in 4 bits: 4 bits a number, a scale of 8 bits for each 64, and one of float32 for each 256 scales.
@@ -55,6 +56,17 @@ def image_encoder(hf_model: nn.Module) -> nn.Module:
     if found in (hf_model, hf_model.base_model):
         raise ConfigError(f"--freeze_vision: {type(hf_model).__name__} has no image encoder of its own; leave it out.")
     return found
+
+
+def image_weights(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, name of a parameter of its own) of what is trained of an image tower and what lies between it and the
+    text: all but the text part and the output layer. [] for a model of text alone."""
+    if not takes_images(hf_model.config):
+        return []
+    head = hf_model.get_output_embeddings()
+    of_text = {*text_model(hf_model).parameters(), *(head.parameters() if head is not None else ())}
+    named = ((module, *pair) for module in hf_model.modules() for pair in module.named_parameters(recurse=False))
+    return [(module, name) for module, name, p in named if p.requires_grad and p not in of_text]
 
 
 EXPERTS = {
@@ -320,3 +332,8 @@ def adapter_buckets(
             bucket, size = [], 0
     if size:
         yield bucket
+
+
+def push_bucket_mb(parameters: int) -> int:
+    """For --push_bucket_mb: a large model's servers would else be asked a hundred times a push."""
+    return 1024 if parameters >= 30e9 else 256

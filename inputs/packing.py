@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import utils
 from batch import Batch
 from config import TrainConfig
-from inputs.vision import PER_TOKEN, TYPES, join_inputs
+from inputs.vision import TYPES, join_inputs
 
 
 def on_host(batch: Batch) -> Batch:
@@ -76,44 +76,6 @@ def token_types(batch: Batch, name: str) -> Tensor:
             types[row] = given[-1]
             types[row, : len(given) - 1] = given[:-1]
     return types
-
-
-def with_blank(inputs: dict, blank: dict) -> dict:
-    """A pass's inputs with one more sequence that holds an image, if none does: the vision part must run on every rank,
-    or the collectives of the others wait for it. Nothing of it counts. It is a further segment of a packed row, or a
-    further row.  [1, L] -> [1, L + its length] or [R, L] -> [R + 1, max(L, its length)]"""
-    if blank.keys() - {"input_ids", *PER_TOKEN} <= inputs.keys():
-        return inputs
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    blank = {key: value.to(ids.device) for key, value in blank.items()}
-    length, n = ids.shape[1], blank["input_ids"].shape[1]
-
-    def add(given: Tensor, own: Tensor) -> Tensor:
-        """[..., R, L], [..., 1, n]"""
-        if "segments" in inputs:
-            return torch.cat([given, own], -1)
-        given = nn.functional.pad(given, (0, max(n - length, 0), 0, 1))
-        given[..., -1, :n] = own[..., 0, :]
-        return given
-
-    if "position_ids" in inputs or "position_ids" in blank:
-        given = inputs["position_ids"] if "position_ids" in inputs else (mask.cumsum(1) - 1).clamp(min=0)
-        given = given if given.ndim == 3 else given[None]  # [axes, R, L]
-        own = blank.get("position_ids", torch.arange(n, device=ids.device).view(1, 1, n))
-        axes = max(len(given), len(own))
-        positions = add(given.expand(axes, -1, -1), own.expand(axes, -1, -1))
-        blank["position_ids"] = positions if axes > 1 else positions[0]
-    for types in (name for name in TYPES if name in inputs or name in blank):
-        own = blank[types]  # [1, n + 1]; the last is of text behind a prompt, which sees what was before it
-        blank[types] = add(inputs.get(types, own[:, -1:].expand_as(ids)), own[:, :n])
-    if "routed_experts" in inputs:  # [R, L, layers, k]; of the blank nothing is known
-        given = inputs["routed_experts"].movedim(1, -1)
-        padding = (0, n) if "segments" in inputs else (0, max(n - length, 0), *[0] * 2 * (given.ndim - 2), 0, 1)
-        blank["routed_experts"] = nn.functional.pad(given, padding, value=-1).movedim(-1, 1)
-    if "segments" in inputs:
-        blank["segments"] = [*inputs["segments"], (n, None)]
-    blank["attention_mask"] = add(mask, torch.ones_like(blank["input_ids"]))
-    return blank | {"input_ids": add(ids, blank["input_ids"])}
 
 
 def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
 
 from config import TrainConfig
+from inputs.model import folded, is_lora
 from utils import gather_objects, is_main, raise_together, world_size
 
 # ---- where they lie --------------------------------------------------------------------------------------------------
@@ -144,3 +147,72 @@ def joined_in_a_checkpoint(model: nn.Module) -> bool:
     conversions = [] if known is None else get_model_conversion_mapping(known, add_legacy=False)
     into = [one.target_patterns for one in conversions if isinstance(one, WeightConverter)]
     return any(len(patterns) > 1 or "*" in patterns[0] for patterns in into)
+
+
+# ---- one by one -----------------------------------------------------------------------------------------------------
+
+
+def clean_name(name: str) -> str:
+    """The name a parameter has in the transformers model, without what DDP, FSDP, PEFT and `Policy` put around it."""
+    name = re.sub(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.|\.base_layer", "", name)
+    name = name.removeprefix("module.").removeprefix("model.")  # DDP, then Policy.model
+    return name.removeprefix("base_model.model.")  # PeftModel -> LoraModel -> the model itself
+
+
+def walk(name: str, module: nn.Module, stop: type | tuple) -> Iterator[tuple[str, nn.Module]]:
+    """Modules below `module`, itself included, children first; neither past `stop` types nor into a LoRA layer."""
+    if not is_lora(module):
+        for key, child in module.named_children():
+            if not isinstance(child, stop):
+                yield from walk(f"{name}.{key}" if name else key, child, stop)
+    yield name, module
+
+
+def parameters_of(name: str, module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) pairs of the module's own parameters, not its children's. FSDP2's stay sharded, and
+    are rounded to `dtype` before they are gathered, as half the bytes travel then."""
+    if is_lora(module):
+        yield clean_name(f"{name}.weight"), folded(module, dtype)
+        if module.base_layer.bias is not None:
+            yield clean_name(f"{name}.bias"), module.base_layer.bias.detach()
+        return
+    for key, parameter in module.named_parameters(recurse=False):
+        tensor = parameter.detach()
+        yield clean_name(f"{name}.{key}"), rounded(tensor, dtype) if isinstance(tensor, DTensor) else tensor
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
+    """A matrix in `dtype`; a vector as it is."""
+    return tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=copy)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor of an FSDP2 shard (a collective), any other tensor as it is. A shard that waits in CPU memory
+    (--offload, --colocate) goes to the GPU first, and travels from there."""
+    if isinstance(tensor, DTensor):
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor
+
+
+def gathered(bucket: list[tuple[str, Tensor]], keep: bool) -> list[tuple[str, Tensor]]:
+    """The tensors of a bucket made whole; all ranks call it. With keep=False this rank only takes part."""
+    whole = [(name, full(tensor)) for name, tensor in bucket]
+    return whole if keep else []
+
+
+@torch.no_grad()
+def move_towards(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """ref <- alpha * policy + (1 - alpha) * ref (--ref_sync_steps). Both have the same modules and shards."""
+    for model in (reference, policy):
+        if isinstance(model, FSDPModule):  # a root module stays gathered after a forward pass without a backward one,
+            model.reshard()  # and what is written to the gathered weights is lost
+    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
+        old.lerp_(new.to(old.dtype), alpha)
+
+
+def exchanging(policy: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """DDP sums gradients over ranks in the last backward pass of an update only. FSDP reduces in every pass; fsdp2 with
+    --shard_size sums over the copies of the shards in the last pass only."""
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_all_reduce(last)
+    return policy.no_sync() if isinstance(policy, DistributedDataParallel) and not last else contextlib.nullcontext()

@@ -106,9 +106,11 @@ class Routing(TorchFunctionMode):
         return torch.stack(moved).sum(0).double() if moved else torch.zeros(2, dtype=torch.float64)
 
 
-def of(model: nn.Module, cfg: TrainConfig) -> Routing | None:
-    """What replays in a transformers model; None for a dense one, and where it is not asked for."""
-    return Routing(model) if cfg.router_replay != "off" and experts_of(model.config)[0] else None
+def of(model: nn.Module, cfg: TrainConfig) -> tuple[Routing | None, Callable | None]:
+    """What replays in a transformers model, None for a dense one and where it is not asked for; and its `balance_loss`,
+    with --router_aux_coef."""
+    routing = Routing(model) if cfg.router_replay != "off" and experts_of(model.config)[0] else None
+    return routing, balance_loss(model) if cfg.router_aux_coef else None
 
 
 def replay(routing: Routing | None, inputs: dict) -> dict:

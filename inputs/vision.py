@@ -215,15 +215,6 @@ def images_alone(processor, count: int) -> str:
     return render(normal([{"role": "user", "content": "-"}], processor, count), processor, add_generation_prompt=True)
 
 
-def blank_inputs(processor, cfg: TrainConfig, hf_model) -> dict:
-    """Inputs of the shortest prompt with an image, for passes that have none (packing.with_blank)."""
-    import torch
-
-    image = Image.new("RGB", (64, 64))
-    ids, inputs = expand(images_alone(processor, 1), [image], processor, rope_index_of(hf_model), special=True)
-    return inputs | {"input_ids": torch.tensor([ids])}
-
-
 def check_echo(prompt: Prompt, samples: list) -> None:
     """The generator must have seen the prompt that is trained on; RuntimeError says where the two differ."""
     ours, theirs = prompt.token_ids, samples[0].prompt_ids

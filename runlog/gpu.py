@@ -1,6 +1,6 @@
 """How much of a GPU a step takes: `memory/peak_gb` and `perf/tflops`, logged where there is one."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 
 import torch
@@ -31,6 +31,14 @@ def sizes(model: nn.Module) -> tuple[float, float, int]:
     return parameters, trained, config.num_hidden_layers * config.num_attention_heads * head
 
 
+def size_of(make_policy: Callable[[], nn.Module], device: torch.device) -> tuple[float, float, int] | None:
+    """`sizes` of what make_policy makes without values; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    with torch.device("meta"):
+        return sizes(make_policy().hf_model)
+
+
 def update_flops(sizes: tuple[float, float, int], groups: Iterable[tuple[int, list[int]]], shared: bool) -> float:
     """Floating-point operations of one pass over some groups, forward and backward: 6 x parameters x tokens where all
     are trained, and those of attention (PaLM, arXiv 2204.02311, appendix B).
@@ -54,12 +62,15 @@ def update_flops(sizes: tuple[float, float, int], groups: Iterable[tuple[int, li
     return tokens * (4 * parameters + 2 * trained) + 12 * width * pairs
 
 
-def gpu_metrics(size, trajectories: list[Trajectory], cfg: TrainConfig, seconds: float, device) -> dict[str, float]:
-    """The largest memory of any rank's GPU in this step, in GB, and the mean rate of the ranks' updates, in TFLOP/s.
+def metrics(size, trajectories: list[Trajectory], cfg: TrainConfig, seconds: float, device) -> dict[str, float]:
+    """The largest memory of any rank's GPU in this step, in GB, and the mean rate of the ranks' updates, in TFLOP/s; {}
+    without GPUs.
 
-    size: of `sizes`. trajectories: this rank's, those of a group adjacent. seconds: of the
+    size: of `size_of`. trajectories: this rank's, those of a group adjacent. seconds: of the
     update. A step's peak begins where this was called last.
     """
+    if size is None:
+        return {}
     groups = [list(group) for _, group in groupby(trajectories, lambda t: t.group)]
     lengths = [(len(group[0].prompt_ids), [len(t.token_ids) for t in group]) for group in groups]
     flops = cfg.num_iterations * update_flops(size, lengths, cfg.shared_prefix)

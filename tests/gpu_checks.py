@@ -242,7 +242,7 @@ def attention(machine: Machine) -> str:
         module = SimpleNamespace(num_key_value_groups=4, is_causal=True)
 
         def ours(q, k, v, module=module, mask=mask, kernel=kernel):
-            return attend(module, q, k, v, mask, 0.1, own=kernel)[0]
+            return attend(module, q, k, v, mask, 0.1, name=kernel)[0]
 
         def written_out(q, k, v, window=window):
             k, v = (x.repeat_interleave(4, 1) for x in (k, v))

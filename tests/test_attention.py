@@ -127,7 +127,7 @@ def test_the_kernels_of_gpus_compute_the_same(kernel, window, monkeypatch):
     mask, module = PackedMask(ROW, sees, window or None, None), SimpleNamespace(num_key_value_groups=2, is_causal=True)
     results = []
     for run in (
-        lambda *tensors: attend(module, *tensors, mask, 0.3, own="sdpa")[0],
+        lambda *tensors: attend(module, *tensors, mask, 0.3, name="sdpa")[0],
         lambda *tensors: attend_in_one_call(*tensors, mask, 0.3, kernel),
     ):
         draw = torch.Generator().manual_seed(0)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from live import EVEN, SMALL, running, trainer
 from server_fixture import make_tiny, start_server
 
-import teachers
 import train_grpo as script
+from algorithms import teachers
 from algorithms.distillation import divergence
 from batch import collate
 from config import TrainConfig

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo as script
 import utils
+from algorithms import optimizers
 from algorithms.checks import with_numbers
 from batch import collate
 from config import ConfigError, TrainConfig, load_config
@@ -112,7 +113,7 @@ def pairs_term() -> list[dict]:
 
     script.clip_gradients = clip
     batch = ragged.local_batch(torch.distributed.get_rank(), utils.world_size())
-    optimizer = script.optimizer_of(script.make_optimizer, policy, cfg)
+    optimizer = optimizers.check_optimizer(script.make_optimizer(policy, cfg), policy)
     script.update(policy, optimizer, batch, replace(cfg, policy_loss="none"), 0)
     return gradients
 
@@ -172,7 +173,7 @@ def two_adapters() -> list[set]:
     script.make_optimizer = lambda module, cfg: torch.optim.SGD(
         [p for name, p in module.named_parameters() if "lora_" in name], lr=1.0
     )
-    optimizer = script.optimizer_of(script.make_optimizer, policy, cfg)
+    optimizer = optimizers.check_optimizer(script.make_optimizer(policy, cfg), policy)
     batch = ragged.local_batch(torch.distributed.get_rank(), utils.world_size())
     moved = []
     for step, adapter in enumerate(("default", "second")):

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from server_fixture import make_tiny
 
 import train_minimal
+from algorithms import teachers
 from config import ConfigError, TrainConfig
 from runlog import checkpoints
 from scoring import reward_model
-from train_grpo import Policy, load_hf_model, load_policy, load_reference, load_teacher, saved_weights
+from train_grpo import Policy, load_frozen, load_hf_model, load_policy, load_reference, saved_weights
 from train_ppo import Critic
 
 BLOCK = 32
@@ -175,7 +176,7 @@ def test_weights_that_a_folder_lacks_are_named(sources, tmp_path):
         ("model_id", lambda: load_policy(config(less), cpu)),
         ("model_id", lambda: load_policy(config(less), cpu, Critic)),
         ("model_id", lambda: load_reference(config(less, beta=0.1), cpu)),
-        ("teacher_id", lambda: load_teacher(config(sources["plain"], teacher_id=str(less)), cpu)),
+        ("teacher_id", lambda: teachers.load(config(sources["plain"], teacher_id=str(less)), cpu, load_frozen)),
     ):
         with pytest.raises(ConfigError, match=f"--{flag}=.* lacks 1 weights of Qwen3ForCausalLM, such as {lost}"):
             load()

@@ -17,6 +17,7 @@ from server_fixture import ROOT, make_tiny
 import plan
 import train_grpo
 import train_ppo
+from algorithms import optimizers
 from config import ConfigError, load_config
 from runlog.reading import read_metrics
 
@@ -126,7 +127,7 @@ def groups_of(path: str) -> dict:
         cfg = script.TrainConfig(model_id=str(make_tiny()), compute_dtype="float32", strategy=strategy)
         policy, _ = script.load_policy(cfg, torch.device("cpu"))
         try:
-            groups = script.optimizer_of(script.make_optimizer, policy, cfg).param_groups
+            groups = optimizers.check_optimizer(script.make_optimizer(policy, cfg), policy).param_groups
         except ConfigError as error:
             found[strategy] = str(error)
             continue

@@ -69,7 +69,6 @@ def theirs(settings: dict) -> dict:
         rows.append((t, now, mu, old, ref, sum(t.token_rewards)))
     scores = {g: [s for t, *_, s in rows if t.group == g] for g in range(5)}
     tokens = {g: sum(len(now) for t, now, *_ in rows if t.group == g) for g in range(5)}
-    right = sum(len(now) for _, now, *_, s in rows if s >= 1)
 
     def weights(t, mu, old):
         """Of each token, clamped: pi_old / mu, or the product of them over the completion."""
@@ -111,7 +110,6 @@ def theirs(settings: dict) -> dict:
             filled = [g for g in range(5) if tokens[g]]
             share = {"prompt_mean": 1 / tokens[t.group] / len(filled), "seq_mean": 1 / len(now) / len(sampled)}
             total = total + loss * share[cfg.loss_agg]
-            total = total - cfg.positive_nll * p / right * (score >= 1)
     total.backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -129,7 +127,6 @@ CASES = [
     dict(reject_by="seq_sum_k2", reject_above=0.4),
     dict(policy_loss="dppo_tv", dppo_tau=0.5, epsilon=1e-4, epsilon_high=1e-4, old_logprobs="sampler"),
     dict(old_logprobs="interpolate", correction="token"),
-    dict(positive_nll=0.5),
 ]
 
 
@@ -210,7 +207,7 @@ def test_the_output_layer_in_float32_multiplies_in_it(monkeypatch):
     for dtype in ("auto", "float32"):
         _, inner = script.load_policy(replace(CFG, head_dtype=dtype), CPU)
         with torch.autocast("cpu", torch.bfloat16):
-            found[dtype] = inner.head(hidden, targets)[0]
+            found[dtype] = inner.head(hidden, targets, 1.0)[0]
     weight = inner.hf_model.lm_head.weight
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)[targets, targets]
     assert (found["float32"] - exact).abs().max() < 5e-6 < 1e-4 < (found["auto"] - exact).abs().max()

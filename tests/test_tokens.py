@@ -56,8 +56,9 @@ def derivative(policy, batch, cfg, loss_of) -> torch.Tensor:
             found["values"] = [values.requires_grad_() for values in policy(*inputs)]
         return found["values"]
 
-    if choose := getattr(script.POLICY_LOSSES[cfg.policy_loss], "choose", None):
-        batch = replace(batch, chosen=choose(script.all_logprobs(policy, batch, cfg)[0], batch, cfg))
+    if prepare := getattr(script.POLICY_LOSSES[cfg.policy_loss], "prepare", None):
+        now = script.all_logprobs(policy, batch, cfg)[0]
+        batch = replace(batch, extras=prepare(replace(batch, current_logprobs=now), cfg))
     mask, whole = batch.loss_mask, replace(batch, record=None)
     counts = dict(num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()), max_tokens=512)
     counts["num_sequences"] = float(len(batch)) if cfg.loss_agg == "constant" else counts["num_sequences"]

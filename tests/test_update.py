@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ragged import SETTINGS, local_batch, small_llama
 from steps import collected
 
+import rollouts
 import train_grpo as script
 from algorithms import checks
 from config import TrainConfig
@@ -297,7 +298,7 @@ def test_the_window_of_difficulty_counts_as_signal(monkeypatch):
 
 def test_without_a_score_of_the_greedy_completion_remax_takes_the_groups_mean():
     ones = [Trajectory({}, 0, [0], [0], [1], [0.0], [score], info={"unrewarded": 0}) for score in (1.0, 0.0)]
-    script.with_baseline(ones, Trajectory({}, 0, [0], [0], [1], [0.0], [0.0], info={"unrewarded": 1}))
+    rollouts.tell_baseline(ones, Trajectory({}, 0, [0], [0], [1], [0.0], [0.0], info={"unrewarded": 1}))
     assert [t.info["baselines"] for t in ones] == [0.5, 0.5]
 
 

@@ -10,8 +10,8 @@ import torch
 from server_fixture import start_server
 from tiny_vlms import picture, picture_rows
 
-import teachers
 import train_grpo as script
+from algorithms import teachers
 from config import TrainConfig
 from inputs import vision
 from inputs.processor import load_processor

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -183,6 +184,15 @@ async def ask(trajectory: Trajectory, shown: Prompt, cfg: TrainConfig) -> None:
 # ---- a step ---------------------------------------------------------------------------------------------------------
 
 
+def load(cfg: TrainConfig, device: torch.device, load_frozen: Callable) -> tuple | None:
+    """The teacher of --teacher_id, wrapped and bare; None without one. load_frozen: train_grpo.py's."""
+    if cfg.teacher_id is None:
+        return None
+    return load_frozen(
+        replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None), device, "the teacher", "--teacher_id"
+    )
+
+
 def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig, all_logprobs) -> dict:
     """Adds a teacher's log-probs to a step's batch, and returns metrics. Servers have sent theirs while sampling; those
     of a teacher in this process are computed here. run, all_logprobs: train_grpo.py's."""
@@ -222,12 +232,12 @@ def seconds(trajectories: list[Trajectory]) -> dict[str, float]:
 
 def in_this_process(cfg: TrainConfig) -> bool:
     """Whether a model in this process is asked, for any domain."""
-    return any(own.teacher_id or (own.teacher_prompt and not own.teacher_urls) for own in cfg.by_domain())
+    return any(domain.teacher_id or (domain.teacher_prompt and not domain.teacher_urls) for domain in cfg.by_domain())
 
 
 def as_seen(batch: Batch, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig) -> Batch:
     """The batch behind the prompts that the teacher sees (--teacher_prompt); each row has the same sampled tokens."""
-    if not any(own.teacher_prompt for own in cfg.by_domain()):
+    if not any(domain.teacher_prompt for domain in cfg.by_domain()):
         return replace(batch, routed_experts=None, teacher_top=None)
 
     def seen(t: Trajectory) -> Trajectory:
@@ -245,8 +255,8 @@ def enter(
     """What a teacher in this process said of `seen`, [B, T'] and [B, T', k], into the batch; of the trajectories that
     it was to be asked about. Their sampled tokens are the same, in the same order."""
     here = [
-        "teacher_prompt" in t.info if own.teacher_prompt else own.teacher_id is not None
-        for t, own in ((t, cfg.of(t.row)) for t in trajectories)
+        "teacher_prompt" in t.info if domain.teacher_prompt else domain.teacher_id is not None
+        for t, domain in ((t, cfg.of(t.row)) for t in trajectories)
     ]
     here = torch.tensor(here, device=logprobs.device)[:, None]  # [B, 1]
     ours, theirs = here & (batch.loss_mask > 0), here & (seen.loss_mask > 0)

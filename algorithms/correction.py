@@ -1,0 +1,45 @@
+"""How far trainer and generator are apart on the sampled tokens, and what --reject_by leaves out for it."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from batch import Batch, row_mean
+from config import TrainConfig
+
+
+def mismatch(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Trainer's minus generator's log-probs, and their ratio, by token or by sequence.  [B, T] each"""
+    trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
+    d = (trainer - batch.sampling_logprobs) * batch.loss_mask
+    d = d.nan_to_num().clamp(-20, 20)  # nan: not sampled (demonstrations)
+    by_row = d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d)
+    return d, (by_row if cfg.correction == "sequence" else d).exp()
+
+
+def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
+    """How far trainer and generator are apart.  [B, T] each; weights: `correction`'s"""
+    if cfg.old_logprobs == "interpolate":  # pi_old is not the trainer's
+        batch = replace(batch, old_logprobs=logprobs.detach())
+    d, w = mismatch(logprobs, batch, cfg)
+    stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
+    stats |= {
+        "ratio_mean": w,
+        "ratio_max": w,
+        "ratio_squared": w**2,
+        "ratio_outside": ((w < cfg.correction_min) | (w > cfg.correction_max)).float(),
+    }
+    stats["left_out"] = (weights == 0).float()
+    return {f"sampling/{name}": value for name, value in stats.items()}
+
+
+def not_rejected(d: Tensor, mask: Tensor, cfg: TrainConfig) -> Tensor:
+    """Which tokens or completions --reject_by keeps, of d = log trainer / generator: k1 = d, whose exponential has to
+    be within the bounds, k2 = d^2 / 2 or k3 = e^d - 1 - d, of each token, or as the mean, the sum or the largest (k1:
+    and the smallest) of a completion.  [B, T] or [B, 1], bool"""
+    over, _, name = cfg.reject_by.rpartition("_")
+    values = {"k1": d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[name] * mask
+    values = {"seq_mean": row_mean(values, mask), "seq_sum": values.sum(1, keepdim=True)}.get(over, values)
+    values = values.exp() if name == "k1" else values
+    keep = (values >= cfg.reject_below) & (values <= cfg.reject_above)
+    return (keep | (mask == 0)).all(1, keepdim=True) if over == "seq_max" else keep

@@ -1,0 +1,93 @@
+"""Before the first step: what can be wrong is found before a process group, a GPU or a server is touched."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import data
+import rollouts
+from algorithms import optimizers, teachers
+from batch import Batch
+from config import TrainConfig, named
+from envs import formats
+from envs.tools import named_tools
+from inputs import agreement, router_replay
+from inputs.model import backbone, push_bucket_mb
+from inputs.processor import load_processor, with_template_kwargs
+from rewards import get_reward_functions
+from safety import sandbox
+from serving import colocate
+
+
+def settled(
+    cfg: TrainConfig, format_row: Callable[[dict], dict], check_algorithm: Callable, load_hf_model: Callable
+) -> tuple[TrainConfig, dict[str, Callable], object, Sequence[dict], list[dict]]:
+    """Settings with what follows from the model and the rows, reward functions, processor, training rows, held-out
+    rows. ConfigError for what cannot work. The functions are train_grpo.py's."""
+    check_algorithm(cfg)
+    with torch.device("meta"):  # what cannot be built is refused here
+        hf_model = load_hf_model(cfg, torch.float32)
+        if cfg.router_aux_coef:
+            router_replay.balance_loss(hf_model)
+        backbone(hf_model)
+    cfg = replace(cfg, push_bucket_mb=cfg.push_bucket_mb or push_bucket_mb(hf_model.num_parameters()))
+    optimizers.check_optimisation(cfg)
+    for domain in cfg.by_domain():
+        with named(domain):
+            rollouts.check_rollout(domain)
+    processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
+    cfg = formats.settled(cfg, processor)
+    rows, held_out, reward_functions = rows_and_rewards(cfg, processor, format_row)
+    rollouts.check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
+    if cfg.max_steps is None:
+        cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
+    return cfg, reward_functions, processor, rows, held_out
+
+
+def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple[Sequence[dict], list[dict], dict]:
+    """Training rows, held-out rows and reward functions, of all domains if there are any."""
+    rows, held_out, reward_functions, tools = [], [], {}, {}
+    for domain in cfg.by_domain():
+        with named(domain):
+            measure = partial(rollouts.measure, processor=processor, cfg=domain)
+            training, evaluated = data.load_data(domain, format_row, measure, cfg)
+            functions = get_reward_functions(domain, data.columns_of(training if len(training) else evaluated))
+            if domain.has_teacher and not cfg.eval_only:
+                teachers.connect(domain, processor, training)
+        # Rows on disk stay there; those of several domains are a list.
+        rows, held_out = [*rows, *training] if cfg.domains else training, held_out + evaluated
+        reward_functions |= {domain.prefix + name: function for name, function in functions.items()}
+        tools |= {domain.prefix + tool.name: tool.call for tool in named_tools(domain)}
+    sandbox.check_contained([*reward_functions.values(), *tools.values()], cfg)
+    return rows, held_out, reward_functions
+
+
+def first_push(run, cfg: TrainConfig, all_logprobs: Callable, push_weights: Callable) -> TrainConfig:
+    """Compares the policy with its plain transformers model on a text, gives the generator the weights, and compares
+    what it samples with the policy. Returns the settings, with plain rows where packed ones differ.
+    Collective. run, all_logprobs, push_weights: train_grpo.py's."""
+    text = agreement.asked(run.generator, run.inner.hf_model, cfg, itertools.chain(run.rows, run.held_out))
+
+    def logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Tensor:
+        return all_logprobs(policy, batch, cfg)[0]
+
+    def push() -> None:
+        push_weights(run.policy, run.generator, run.first, cfg.push_bucket_mb)
+
+    colocate.trainers_turn(run, cfg)
+    for policy, inner in [(run.policy, run.inner), *([run.teacher] if run.teacher else [])]:
+        cfg = agreement.check_policy(inner, partial(logprobs, policy), text, cfg, run.device)
+    colocate.servers_turn(run, cfg)
+    push()
+    sampled = agreement.ask(run.generator, text, cfg)
+    colocate.trainers_turn(run, cfg)
+    dtype = run.generator.weight_dtype
+    agreement.check_generator(sampled, partial(logprobs, run.policy), dtype, cfg, run.device)
+    colocate.servers_turn(run, cfg)
+    if cfg.colocate:  # it has slept, and lost its weights
+        push()
+    return cfg
