@@ -269,6 +269,10 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
         "{now:.0%} of the tokens are left out of the loss since step {since}.",
     ),
     (
+        "watch", "Never trained on", "failures", above("async/never_trained", 0.05),
+        "{now:.0%} of the prompts, since step {since}: their groups take too long. --max_staleness, or shorter limits.",
+    ),
+    (
         "watch", "Critic", "critic", holds_now("value/explained_variance", lambda share: share < 0.05, 2 * ENOUGH),
         "It explains {now:.0%} of the returns' variance: --critic_iterations 8, or a higher --critic_learning_rate.",
     ),
