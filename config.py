@@ -192,6 +192,7 @@ class TrainConfig:
     kl_cov_coef: float = field(default=1.0, metadata=NO_FLAG)  # kl_cov: weight of |log-ratio| on them
     dro_beta: float = field(default=0.5, metadata=NO_FLAG)  # dro: weight of the squared log-ratio
     dppo_tau: float = field(default=0.0, metadata=NO_FLAG)  # dppo_tv, dppo_kl: the same, on all tokens (prime-rl: .001)
+    positive_nll: float = 0.0  # weight of the likelihood of right completions (--eval_solved), a term of its own (VAPO)
     beta: float = 0.0  # weight of the KL term; 0 loads no reference model
     kl: str = "k3"  # name in KL_ESTIMATORS (train_grpo.py)
     kl_ratio: bool = False  # multiply the KL term by pi / pi_old, with its gradient: the unbiased estimate
@@ -401,7 +402,7 @@ POSITIVE += "top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target ref_sync_st
 POSITIVE += "critic_learning_rate critic_iterations value_clip"
 NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds spare_prompts "
 NOT_NEGATIVE += "print_samples_every log_tokens_every min_completion_length distill_coef distill_topk router_aux_coef "
-NOT_NEGATIVE += "dppo_tau length_penalty"
+NOT_NEGATIVE += "dppo_tau positive_nll length_penalty"
 FRACTIONS = "epsilon gamma lam top_p adam_beta1 adam_beta2 ref_sync_alpha top_entropy_quantile clip_cov_ratio "
 FRACTIONS += "kl_cov_ratio max_failed distill_jsd"
 

@@ -531,8 +531,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     batch.given_scores = batch.rewards.sum(1)
     batch.rewards = normalised(batch, cfg, moments)  # --reward_mean, --reward_std
     if cfg.length_penalty:
-        reached = [solved(score, cfg.of(row)) for score, row in zip(batch.scores.tolist(), batch.rows, strict=True)]
-        batch.rewards = with_length_penalty(batch, batch.rewards.new_tensor(reached), cfg.length_penalty)
+        batch.rewards = with_length_penalty(batch, is_solved(batch, cfg), cfg.length_penalty)
     if cfg.advantage == "rae":
         batch.baselines = role_means(batch, moments.setdefault("rae", {}))
     if not cfg.kl_in_reward:
@@ -540,6 +539,12 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
     batch.rewards = batch.rewards - cfg.beta * kl
     return {"kl": float(utils.global_mean(kl, batch.loss_mask))}
+
+
+def is_solved(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """1 for completions whose score reaches their domain's --eval_solved, else 0.  [B]"""
+    scores = zip(batch.scores.tolist(), batch.rows, strict=True)
+    return batch.rewards.new_tensor([float(solved(score, cfg.of(row))) for score, row in scores])
 
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
@@ -748,6 +753,9 @@ def ready(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
         known["divided_by"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
     if cfg.loss_agg == "seq_mean" and any(batch.restarts):  # a completion of several rows is one completion
         known["divided_by"] = tokens
+    if cfg.positive_nll:
+        right = is_solved(batch, cfg)  # [B]
+        known["right"] = right / utils.all_sum((right * tokens).sum()).clamp(min=1)
     if cfg.correction_mode == "normalise" and cfg.correction != "none":
         rows = apart(batch)
         w = mismatch(rows.old_logprobs, rows, cfg)[1].clamp(cfg.correction_min, cfg.correction_max)  # [R, T']
@@ -829,6 +837,8 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     stats = stats | checks.check_statistics("own_term", numbers, part)
     weights = weights_of(part, cfg, counts)  # [B, T]
     loss = (weights * per_token).sum()
+    if cfg.positive_nll:  # VAPO (2504.05118) sec. 4.5: the mean over all tokens of right completions
+        loss = loss - cfg.positive_nll * (part.extras["right"][:, None] * part.loss_mask * logprobs).sum()
     if term is not None:
         as_it_is = getattr(own_term, "weights", "agg") == "sum"
         loss = loss + ((1 if as_it_is else weights) * checks.check_term("own_term", term, part)).sum()

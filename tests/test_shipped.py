@@ -69,6 +69,7 @@ def theirs(settings: dict) -> dict:
         rows.append((t, now, mu, old, ref, sum(t.token_rewards)))
     scores = {g: [s for t, *_, s in rows if t.group == g] for g in range(5)}
     tokens = {g: sum(len(now) for t, now, *_ in rows if t.group == g) for g in range(5)}
+    right = sum(len(now) for _, now, *_, s in rows if s >= 1)
 
     def weights(t, mu, old):
         """Of each token, clamped: pi_old / mu, or the product of them over the completion."""
@@ -110,6 +111,7 @@ def theirs(settings: dict) -> dict:
             filled = [g for g in range(5) if tokens[g]]
             share = {"prompt_mean": 1 / tokens[t.group] / len(filled), "seq_mean": 1 / len(now) / len(sampled)}
             total = total + loss * share[cfg.loss_agg]
+            total = total - cfg.positive_nll * p / right * (score >= 1)
     total.backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -127,6 +129,7 @@ CASES = [
     dict(reject_by="seq_sum_k2", reject_above=0.4),
     dict(policy_loss="dppo_tv", dppo_tau=0.5, epsilon=1e-4, epsilon_high=1e-4, old_logprobs="sampler"),
     dict(old_logprobs="interpolate", correction="token"),
+    dict(positive_nll=0.5),
 ]
 
 
