@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GRPO = "train_grpo.py"
+GRPO, LOSSES = "train_grpo.py", "algorithms/losses.py"
 # name: (file, text, replacement, tests that should see it)
 MUTANTS = {
     "gspo_sign": (GRPO, "clipped_surrogate(sequence_ratio(logprobs, batch), batch, cfg)",
                   "clipped_surrogate(-sequence_ratio(logprobs, batch), batch, cfg)", "algorithms -k gspo"),
-    "cispo_unclipped": (GRPO, "return -ratio.clamp(low, high) * batch.advantages", "return -ratio * batch.advantages",
+    "cispo_unclipped": (LOSSES, "return -ratio.clamp(low, high) * batch.advantages", "return -ratio * batch.advantages",
                         "algorithms -k cispo"),
     "dual_clip_either_sign": (GRPO, "torch.where(advantages < 0, torch.min(loss, -advantages * cfg.dual_clip), loss)",
                               "torch.min(loss, -advantages * cfg.dual_clip)",
@@ -28,12 +28,13 @@ MUTANTS = {
     "rloo_with_itself": (GRPO, "* size / (size - 1).clamp(min=1)", "", "algorithms -k rloo"),
     "seq_mean_is_token_mean": (GRPO, "loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)",
                                "loss_mask / max(num_tokens, 1)", "algorithms -k published"),
-    "counts_of_one_rank": (GRPO, "utils.all_sum(mine).tolist()", "mine.tolist()",
-                           "ranks -k counts"),
-    "no_world_size": (GRPO, "(loss * utils.world_size()).backward()", "loss.backward()", "gradient -k two_ranks"),
+    "counts_of_one_rank": (GRPO, "tokens, sequences = utils.all_sum(torch.tensor(",
+                           "tokens, sequences = (torch.tensor(", "ranks -k counts"),
+    "no_world_size": (GRPO, "torch.autograd.grad(loss * utils.world_size(), leaves", "torch.autograd.grad(loss, leaves",
+                      "gradient -k two_ranks"),
     "last_pass_dropped": (GRPO, "for number, rows in enumerate(passes):",
                           "for number, rows in enumerate(passes[: max(len(passes) - 1, 1)]):", "gradient -k any_cut"),
-    "temperature_forgotten": (GRPO, ".temperature = cfg.temperature\n", ".temperature = 1.0\n",
+    "temperature_forgotten": (GRPO, "policy(*inputs, targets, cfg.temperature)", "policy(*inputs, targets, 1.0)",
                               "ideas_hold -k sampled_with"),
     "kl_of_the_policy_itself": (GRPO, "batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]",
                                 "batch.ref_logprobs = all_logprobs(policy, batch, cfg)[0]", "reference"),
