@@ -15,9 +15,9 @@ waited for because it was drawn earlier:
 A push does not end what is under way: those sequences go on with the new weights. So a group may begin up to
 `max_staleness` versions before the one that it is trained with, and end with later ones (where LoRA adapters travel
 alone, --push_lora, with the one it began with). What is older than that is ended, and not trained on: `async/dropped`
-counts such groups, and `async/never_trained` how many prompts have met no other end so far. These are the slow ones;
-docs/async.md says what that does to what is learned. The ratio of trainer and sampling policy is corrected token by
-token, by the log-probs of sampling (--correction).
+counts such groups. Their prompts begin anew, once; `async/never_trained` says how many were dropped again. These are
+the slow ones; docs/async.md says what that does to what is learned. The ratio of trainer and sampling policy is
+corrected token by token, by the log-probs of sampling (--correction).
 
 Rewards, tools and environments run in the background, too. Checkpoints keep the prompts of what is under way: a resumed
 run begins these anew, each once. With --max_staleness 0 steps are those of train_grpo.py. To use it with a copy of
@@ -66,9 +66,11 @@ def check(cfg: TrainConfig) -> None:
             "--colocate has the server sleep while the trainer updates, so nothing can overlap; use train_grpo.py, or "
             "give the server a GPU of its own."
         )
-    if cfg.in_flight is not None and cfg.in_flight < cfg.prompts_per_step:
+    most = cfg.prompts_per_step * (1 + cfg.max_staleness)
+    if not cfg.prompts_per_step <= (cfg.in_flight or cfg.prompts_per_step) <= most:
         raise ConfigError(
-            f"--in_flight={cfg.in_flight}: a step takes --prompts_per_step={cfg.prompts_per_step} groups."
+            f"--in_flight={cfg.in_flight}: from --prompts_per_step={cfg.prompts_per_step}, the groups of a step, to "
+            f"{most}: more would be older than --max_staleness={cfg.max_staleness} before their step comes."
         )
     if cfg.max_staleness + 1 < cfg.push_steps:
         raise ConfigError(
@@ -81,7 +83,7 @@ def check(cfg: TrainConfig) -> None:
 class Group:
     """A prompt under way, or ended and not yet trained on."""
 
-    drawn: tuple[int, list[int]]  # the row's number, and those that may replace it (--dynamic_sampling)
+    drawn: tuple[int, list[int], bool]  # the row's number, those that may replace it (--dynamic_sampling); tried before
     born: int  # version of the weights when it began
     future: concurrent.futures.Future
 
@@ -99,17 +101,16 @@ class Ahead(Collector):
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
         self.share = run.sampler.share
-        self.most = (
-            (cfg.in_flight or 2 * cfg.prompts_per_step) * self.share // cfg.prompts_per_step
-        )  # groups of this rank
+        asked = cfg.in_flight or 2 * cfg.prompts_per_step
+        self.most = asked * self.share // cfg.prompts_per_step  # groups of this rank
         self.groups: list[Group] = []  # begun and not trained on, oldest first
         kept = run.memory.get("train_async") or {"draw": run.first, "waiting": [], "dropped": [], "trained": 0}
         self.draw = kept["draw"]  # how often prompts were drawn: as often as there are steps, but for what was dropped
-        self.waiting = [(number, list(further)) for number, further in kept["waiting"]]  # drawn, and not begun
+        self.waiting = [tuple(drawn) for drawn in kept["waiting"]]  # drawn, and not begun
         self.dropped, self.trained = set(kept["dropped"]), kept["trained"]
         if utils.is_main():
-            how = f"{self.most * cfg.prompts_per_step // self.share} groups under way"
-            print(f"  overlap                {how}; what began over {cfg.max_staleness} pushes ago is dropped")
+            late = f"what began over {cfg.max_staleness} pushes ago is dropped"
+            print(f"  overlap                {asked} groups under way; {late}")
         self.idle_since, self.idle, self.lock = time.perf_counter(), 0.0, threading.Lock()
 
     def begin(self, version: int, cfg: TrainConfig) -> None:
@@ -119,9 +120,9 @@ class Ahead(Collector):
             first = list(run.sampler.next(self.draw))
             rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 0)
             others = [run.sampler.extra(self.draw, round, len(first)) for round in rounds]
-            self.waiting = [(number, [extra[n] for extra in others]) for n, number in enumerate(first)]
+            self.waiting = [(number, [extra[n] for extra in others], False) for n, number in enumerate(first)]
             self.draw += 1
-        number, further = drawn = self.waiting.pop(0)
+        number, further, _ = drawn = self.waiting.pop(0)
         alone, versions = replace(cfg, spare_prompts=0), range(version, version + cfg.max_staleness + 1)
         given = run.rows, [number], further, run.generator, run.reward_functions, alone, versions, version
         with self.lock:
@@ -135,9 +136,10 @@ class Ahead(Collector):
             if all(group.future.done() for group in self.groups):
                 self.idle_since = time.perf_counter()
 
-    def fill(self, step: int, version: int, cfg: TrainConfig) -> None:
-        """Begin as many groups as may be under way, and are still needed before the last step."""
-        while len(self.groups) < min(self.most, (cfg.max_steps - step) * self.share):
+    def fill(self, version: int, cfg: TrainConfig) -> None:
+        """Begin as many groups as may be under way: at the end of a run, too, where the last step waits for no slow one
+        either."""
+        while len(self.groups) < self.most:
             self.begin(version, cfg)
         waiting = [group.drawn for group in self.groups] + self.waiting  # what a resumed run has to begin
         self.run.memory["train_async"] = {"draw": self.draw, "waiting": waiting, "dropped": sorted(self.dropped)}
@@ -147,7 +149,7 @@ class Ahead(Collector):
         if self.ahead:
             if settings_at(version, cfg).temperature != settings_at(version + cfg.max_staleness, cfg).temperature:
                 raise ConfigError("settings_at: a temperature that changes by step wants --max_staleness 0.")
-            self.fill(version, version, cfg)
+            self.fill(version, cfg)
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
         """The first groups that have ended, once there are enough; an error in any that is under way is raised at
@@ -163,9 +165,13 @@ class Ahead(Collector):
             for group in late:
                 group.future.cancel()
                 self.groups.remove(group)
-                self.dropped.add(group.drawn[0])
+                number, further, again = group.drawn
+                if again:
+                    self.dropped.add(number)
+                else:  # from the newest weights, with another chance
+                    self.waiting.insert(0, (number, further, True))
             dropped += len(late)
-            self.fill(step, version, cfg)
+            self.fill(version, cfg)
             ready = [group for group in self.groups if group.future.done()]
             for group in ready:
                 group.future.result()  # raises what its reward or tool raised

@@ -43,7 +43,8 @@ def test_without_overlap_it_is_train_grpo(tmp_path, ranks):
         (dict(max_staleness=1, generator="hf"), "nothing can overlap"),
         (dict(max_staleness=-1), "give 0"),
         (dict(max_staleness=1, push_steps=4), "--max_staleness 3 or more"),
-        (dict(max_staleness=1, in_flight=4), "a step takes"),
+        (dict(max_staleness=1, in_flight=4), "from --prompts_per_step=32"),
+        (dict(max_staleness=1, in_flight=65), "to 64"),
     ],
 )
 def test_settings_that_cannot_overlap(flags, message):
@@ -114,7 +115,8 @@ SECONDS = st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_s
 @given(SECONDS, SECONDS, st.integers(1, 4), st.integers(1, 9), st.integers(0, 9), st.integers(1, 3), st.integers(0, 4))
 def test_bounded_and_each_once_across_a_resume(faked, latencies, updates, staleness, steps, stop, share, more):
     """Each prompt that was drawn is trained on once or dropped; within the bound; each step has its groups."""
-    cfg = TrainConfig(max_staleness=staleness, max_steps=steps, prompts_per_step=share, in_flight=share + more)
+    in_flight = min(share + more, share * (1 + staleness))
+    cfg = TrainConfig(max_staleness=staleness, max_steps=steps, prompts_per_step=share, in_flight=in_flight)
     memory, trained, begun = {}, [], []
     for first, last in ((0, min(stop, steps)), (min(stop, steps), steps)):  # a run, and the one that resumes it
         faked.fake = Fake(latencies, share, version=first)
@@ -124,7 +126,7 @@ def test_bounded_and_each_once_across_a_resume(faked, latencies, updates, stalen
         begun += faked.fake.begun
     numbers = [t.number for _, t in trained]
     assert len(numbers) == len(set(numbers)) == steps * share
-    waiting = {number for number, _ in memory["train_async"]["waiting"]}
+    waiting = {number for number, *_ in memory["train_async"]["waiting"]}
     dropped = set(memory["train_async"]["dropped"])
     assert not dropped & {*numbers} and waiting | dropped | {*numbers} == set(
         range(memory["train_async"]["draw"] * share)
@@ -134,14 +136,14 @@ def test_bounded_and_each_once_across_a_resume(faked, latencies, updates, stalen
 
 
 def test_what_has_ended_is_taken_and_what_gets_too_old_is_dropped(faked):
-    """Of two prompts a step every sixth takes .5 s, an update .1 s: no step waits for one, and at staleness 2 it is
-    lost."""
-    cfg, trained = TrainConfig(max_staleness=2, max_steps=9, prompts_per_step=2), []
-    faked.fake, start = Fake([0.5, 0.0, 0.0, 0.0, 0.0, 0.0], share=2), time.perf_counter()
+    """Of two prompts a step every sixth takes 2 s, an update .1 s: no step waits for one. Each has two chances."""
+    cfg, trained = TrainConfig(max_staleness=2, in_flight=6, max_steps=9, prompts_per_step=2), []
+    faked.fake, start = Fake([2.0, 0.0, 0.0, 0.0, 0.0, 0.0], share=2), time.perf_counter()
     metrics = loop(faked.fake, cfg, 0, 9, [0.1], trained)
-    assert time.perf_counter() - start < 1.4
+    assert time.perf_counter() - start < 1.9
     numbers = [t.number for _, t in trained]
-    assert not any(number % 6 == 0 for number in numbers[:-2]) and len(numbers) == 18
+    assert len(numbers) == 18 and not any(number % 6 == 0 for number in numbers)
+    assert faked.fake.begun.count(0) == 2 and max(map(faked.fake.begun.count, numbers)) == 1
     assert metrics["async/never_trained"] > 0
 
 
