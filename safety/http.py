@@ -52,11 +52,9 @@ def session(token: str = "", again: bool = True):
     for scheme in PORTS:
         made.mount(f"{scheme}://", HTTPAdapter(pool_maxsize=1024, max_retries=retry))
 
-    def present(request):  # as `auth`, since a .netrc would replace the header; bytes, as text would have to be Latin-1
-        request.headers["Authorization"] = b"Bearer " + token.encode()
-        return request
-
-    made.auth = present if token else None
+    if token:
+        made.headers["Authorization"] = b"Bearer " + token.encode()  # bytes, as text would have to be Latin-1
+        made.auth = lambda request: request  # else a .netrc would replace the header
     return made
 
 
