@@ -21,8 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 from orphans import ends_with_us  # noqa: E402
+from server_fixture import start_server  # noqa: E402
 
 from runlog.reading import read_metrics  # noqa: E402
 
@@ -191,23 +190,6 @@ def our_command(model: str, prompts: str, case: Case, steps: int, folder: Path, 
     return [sys.executable, str(ROOT / "train_grpo.py"), *(f"--{name}={value}" for name, value in settings.items())]
 
 
-@contextlib.contextmanager
-def vllm_server(model: str, log: Path):
-    """(url, environment for its clients) of a server, which is ended at exit; a trainer waits until it answers."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ | {"VLLM_SERVER_TOKEN": secrets.token_hex(8)}
-    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024", "--exit-with-parent"]
-    with log.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, preexec_fn=ends_with_us())
-    try:
-        yield f"http://127.0.0.1:{port}", env
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +227,7 @@ def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path)
     return {"seconds": wall, "peak_rss": peak, "tokens": [line["completions/mean_length"] for line in lines]}
 
 
-def run_one(system: str, name: str, args, folder: Path, server: tuple | None) -> dict:
+def run_one(system: str, name: str, args, folder: Path, server) -> dict:
     """One run of one system on one case, in a folder of its own."""
     case, steps = CASES[name], args.steps + 1
     prompts, env, metrics = str(folder.parent / f"{name}.jsonl"), dict(os.environ), folder / "run" / "metrics.jsonl"
@@ -260,8 +242,7 @@ def run_one(system: str, name: str, args, folder: Path, server: tuple | None) ->
             "logprob_diff_limit": 10.0,
         }  # blocked end tokens count in it
         if system == "vllm":
-            options["server_urls"], env = server
-            options["server_timeout"] = 300
+            options["server_urls"], env["VLLM_SERVER_TOKEN"] = server.url, server.token
         command = our_command(args.model, prompts, case, steps, folder, options)
     out = measure(command, env, metrics, steps, folder / "output.txt")
     if set(out["tokens"]) != {float(case.tokens)}:
@@ -308,15 +289,17 @@ def main() -> None:
         write_prompts(folder / f"{case}.jsonl", args.model, CASES[case].prompt_tokens)
     print(f"logs of the single runs: {folder}", flush=True)
     for rep in range(args.reps):
-        with contextlib.ExitStack() as stack:
-            server = None
-            for system in sorted(args.systems, key=lambda system: system == "vllm"):  # the server's last
-                if system == "vllm":
-                    server = stack.enter_context(vllm_server(args.model, folder / f"server_{rep}.txt"))
+        for system in sorted(args.systems, key=lambda system: system == "vllm"):  # the server's last
+            more = ("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024")
+            server = start_server(args.model, *more).wait(300) if system == "vllm" else None
+            try:
                 for case in args.cases:
                     result = run_one(system, case, args, folder / f"{rep}_{system}_{case}", server)
-                    runs.append({"rep": rep, "system": system, "case": case} | result)
+                    runs.append({"system": system, "case": case} | result)
                     print(f"{rep + 1}/{args.reps} {case} {system}: {result['seconds']}", flush=True)
+            finally:
+                if server:
+                    server.stop()
     print(table(runs))
 
 
