@@ -572,7 +572,7 @@ def settled(cfg: SimulateConfig) -> SimulateConfig:
     return replace(cfg, prompts_per_step=max(cfg.prompts_per_step, 8 * cfg.gpus), **usual)
 
 
-def batch_of(cfg: SimulateConfig, passes: int, shown: vision.vision.Prompt | None = None) -> script.Batch:
+def batch_of(cfg: SimulateConfig, passes: int, shown: vision.Prompt | None = None) -> script.Batch:
     """Completions that fill so many passes, the last of each shortened. shown: a prompt with a picture."""
     prompt, longest, lengths = cfg.max_prompt_length, cfg.max_completion_length, []
     room = most_tokens(cfg)
