@@ -11,7 +11,6 @@ import torch
 import rewards
 import rollouts
 import train_grpo as script
-from algorithms import checks
 from config import ConfigError, TrainConfig
 from inputs.trajectory import Completion
 from rollouts import RolloutError, Trajectory
@@ -138,21 +137,10 @@ def test_a_term_of_entropy_is_the_entropy_bonus(small, monkeypatch):
     assert sums["bonus"] > 0
 
 
-def test_a_statistic_of_groups_is_taken_once_and_not_in_a_part(small, monkeypatch):
-    """Under micro-batches that cut groups it is the same as in one pass; taken in the loss itself it is refused."""
+def test_a_statistic_of_a_group_or_the_batch_is_refused_in_a_loss(small, monkeypatch):
+    """Which sees a micro-batch, that may cut groups. What .prepare computes before: test_ideas_hold.py."""
     cfg, policy, inner, batch = small
     batch.sampling_logprobs = batch.loss_mask * -7.0
-
-    def mine(logprobs, part, cfg):
-        long = part.extras["mean_length"][:, None] / part.extras["longest"]
-        return -part.advantages * logprobs * long, {"long": long.expand_as(logprobs)}
-
-    def lengths(batch, cfg):
-        length = batch.loss_mask.sum(1)
-        return {
-            "mean_length": script.group_mean(length, batch.groups),
-            "longest": script.utils.all_max(float(length.max())),
-        }
 
     def in_a_part(logprobs, part, cfg):
         return -part.advantages * logprobs * script.group_mean(part.scores, part.groups)[:, None], {}
@@ -160,24 +148,10 @@ def test_a_statistic_of_groups_is_taken_once_and_not_in_a_part(small, monkeypatc
     def of_the_batch(logprobs, part, cfg):
         return -part.advantages * logprobs * script.utils.global_moments(logprobs, part.loss_mask)[2], {}
 
-    monkeypatch.setitem(script.POLICY_LOSSES, "mine", mine)
-    mine.prepare = lengths
-    cfg = replace(cfg, policy_loss="mine", shared_prefix=False)
-    with pytest.raises(KeyError, match=r"In policy loss 'mine'.*batch.extras has nothing"):
-        script.accumulate_gradients(policy, batch, cfg)
-    for function in script.in_use(cfg).values():
-        batch.extras |= checks.prepared(function, batch, cfg)
-    gradients = []
-    for budget in (40, 100_000):
-        policy.zero_grad()
-        sums = script.accumulate_gradients(policy, batch, replace(cfg, tokens_per_microbatch=budget))
-        gradients.append((torch.cat([p.grad.flatten() for p in policy.parameters()]), float(sums["long"])))
-    assert (gradients[0][0] - gradients[1][0]).norm() < 1e-5 * gradients[0][0].norm()
-    assert gradients[0][1] == pytest.approx(gradients[1][1])
     for wrong, what in ((in_a_part, "a statistic of a group"), (of_the_batch, "a statistic of the batch")):
         monkeypatch.setitem(script.POLICY_LOSSES, "mine", wrong)
         with pytest.raises(RuntimeError, match=f"{what} was asked for inside a loss.*NAME.prepare"):
-            script.accumulate_gradients(policy, batch, cfg)
+            script.accumulate_gradients(policy, batch, replace(cfg, policy_loss="mine", shared_prefix=False))
     script.group_mean(batch.scores, batch.groups)  # outside of one it is as ever
 
 

@@ -71,11 +71,6 @@ def test_no_sum_is_held_out_in_one_order_and_trained_in_the_other():
     assert len(pairs("test")) == 60 and not pairs("train") & pairs("test")
 
 
-def test_digits_count_from_the_last_one():
-    said = ["46", "It is 146.", "6", "4", "1 and 56", "none"]
-    assert sums.digits(said, ["46"] * 6) == pytest.approx([1, 2 / 3, 1 / 2, 0, 1 / 2, 0])
-
-
 @pytest.mark.parametrize("name, columns, solution", [
     ("gsm8k", {"question", "answer"}, "answer"),
     ("math", {"problem", "level", "type", "solution"}, "solution"),
@@ -91,10 +86,3 @@ def test_school_math_as_published(tmp_path, name, columns, solution):
     wanted = [row["answer"] for row in rows]
     assert math_equal([row[solution] for row in rows], wanted) == [1.0] * 40
     assert sum(math_equal(["\\boxed{1} #### 1"] * 40, wanted)) < 4
-
-
-@pytest.mark.parametrize("solution, inside", [
-    ("so $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"), ("\\boxed{3}, no: \\boxed{4}", "4"), ("\\boxed{{{", None),
-])  # fmt: skip
-def test_what_is_boxed(solution, inside):
-    assert school_math.boxed(solution) == inside

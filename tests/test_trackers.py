@@ -67,21 +67,6 @@ def test_wandb_keeps_the_run_and_no_secret_is_in_the_folder(tmp_path, monkeypatc
     assert kept["b"]["args"] == ["--port", "80"] and kept["b"]["env"] == {"ANY": "***"}
 
 
-def test_tensorboard_gets_curves_and_samples_as_text_that_is_no_markup(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = log_of(tmp_path, report_to=["tensorboard"], print_samples_every=2)
-    for step in (1, 2, 3):
-        log.step(step, {"reward": step / 4}, [ROW])
-    log.close()
-    events = EventAccumulator(str(log.dir / "tensorboard")).Reload()
-    assert [event.value for event in events.Scalars("reward")] == [0.25, 0.5, 0.75]
-    texts = events.Tensors("completion 0/text_summary")
-    (text,) = texts[0].tensor_proto.string_val
-    assert [text.step for text in texts] == [1, 3] and b"\x1b" not in text
-    assert all(line.startswith("    ") for line in text.decode().split("\n"))
-
-
 def test_what_is_missing_is_named_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match="trackio is not installed; pip install"):
