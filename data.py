@@ -214,8 +214,6 @@ def names_file(dataset_id: str) -> bool:
 
 def load_file(path: str):
     """A .json file is a list of rows, a .jsonl file one row a line; .csv values are strings."""
-    import datasets
-
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"{path}: no such file (looked in {Path.cwd()}).")
@@ -229,6 +227,8 @@ def load_file(path: str):
             return Rows(lines_of(file), lambda row: parsed(row["text"]), path)
         how = {}
         if kind == "csv":
+            import datasets  # a .json file needs none
+
             with file.open(encoding="utf-8-sig", newline="") as opened:
                 names = next(csv.reader(opened))
             texts = datasets.Features({name: datasets.Value("string") for name in names})
