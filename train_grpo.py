@@ -15,8 +15,7 @@ A training step, and where to find it:
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 6, 7
     push the new weights to the server; the next step samples from them            section 9
 
-Section 1 is the loop; 8 the policy, its reference and optimizer; 10 the evaluation; 11 what comes before the first
-step.
+Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step.
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -560,15 +559,13 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
-    """Edit me: what is sampled and compared, but not learned from. Completions are taken out of loss_mask and
-    advantages, tokens of low entropy (--top_entropy_quantile) out of the advantages only. Returns {name: numbers to
-    log}, see below."""
+    """Edit me: what is sampled and compared, but not learned from. Completions go out of loss_mask and advantages,
+    tokens of low entropy (--top_entropy_quantile) out of the advantages only. Returns {name: numbers to log}."""
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
     mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     window = [(domain.group_mean_min, domain.group_mean_max) for domain in (cfg.of(t.row) for t in trajectories)]
     keep = torch.tensor([low <= m <= high for m, (low, high) in zip(mean, window, strict=True)])  # not too hard or easy
     keep &= torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
-    # Groups of equal scores stay, as a KL or an entropy may learn from them.
     # A filter of yours goes here: keep &= ...  [B], bool, on the CPU
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
@@ -677,8 +674,7 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 
 
 def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
-    """`token_weights` of a micro-batch: of prompt_mean with the tokens of each row's prompt, of seq_mean with those of
-    the completion that a row is part of.  [B, T]"""
+    """`token_weights` of a micro-batch; prompts and completions may have several of its rows.  [B, T]"""
     if "divided_by" in part.extras:
         counts = counts | {"num_tokens": part.extras["divided_by"][:, None]}
         return token_weights(part.loss_mask, "prompt_mean", **counts)
@@ -1140,8 +1136,8 @@ def one_by_one(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: torch.dtype) -> tuple[Iterator, object]:
-    """(what a checkpoint has for `from_pretrained`, as buckets that all ranks walk in step; PEFT's config if these are
-    an adapter, as nothing can be folded into a base in 4 bits)"""
+    """(what a checkpoint has for `from_pretrained`, as buckets that all ranks walk in step; PEFT's config if that is an
+    adapter alone, as nothing can be folded into 4 bits)"""
     size = cfg.push_bucket_mb * 2**20
     if cfg.load_in:
         buckets = adapter_buckets(one_by_one(policy), size, torch.float32, scaled=False)
@@ -1185,10 +1181,9 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     home = device  # where models are loaded to
     home = colocate.home(cfg, device)  # with --colocate the server sleeps from here on
-    groups = rollouts.group_sizes(rows, cfg)
-    cfg = planned(empty_policy, utils.computable(cfg, device), groups, device, critic=make_critic is not None)
-    memory: dict = {}  # shared by after_rollout and the prompt sampler; checkpoints keep it
-    sampler = None
+    sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
+    cfg = planned(empty_policy, cfg, sizes, device, critic=make_critic is not None)
+    memory, sampler = {}, None  # `memory` is shared by after_rollout and the prompt sampler
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
         sampler.rows, sampler.order = rows, data.Order.of(rows, cfg)
@@ -1214,7 +1209,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
     log = RunLog(cfg, first or None, cfg.max_steps, lock) if rank == 0 else None
     if log:
-        describe(cfg, policy, groups, world)
+        describe(cfg, policy, sizes, world)
         if cfg.log_completions and cfg.log_tokens_every:
             write_vocabulary(run_dir, processor)
     run = Run(

@@ -118,7 +118,8 @@ def test_it_trains_beside_two_servers_and_both_sample(server, stock, flags, tmp_
 def test_server_and_trainer_take_turns(server, stock, flags, tmp_path):
     trains(tmp_path, server, *flags, "--server_urls", stock.url, "--colocate")
     turn = ["sleep 2", "wake weights", "wake kv_cache"]
-    assert stock.slept.read_text(encoding="utf-8").split("\n")[:-1] == turn * 4  # twice at start, where samples are compared, and in two steps
+    # Twice at start, where what it samples is compared, and in two steps.
+    assert stock.slept.read_text(encoding="utf-8").split("\n")[:-1] == turn * 4
 
 
 def test_ctrl_c_ends_a_run_and_leaves_the_server_to_the_next(server, flags, tmp_path):
