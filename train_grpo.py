@@ -193,7 +193,7 @@ def train(
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            if not in_each_update(loss := POLICY_LOSSES[cfg.policy_loss]):
+            if not in_each_update(loss := POLICY_LOSSES[cfg.policy_loss]):  # else `ready` does it
                 batch.extras |= checks.prepared(loss, batch, cfg)
             metrics |= checks.logged(leave_out(batch, trajectories, cfg) or {}, batch)
             if logs and learns and keeps_tokens(cfg, step + 1):
