@@ -136,6 +136,8 @@ class CriticTrainer:
                 f"--advantage {cfg.advantage} reads no values of a critic (batch.values, batch.returns), so one would "
                 "be trained for nothing: use train_grpo.py, or --advantage gae."
             )
+        if cfg.strategy == "fsdp" and cfg.dtype != "float32":  # the value head is in float32
+            raise ConfigError(f"--strategy fsdp --dtype {cfg.dtype}: its shards have one dtype; use fsdp2, or float32.")
         if cfg.critic_model_id:
             tokenizer, remedy = getattr(processor, "tokenizer", processor), "or leave the flag out"
             teachers.check_reads_alike(tokenizer, cfg, "--critic_model_id", "Leave the flag out", remedy)

@@ -84,6 +84,8 @@ def test_a_critic_that_nothing_reads_is_refused(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "own", own)
     for name in ("gae", "own"):
         CriticTrainer.check(TrainConfig(advantage=name), None)
+    with pytest.raises(ConfigError, match="--strategy fsdp --dtype bfloat16: .* use fsdp2"):
+        CriticTrainer.check(TrainConfig(advantage="gae", strategy="fsdp", dtype="bfloat16"), None)
     with pytest.raises(ConfigError, match="--advantage grpo reads no values of a critic.*train_grpo.py"):
         CriticTrainer.check(TrainConfig(advantage="grpo"), None)
 
@@ -91,7 +93,7 @@ def test_a_critic_that_nothing_reads_is_refused(monkeypatch):
 FLAGS = f"{SMALL} --prompts_per_step 4 --num_generations 1 --max_steps 2 --critic_learning_rate 1e-3"
 SHARDINGS = {
     "ddp, LoRA": "--use_peft",
-    "fsdp, bf16": "--strategy fsdp --dtype bfloat16",
+    "fsdp": "--strategy fsdp",
     "fsdp2, LoRA, bf16": "--strategy fsdp2 --use_peft --dtype bfloat16",
 }
 
