@@ -104,7 +104,7 @@ from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import checkpoints, resume
 from runlog import gpu
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
-from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, rollout_metrics, solved
+from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, is_solved, rollout_metrics
 from runlog.setup import first_push, settled
 from runlog.tokens import keeps_tokens, write_vocabulary
 from serving import colocate
@@ -338,13 +338,11 @@ def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
     return cfg
 
 
-async def rollout(
-    rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, versions: range | None = None
-) -> tuple[list[list], dict]:
+async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> tuple:
     """Sample and score: each row's trajectories, as many as asked for (unless the rollout says `any_number`), including
     those that failed (info["failure"]); and seconds until the last token was sampled, and how much longer scoring took.
 
-    versions: of the weights that may have sampled the tokens; None: not checked.
+    versions: a range, of the weights that may have sampled the tokens; None: not checked.
     """
     start, ended_at = time.perf_counter(), [time.perf_counter()]
 
@@ -538,12 +536,6 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
     batch.rewards = batch.rewards - cfg.beta * kl
     return {"kl": float(utils.global_mean(kl, batch.loss_mask))}
-
-
-def is_solved(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """1 for completions whose score reaches their domain's --eval_solved, else 0.  [B]"""
-    scores = zip(batch.scores.tolist(), batch.rows, strict=True)
-    return batch.rewards.new_tensor([float(solved(score, cfg.of(row))) for score, row in scores])
 
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
@@ -1152,9 +1144,7 @@ def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: tor
 # ==== 10 evaluation ==================================================================================================
 
 
-def evaluate(
-    rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, step: int
-) -> tuple[dict, list[Trajectory]]:
+def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, step: int) -> tuple[dict, list]:
     """k completions of every held-out row: eval/reward, eval/mean@k (share solved), eval/pass@k (rows with one solved);
     and the first completion of each of this rank's rows. A completion is solved if its score reaches --eval_solved.
     step: training steps so far, which is the version of the weights that must have sampled."""
