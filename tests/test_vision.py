@@ -144,7 +144,7 @@ def test_adapters_and_checkpoints(tiny, tmp_path):
         script.accumulate_gradients(policy, replace(tiny.batch), cfg)
         assert any(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
     modules = {"policy": (tiny.policy, None)}
-    buckets = script.weight_buckets(tiny.policy, 2**30, torch.float32)
+    buckets, _ = script.saved_weights(tiny.policy, tiny.inner, replace(tiny.cfg, push_bucket_mb=1024), torch.float32)
     checkpoints.save_checkpoint(tmp_path, 1, modules, tiny.inner.hf_model, buckets, tiny.generator.tokenizer, {}, {}, 1)
     folder = tmp_path / "checkpoints" / "step_1"
     again = script.load_hf_model(replace(tiny.cfg, model_id=str(folder)), torch.float32).state_dict()
