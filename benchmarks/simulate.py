@@ -131,6 +131,8 @@ SIDE = 448  # pixels of a picture's sides, one in each prompt of a model that ta
 
 SMALL = 2**21  # elements of a tensor whose value is kept, if it is known
 RING = dict(base=8.4, within=3.4, between=9.6)  # microseconds: NCCL's own model of a ring's steps (src/graph/tuning.cc)
+READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
+READS |= {aten.unique_consecutive, aten.bincount, aten.repeat_interleave}  # the host has to know values
 READS_PART = {aten.embedding, aten.index, aten.index_select, aten.gather, torch.ops.fsdp.all_gather_copy_in}
 IN_OUT = {"allgather": 0, "reduce_scatter": 1, "allreduce": 0, "broadcast": 0}  # which argument is the larger
 
@@ -247,7 +249,7 @@ class Machine(TorchDispatchMode):
         if known:
             return tree_map(partial(self.shaped, like=tensors[0]), compute(func, args, kwargs))
         if func.overloadpacket is not aten._local_scalar_dense:
-            raise RuntimeError(f"{func} of a tensor without values, at {claimed.line()}")
+            raise RuntimeError(f"{func} of a tensor without values")
         return True if tensors[0].dtype == torch.bool else 1.0 if tensors[0].is_floating_point() else 1
 
     def shaped(self, value, like: Tensor):
@@ -311,7 +313,7 @@ class Machine(TorchDispatchMode):
     def work(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor], out) -> None:
         packet, everything = func.overloadpacket, tensors + made
         on_gpu = [x for x in everything if x.device.type == GPU.type]
-        if packet in claimed.READS and on_gpu:
+        if packet in READS and on_gpu:
             return self.wait()
         if not (made or func._schema.is_mutable) or is_view(func) or func.__name__.startswith(("empty", "new_empty")):
             return None
