@@ -9,7 +9,7 @@ file there is no server: tiny models sample fast enough in process.
 
 An example is NAME.py, with its rows, reward, environment and demonstrations, if it has any of its own, and NAME.yaml:
 settings of the train script, for `train_grpo.py --config examples/NAME.yaml` as well, and in a section `example`, which
-is read here alone: `window` (tokens that the server has room for), `seeds`, `warm_start` (settings of
+is read here alone: `window` (tokens that the server has room for), `script`, `seeds`, `warm_start` (settings of
 scripts/warm_start.py beside those of TASK), `shown` (metrics in the table at the end; eval/mean@* stands for any k).
 """
 
@@ -71,10 +71,11 @@ def main(name: str, flags: list[str]) -> None:
             run(sys.executable, *command)
 
     in_process = "hf" in (settings.get("generator"), *flags)
+    script = os.environ.get("SCRIPT", example.get("script", "train_grpo.py"))
     begin, runs = time.strftime("%m%d-%H%M%S"), []
     for seed in os.environ.get("SEEDS", "").split() or example.get("seeds", [0, 1, 2]):
         runs.append(f"{name}-{begin}-seed{seed}")
-        command = [os.environ.get("SCRIPT", "train_grpo.py"), "--config", path, "--seed", str(seed), *flags]
+        command = [script, "--config", path, "--seed", str(seed), *flags]
         if in_process:
             run(sys.executable, *command, "--run_name", runs[-1], "--model_id", start)
         else:

@@ -1,6 +1,8 @@
 """Every example trains two steps with its own settings, and examples/run.py starts what its file says."""
 
+import asyncio
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -12,12 +14,15 @@ import tiny_vlms
 import yaml
 from live import running, trainer
 from server_fixture import make_tiny
+from transformers import AutoTokenizer
 
 from config import TrainConfig, load_config, load_function
 from runlog.reading import read_metrics
+from vllm_client import Completion
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path += [str(ROOT / "scripts"), str(ROOT / "examples")]
+import self_play  # noqa: E402
 from warm_start import WarmConfig  # noqa: E402
 
 EXAMPLES = {p.stem: yaml.safe_load(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "examples").glob("*.yaml"))}
@@ -43,7 +48,8 @@ def test_trains_two_steps(name, tmp_path):
     flags = f"--config examples/{name}.yaml {SMALL} {MORE.get(name, '')} --output_dir {tmp_path} --run_name run".split()
     if "domains" not in settings:  # each of those has a length of its own
         flags += ["--max_completion_length", "96"]
-    with running(trainer(tmp_path / "log", *flags, "--model_id", model)) as run:
+    script = settings["example"].get("script", "train_grpo.py")
+    with running(trainer(tmp_path / "log", *flags, "--model_id", model, script=script)) as run:
         assert run.end() == 0, run.text
     lines = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
     several = {"tools", "env", "mcp_config"} & {*settings}
@@ -75,3 +81,66 @@ def test_what_the_files_say_is_taken(monkeypatch):
             known = {key: settings[key] for key in task.split() if key in settings}
             cfg = load_config(WarmConfig, flags_of(known | warm))
             assert cfg.max_steps == warm["max_steps"] and cfg.demonstrations == warm["demonstrations"]
+
+
+# ---- self-play ------------------------------------------------------------------------------------------------------
+
+
+class Player:
+    """Says a legal move of Nim, found in what it is told; or `text`, if given."""
+
+    rope_index = None
+
+    def __init__(self, text: str | None = None):
+        self.tokenizer, self.text, self.said = AutoTokenizer.from_pretrained(make_tiny()), text, []
+
+    async def generate(self, sent, *, n, max_tokens, **options):
+        told = self.tokenizer.decode(sent)
+        pile, size = random.choice([pile for pile in re.findall(r"pile (\d): (\d)", told)[-3:] if pile[1] != "0"])
+        ids = self.tokenizer(self.text or f"[{pile} {random.randint(1, int(size))}]")["input_ids"]
+        ids = [*ids, self.tokenizer.eos_token_id][:max_tokens]
+        self.said.append(ids)
+        reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        return [Completion(ids, [-0.5] * len(ids), reason, 3, list(sent))]
+
+
+def games(player, **settings) -> list:
+    """Trajectories of a row with num_generations 8."""
+    settings = dict(num_generations=8, max_turns=8, max_turn_length=8, max_completion_length=1024) | settings
+    cfg = TrainConfig(env="examples/self_play.py:Seat", rollout="self_play", **settings)
+    return asyncio.run(self_play.self_play([{"prompt": "", "seed": 3}], player, cfg))
+
+
+def earned(trajectory) -> float:
+    return sum(turn["reward"] for turn in trajectory.info["turns"])
+
+
+def test_self_play_both_seats_are_trajectories_with_rewards_and_groups_of_their_own():
+    played = games(player := Player())
+    assert [t.row["role"] for t in played] == ["seat 0", "seat 1"] * 4
+    assert {(earned(a), earned(b)) for a, b in zip(played[::2], played[1::2], strict=True)} <= {(1, -1), (-1, 1)}
+    assert sum(t.turns for t in played) == len(player.said)
+    for t in played:
+        text, seat, turns = player.tokenizer.decode(t.prompt_ids + t.token_ids), int(t.row["role"][-1]), t.info["turns"]
+        assert f"Player {seat}!" in text and f"Player {1 - seat}!" not in text
+        assert re.findall(r"Player (\d) removes", text).count(str(1 - seat)) >= t.turns - 1, "it is told all moves"
+        own = {n for turn in turns for n in range(turn["start"], turn["end"])}
+        assert t.loss_mask == [int(n in own) for n in range(len(t.token_ids))]
+        assert all(t.token_ids[turn["start"] : turn["end"]] in player.said for turn in turns)
+    grouped = self_play.by_seat(played, {}, 0, None)
+    assert [t.group for t in grouped] == [0, 1] * 4
+
+
+def test_self_play_a_cut_turn_loses_and_a_seat_without_a_turn_has_no_trajectory():
+    cut = games(Player(9 * "too many words "), num_generations=2)
+    assert [(t.row["role"], t.finish_reason, earned(t)) for t in cut] == [("seat 0", "length", -1)]
+    illegal = games(Player("[9 9]"), num_generations=2)
+    assert [(t.row["role"], t.turns, earned(t)) for t in illegal] == [("seat 0", 2, -1)]
+
+
+def test_self_play_is_evaluated_against_the_start(monkeypatch):
+    start = Player("[9 9]")
+    monkeypatch.setattr(self_play, "frozen", lambda model_id: start)
+    played = games(player := Player(), purpose="eval")
+    assert {t.row["role"] for t in played} == {"seat 0"} and len(played) == 4
+    assert [earned(t) for t in played] == [1] * 4 and len(player.said) == 4 and len(start.said) == 16
