@@ -24,10 +24,10 @@ def one():
 @pytest.mark.parametrize(
     "ranks, flags",
     [
-        (2, "--strategy fsdp2 --offload_activations"),
+        (2, "--strategy fsdp2 --offload_activations --head_dtype float32"),
         (4, "--strategy fsdp2 --shard_size 2"),
         pytest.param(4, "--strategy fsdp --shard_size 2", marks=SLOW),
-        pytest.param(2, "--strategy fsdp --offload_activations", marks=SLOW),
+        pytest.param(2, "--strategy fsdp --offload_activations --head_dtype float32", marks=SLOW),
         pytest.param(1, "--strategy ddp --compile", marks=SLOW),
         pytest.param(2, "--strategy fsdp2 --compile --use_peft", marks=SLOW),
     ],
