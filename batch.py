@@ -16,7 +16,7 @@ from torch import Tensor
 import utils
 from config import TrainConfig
 from inputs.router_replay import collated
-from inputs.trajectory import stands_in
+from inputs.trajectory import stands_in, version_spans
 
 GROUPS = 2**32  # more than a rank has
 
@@ -120,9 +120,8 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
         rewards[row, start:end] = torch.tensor(t.token_rewards, dtype=torch.float)
         logprobs[row, start:end] = torch.tensor(t.logprobs, dtype=torch.float)
         versions[row, start:end] = t.policy_version
-        for turn in t.info.get("turns", ()):  # of several, each has the oldest weights that sampled it
-            if "versions" in turn:
-                versions[row, start + turn["start"] : start + turn["end"]] = turn["versions"][0]
+        for version, first, last in version_spans(t):
+            versions[row, start + first : start + last] = version
     groups = torch.tensor([t.group + rank * GROUPS for t in trajectories])
     inputs = [t.info.get("model_inputs", {}) for t in trajectories]
     tensors = (t.to(device) for t in (input_ids, attention_mask, loss_mask, rewards, groups, logprobs))

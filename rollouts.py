@@ -49,6 +49,7 @@ from inputs.trajectory import (
     failed_trajectory,
     joined,
     known_scores,
+    spans_of,
 )
 from inputs.vision import build_prompt, check_echo, continued, image_sources, observed, prompt_lengths
 from safety.calls import run_limited, say_once, unread
@@ -154,6 +155,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
                     "completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
                     "model_inputs": prompt.model_inputs,
                     "routed_experts": joined(None, sample),
+                    "spans": sample.spans,
                     "sent": (prompt.sent_ids, sample.token_ids, len(prompt.images)),
                     **told,
                 },
@@ -448,7 +450,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     observe, drops = functools.partial(observed, **given), functools.partial(drops_thinking, **given)
     prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
     check_length(prompt, row, cfg)
-    turns, mask, logprobs, states, experts, finish = [], [], [], [], [None], "stop"
+    turns, mask, logprobs, states, experts, spans, finish = [], [], [], [], [None], [], "stop"
     rows, limit, thinks = [], len(prompt.token_ids) + cfg.max_completion_length, False  # rows that ended; of the next
     home: dict = {}  # the server that has the turns so far
     state = await state_of(environment, row, cfg)
@@ -458,6 +460,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         sample = await sample_turn(so_far, limit - len(so_far.token_ids), generator, cfg, home)
         experts[-1] = joined(experts[-1], sample)
         turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))
+        spans += spans_of(sample, len(mask))
         so_far = continued(so_far, sample.token_ids)
         mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
         states += [state] * len(sample.token_ids)
@@ -488,7 +491,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         turn["observation"], limit = answers, room
         so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
         states += [None] * added
-    info = {"completion": turns[-1]["text"], "turns": turns, "shown": shown["prompt"]}
+    info = {"completion": turns[-1]["text"], "turns": turns, "shown": shown["prompt"], "spans": spans}
     info |= await judged(environment, turns, row, cfg)
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
     first, *others = [*rows, so_far]
@@ -516,8 +519,8 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         images=so_far.images,
         finish_reason=finish,
         turns=len(turns),
-        policy_version=min(turn["versions"][0] for turn in turns),
-        policy_version_last=max(turn["versions"][1] for turn in turns),
+        policy_version=min(version for version, _, _ in spans),
+        policy_version_last=max(version for version, _, _ in spans),
         info=info,
     )
 
@@ -533,15 +536,14 @@ async def sample_turn(so_far, budget: int, generator, cfg: TrainConfig, home: di
 
 
 def turn_of(sample, start: int, opened: str, state, environment, processor, cfg: TrainConfig) -> dict:
-    """What is kept of a turn. start, end: its places among the trajectory's tokens; versions: of the weights that
-    sampled it, first and last; begun: what the prompt has begun it with; state: the environment's before it."""
-    ids, last = sample.token_ids, sample.policy_version_last
+    """What is kept of a turn. start, end: its places among the trajectory's tokens; begun: what the prompt has begun it
+    with; state: the environment's before it."""
+    ids = sample.token_ids
     text = processor.decode(ids)  # special tokens, too
     if sample.finish_reason == "stop" and not any(stop in text for stop in cfg.stop):
         text = processor.decode(ids[:-1])  # without the token that ends a turn
     turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
     turn |= {"tokens": len(ids), "start": start, "end": start + len(ids)}
-    turn["versions"] = (sample.policy_version, sample.policy_version if last is None else last)
     return turn | ({"begun": opened} if opened else {}) | ({} if state is None else {"state": str(state)})
 
 

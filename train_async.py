@@ -48,7 +48,7 @@ from dataclasses import dataclass, replace
 
 import train_grpo
 import utils
-from inputs.trajectory import Trajectory
+from inputs.trajectory import Trajectory, version_spans
 from train_grpo import Collector, Run, collect, sample_rows, settings_at
 
 
@@ -217,13 +217,12 @@ class Ahead(Collector):
 
 
 def staleness(trajectories: list[Trajectory], step: int) -> dict[str, float]:
-    """How many versions the weights that began a turn are behind those trained with it: mean, largest, and the share of
-    sampled tokens by lag, over all ranks. A completion of one request is one turn."""
+    """How many versions the weights that sampled a token are behind those trained with it: mean, largest, and the share
+    of sampled tokens by lag, over all ranks."""
     tokens: Counter = Counter()
     for t in trajectories:
-        once = [{"tokens": sum(t.loss_mask), "versions": (t.policy_version, t.policy_version_last)}]
-        for turn in t.info.get("turns") or once:
-            tokens[step - turn["versions"][0]] += turn["tokens"]
+        for version, first, end in version_spans(t):
+            tokens[step - version] += sum(t.loss_mask[first:end])
     tokens = sum(utils.gather_objects(tokens), Counter())
     total = max(sum(tokens.values()), 1)
     shares = {f"staleness/tokens_{lag}": count / total for lag, count in sorted(tokens.items())}

@@ -255,15 +255,17 @@ class VLLMClient:
         completions = []
         for choice in answer["choices"]:
             tokens, logprobs = choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
-            reason, spans = choice["finish_reason"], choice["weight_versions"] or [{"version": "none"}]
+            reason = choice["finish_reason"]
+            told = choice["weight_versions"] or [{"version": "none", "start": 0, "end": len(tokens)}]
             if reason not in ("stop", "length"):
                 raise ValueError(f"one ended by {reason!r}: was the server stopped or put to sleep?")
             if len(tokens) != len(logprobs) or not all(-9000 < p < math.inf for p in logprobs):  # -9999: nan there
                 raise ValueError("log-probs that are missing or not finite: its weights or logits hold nan or inf")
-            versions = [self._version_of(span["version"], version) for span in spans]
+            spans = [(self._version_of(span["version"], version), span["start"], span["end"]) for span in told]
+            versions = [span[0] for span in spans]
             experts = choice.get("routed_experts") if self.tells_experts else None
             experts = experts and np.load(io.BytesIO(base64.b64decode(experts))).astype(np.int16)
-            found = [tokens, logprobs, reason, min(versions), answer["prompt_token_ids"], max(versions), experts]
+            found = [tokens, logprobs, reason, min(versions), answer["prompt_token_ids"], max(versions), experts, spans]
             completions.append(Completion(*found))
         return completions
 

@@ -46,7 +46,7 @@ from envs.formats import FORMATS, THINKING, instructions, outside_thinking, pars
 from inputs.parts import parts_of
 from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, with_tools
 from inputs.special_tokens import pattern_of
-from inputs.trajectory import Trajectory, end_to_end, joined
+from inputs.trajectory import Trajectory, end_to_end, joined, spans_of
 from inputs.vision import Prompt, build_prompt, check_echo, continued, observed
 from safety.calls import warn_once
 
@@ -190,7 +190,7 @@ class Conversation:
         if not self.rows:
             return None
         prompt_ids, ids, mask, logprobs = self.rows[0][0].prompt.token_ids, [], [], []
-        restarts, inputs, turns, experts = [], [], [], []
+        restarts, inputs, turns, experts, spans = [], [], [], [], []
         for number, exchanges in enumerate([*map(list, self.rows)]):
             seen, routed = 0 if number else len(prompt_ids), None
             if number:
@@ -198,6 +198,7 @@ class Conversation:
             for exchange in exchanges:
                 sample, new = exchange.sample, exchange.prompt.token_ids[seen:]
                 start = len(ids) + len(new)
+                spans += spans_of(sample, start)
                 ids += new + sample.token_ids
                 mask += [0] * len(new) + [1] * len(sample.token_ids)
                 logprobs += [0.0] * len(new) + sample.logprobs
@@ -207,7 +208,7 @@ class Conversation:
             experts.append(routed)
             inputs.append(exchanges[-1].prompt.model_inputs)
         info = {"restarts": restarts, "restart_inputs": inputs[1:], "model_inputs": inputs[0], "turns": turns}
-        info |= {"completion": turns[-1]["text"], "routed_experts": end_to_end(experts)}
+        info |= {"completion": turns[-1]["text"], "routed_experts": end_to_end(experts), "spans": spans}
         info["logged"] = [("agent/rows", len(self.rows)), ("agent/calls", len(turns))]
         return Trajectory(
             row=self.row,
@@ -220,8 +221,8 @@ class Conversation:
             images=self.rows[0][0].prompt.images,
             finish_reason=self.rows[-1][-1].sample.finish_reason,
             turns=len(turns),
-            policy_version=min(turn["versions"][0] for turn in turns),
-            policy_version_last=max(turn["versions"][1] for turn in turns),
+            policy_version=min(version for version, _, _ in spans),
+            policy_version_last=max(version for version, _, _ in spans),
             info=info,
         )
 
@@ -309,9 +310,8 @@ def turn_of(sample, text: str, opened: str, calls: list) -> dict:
     """What rewards, metrics and the run's files read of an answer."""
     events = [{"name": c.name, "call": f"{c.name} {c.arguments}", "failed": int(bool(c.error))} for c in calls]
     info = {"calls": events, "tool_calls": [call.as_message() for call in calls if not call.error]}
-    last = sample.policy_version if sample.policy_version_last is None else sample.policy_version_last
     turn = {"text": text, "reward": 0.0, "observation": None, "info": info, "tokens": len(sample.token_ids)}
-    return turn | {"versions": (sample.policy_version, last)} | ({"begun": opened} if opened else {})
+    return turn | ({"begun": opened} if opened else {})
 
 
 def read_answer(said: str, tools: list[dict], parser: str, stops: tuple[str, ...], processor) -> tuple[dict, list]:

@@ -21,6 +21,8 @@ class Completion:
     policy_version_last: int | None = None  # newest weights that sampled any of them; None: the same
     # [tokens, layers, k] that prompt and completion went through, but the last token; None: the server does not tell
     routed_experts: np.ndarray | None = None
+    # (version, first token, end) of what each weights sampled; None: policy_version sampled all of it
+    spans: list[tuple[int, int, int]] | None = None
 
 
 @dataclass
@@ -73,6 +75,18 @@ def calls_in(info: dict) -> list[dict]:
     calls = info.get("calls")
     listed = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return [call for call in listed if "call" in call and isinstance(call.get("failed"), (int, float))]
+
+
+def version_spans(t: Trajectory) -> list[tuple[int, int, int]]:
+    """(version, first token, end) of what each weights sampled after the prompt: info["spans"], where the rollout told
+    it; else the oldest weights sampled all."""
+    return t.info.get("spans") or [(t.policy_version, 0, len(t.token_ids))]
+
+
+def spans_of(sample: Completion, start: int) -> list[tuple[int, int, int]]:
+    """The same of a completion that begins at this token of a trajectory."""
+    told = sample.spans or [(sample.policy_version, 0, len(sample.token_ids))]
+    return [(version, start + first, start + end) for version, first, end in told]
 
 
 class TrajectoryError(RuntimeError):

@@ -48,6 +48,7 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
     if batch.record is not None:
         known |= {name: half(getattr(batch.record, name)) for name in ("weight", "logprob", "entropy")}
     ids, sampler = batch.input_ids.int().cpu().numpy(), half(batch.sampling_logprobs)
+    versions = batch.versions.int().cpu().numpy()
     rows = []
     for number, t in enumerate(trajectories):
         start, end = len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids)
@@ -57,11 +58,7 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
         for name in {"tokens/teacher_logprob"} & row.keys():
             row[name] = np.where(sampled, row[name], np.float16(np.nan))
         row["tokens/sampler_logprob"] = np.where(sampled, sampler[number, start:end], np.float16(np.nan))
-        versions = np.where(sampled, np.int32(t.policy_version), np.int32(0))
-        for turn in t.info.get("turns") or ():
-            if "start" in turn:
-                versions[turn["start"] : turn["end"]] = turn["versions"][0]
-        rows.append(row | {"tokens/version": versions})
+        rows.append(row | {"tokens/version": np.where(sampled, versions[number, start:end], np.int32(0))})
     return rows
 
 

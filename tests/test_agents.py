@@ -489,7 +489,9 @@ def test_a_push_in_the_middle_of_an_answer(server, logged):
         return await task
 
     t = asyncio.run(across())
-    assert (t.policy_version, t.policy_version_last) == (1, 2) == t.info["turns"][0]["versions"]
+    (old, start, pushed), (new, after, end) = t.info["spans"]
+    assert (t.policy_version, t.policy_version_last) == (1, 2) == (old, new)
+    assert (start, end) == (0, len(t.token_ids)) and 0 < pushed == after < end
 
 
 @pytest.mark.parametrize("name", by_default(["sdk"], NAMES))

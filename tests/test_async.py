@@ -74,7 +74,7 @@ class Fake:
             raise RuntimeError("a reward raised")
         assert born in versions and self.version in versions
         one = SimpleNamespace(
-            policy_version=born, policy_version_last=self.version, loss_mask=[1], number=number, info={}
+            policy_version=born, policy_version_last=self.version, token_ids=[1], loss_mask=[1], number=number, info={}
         )
         return [one], {"prompts": 1}
 

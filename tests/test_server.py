@@ -239,6 +239,7 @@ def test_a_push_in_mid_generation_is_told_by_spans(client, model):
         right = [(logprobs(weights, completion, endless=True) - given).abs() < 1e-4 for weights in (old, new)]
         changed = int(right[0].long().argmin())
         assert 0 < changed < 400 and right[0][:changed].all() and right[1][changed:].all()
+        assert completion.spans == [(1, 0, changed), (2, changed, 400)]
 
 
 def test_what_a_push_lacks_or_has_too_much_of_is_refused_by_name_and_nothing_answers_until_the_next(client, model):

@@ -31,6 +31,7 @@ def made() -> list:
     generator, out = torch.Generator().manual_seed(3), []
     for number, t in enumerate(ragged.trajectories()):
         t.policy_version = STEP - number % 4
+        t.info["spans"] = [(t.policy_version, 0, 2), (STEP - number % 2, 2, len(t.token_ids))]  # a push on the way
         out.append((t, 0.4 * torch.randn(len(FIELDS), len(t.token_ids), generator=generator)))
     return out
 
@@ -61,12 +62,14 @@ def ours(settings: dict) -> dict:
 def theirs(settings: dict) -> dict:
     """The same in a loop over completions and their sampled tokens."""
     cfg, model, rows = replace(CFG, **settings), ragged.small_llama(None, torch.float32), []
-    for t, noise in made():
+    lags = {}  # of each token, by the row
+    for number, (t, noise) in enumerate(made()):
         log_p = model(torch.tensor([t.prompt_ids + t.token_ids])).logits[0].log_softmax(-1)
         places = [i for i, mask in enumerate(t.loss_mask) if mask]
         now = [log_p[len(t.prompt_ids) + i - 1, t.token_ids[i]] for i in places]
         mu, old, ref = ([p.detach() + noise[f, i] for p, i in zip(now, places, strict=True)] for f in range(3))
         rows.append((t, now, mu, old, ref, sum(t.token_rewards)))
+        lags[id(t)] = [number % 4 if i < 2 else number % 2 for i in places]
     scores = {g: [s for t, *_, s in rows if t.group == g] for g in range(5)}
     tokens = {g: sum(len(now) for t, now, *_ in rows if t.group == g) for g in range(5)}
     right = sum(len(now) for _, now, *_, s in rows if s >= 1)
@@ -82,11 +85,11 @@ def theirs(settings: dict) -> dict:
     mean = sum(map(sum, every)) / sum(map(len, every))
     total, sampled = 0.0, [row for row in rows if row[1]]
     for t, now, mu, old, ref, score in sampled:
-        advantage, lag = score - sum(scores[t.group]) / len(scores[t.group]), STEP - t.policy_version
+        advantage = score - sum(scores[t.group]) / len(scores[t.group])
         if cfg.old_logprobs == "sampler":
             old = mu
         if cfg.old_logprobs == "interpolate":
-            old = [m + lag / (lag + 1) * (p.detach() - m) for m, p in zip(mu, now, strict=True)]
+            old = [m + a / (a + 1) * (p.detach() - m) for m, p, a in zip(mu, now, lags[id(t)], strict=True)]
         d = [float(o - m) for o, m in zip(old, mu, strict=True)]
         k = {"k1": d, "k2": [x * x / 2 for x in d], "k3": [math.exp(x) - 1 - x for x in d]}[cfg.reject_by[-2:]]
         by = {"tok": k, "sum": [sum(k)], "mea": [sum(k) / len(k)], "max": k}
@@ -147,8 +150,12 @@ def test_the_gradient_is_that_of_a_loop(settings):
 # ---- advantages -----------------------------------------------------------------------------------------------------
 
 
-def test_maxrl_divides_by_the_mean():
-    batch = ragged.local_batch(0, 1)
+RANKS = pytest.mark.parametrize(("rank", "world"), [(0, 1), (0, 2), (1, 2)])  # a group lies on one: nothing is asked
+
+
+@RANKS
+def test_maxrl_divides_by_the_mean(rank, world):
+    batch = ragged.local_batch(rank, world)
     found = script.ADVANTAGES["maxrl"](batch, CFG)
     for row, (score, group) in enumerate(zip(batch.scores.tolist(), batch.groups.tolist(), strict=True)):
         mine = batch.scores[batch.groups == group].tolist()
@@ -186,8 +193,9 @@ def test_rae_keeps_a_mean_of_each_role_over_all_ranks():
             assert second == pytest.approx(tokens * (10 * score - means[role]), abs=1e-4)
 
 
-def test_the_length_penalty_looks_at_the_group():
-    cfg, batch = replace(CFG, length_penalty=0.5), ragged.local_batch(0, 1)
+@RANKS
+def test_the_length_penalty_looks_at_the_group(rank, world):
+    cfg, batch = replace(CFG, length_penalty=0.5), ragged.local_batch(rank, world)
     before = batch.scores
     script.shape_rewards(batch, cfg, {})
     for row, group in enumerate(batch.groups.tolist()):
