@@ -34,7 +34,7 @@ class Table:
     makes random moves."""
 
     def __init__(self, seed: int, chance: int | None = None):
-        self.game = NimEnv(piles=random.Random(seed).choices(range(1, 6), k=3))
+        self.game = NimEnv(piles=random.Random(seed).choices(range(1, 4), k=3))
         self.game.reset(num_players=2)
         self.turns, self.rewards, self.chance = (threading.Event(), threading.Event()), None, chance
         self.say(None)

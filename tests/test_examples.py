@@ -16,7 +16,7 @@ from live import running, trainer
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
-from config import TrainConfig, load_config, load_function
+from config import TrainConfig, load_config, load_function, words_of
 from runlog.reading import read_metrics
 from vllm_client import Completion
 
@@ -73,13 +73,13 @@ def test_run_py_trains_and_compares_before_and_after():
 def test_what_the_files_say_is_taken(monkeypatch):
     """Settings of the train script, and those that run.py hands on to the warm start."""
     monkeypatch.chdir(ROOT)
-    task, flags_of = (load_function(f"{ROOT}/examples/run.py:flags_of").__globals__[n] for n in ("TASK", "flags_of"))
+    task = load_function(f"{ROOT}/examples/run.py:run").__globals__["TASK"]
     for name, settings in EXAMPLES.items():
         load_config(TrainConfig, ["--config", f"examples/{name}.yaml", "--generator", "hf"])
         assert settings["example"]["shown"]
         if warm := settings["example"].get("warm_start"):
             known = {key: settings[key] for key in task.split() if key in settings}
-            cfg = load_config(WarmConfig, flags_of(known | warm))
+            cfg = load_config(WarmConfig, words_of(known | warm))
             assert cfg.max_steps == warm["max_steps"] and cfg.demonstrations == warm["demonstrations"]
 
 
