@@ -22,17 +22,20 @@ Where it differs from the papers and from TRL, on purpose:
     * The loss is a sum of per-token weights times per-token losses, the weights taken from counts over the whole
       optimizer update and all ranks: the gradient does not depend on how the update is cut into micro-batches or ranks.
     * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, in less time.
-    * Under grpo, dr_grpo and rloo a prompt with one completion has advantage 0 (others use its raw score).
+    * The generator's log-probs differ a little from the trainer's: each token's loss is multiplied by their ratio, cut
+      off at 2 (`--correction token`, truncated importance sampling).
+    * Under grpo, dr_grpo and rloo a prompt with one completion has advantage 0 (verl takes its raw score).
     * No truncated sampling by default: top-k or top-p would bias the importance ratio.
-    * With one update per step the ratio is 1, and a group-centred advantage sums to 0: watch `reward`, not `loss`.
+    * With one update per step the ratio is 1, and the loss says nothing about progress: watch `reward`.
 
 Dimensions in comments: B completions of a batch, T tokens of the longest prompt + completion (column 0 is the prompt's
 first token), G completions per prompt, N sampled tokens, V vocabulary; R rows of a forward pass (one where prompts are
 shared), L their length. A row of data is a dict (`rows`, in sections 2 and 3); a row of a tensor is a completion.
 
-What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, `advantages`
-[B, T] are 0 on all others; `groups` [B] says whose prompt a row has, rows of one prompt are adjacent; `scores` [B] are
-as the reward functions gave them, `shaped_scores` [B] the same after --reward_mean, --reward_std and --kl_in_reward.
+What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, without those
+that `leave_out` takes out; `advantages` [B, T] are 0 elsewhere; `groups` [B] says whose prompt a row has, rows of one
+prompt are adjacent; `scores` [B] are as the reward functions gave them, `shaped_scores` [B] what `shape_rewards` made
+of them.
 
 A run may have several data sets, its domains, with settings of their own: `cfg.of(row)` is the config of a row's
 domain, `cfg.by_domain()` are all of them. Without --domains there is one, cfg itself.
@@ -85,7 +88,7 @@ from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
 from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
 from batch import Batch, add_statistics, apart, by_domain, center_by_group, clip_stats, clipped_surrogate, collate
 from batch import differ, group_index, group_mean, group_std, joined, log_ratio, placed, record, returns_to_go, row_mean
-from batch import sequence_ratio, spread, start_record, whiten
+from batch import row_sum, sequence_ratio, spread, start_record, whiten
 from batch import by_turn, normalize, turn_returns  # noqa: F401 - for advantages of your own
 from inputs import agreement
 from inputs import parameters, prompts, vision
@@ -156,7 +159,7 @@ def train(
 
     def seed_generator(step: int, stream: int) -> None:
         if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did
-            generator.seed(cfg.seed + 1_000_003 * (2 * step + stream + 1) + rank)
+            generator.seed(hash((cfg.seed, step, stream, rank)))  # the hash of numbers is the same in every run
 
     def evaluation(step: int) -> dict:
         seed_generator(step, 1)
@@ -274,6 +277,15 @@ class PromptSampler:
 
 # ==== 3 rollout and scoring ==========================================================================================
 
+# From a step to its tokens:
+#
+#     Collector.take          a step's trajectories; of train_async.py's while the trainer updates
+#     sample_step             draws the prompts
+#     sample_rows             all of them at the same time; further ones in place of silent groups
+#     rollout                 a prompt's completions, and their scores as soon as they are there
+#     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or one of yours:
+#                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row; ROLLOUTS
+
 
 class Collector:
     """Samples each step when the loop asks for it. train_async.py has one that works ahead."""
@@ -361,8 +373,8 @@ async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: Trai
         return trajectories
 
     async def group_of(row: dict) -> list[Trajectory]:
-        # Sampled and scored in one call; or in one for each completion, if the rollout and every reward say
-        # `per_trajectory`. A part is the config of a call: [cfg], or G x [cfg with num_generations=1].
+        # One call for the group; or G calls of one completion each, if the rollout and every reward say
+        # `per_trajectory`. A part is the config of a call.
         domain = rollouts.sampled_by(row, cfg)  # with the row's own num_generations
         parts = rollouts.scored_together(domain, own_functions(reward_functions, domain))
         return sum(await asyncio.gather(*(part_of_group(row, part) for part in parts)), [])
@@ -394,12 +406,12 @@ def collect(rows: Sequence[dict], sampled: list[tuple], counts: dict, cfg: Train
     utils.wait_for_ranks(cfg.dist_timeout)  # here, where completions of other lengths part them
     groups, _, seconds = (list(column) for column in zip(*sampled, strict=True))
     generate = max(spent["time/generate"] for spent in seconds)
-    score = max(sum(spent.values()) for spent in seconds) - generate
+    scoring = max(sum(spent.values()) for spent in seconds) - generate
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
     counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else {}
     counts["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
-    metrics = {"time/generate": generate, "time/score": score} | check_failed(groups, cfg, counts)
+    metrics = {"time/generate": generate, "time/score": scoring} | check_failed(groups, cfg, counts)
     groups, moved = balanced(kept)
     for number, group in enumerate(groups):
         for trajectory in group:
@@ -412,7 +424,8 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
     """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, at
     least one; or (trajectories, {name: numbers to log}), see section 5.
 
-    `memory` is a dict of yours, on each rank, that checkpoints keep; the prompt sampler sees it, too. A trajectory has
+    `memory` is a dict of yours, on each rank, that checkpoints keep; the prompt sampler sees it, too. Groups have moved
+    between ranks by now, so what a sampler is to know of its rows goes through utils.gather_objects. A trajectory has
     its row, t.row, its number among the rows in use, t.info["row_number"] (-1: a placeholder, as all of this rank's
     failed), and its score, sum(t.token_rewards). Numbers in t.info["extras"], {name: one, or a list with one for each
     of token_ids}, come as batch.extras[name]. load_processor(cfg.model_id) is the tokenizer or processor.
@@ -451,7 +464,8 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
 @torch.no_grad()
 def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
-    out, (whole, batch) = [], (batch, apart(batch))
+    whole, out = batch, []
+    batch = apart(whole)  # completions that begin anew within as several rows
     for rows in micro_batches(batch, cfg):  # row numbers; empty where other ranks have more passes
         parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)  # cut to the longest of them
         out = out or [part.new_zeros(*batch.loss_mask.shape, *part.shape[2:]) for part in parts]
@@ -525,12 +539,12 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
     """Normalises scores, then subtracts beta * KL from each token's reward (RLHF). batch.scores stay as they were
     given; batch.shaped_scores, the sums of batch.rewards, follow. moments: of all scores so far; brought up to date."""
-    batch.given_scores = batch.rewards.sum(1)
+    batch.given_scores = row_sum(batch.rewards)
     batch.rewards = normalised(batch, cfg, moments)  # --reward_mean, --reward_std
     if cfg.length_penalty:
         batch.rewards = with_length_penalty(batch, is_solved(batch, cfg), cfg.length_penalty)
     if cfg.advantage == "rae":
-        batch.baselines = role_means(batch, moments.setdefault("rae", {}))
+        batch.baselines = role_means(batch, moments.setdefault("/rae", {}))  # no domain has such a name
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
@@ -588,8 +602,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 
 # ==== 6 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} =============
 
-# A loss is called for each micro-batch, with the run's cfg, as that may hold several domains (an advantage gets its
-# domain's). What it returns for prompts and padding does not matter; for sampled tokens it has to be finite. A
+# A loss is called for each micro-batch, with the run's cfg: rows of several domains may be in one. (An advantage gets
+# its domain's cfg.) What it returns for prompts and padding does not matter; for sampled tokens it has to be finite. A
 # statistic is logged as its mean over the tokens that are learned from, one whose name ends in _max as its maximum.
 
 
@@ -667,8 +681,8 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 
 def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
     """`token_weights` of a micro-batch; prompts and completions may have several of its rows.  [B, T]"""
-    if "divided_by" in part.extras:
-        counts = counts | {"num_tokens": part.extras["divided_by"][:, None]}
+    if "_divided_by" in part.extras:  # each token's weight is 1 / its row's own number / the number of units
+        counts = counts | {"num_tokens": part.extras["_divided_by"][:, None]}
         return token_weights(part.loss_mask, "prompt_mean", **counts)
     return token_weights(part.loss_mask, cfg.loss_agg, **counts)
 
@@ -716,7 +730,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = ready(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
-        # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1.
+        # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1. The
+        # gradients of `backward` are this loss's times the number of ranks.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
     batch = apart(batch)
     learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # for each row
@@ -738,19 +753,19 @@ def ready(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
     """The batch with what is known of an update's rows, on all ranks, before they are cut."""
     known, tokens = {}, batch.loss_mask.sum(1)  # [B]
     if cfg.loss_agg == "prompt_mean":
-        known["divided_by"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
+        known["_divided_by"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
     if cfg.loss_agg == "seq_mean" and any(batch.restarts):  # a completion of several rows is one completion
-        known["divided_by"] = tokens
+        known["_divided_by"] = tokens
     if cfg.positive_nll:
         right = is_solved(batch, cfg)  # [B]
-        known["right"] = right / utils.all_sum((right * tokens).sum()).clamp(min=1)
+        known["_right"] = right / utils.all_sum((right * tokens).sum()).clamp(min=1)
     if cfg.correction_mode == "normalise" and cfg.correction != "none":
         rows = apart(batch)
         w = mismatch(rows.old_logprobs, rows, cfg)[1].clamp(cfg.correction_min, cfg.correction_max)  # [R, T']
         learned = rows.loss_mask.any(1).float()  # [R]
         by_row = cfg.correction == "sequence"  # mean over completions, else over tokens
         mean = utils.global_mean(w[:, 0], learned) if by_row else utils.global_mean(w, rows.loss_mask)
-        known["mean_correction"] = float(mean)
+        known["_mean_correction"] = float(mean)
     batch = replace(batch, extras=batch.extras | known)
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
@@ -781,8 +796,9 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
 def backward(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_end_early: bool) -> tuple[Tensor, dict]:
     """Adds a part's gradient to the policy's. Returns its loss and statistics.
 
-    In two halves: from the loss to what the policy returned, and from there through the policy. The second may be left
-    out where the gradient is 0 so far, on all ranks: they take the same branch, or FSDP's collectives would not match.
+    Groups that teach nothing cost no backward pass through the model: first comes the gradient of what the policy
+    returned, and where that is 0 on all ranks it may end there (a KL or an entropy term is not 0). All ranks take the
+    same branch, or FSDP's collectives would not match.
     DDP and FSDP average gradients over ranks, so the loss is multiplied by their number.
     """
     ends: list[tuple[Tensor, Tensor]] = []  # what the policy returned, and the same without its graph
@@ -802,9 +818,9 @@ def backward(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_e
     return loss.detach(), stats
 
 
-def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
+def micro_loss(forward: Callable, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
-    logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each
+    logprobs, entropy, _, *balance = compute_logprobs(forward, part, cfg)  # [B, T] each
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))
     # An error over a field that nobody computed says what to add to the loss's `needs`.
     with checks.explained(f"policy loss {cfg.policy_loss!r}", part):
@@ -826,7 +842,7 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
     weights = weights_of(part, cfg, counts)  # [B, T]
     loss = (weights * per_token).sum()
     if cfg.positive_nll:  # VAPO (2504.05118) sec. 4.5: the mean over all tokens of right completions
-        loss = loss - cfg.positive_nll * (part.extras["right"][:, None] * part.loss_mask * logprobs).sum()
+        loss = loss - cfg.positive_nll * (part.extras["_right"][:, None] * part.loss_mask * logprobs).sum()
     if term is not None:
         as_it_is = getattr(own_term, "weights", "agg") == "sum"
         loss = loss + ((1 if as_it_is else weights) * checks.check_term("own_term", term, part)).sum()
@@ -838,8 +854,8 @@ def micro_loss(policy: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -
 
 def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
     """log pi_old, by --old_logprobs: the trainer's before the first update (recompute), the generator's (sampler), or
-    pi itself (current), as where no generator sampled a token. interpolate (AReaL): with weights of L steps ago
-    log mu + L / (L + 1) (log pi - log mu), as if the policy moved as far in each step, this one included.  [B, T]"""
+    pi itself (current), as where no generator sampled a token. interpolate (AReaL) goes from the generator's log mu
+    towards log pi: half of the way for a token of weights one step old, L / (L + 1) of it for L steps.  [B, T]"""
     now, sampled = logprobs.detach(), part.sampling_logprobs
     if cfg.old_logprobs in ("sampler", "interpolate"):
         lag = (part.step - part.versions).clamp(min=0) if cfg.old_logprobs == "interpolate" else 0  # [B, T]
@@ -861,7 +877,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     elif cfg.correction_mode == "mask":
         w = w.where((w >= cfg.correction_min) & (w <= cfg.correction_max), 0)
     else:
-        w = w.clamp(cfg.correction_min, cfg.correction_max) / batch.extras.get("mean_correction", 1.0)
+        w = w.clamp(cfg.correction_min, cfg.correction_max) / batch.extras.get("_mean_correction", 1.0)
     keep = not_rejected(d, mask, cfg)
     if cfg.off_policy_threshold is not None:
         drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)

@@ -24,7 +24,7 @@ longest prompt + completion (column 0 is a prompt's first token), V vocabulary.
 """
 # ruff: noqa: E402 - the command line is read before torch is imported, so that a wrong flag is reported at once
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Literal
 
 from config import ConfigError, TrainConfig, parse_args, public_config
@@ -134,13 +134,13 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
 
 def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, Tensor]:
     """Prompts with their completions, padded on the right: column t holds token t.  [B, T] each"""
-    columns: dict[str, list] = {"input_ids": [], "attention_mask": [], "loss_mask": [], "sampling_logprobs": []}
+    rows = []
     for t in trajectories:
         ids, zeros = t.prompt_ids + t.token_ids, [0.0] * len(t.prompt_ids)
-        values = ids, [1] * len(ids), zeros + t.loss_mask, zeros + t.logprobs
-        for column, own in zip(columns.values(), values, strict=True):
-            column.append(torch.tensor(own))
-    return {name: pad_sequence(rows, batch_first=True).to(device) for name, rows in columns.items()}
+        row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        rows.append(row | {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs})
+    columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
+    return {name: pad_sequence(column, batch_first=True).to(device) for name, column in columns.items()}
 
 
 # ---- 3 advantages ---------------------------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
 
 def push_weights(model: nn.Module, generator, version: int) -> None:
     """Sends all weights to the generator, which says `policy_version = version` of each completion that it samples from
-    then on. model: without DDP, which changes the names. Nobody samples now: no rank gets through the update's
-    all-reduce before every rank has its completions."""
+    then on. model: without DDP, which changes the names. No rank is sampling now: each had its completions before it
+    took part in the update's all-reduce."""
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         named = [(name, weight.detach()) for name, weight in model.named_parameters()]  # tied weights once
         generator.begin_push()
@@ -268,7 +268,7 @@ def train(cfg: Settings) -> None:
     tokenizer = load_processor(cfg.model_id)
     reward_functions = get_reward_functions(cfg)
     # Rows as they are in the data set, without those whose prompts are too long.
-    rows, held_out = load_data(cfg, None, lambda some, _: [len(prompt_ids(row, tokenizer, cfg)) for row in some])
+    rows, held_out = load_data(cfg, None, lambda part, name: [len(prompt_ids(row, tokenizer, cfg)) for row in part])
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     # In eval mode, as from_pretrained returns it: no dropout, like the generator.
     bare, found = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32, output_loading_info=True)
@@ -288,10 +288,10 @@ def train(cfg: Settings) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # a server's, usually
         generator = HFGenerator(AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=dtype).to(device), tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
-    generator.stop_token_ids = sorted(end_ids(bare, tokenizer))  # a base model's may lack the template's end of a turn
+    generator.stop_token_ids = sorted(end_ids(bare, tokenizer))  # a base model's config may lack the template's
     push_weights(bare, generator, 0)  # the server may still have an earlier run's weights
 
-    def sampled(rows: list[dict], count: int, step: int) -> tuple[list[Trajectory], Tensor]:
+    def sampled(rows: list[dict], count: int, step: int, cfg: Settings) -> tuple[list[Trajectory], Tensor]:
         """Completions by the weights after `step` steps, and their scores [prompts, completions]."""
         if cfg.generator == "hf":
             generator.seed(hash((cfg.seed, step, rank)))  # the hash of numbers is the same in every run
@@ -303,15 +303,15 @@ def train(cfg: Settings) -> None:
     def evaluate(step: int) -> None:
         """Held-out rows: mean@k is the share of completions with a score of 1 or more, pass@k that of rows with one."""
         k = cfg.eval_generations  # 4 by default, at the training temperature
-        _, scores = sampled(held_out[rank::world], k, step)  # [rows, k]
-        solved = (scores >= 1).double()
+        _, scores = sampled(held_out[rank::world], k, step, replace(cfg, purpose="eval"))  # [rows, k]
+        solved = (scores > 1 - 1e-6).double()  # .7 + .2 + .1 is a little less than 1
         log(folder, step, {"eval/reward": scores, f"eval/mean@{k}": solved, f"eval/pass@{k}": solved.amax(1)}, {})
 
     if cfg.eval_steps:
         evaluate(0)
     for step in range(cfg.max_steps):
         start = time.perf_counter()
-        trajectories, scores = sampled(rows_of_step(rows, step, cfg), cfg.num_generations, step)
+        trajectories, scores = sampled(rows_of_step(rows, step, cfg), cfg.num_generations, step, cfg)
         times = {"time/generate": time.perf_counter() - start}
         gains = advantages(scores.flatten(), cfg.num_generations).to(device)  # [B]
         batch = tensors(trajectories, device)

@@ -55,7 +55,8 @@ def begin(cfg: TrainConfig, rows, held_out):
 
 def fingerprint(cfg: TrainConfig, rows, held_out) -> dict:
     """What is compared, as JSON values."""
-    settings = {name: value for name, value in flat(public_config(cfg)).items() if name not in FREE}
+    free = {*FREE} - ({"save_steps"} if cfg.push_steps > 1 else set())  # before a checkpoint weights are pushed
+    settings = {name: value for name, value in flat(public_config(cfg)).items() if name not in free}
     return {
         "settings": settings,
         "ranks": utils.world_size(),
