@@ -43,14 +43,14 @@ class Batch:
     sampling_logprobs: Tensor | None = None  # [B, T] the generator's, 0 where loss_mask is 0
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     current_logprobs: Tensor | None = None  # [B, T] before the update under way, if a function asks
-    ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if beta is 0
+    ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if nothing asks for it
     teacher_logprobs: Tensor | None = None  # [B, T] of a teacher; nan on tokens of which none was asked; None without
     teacher_top: Tensor | None = None  # [B, T, k] int64: the tokens that it finds likeliest (--distill_topk), and
     teacher_top_logprobs: Tensor | None = None  # [B, T, k] their log-probs; -inf: fewer are known
     top_logprobs: Tensor | None = None  # [B, T, k] the policy's of the same tokens, with gradient; `compute_logprobs`
     values: Tensor | None = None  # [B, T] of a critic, before the step's updates (train_ppo.py), and
     returns: Tensor | None = None  # [B, T] what they are fitted to
-    baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt
+    baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt; rae: mean of the role
     advantages: Tensor | None = None  # [B, T] 0 where loss_mask is 0
     reward_components: Tensor | None = None  # [B, reward functions] before their weights; 0 where one gave None
     states: Tensor | None = None  # [B, T] int64: on a turn's tokens, the environment's state it started from (gigpo)
@@ -74,7 +74,7 @@ class Batch:
         return row_sum(self.rewards) if self.given_scores is None else self.given_scores.clone()
 
     @property
-    def shaped_scores(self) -> Tensor:  # [B] with what --reward_mean, --reward_std and --kl_in_reward make of them
+    def shaped_scores(self) -> Tensor:  # [B] what `shape_rewards` made of them
         return row_sum(self.rewards)
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Batch:
 
 
 def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0, step: int = 0) -> Batch:
-    """Trajectories (rollouts.py) of this rank as a Batch. Group numbers become unique over all ranks."""
+    """Trajectories (inputs/trajectory.py) of this rank as a Batch. Group numbers become unique over all ranks."""
     if not trajectories:
         raise ValueError("after_rollout returned no trajectories on this rank; every rank needs one at least")
     rows, length = len(trajectories), max(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)

@@ -174,14 +174,14 @@ class TrainConfig:
     # --- algorithm ---
     preset: str | None = None  # a published recipe's settings, printed at start; flags still win over it
     advantage: str = "grpo"  # name in ADVANTAGES (train_grpo.py)
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # std that grpo divides by: of ...
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # std that scores are divided by: of ...
     gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
     lam: float = field(default=1.0, metadata=NO_FLAG)  # of train_ppo.py, where it is a flag
     critic_warmup: int = field(default=0, metadata=NO_FLAG)  # the same
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant", "prompt_mean"] = "seq_mean"  # weights of tokens
-    epsilon: float = 0.2  # lower clip: the ratio is kept above 1 - epsilon
-    epsilon_high: float = 0.2  # upper clip: the ratio is kept below 1 + epsilon_high (DAPO: 0.28)
+    epsilon: float = 0.2  # lower clip: a token with A < 0 has no gradient once its ratio is below 1 - epsilon
+    epsilon_high: float = 0.2  # upper clip: one with A > 0, above 1 + epsilon_high (DAPO: 0.28)
     dual_clip: float | None = None  # bound on the loss of a token with negative advantage (DAPO: 10)
     sapo_tau_pos: float = field(default=1.0, metadata=NO_FLAG)  # sapo: steepness of the gate where A > 0
     sapo_tau_neg: float = field(default=1.05, metadata=NO_FLAG)  # sapo: and where it is not
@@ -596,7 +596,7 @@ def first_steps(cfg: TrainConfig) -> str:
     """What to type, for somebody who started a script without flags and without a server's secret."""
     return f"""no arguments, and no VLLM_SERVER_TOKEN. On GPUs this trains {cfg.model_id} beside
 a server on a GPU of its own, both with that secret: python vllm_server.py --model {cfg.model_id}
-What runs without a GPU: with a server (installs, makes a small model and trains it, 10 minutes), or all in one process:
+What runs without a GPU: with a server (installs, makes a small model, trains it: 10 to 20 minutes), or in one process:
   bash scripts/demo.sh
   python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
   python {os.path.basename(sys.argv[0])} {cfg.first_run}"""

@@ -14,7 +14,7 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
   in use says `my_reward.per_trajectory = True`, as those here do, each trajectory is scored by itself as it ends.
 * As in TRL there are `trainer_state` (global_step, max_steps, epoch), `log_extra(column, values)` for the completions'
   file, `log_metric(name, value)`, and `environments`. Not in TRL: `trajectories` are the Trajectory objects
-  (rollouts.py), `cfg` the config.
+  (inputs/trajectory.py), `cfg` the config.
 * It returns one value a completion, in a list, tuple, array or tensor: a number, None (does not apply: this function is
   left out of the row's sum), or a dict {component: number or None}. The components are logged by name and may differ by
   row; the row's reward is the component "reward" if there is one, else the sum of all. With {"turns": [number a turn]}

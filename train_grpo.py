@@ -187,16 +187,17 @@ def train(
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             changed = after_rollout(trajectories, run.memory, step, cfg)
             trajectories, numbers = checks.with_numbers(changed, trajectories)
-            metrics |= numbers | (foreign := counts_by_origin(trajectories))
+            foreign = counts_by_origin(trajectories)  # those that after_rollout added
+            metrics |= numbers | foreign
             batch = collate(trajectories, pad_id, run.device, rank, step)
-            as_sampled = replace(cfg, temperature=settings_at(step, cfg).temperature)
+            as_sampled = replace(cfg, temperature=settings_at(step, cfg).temperature)  # what was sampled from
             metrics |= teachers.add(batch, run, trajectories, pad_id, as_sampled, all_logprobs)
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, as_sampled)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            if not in_each_update(loss := POLICY_LOSSES[cfg.policy_loss]):  # else `ready` does it
+            if not in_each_update(loss := POLICY_LOSSES[cfg.policy_loss]):  # else `with_counts_of_update` does
                 batch.extras |= checks.prepared(loss, batch, cfg)
             metrics |= checks.logged(leave_out(batch, trajectories, cfg) or {}, batch)
             if logs and learns and keeps_tokens(cfg, step + 1):
@@ -210,7 +211,8 @@ def train(
                 colocate.servers_turn(run, cfg)
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
-                    push_weights(policy, generator, pushed := step + 1, cfg.push_bucket_mb)
+                    pushed = step + 1
+                    push_weights(policy, generator, pushed, cfg.push_bucket_mb)
                     collector.pushed(pushed, cfg)
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
@@ -250,8 +252,8 @@ def format_row(row: dict) -> dict:
 
 
 class PromptSampler:
-    """Which rows a step takes: each once an epoch, in an order made from (seed, epoch), but for what is too little for
-    a step at an epoch's end; the rows of a step are distinct. Ranks take contiguous shares of one order (data.Order).
+    """Which rows a step takes: each once an epoch, in an order made from (seed, epoch); the last are left out where
+    they do not fill a step, so the rows of a step are distinct. Ranks take contiguous shares of one order (data.Order).
 
     Edit me: `next` may return any `share` rows, for example those that a column of `rows` or `memory` says are hard; a
     row may come twice. `memory` is this rank's; `after_rollout` (section 3) can fill it, and checkpoints keep it.
@@ -662,9 +664,9 @@ def own_term(logprobs: Tensor, _: Tensor, part: Batch, cfg: TrainConfig) -> tupl
 def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, max_tokens) -> Tensor:
     """What each token's loss counts for: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
 
-    num_tokens, num_sequences: loss tokens, and completions with a loss token ("constant": all), of the *whole*
-    optimizer update over all ranks, so that the gradient cannot depend on how the update is cut. max_tokens: the
-    constant of Dr. GRPO, the longest completion allowed.
+    num_tokens, num_sequences: loss tokens, and completions with a loss token ("constant": all completions,
+    "prompt_mean": prompts), of the *whole* optimizer update over all ranks, so that the gradient cannot depend on how
+    the update is cut. max_tokens: the constant of Dr. GRPO, the longest completion allowed.
     """
     if mode == "token_mean":  # every token alike (DAPO, 2503.14476 eq. 8)
         return loss_mask / max(num_tokens, 1)
@@ -727,7 +729,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     each: "loss", "tokens" and the statistics.
     """
     loss_of = loss_of or micro_loss
-    batch = ready(policy, batch, cfg)
+    batch = with_counts_of_update(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
         # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1. The
@@ -749,7 +751,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     return sums
 
 
-def ready(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
+def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
     """The batch with what is known of an update's rows, on all ranks, before they are cut."""
     known, tokens = {}, batch.loss_mask.sum(1)  # [B]
     if cfg.loss_agg == "prompt_mean":

@@ -27,7 +27,9 @@ class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there i
     # --- algorithm ---
     advantage: str = "gae"  # name in ADVANTAGES (train_grpo.py, and gae here)
     lam: float = 1.0  # GAE's lambda
-    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant"] = "token_mean"  # how tokens are weighted
+    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant", "prompt_mean"] = (
+        "token_mean"  # weights of tokens
+    )
     beta: float = 0.001  # weight of the KL term; 0 loads no reference model
     kl: str = "k1"  # name in KL_ESTIMATORS (train_grpo.py)
     kl_in_reward: bool = True  # subtract beta * KL from each token's reward instead of adding it to the loss

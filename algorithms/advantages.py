@@ -79,13 +79,19 @@ def maxrl(batch: Batch, cfg: TrainConfig) -> Tensor:
     return spread(torch.where(mean > 0, centred / mean.clamp(min=1e-6), 0.0).to(centred.dtype), batch.loss_mask)
 
 
+def no_shift_of_raw_scores(cfg: TrainConfig) -> str | None:
+    if normalised_beforehand(cfg):
+        return "it compares raw scores with a baseline of such; leave out --reward_mean and --reward_std"
+    return None
+
+
 def rae(batch: Batch, cfg: TrainConfig) -> Tensor:
     """s - running mean of the scores of the row's `role` (Batch.baselines, of `role_means`): role-conditioned advantage
     estimation, for self-play, where a seat may win more often than the other.  2506.24119.  [B, T]"""
     return spread(batch.shaped_scores - batch.baselines, batch.loss_mask)
 
 
-rae.compares_group = False
+rae.compares_group, rae.check = False, no_shift_of_raw_scores
 RAE_DECAY = 0.95  # of the means, a step
 
 
@@ -178,8 +184,8 @@ def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 def normalises_by_itself(cfg: TrainConfig) -> str | None:
-    if normalised_beforehand(cfg) or cfg.kl_in_reward:
-        return "it normalises by itself; leave out --reward_mean, --reward_std and --kl_in_reward"
+    if normalised_beforehand(cfg) or cfg.kl_in_reward or cfg.length_penalty:
+        return "it takes each function's own values: no --reward_mean, --reward_std, --kl_in_reward, --length_penalty"
     return None
 
 
@@ -189,12 +195,6 @@ gdpo.check = normalises_by_itself
 def remax(batch: Batch, cfg: TrainConfig) -> Tensor:
     """Reward to go minus the score of a greedy completion of the same prompt (Batch.baselines).  2310.10505.  [B, T]"""
     return (returns_to_go(batch, 1.0) - batch.baselines[:, None]) * batch.loss_mask
-
-
-def no_shift_of_raw_scores(cfg: TrainConfig) -> str | None:
-    if normalised_beforehand(cfg):
-        return "it compares raw scores with a greedy completion's; leave out --reward_mean and --reward_std"
-    return None
 
 
 remax.needs, remax.compares_group, remax.check = ("baselines",), False, no_shift_of_raw_scores
