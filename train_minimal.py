@@ -17,7 +17,7 @@ A step:
     4. update       make tokens of good completions more likely, of bad ones less, not too far at once
     5. push         the generator gets the new weights; the next step samples from them
 
-Every rank has a copy of the model (DDP): weights and Adam's moments in float32, forward passes in bfloat16 on GPUs. No
+Every rank has a copy of the model (DDP): weights and Adam's moments in float32, forward passes in bfloat16. No
 KL term, no reference model. runs/NAME gets metrics.jsonl, which `python look.py runs/` draws, config.json and the
 trained model. Dimensions: B completions (this rank's share of a step, or one micro-batch, `part`), T tokens of the
 longest prompt + completion (column 0 is a prompt's first token), V vocabulary.
@@ -167,7 +167,7 @@ def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Ten
 def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """Log-prob of each token, given the tokens before it; 0 for the first.  [B, T]"""
     ids, mask = part["input_ids"], part["attention_mask"]
-    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):  # many CPUs are slow in bfloat16
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):  # the default
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
     logprobs = (logits.float() / cfg.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return nn.functional.pad(logprobs, (1, 0))
@@ -257,7 +257,7 @@ def train(cfg: Settings) -> None:
     if cfg.num_generations < 2:
         raise ConfigError(f"--num_generations={cfg.num_generations}: completions are compared; give 2 or more.")
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
-    folder = None
+    cfg, folder = utils.computable(cfg, device), None  # compute_dtype: float32 on a CPU that is slow in bfloat16
     if rank == 0:
         cfg.run_name = cfg.run_name or f"{Path(cfg.model_id).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(cfg.output_dir, cfg.run_name)
@@ -285,7 +285,7 @@ def train(cfg: Settings) -> None:
     else:
         from hf_generator import HFGenerator
 
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # a server's, usually
+        dtype = getattr(torch, cfg.compute_dtype)  # a server's, usually
         generator = HFGenerator(AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=dtype).to(device), tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
     generator.stop_token_ids = sorted(end_ids(bare, tokenizer))  # a base model's config may lack the template's
