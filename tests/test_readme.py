@@ -44,7 +44,7 @@ def edited_copy(folder: Path) -> Path:
         where = "CONFIG = parse_args" if block.startswith("class TrainConfig") else "# ==== main "
         assert text.count(where) == 1
         text, knob = text.replace(where, f"{block}\n\n{where}"), knob or block.startswith("class TrainConfig")
-    assert knob and len(edits) >= 4
+    assert knob and len(edits) >= 3
     copy = folder / "my_grpo.py"
     copy.write_text(text, encoding="utf-8")
     return copy
