@@ -62,7 +62,7 @@ WAYS = {
 DUMPED = f"{TASK} --max_completion_length 12 --num_generations 6 --prompts_per_step 4 --max_steps 1".split()
 DUMPED += "--eval_steps none --strategy ddp --no-log_completions".split()
 COMPARED = ("grad_norm", "loss", "value/grad_norm", "advantages/abs_mean", "reward")
-TOLERANCES = (2e-5, 1e-3)  # relative, of the first step and of the one after an update
+TOLERANCES = (1e-4, 1e-3)  # relative, of the first step and of the one after an update
 PARTS = """    A policy loss and own_term see one micro-batch, which may hold part of a group: what is of a group or of
     the step belongs in NAME.prepare (docs/ideas.md). An advantage, after_rollout and leave_out see one rank's rows,
     in whole groups: what is of all ranks goes through utils.global_moments, utils.all_sum or utils.gather_objects.
