@@ -166,6 +166,8 @@ class HFGenerator:
         weights = dict(named)
         if unknown := weights.keys() - self._missing:
             raise ValueError(f"the generator has no parameter {min(unknown)!r}, or it was sent twice")
+        if broken := [name for name, weight in named if not weight.isfinite().all()]:
+            raise ValueError(f"{broken[0]} is not finite after the last update: lower --learning_rate")
         self.model.load_state_dict(weights, strict=False)  # RuntimeError for one of another shape
         self._missing -= weights.keys()
 

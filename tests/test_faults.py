@@ -71,7 +71,7 @@ REWARDS = [
     ("a reward that is late once", reward("time.sleep(3 * (columns['trainer_state'].global_step == 0)); "
      "return [1.0] * len(completions)", "import time"), f"{REWARD} length --reward_timeout 1", 0, "own"),
     ("a reward with a syntax error", {"own.py": "def own(:\n"}, REWARD, 1, "own.py"),
-    ("a reward that imports what is not there", {"own.py": "import nothing_here\n"}, REWARD, 1, "nothing_here"),
+    ("a reward that imports what is not there", {"own.py": "import nothing_here\n"}, REWARD, 2, "nothing.here"),
     ("a judge that is not there", {}, "--reward_funcs judge --judge_url http://127.0.0.1:9/v1 --judge_model x", None,
      "127.0.0.1:9"),
 ]  # fmt: skip
