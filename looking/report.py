@@ -3,7 +3,7 @@
     python look.py runs/NAME --report
 
 The scripts of the page (page/) are in the file as they are. Its requests find their answers in the file: those of the
-run's curves and notes, and of a few trajectories.
+run's curves, and of a few trajectories.
 """
 
 import base64
@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from looking.runs import Run, plain
-from looking.told import described, notes
+from looking.told import described
 from runlog import samples
 
 PAGE = Path(__file__).parent / "page"
@@ -29,7 +29,6 @@ def answers_of(run: Run) -> dict:
     These are, of the first and the last step whose tokens were kept, the best and the worst completion of the group in
     which rewards differ most."""
     found = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": described([run], "step")}
-    found[f"notes?{urlencode({'run': run.name})}"] = {"notes": notes(run)}
     shown, known = [], samples.vocabulary(run.path)
     for path in samples.first_and_last(run.path / "completions", "token_ids"):
         for number in samples.telling(path):

@@ -26,7 +26,7 @@ from starlette.staticfiles import StaticFiles
 
 from config import ConfigError
 from looking.runs import Gone, Run, Runs, plain
-from looking.told import described, notes, standing_out
+from looking.told import described, standing_out
 from runlog import samples
 
 PAGE = Path(__file__).parent / "page"
@@ -143,7 +143,6 @@ def of_rows(runs: Runs, ask: QueryParams) -> dict:
 
 ANSWERS = {
     "runs": table,
-    "notes": lambda runs, ask: {"notes": notes(of(runs, ask))},
     "steps": steps,
     "listing": lambda runs, ask: samples.listing(step_file(runs, ask)),
     "search": lambda runs, ask: {"rows": samples.search(step_file(runs, ask), ask["text"])},

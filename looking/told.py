@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from looking.runs import Gone, Run
-from runlog import advice, samples
+from looking.runs import Run
+from runlog import advice
 from runlog.reading import SOLVED, Curves, panels
 
 
@@ -36,6 +36,7 @@ def described(runs: list[Run], axis: str) -> dict:
         curves, config = read[0]
         times = curves.matching(["seconds/*"])
         found |= {"times": [c for name in times for c in drawn(name, read, axis)], "config": config}
+        found |= {"notes": advice.notes(curves, config)}
         found |= {"texts": {n: text_of(runs[0].path / n) for n in ("command.txt", "environment.txt", "git.diff")}}
     return found
 
@@ -68,19 +69,8 @@ def text_of(path: Path) -> str:
     return path.read_bytes()[:200_000].decode("utf-8", "backslashreplace") if path.is_file() else ""
 
 
-def notes(run: Run) -> list[dict]:
-    """What stands out in the run's metrics and its last completions, in words; the bad ones first."""
-    found = advice.of_curves(run.curves(), run.config())
-    try:
-        for path in samples.step_files(run.path / "completions")[-1:]:
-            found += advice.of_completions(path)
-    except (Gone, samples.Unreadable) as error:
-        found.append(advice.note("watch", "A file that cannot be read", str(error), "state"))
-    return sorted(found, key=lambda note: note["level"] != "bad")
-
-
 def standing_out(run: Run) -> dict:
-    """For the table: the worst note on the run's metrics, and how many there are."""
-    found = advice.of_curves(run.curves(), run.config())
+    """For the table: the worst note on the run, and how many there are."""
+    found = advice.notes(run.curves(), run.config())
     first = found[0] if found else {"title": "", "level": ""}
     return {"note": first["title"], "level": first["level"], "notes": len(found)}

@@ -5,16 +5,13 @@ like: they say where to look, not what is so.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from runlog import samples
 from runlog.reading import SOLVED, Curves, domains
 
 RECENT = 10  # steps that "now" is the mean of; of a short run its last third
 ENOUGH = 8  # steps before there is anything to say about a trend
-LOOKED_AT = 512  # completions of the last step that are looked at
 
 Test = Callable[[Curves, dict], dict | None]  # (metrics, settings) -> what the rule's text names, if it holds
 
@@ -138,25 +135,14 @@ def pulled_apart(curves: Curves, config: dict) -> dict | None:
 
 
 def longer(curves: Curves, config: dict) -> dict | None:
-    """Length and reward grow together, and the held-out score, if there is one, does not."""
+    """Length and reward have grown, and the held-out score has not followed."""
     lengths, reward = curves.all("completions/mean_length")[1], curves.all("reward")[1]
-    if len(lengths) < ENOUGH or len(reward) != len(lengths) or now(lengths) <= 1.8 * at_first(lengths):
+    held_out = curves.all(next(iter(curves.matching([*SOLVED, "eval/reward"])), ""))[1]
+    if len(lengths) < ENOUGH or not len(reward) or len(held_out) < 6 or now(lengths) <= 1.8 * at_first(lengths):
         return None
-    later = slice(len(lengths) // 4, None)
-    if correlation(smooth(lengths)[later], smooth(reward)[later]) <= 0.7:
-        return None
-    for name in curves.matching([*SOLVED, "eval/reward"])[:1]:
-        held = curves.all(name)[1][len(curves.all(name)[1]) // 4 :]
-        gained = now(reward) - reward[later][:RECENT].mean()
-        if len(held) >= 3 and held[-3:].mean() - held[:3].mean() >= 0.25 * gained:
-            return None
-    return {"first": at_first(lengths), "now": now(lengths)}
-
-
-def another_template(curves: Curves, config: dict) -> dict | None:
-    apart = curves.all("distill/reverse_kl")[1]
-    found = holds_now("distill/first_gap", lambda gap: (gap < -2) & (-gap > 3 * np.abs(apart)))
-    return found(curves, config) if len(apart) == len(curves.all("distill/first_gap")[1]) else None
+    gained, followed = now(reward) - at_first(reward), held_out[-3:].mean() - held_out[:3].mean()
+    alone = gained > 0.05 and followed < 0.25 * gained
+    return {"first": at_first(lengths), "now": now(lengths)} if alone else None
 
 
 def left_behind(curves: Curves, config: dict) -> dict | None:
@@ -173,12 +159,6 @@ def left_behind(curves: Curves, config: dict) -> dict | None:
 
 def no_calls(curves: Curves, config: dict) -> dict | None:
     return holds_now("tools/call_frequency", lambda calls: calls == 0)(curves, config) if config.get("tools") else None
-
-
-def large_norm(curves: Curves, config: dict) -> dict | None:
-    norm = curves.all("grad_norm")[1]
-    peak = len(norm) >= ENOUGH and now(norm[-3:]) > 10 * np.median(norm) > 0
-    return {"now": now(norm[-3:]), "usual": np.median(norm)} if peak else None
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -242,14 +222,9 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
         "a completion that is right.",
     ),
     (
-        "bad", "Teacher and template", "another-template", another_template,
-        "The first token of an answer has {now:.1f} nats more by the teacher than by the policy since step {since}, "
-        "the others hardly differ: a base model, or another chat template.",
-    ),
-    (
-        "watch", "Far from the teacher", "far-from-teacher", above("distill/far_below", 0.2),
-        "{now:.0%} of the sampled tokens have less than a twentieth of their probability there, since step {since}: "
-        "first a supervised pass over answers of the teacher.",
+        "bad", "Teacher and template", "another-template", holds_now("distill/first_gap", lambda gap: gap < -2),
+        "The first token of an answer has {now:.1f} nats more by the teacher than by the policy since step {since}: is "
+        "it a base model, or has it another chat template?",
     ),
     (
         "watch", "Failed calls", "failures", above("tools/failure_frequency", 0.2),
@@ -276,7 +251,6 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
         "watch", "Critic", "critic", holds_now("value/explained_variance", lambda share: share < 0.05, 2 * ENOUGH),
         "It explains {now:.0%} of the returns' variance: --critic_iterations 8, or a higher --critic_learning_rate.",
     ),
-    ("watch", "Gradient norm", "failures", large_norm, "It is {now:.3g}, usually {usual:.3g}."),
     (
         "watch", "The judge does not answer", "failures", above("rewards/judge/unanswered/mean", 0.2),
         "{now:.0%} of the completions have no answer of it since step {since}.",
@@ -296,42 +270,12 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
 ]  # fmt: skip
 
 
-def note(level: str, title: str, text: str, see: str) -> dict:
-    return {"level": level, "title": title, "text": text, "see": see}
-
-
-def of_curves(curves: Curves, config: dict) -> list[dict]:
-    """Notes on the metrics; the bad ones first."""
+def notes(curves: Curves, config: dict) -> list[dict]:
+    """What stands out in the metrics; the bad ones first."""
     found = [(rule, rule[3](curves, config)) for rule in RULES]
-    notes = [note(level, title, text.format(**seen), see) for (level, title, see, _, text), seen in found if seen]
-    return sorted(notes, key=lambda note: note["level"] != "bad")
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
-    size = max(len(values) // 20, 1)
-    return np.convolve(values, np.ones(size) / size, "same")[size : len(values) - size or None]
-
-
-def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else 0.0
-
-
-def of_completions(path: Path) -> list[dict]:
-    """A note if tokens of the step are trained on that the model did not write: outside of its turns. Raises
-    samples.Unreadable."""
-    number = min(samples.count(path), LOOKED_AT)
-    outside = total = 0
-    for row in samples.rows(path, list(range(number)), ["turns", "tokens/trained"]):
-        trained, turns = row.get("tokens/trained"), samples.turns(row)
-        if trained is None or not turns or turns[0]["start"] is None:
-            continue
-        own = np.zeros(len(trained), bool)
-        for turn in turns:
-            own[turn["start"] : turn["end"]] = True
-        outside, total = outside + int((np.asarray(trained, bool) & ~own).sum()), total + int(np.sum(trained))
-    if outside <= 0.002 * total:  # a template may put a token that ends a turn behind it
-        return []
-    text = f"{outside / total:.0%} of the trained tokens of step {samples.step_of(path)} stand outside of the model's "
-    text += "turns: answers of tools or of the environment are learned as if the model had said them. Open one in the "
-    text += "token view, coloured by trained / masked."
-    return [note("bad", "Observations are trained on", text, "observations-trained")]
+    said = [
+        {"level": level, "title": title, "text": text.format(**seen), "see": see}
+        for (level, title, see, _, text), seen in found
+        if seen
+    ]
+    return sorted(said, key=lambda note: note["level"] != "bad")

@@ -38,8 +38,8 @@ from rich.console import Console
 from config import ConfigError, NotNow, public_config, require
 from inputs.parts import without_sources
 from inputs.trajectory import calls_in
-from runlog import tokens
-from runlog.reading import phases, read_metrics, readable_prompt
+from runlog import advice, tokens
+from runlog.reading import Curves, phases, read_metrics, readable_prompt, some_lines
 from runlog.storable import column, storable, text_of, visible
 from safety import secrets
 
@@ -418,11 +418,9 @@ class RunLog:
         """report.html, and at the terminal what stands out."""
         try:
             from looking.report import write_report  # it needs pyarrow
-            from looking.runs import Run
-            from looking.told import notes
 
             if report := write_report(self.dir):
-                for note in notes(Run(self.dir.name, self.dir))[:3]:
+                for note in advice.notes(Curves(some_lines(self.dir)[0]), public_config(self.cfg))[:3]:
                     say(f"{note['title']}: {note['text']}")
             return report
         except Exception as error:  # it is about a run that has ended, and decides nothing of it

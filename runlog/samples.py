@@ -188,34 +188,22 @@ def vocabulary(run_dir: Path) -> dict[int, tuple[bytes, bool]]:
 def spelled(ids: np.ndarray, known: dict) -> dict:
     """Ids with what each shows: {"ids", "text", "special": places, "bytes": {place: hex}}.
 
-    A character of several tokens stands in its last one; the tokens before it have the text "" and their bytes.
+    A character of several tokens stands in its last one; the tokens before it have the text "" and their bytes. What is
+    no UTF-8 is \\xNN.
     """
-    shown, special, parts, half = [], [], {}, b""  # half: the beginning of a character
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    shown, special, parts = [], [], {}
     for place, token in enumerate(ids.tolist()):
-        piece, is_special = known.get(token, (None, False))
-        text, rest = (None, b"") if piece is None or is_special else whole_characters(half + piece)
-        if text is None and half:  # not completed: its bytes belong to the token before
-            shown[-1] += half.decode("utf-8", "backslashreplace")
-        if text is None:
-            text, rest = whole_characters(piece, broken=True) if piece is not None else (f"#{token}", b"")
-        elif half or rest:
-            parts[place] = piece.hex(" ")
-        shown.append(text)
-        half = rest
+        piece, is_special = known.get(token, (f"#{token}".encode(), False))
         if is_special:
             special.append(place)
-    if half:
-        shown[-1] += half.decode("utf-8", "backslashreplace")
+            shown[-1:] = [text + decoder.decode(b"", final=True) for text in shown[-1:]]
+        half = decoder.getstate()[0]  # the beginning of a character
+        shown.append(decoder.decode(piece))
+        if half or decoder.getstate()[0]:
+            parts[place] = piece.hex(" ")
+    shown[-1:] = [text + decoder.decode(b"", final=True) for text in shown[-1:]]
     return {"ids": ids.tolist(), "text": shown, "special": special, "bytes": parts}
-
-
-def whole_characters(data: bytes, broken: bool = False) -> tuple[str | None, bytes]:
-    """(text, bytes at the end that may begin another character). Of what is no UTF-8 None, or \\xNN if `broken`."""
-    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace" if broken else "strict")
-    try:
-        return decoder.decode(data), decoder.getstate()[0]
-    except UnicodeDecodeError:
-        return None, b""
 
 
 def tokens(path: Path, number: int, known: dict, limit: int | None = None) -> dict | None:

@@ -18,14 +18,15 @@ from runlog.storable import visible
 # It asks for a pillow below ours, and works with ours (requirements-optional.txt).
 TRACKIO = "--no-deps trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 brotli==1.2.1"
 TEXT = 2000  # characters of a prompt or completion in a tracker; the run folder has all of it
+SHOWN, NUMBERS = ("prompt", "completion", "finish_reason"), ("reward", "advantage", "length")
 PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # for all but tensorboard
 
 
 @dataclass
 class Tracker:
     line: Callable[[dict], None]  # a line of metrics.jsonl
-    completions: Callable[[int, list[dict]], None]  # the first rows of a step's completions
     close: Callable[[Path | None], None]  # at the end; the report, if there is one
+    completions: Callable[[int, list[dict]], None] = lambda step, rows: None  # the first rows of a step's completions
 
 
 def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list[Tracker]:
@@ -50,31 +51,20 @@ def check_trackers(cfg, run_dir: Path) -> None:
 
 
 def table_of(rows: list[dict]) -> dict[str, list]:
-    """{column: its cells}: prompt, completion, scores; last what reward functions gave to log_extra, as text."""
-    names = dict.fromkeys(["prompt", "completion", "reward", "advantage", "length", "finish_reason", *chain(*rows)])
-    numbers = {"reward", "advantage", "length", *(name for name in names if name.startswith("rewards/"))}
-    chosen = [
-        *[n for n in names if n in numbers or n in ("prompt", "completion", "finish_reason")],
-        *filter(is_own, names),
-    ]
-    return {name: [number(row.get(name)) if name in numbers else text(name, row) for row in rows] for name in chosen}
+    """{column: its cells} of some completions: texts, scores, and what reward functions gave to log_extra, as text."""
+    names = dict.fromkeys(["prompt", "completion", *NUMBERS, *chain(*rows)])
+    shown = [name for name in names if name in (*SHOWN, *NUMBERS) or name.startswith("rewards/") or is_own(name)]
+    return {name: [cell(name, row) for row in rows] for name in shown}
 
 
-def number(value) -> float | None:
-    return None if value is None else float(value)
-
-
-def text(name: str, row: dict) -> str:
-    value = readable_prompt(row[name]) if name == "prompt" else str(row.get(name, ""))
+def cell(name: str, row: dict) -> float | str | None:
+    value = row.get(name)
+    if value is None or name in NUMBERS or name.startswith("rewards/"):
+        return None if value is None else float(value)
+    text = readable_prompt(value) if name == "prompt" else str(value)
     if name == "completion" and row.get("turns"):  # all of them, with what answered
-        value = "\n".join("\n".join([turn["text"], *turn["observation"]]) for turn in json.loads(row["turns"]))
-    return visible(value if len(value) <= TEXT else f"{value[:TEXT]} ... ({len(value) - TEXT} more characters)")
-
-
-def texts(rows: list[dict]) -> list[str]:
-    """A row as `name: cell` lines."""
-    table = table_of(rows)
-    return ["\n".join(f"{name}: {cells[n]}" for name, cells in table.items()) for n in range(len(rows))]
+        text = "\n".join("\n".join([turn["text"], *turn["observation"]]) for turn in json.loads(row["turns"]))
+    return visible(text if len(text) <= TEXT else f"{text[:TEXT]} ... ({len(text) - TEXT} more characters)")
 
 
 def known_numbers(line: dict) -> dict:
@@ -108,7 +98,7 @@ def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
             run.save(report, base_path=run_dir, policy="now")
         run.finish()
 
-    return Tracker(run.log, completions, close)
+    return Tracker(run.log, close, completions)
 
 
 def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -121,12 +111,7 @@ def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
             writer.add_scalar(name, value, line["step"])
         writer.flush()
 
-    def completions(step: int, rows: list[dict]) -> None:
-        for number, row in enumerate(texts(rows)):  # tensorboard shows markdown: indented, a text is only itself
-            writer.add_text(f"completion {number}", "    " + row.replace("\n", "\n    "), step)
-        writer.flush()
-
-    return Tracker(write, completions, lambda report: writer.close())
+    return Tracker(write, lambda report: writer.close())
 
 
 def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -142,7 +127,7 @@ def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
         run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(table_of(rows)))}, step=step)
 
     return Tracker(
-        lambda line: run.log(known_numbers(line), step=line["step"]), completions, lambda report: trackio.finish()
+        lambda line: run.log(known_numbers(line), step=line["step"]), lambda report: trackio.finish(), completions
     )
 
 
@@ -154,13 +139,7 @@ def open_swanlab(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     if os.environ.get("SWANLAB_MODE", "cloud") == "cloud":
         how |= dict(id=kept_id(run_dir, "swanlab"), resume="allow")
     run = swanlab.init(**how, config=public_config(cfg))
-
-    def completions(step: int, rows: list[dict]) -> None:
-        run.log({"completions": [swanlab.Text(row) for row in texts(rows)]}, step=step)
-
-    return Tracker(
-        lambda line: run.log(known_numbers(line), step=line["step"]), completions, lambda report: swanlab.finish()
-    )
+    return Tracker(lambda line: run.log(known_numbers(line), step=line["step"]), lambda report: swanlab.finish())
 
 
 def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -187,7 +166,7 @@ def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
             mlflow.log_artifact(str(report))
         mlflow.end_run()
 
-    return Tracker(write, completions, close)
+    return Tracker(write, close, completions)
 
 
 TRACKERS = {"wandb": open_wandb, "tensorboard": open_tensorboard, "trackio": open_trackio}

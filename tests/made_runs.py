@@ -60,9 +60,9 @@ def evaluation_line(step: int, line: dict) -> dict:
     return {"step": step, "eval/mean_length": 120.0, "eval/rows": 64, "time/unix": line["time/unix"] + 1} | shares
 
 
-def completions_table(step: int, rows: int, tokens: int, unmasked: bool = False, kept: bool = True) -> pa.Table:
-    """Completions of a step with their tokens, in groups of 8; two turns each with a tool's answer between. unmasked:
-    that answer is trained on, by mistake. kept: the tokens; without them, an evaluation, of one turn each."""
+def completions_table(step: int, rows: int, tokens: int, kept: bool = True) -> pa.Table:
+    """Completions of a step with their tokens, in groups of 8; two turns each with a tool's answer between. kept: the
+    tokens; without them, an evaluation, of one turn each."""
     rng = np.random.default_rng(step)
     lengths = rng.integers(max(8, tokens // 2), tokens + 1, rows)
     reward, group = rng.random(rows).round(3), np.arange(rows) // 8
@@ -108,7 +108,7 @@ def completions_table(step: int, rows: int, tokens: int, unmasked: bool = False,
         "turns": turns, "domain": [DOMAINS[number % len(DOMAINS)] for number in group],
         "policy_version": pa.array([step - 1] * rows, pa.int32()), "length": pa.array(lengths, pa.int32()),
         "prompt_ids": pa.array([[1, FIRST_WORD, FIRST_WORD + 1, 2]] * rows, pa.list_(pa.int32())),
-        "token_ids": listed(ids, pa.int32()), "tokens/trained": listed(~observed | unmasked, pa.bool_()),
+        "token_ids": listed(ids, pa.int32()), "tokens/trained": listed(~observed, pa.bool_()),
         **{f"tokens/{name}": listed(values.astype(np.float16), pa.float16()) for name, values in numbers.items()},
         "tokens/version": listed(np.full(total, step - 1, np.int32), pa.int32()),
     }  # fmt: skip
@@ -116,7 +116,7 @@ def completions_table(step: int, rows: int, tokens: int, unmasked: bool = False,
 
 
 def make_run(
-    folder: Path, steps=40, files=2, rows=16, tokens=60, seed=0, state="finished", evaluate=10, unmasked=False, **config
+    folder: Path, steps=40, files=2, rows=16, tokens=60, seed=0, state="finished", evaluate=10, **config
 ) -> Path:
     """A run of so many `steps`, with the completions of the last `files` steps."""
     rng = random.Random(seed)
@@ -140,7 +140,7 @@ def make_run(
     (folder / "lock").touch()
     vocabulary(folder)
     for step in range(steps - files + 1, steps + 1):
-        write_step(folder / "completions" / f"step_{step:06d}.parquet", completions_table(step, rows, tokens, unmasked))
+        write_step(folder / "completions" / f"step_{step:06d}.parquet", completions_table(step, rows, tokens))
     for step in range(evaluate, steps + 1, evaluate * max(1, steps // evaluate // 8)):
         table = completions_table(step, 8, min(tokens, 60), kept=False)
         write_step(folder / "evaluations" / f"step_{step:06d}.parquet", table)

@@ -3,25 +3,17 @@
 import pytest
 from made_runs import make_run
 
-from looking.runs import Runs
-from looking.told import notes
+from looking.runs import Run
 from runlog import advice
 from runlog.reading import Curves
 
 pytestmark = pytest.mark.quick
 
 
-def notes_of(folder) -> list[str]:
-    return [note["title"] for note in notes(Runs(folder.parent).get(folder.name))]
-
-
-def test_answers_of_tools_that_are_trained_on_are_named(tmp_path):
-    assert notes_of(make_run(tmp_path / "run", rows=64, unmasked=True)) == ["Observations are trained on"]
-
-
 @pytest.mark.parametrize("steps", [3, 60, 1000])
 def test_of_a_healthy_run_nothing_is_said(tmp_path, steps):
-    assert notes_of(make_run(tmp_path / "run", steps=steps, rows=64, files=1)) == []
+    run = Run("run", make_run(tmp_path / "run", steps=steps, files=0))
+    assert advice.notes(run.curves(), run.config()) == []
 
 
 # What real trainings had in their metrics, step by step: (settings, metrics, titles of what is said).
@@ -91,11 +83,11 @@ def test_trainings_as_they_were(what):
     config, series, expected = TRAININGS[what]
     steps = range(1, 1 + len(next(iter(series.values()))))
     lines = [{"step": n} | {name: float(values[n - 1]) for name, values in series.items()} for n in steps]
-    assert {note["title"] for note in advice.of_curves(Curves(lines), config)} == expected
+    assert {note["title"] for note in advice.notes(Curves(lines), config)} == expected
 
 
 def test_silent_groups_are_too_easy_or_too_hard():
     for reward, words in ((0.98, "too easy"), (0.02, "too hard"), (0.5, "score alike")):
         lines = [{"step": n, "reward": reward, "frac_reward_zero_std": 0.1 if n < 40 else 0.75} for n in range(1, 61)]
-        (note,) = advice.of_curves(Curves(lines), {})
+        (note,) = advice.notes(Curves(lines), {})
         assert words in note["text"]

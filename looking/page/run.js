@@ -22,7 +22,7 @@ function tiles(run) {
 }
 
 const noteOf = (note) => h("div", { class: `note ${note.level}` }, h("b", {}, said(note.title)), " ", said(note.text), " ",
-  h("span", { class: "dim" }, note.see === "state" ? "" : `See docs/looking.md, ${note.see.replaceAll("-", " ")}.`));
+  h("span", { class: "dim" }, `See docs/looking.md, ${note.see.replaceAll("-", " ")}.`));
 
 const value = (given) => h("td", {}, said(given === undefined || given === null ? "–" : JSON.stringify(given)));
 
@@ -51,10 +51,6 @@ export function runView(content, parameters, signal) {
     head, notes, ...(alone ? [top, grid, settings] : [settings, top, grid]));
   const keep = () => remember("run", { run: names, x: axis.value, smooth: smooth || null });
   const again = poll("run", () => ({ run: names, x: axis.value }), 2000, (found) => { data = found; draw(); }, signal);
-  if (alone) {
-    poll("notes", () => ({ run: names[0] }), 4000, ({ notes: found }) => notes.replaceChildren(h("h2", {}, "What stands out"),
-      ...(found.length ? found.map(noteOf) : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know; most of them need 8 steps.")])), signal);
-  }
   signal.addEventListener("abort", () => charts.forEach((chart) => chart.remove()));
 
   function card(title, note, place) {
@@ -85,6 +81,8 @@ export function runView(content, parameters, signal) {
     state.replaceChildren(stateOf(run));
     const about = [run.model, run.task, run.algorithm, data.stride > 1 && `curves show one step of ${data.stride}`];
     head.replaceChildren(said(about.filter(Boolean).join(" · "), { class: "dim" }, "p"), h("div", { class: "tiles" }, tiles(run)));
+    notes.replaceChildren(h("h2", {}, "What stands out"), ...(data.notes.length ? data.notes.map(noteOf)
+      : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know; most of them need 8 steps.")]));
     if (settings.firstChild) return;
     const texts = Object.entries(data.texts).filter(([, text]) => text);
     settings.append(h("h2", {}, "Details"),
