@@ -193,7 +193,7 @@ def own_functions(reward_functions: dict[str, Callable], cfg) -> dict[str, Calla
 # ---- scoring --------------------------------------------------------------------------------------------------------
 
 
-async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, tokenizer=None) -> None:
+async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) -> None:
     """Run all functions, at the same time, on one group of trajectories. Fills in each trajectory:
 
     token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1), rewards
@@ -205,21 +205,19 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
     info["reward_timeouts"] functions that ran out of time on it
     info["reward_seconds"]  {function: seconds that its call for this group took}
     info["reward_without_token"]  1 if nothing was sampled, so that its reward stands nowhere, else 0
-
-    tokenizer: with it completions begin with what the chat template has begun the answer with, such as <think>.
     """
     if not trajectories:
         return
     weights = cfg.reward_weights or [1.0] * len(reward_functions)
     if cfg.purpose == "eval" and not any(weights):  # nothing is learned from them: held-out rows are to tell how good
         weights = [1.0] * len(weights)  # the policy became
-    arguments = call_arguments(trajectories, cfg, tokenizer)
-    ends = [places_of_turns(trajectory) for trajectory in trajectories]
-    calls = (call(name, function, arguments, ends, cfg.reward_timeout) for name, function in reward_functions.items())
+    arguments = call_arguments(trajectories, cfg)
+    calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
     results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time; its seconds
     seconds = {name: took for name, (_, took) in zip(reward_functions, results, strict=True)}
-    for index, (trajectory, places) in enumerate(zip(trajectories, ends, strict=True)):
+    for index, trajectory in enumerate(trajectories):
         total, applies, logged = 0.0, False, {}
+        sampled = [place for place, mask in enumerate(trajectory.loss_mask) if mask]
         for name, weight, (values, _) in zip(reward_functions, weights, results, strict=True):
             value, components, turns = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
             logged[name] = nan if value is None else value
@@ -227,8 +225,14 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
             if value is None:
                 continue
             total, applies = total + weight * value, True
-            # Of each turn, or of the whole; nowhere if nothing was sampled.
-            for place, part in zip(places if turns else places[-1:], turns or [value], strict=bool(places)):
+            places, parts = sampled[-1:], [value]  # of the whole; nowhere if nothing was sampled
+            if turns is not None:
+                places, parts = places_of_turns(trajectory), turns
+                if len(places) not in (0, len(turns)):
+                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}; let "
+                    fault += 'info["turns"] have a dict a turn, its "end" the place behind its last token'
+                    raise reward_error(name, fault, arguments, index)
+            for place, part in zip(places, parts, strict=bool(places)):
                 trajectory.token_rewards[place] += weight * part
         trajectory.info |= {
             "rewards": logged,
@@ -237,7 +241,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg, 
             "unrewarded": int(not applies),
             "reward_timeouts": sum(values is None for values, _ in results),
             "reward_seconds": seconds,
-            "reward_without_token": int(not places),
+            "reward_without_token": int(not sampled),
         }
 
 
@@ -256,23 +260,19 @@ def turn_ends(loss_mask: list[int]) -> list[int]:
     return [i for i, (here, after) in enumerate(zip(loss_mask, [*loss_mask[1:], 0], strict=True)) if here and not after]
 
 
-def call_arguments(trajectories: list, cfg, tokenizer=None) -> dict:
+def call_arguments(trajectories: list, cfg) -> dict:
     """What reward functions can ask for, by name. Rows may have different columns: None where one lacks it."""
-    if tokenizer is not None and not cfg.no_apply_chat_template:
-        from inputs.prompts import begun_in  # who scores texts alone needs no chat template
-
-        for trajectory in trajectories:
-            trajectory.info["begun"] = begun_in(trajectory.prompt_ids, tokenizer)
     rows = [trajectory.row for trajectory in trajectories]
     columns = dict.fromkeys(column for row in rows for column in row if column != "prompt")
     arguments = {column: [row.get(column) for row in rows] for column in columns}
     completions, prompts, completion_ids = [], [], []
     for trajectory, row in zip(trajectories, rows, strict=True):
         info, chat = trajectory.info, not isinstance(row["prompt"], str)
-        begun = info.get("begun", "")
-        said = {"role": "assistant", "content": begun + info["completion"]} | ({"begun": begun} if begun else {})
-        messages = info.get("messages", [said])  # of all turns
-        completions.append(messages if chat else completion_text(messages))
+        begun = info.get("begun", "")  # by the chat template: <think>
+        messages = info.get("messages")  # of all turns, if there are several
+        text = begun + info["completion"] if messages is None else completion_text(messages)
+        said = {"role": "assistant", "content": text} | ({"begun": begun} if begun else {})
+        completions.append((messages or [said]) if chat else text)
         prompts.append(info.get("shown", row["prompt"]) if chat else row["prompt"])  # as the environment completed it
         start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
         completion_ids.append(list(trajectory.token_ids[start:]))
@@ -314,11 +314,9 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     return None
 
 
-async def call(
-    name: str, function: Callable, arguments: dict, ends: list[list[int]], seconds: float
-) -> tuple[list[tuple] | None, float]:
+async def call(name: str, function: Callable, arguments: dict, seconds: float) -> tuple[list[tuple] | None, float]:
     """One function on one group: a (value or None, components, rewards of turns or None) a completion, or None if it
-    took over `seconds`; and the seconds that it took.  ends: `places_of_turns` of each trajectory"""
+    took over `seconds`; and the seconds that it took."""
     start, trajectories = time.perf_counter(), arguments["trajectories"]
     if hasattr(function, "verify"):
         arguments = arguments | {"verification": await verified(name, function, arguments, seconds)}
@@ -328,7 +326,7 @@ async def call(
     chosen = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
     if "trajectories" in chosen:
         chosen["trajectories"] = [copy_of(trajectory) for trajectory in trajectories]
-    turns = [(trajectory.turns, len(places)) for trajectory, places in zip(trajectories, ends, strict=True)]
+    turns = [trajectory.turns for trajectory in trajectories]
     outcome = await run_limited(function, chosen, seconds, functools.partial(floats, turns=turns))
     took = time.perf_counter() - start
     if outcome is None:
@@ -355,16 +353,16 @@ async def verified(name: str, function: Callable, arguments: dict, seconds: floa
     return [outcome and outcome[0] for outcome in outcomes]
 
 
-def floats(values, turns: list[tuple[int, int]]) -> list[tuple]:
+def floats(values, turns: list[int]) -> list[tuple]:
     """What a function returned, as `call` says; UnusableResult if it cannot be trained on. Read where the function ran,
-    within its time.  turns: of each trajectory how many there are, and how many ends of them its tokens show"""
+    within its time.  turns: how many each trajectory has"""
     ordered = isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0  # or an array
     if not ordered or isinstance(values, str):
         raise UnusableResult(f"returned {shorten(values)}, a {type(values).__name__}; {RETURN_RULE}")
     if len(values) != len(turns):
         raise UnusableResult(f"returned {len(values)} values for {len(turns)} completions; {RETURN_RULE}")
     read = []
-    for index, (value, (count, places)) in enumerate(zip(values, turns, strict=True)):
+    for index, (value, count) in enumerate(zip(values, turns, strict=True)):
         try:
             parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
             by_turn = parts.pop("turns", None)
@@ -377,11 +375,6 @@ def floats(values, turns: list[tuple[int, int]]) -> list[tuple]:
                 parts["reward"] = sum(by_turn)
                 if len(by_turn) != count:
                     raise ValueError(f"{len(by_turn)} rewards for {count} turns")
-                if places not in (0, count):
-                    raise ValueError(
-                        f"{count} turns, whose tokens are {places} runs in loss_mask; let info['turns'] say where each "
-                        'ends: a dict a turn, its "end" the place behind its last token'
-                    )
             # With a reward of its own, the other components are logged alone: they may be nan.
             summed = [parts["reward"]] if "reward" in parts else list(parts.values())
             summed = [part for part in summed if part is not None]

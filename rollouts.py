@@ -380,6 +380,8 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
             if "completion" not in t.info:
                 sampled = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
                 t.info["completion"] = generator.tokenizer.decode(sampled, skip_special_tokens=True)
+            if "messages" not in t.info:
+                t.info["begun"] = begun_in(t.prompt_ids, generator.tokenizer, cfg)
         checked.append(t)
     return checked
 
@@ -456,7 +458,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
     for number in range(cfg.max_turns):
-        opened = begun_in(so_far.token_ids, processor)
+        opened = begun_in(so_far.token_ids, processor, cfg)
         sample = await sample_turn(so_far, limit - len(so_far.token_ids), generator, cfg, home)
         experts[-1] = joined(experts[-1], sample)
         turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))

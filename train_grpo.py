@@ -366,7 +366,7 @@ async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: Trai
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
-        work = [asyncio.ensure_future(score(played, own_functions(reward_functions, cfg), cfg, generator.tokenizer))]
+        work = [asyncio.ensure_future(score(played, own_functions(reward_functions, cfg), cfg))]
         work.append(teachers.tell(played, generator, cfg, scored=work[0]))
         try:
             await asyncio.gather(*work)

@@ -81,7 +81,7 @@ from transformers import AutoModelForCausalLM
 import utils
 from data import check_step_size, load_data
 from inputs.processor import load_processor
-from inputs.prompts import end_ids, prompt_ids
+from inputs.prompts import begun_in, end_ids, prompt_ids
 from inputs.trajectory import Trajectory
 from rewards import get_reward_functions, score
 
@@ -116,6 +116,7 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
         # Sampled from softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
         how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
+        begun = begun_in(prompt, generator.tokenizer, cfg)  # <think>, if the template ends so; else nothing
         trajectories = []
         for c in await generator.generate(prompt, **how):
             # Tokens as they were sampled, the end token among them: text is never tokenised again.
@@ -123,10 +124,11 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
             # 1: sampled by the model; 0 would mark a tool's answer. `score` writes the reward to the last token.
             loss_mask, token_rewards = [1] * len(c.token_ids), [0.0] * len(c.token_ids)
             t = Trajectory(row, group, prompt, c.token_ids, loss_mask, c.logprobs, token_rewards)
-            t.info["completion"], t.finish_reason = text, c.finish_reason  # "length" if it was cut off, else "stop"
+            t.info |= {"begun": begun, "completion": text}  # rewards see both
+            t.finish_reason = c.finish_reason  # "length" if it was cut off, else "stop"
             t.policy_version, t.policy_version_last = c.policy_version, c.policy_version_last  # oldest, newest weights
             trajectories.append(t)
-        await score(trajectories, reward_functions, cfg, generator.tokenizer)  # while a server still samples others
+        await score(trajectories, reward_functions, cfg)  # while a server still samples others
         return trajectories
 
     return sum(await asyncio.gather(*(of_row(group, row) for group, row in enumerate(rows))), [])

@@ -140,7 +140,7 @@ class Conversation:
         (sample,) = await self.generator.generate(prompt.sent_ids, n=1, home=self.home, **images, **options)
         check_echo(prompt, [sample])
         # What follows has no await: calls that were made at the same time are entered one after another.
-        opened = begun_in(prompt.token_ids, processor)
+        opened = begun_in(prompt.token_ids, processor, cfg)
         text = text_of(sample, stops, processor)
         may_call = [] if body.get("tool_choice") == "none" else tools
         message, calls = read_answer(opened + text, may_call, parser_of(cfg), stops, processor)

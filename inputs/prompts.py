@@ -158,10 +158,11 @@ def begun_by(prompt: str, processor) -> str:
     return found[0] if found and f"<{found[1]}>" not in special_texts(processor) else ""
 
 
-def begun_in(ids: list[int], processor) -> str:
+def begun_in(ids: list[int], processor, cfg: TrainConfig) -> str:
     """What the chat template has begun the answer with that is sampled behind these tokens."""
     tokenizer = tokenizer_of(processor)
-    if not getattr(tokenizer, "chat_template", None):  # a tokenizer of somebody's own need not have the attribute
+    # A tokenizer of somebody's own need not have the attribute.
+    if cfg.no_apply_chat_template or not getattr(tokenizer, "chat_template", None):
         return ""
     return begun_by(tokenizer.decode(ids[-16:]), processor)
 

@@ -92,7 +92,7 @@ def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -
     prompt = pieces(trajectories[0].prompt_ids, processor)
     if not (given.completion or given.sample):
         return {"prompt": prompt}
-    asyncio.run(score(trajectories, own_functions(reward_functions, own), own, processor))
+    asyncio.run(score(trajectories, own_functions(reward_functions, own), own))
     batch = script.collate(trajectories, 0, torch.device("cpu"))
     script.shape_rewards(batch, own, {})
     script.add_advantages(batch, own)

@@ -191,14 +191,14 @@ class Slow:
 def test_rewards_are_floats():
     given = [1, True, None, np.float32(0.5), torch.tensor(2.0), {"a": torch.tensor(1), "turns": (1, 2), "b": None}]
     wanted = [(1.0, {}, None), (1.0, {}, None), (None, {}, None), (0.5, {}, None), (2.0, {}, None)]
-    read = partial(floats, turns=[(2, 2)] * 6)
+    read = partial(floats, turns=[2] * 6)
     assert outcome(lambda: given, read=read) == ([*wanted, (3.0, {"a": 1.0}, [1.0, 2.0])], None)
-    read = partial(floats, turns=[(1, 1)] * 2)
+    read = partial(floats, turns=[1] * 2)
     assert outcome(lambda: torch.tensor([1, 2]), read=read) == ([(1.0, {}, None), (2.0, {}, None)], None)
     for wrong, said in ((3, "returned 3, a int"), ({1, 2}, "a set"), ([1, object()], "a object, for completion 1")):
         _, error = outcome(lambda wrong=wrong: wrong, read=read)
         assert isinstance(error, UnusableResult) and said in str(error), (wrong, error)
-    one = partial(floats, turns=[(1, 1)])
+    one = partial(floats, turns=[1])
     assert outcome(lambda: [Slow()], read=one) is None, "what it returns is read within its time"
 
 

@@ -2,6 +2,7 @@
 what the template has begun is part of what rewards and parsers read."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,14 +70,14 @@ def test_sampling_ends_with_the_turn_and_the_end_is_trained(base, monkeypatch):
 )
 def test_what_a_template_begins_answers_with(template, begun):
     tokenizer = tokenizer_of(template)
-    assert begun_in(prompt_ids({"prompt": "Why?"}, tokenizer, TrainConfig()), tokenizer) == begun
+    assert begun_in(prompt_ids({"prompt": "Why?"}, tokenizer, TrainConfig()), tokenizer, TrainConfig()) == begun
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_rewards_see_what_the_prompt_has_begun(base, chat):
     tokenizer = tokenizer_of(OPENS)
     prompt = [{"role": "user", "content": "Why?"}] if chat else "Why?"
-    row, cfg = {"prompt": prompt}, TrainConfig(reward_funcs=["format"])
+    row, cfg = {"prompt": prompt}, TrainConfig(reward_funcs=["format"], num_generations=2)
     ids = tokenizer("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\n")["input_ids"]
     seen = []
 
@@ -90,8 +91,9 @@ def test_rewards_see_what_the_prompt_has_begun(base, chat):
         return Trajectory(row, 0, ids, tokens, [1] * len(tokens), zeros, [*zeros], info={"completion": text})
 
     texts = ["because</think> <answer>so</answer>", "<think>because</think> <answer>so</answer>"]
-    trajectories = [played(text) for text in texts]
-    asyncio.run(score(trajectories, {"format": format_tags, "sees": sees}, cfg, tokenizer))
+    generator = SimpleNamespace(tokenizer=tokenizer)
+    trajectories = rollouts.checked_rollout([played(text) for text in texts], row, generator, cfg)
+    asyncio.run(score(trajectories, {"format": format_tags, "sees": sees}, cfg))
     assert [t.info["reward"] for t in trajectories] == [1, 0]
     assert completion_text(seen[0]) == "<think>\n" + texts[0] and (not chat or seen[0][0]["begun"] == "<think>\n")
 

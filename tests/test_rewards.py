@@ -275,6 +275,8 @@ def test_rewards_of_turns():
     assert t.info["rewards"] == {"by_turn": 1.5, "by_turn/seen": 3.0, "whole": 1.0}
     with pytest.raises(RewardError, match="3 rewards for 2 turns"):
         run([trajectory("x", [1, 0, 1], turns=2)], functions)
+    with pytest.raises(RewardError, match="'by_turn' returned rewards of 3 turns, of which loss_mask shows 2"):
+        run([trajectory("x", [1, 0, 1], turns=3)], functions)
 
 
 def test_rewards_of_turns_with_nothing_between_them():
