@@ -197,8 +197,6 @@ def train(
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            if not in_each_update(loss := POLICY_LOSSES[cfg.policy_loss]):  # else `with_counts_of_update` does
-                batch.extras |= checks.prepared(loss, batch, cfg)
             metrics |= checks.logged(leave_out(batch, trajectories, cfg) or {}, batch)
             if logs and learns and keeps_tokens(cfg, step + 1):
                 start_record(batch)
@@ -333,14 +331,16 @@ async def sample_rows(
     async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
         domain = settings_at(step, cfg.of(rows[number]))
         greedy = replace(domain, num_generations=1, temperature=0.0, purpose="baseline")
-        several = [domain, greedy] if "baselines" in needs(cfg) else [domain]
-        calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in several)
-        ((group,), seconds), *others = await asyncio.gather(*calls)
+        configs = [domain, greedy] if "baselines" in needs(cfg) else [domain]
+        calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in configs)
+        results = await asyncio.gather(*calls)  # of each: ([a group, as there is one row], seconds)
+        (group,), seconds = results[0]
         seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]  # from the start of the step
         for trajectory in group:
             trajectory.info["row_number"] = number
-        for greedy_groups, _ in others:
-            rollouts.tell_baseline(group, greedy_groups[0][0])
+        if len(results) > 1:
+            (greedy_group,), _ = results[1]
+            rollouts.tell_baseline(group, greedy_group[0])
         return group, cfg.dynamic_sampling and not has_signal(group, domain), seconds
 
     return await rollouts.enough_groups(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
@@ -449,12 +449,9 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
     log-probs the ratio is 1 by construction, and no forward pass is made."""
     several = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     asked = needs(cfg)
-    inner.squares = "sum_pi_squared" in asked  # a pass over [n, V], which updates do not need
     of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
     if several or cfg.correction_mode == "normalise" or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
-        batch.old_logprobs, batch.entropy, squares = all_logprobs(policy, batch, cfg)
-        batch.sum_pi_squared = squares if inner.squares else None
-    inner.squares = False
+        batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
     elif cfg.beta > 0 or "ref_logprobs" in asked:
@@ -464,21 +461,25 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
 
 
 @torch.no_grad()
-def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
+def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0) -> tuple[Tensor, ...]:
     """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
     whole, out = batch, []
     batch = apart(whole)  # completions that begin anew within as several rows
     for rows in micro_batches(batch, cfg):  # row numbers; empty where other ranks have more passes
-        parts = compute_logprobs(policy, batch.select(rows or [0]), cfg)  # cut to the longest of them
+        parts = compute_logprobs(policy, batch.select(rows or [0]), cfg, top)  # cut to the longest of them
         out = out or [part.new_zeros(*batch.loss_mask.shape, *part.shape[2:]) for part in parts]
         for kept, values in zip(out, parts if rows else (), strict=False):
             kept[rows, : values.shape[1]] = values
     return tuple(joined(values, batch, whole) for values in out)
 
 
-def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
+def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0) -> tuple[Tensor, ...]:
     """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places; 0 elsewhere. With
-    gradient (the entropy only if something in the loss reads it).  [B, T] each"""
+    gradient (the entropy only if something in the loss reads it).  [B, T] each
+
+    top: also the log-probs and ids of so many likeliest tokens, [B, T, top] each. Where a teacher has named its
+    likeliest tokens (batch.teacher_top), this policy's log-probs of those become batch.top_logprobs.
+    """
     where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
     # The model's inputs, rows and columns [N] of the hidden states that predict them, and targets [N], in that order.
     *inputs, targets = pack(batch, cfg)
@@ -488,7 +489,7 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
         return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
 
-    logprobs, *others = policy(*inputs, targets, cfg.temperature)  # [N] each
+    logprobs, *others = policy(*inputs, targets, cfg.temperature, top)  # [N] each
     if logprobs.ndim > 1:
         batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
     if batch.record is not None and torch.is_grad_enabled():
@@ -590,9 +591,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 #                                    current_logprobs (before this very update; for losses and own_term)
 #     mine.prepare = function        (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what needs whole
 #                                    groups or all ranks, found as batch.extras[name], cut into micro-batches as the
-#                                    rest. Runs once a step, an advantage's before, a loss's after the advantages, both
-#                                    before `leave_out`; that of own_term, and of a loss that needs current_logprobs,
-#                                    before each update, on its rows
+#                                    rest. An advantage's runs once a step, before it; a loss's and own_term's before
+#                                    each optimizer update, on the rows of that update
 #     mine.compares_group = False    an advantage that works with one completion a prompt; may be a function cfg -> bool
 #     mine.check = function          (cfg) -> why it cannot work with these settings, or None
 #
@@ -775,14 +775,9 @@ def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> 
     if "current_logprobs" in needs(cfg):
         now = batch.current_logprobs = all_logprobs(policy, batch, cfg)[0]
         shown = replace(batch, old_logprobs=pi_old(now, batch, cfg))
-    for function in filter(in_each_update, (POLICY_LOSSES[cfg.policy_loss], own_term)):
+    for function in (POLICY_LOSSES[cfg.policy_loss], own_term):
         batch.extras |= checks.prepared(function, shown, cfg)
     return batch
-
-
-def in_each_update(function: Callable) -> bool:
-    """Whether its `prepare` runs before each update, and not once a step."""
-    return function is own_term or "current_logprobs" in getattr(function, "needs", ())
 
 
 def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
@@ -913,8 +908,6 @@ class Policy(nn.Module):
             take_packed_rows(self.hf_model)
         self.balance = None  # (router logits, attention mask) -> the loss of --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
-        self.squares = False  # whether to sum squared probabilities, a pass over [n, V]
-        self.top = 0  # how many of the likeliest tokens to return, with their log-probs (of a teacher)
         self.never = vision.placeholder_tokens(model.config)  # never sampled: they stand for images
         # Weights that a pass without images leaves out; the ranks add up their gradients all the same.
         self.of_images = image_weights(self.hf_model) if utils.world_size() > 1 else []
@@ -923,7 +916,7 @@ class Policy(nn.Module):
     def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, temperature=1.0) -> tuple:
+    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, temperature=1.0, top=0) -> tuple:
         """Log-prob of `targets` [N] or [N, m], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy
         and sum of squared probabilities of the distribution it is drawn from [N]; with `top`, also the likeliest
         tokens' log-probs and ids, [N, k] each; in training with --router_aux_coef the pass's balancing loss [N]."""
@@ -942,15 +935,15 @@ class Policy(nn.Module):
             size = self.chunk or chunk_size(self.hf_model.config.get_text_config().vocab_size, hidden.is_cuda)
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
             if len(hidden) <= size or not torch.is_grad_enabled():
-                parts = [self.head(h, t, temperature) for h, t in chunks]
+                parts = [self.head(h, t, temperature, top) for h, t in chunks]
             else:  # several chunks: recompute each one's logits in the backward pass
-                parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False) for h, t in chunks]
+                parts = [checkpoint(self.head, h, t, temperature, top, use_reentrant=False) for h, t in chunks]
             returned = [torch.cat(part) for part in zip(*parts, strict=True)]
             if self.balance and torch.is_grad_enabled():
                 returned.append(self.balance(out.router_logits, inputs["attention_mask"]).expand(len(hidden)))
         return tuple(returned)
 
-    def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    def head(self, hidden: Tensor, targets: Tensor, temperature: float, top: int) -> tuple[Tensor, ...]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
         logits = logits_of(self.hf_model, hidden, self.float32).float()  # [n, V]
         if self.never:
@@ -959,12 +952,14 @@ class Policy(nn.Module):
             logits = logits / temperature
         log_p = logits.log_softmax(-1)  # [n, V]
         found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
+        trains = torch.is_grad_enabled()
         # Below the gather: when the backward pass recomputes a chunk, it stops behind the last value that it needs.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
+        with torch.set_grad_enabled(trains and self.entropy_gradient):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]
-            squares = (p.detach() ** 2).sum(-1) if self.squares else torch.zeros_like(entropy)
-        return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
+        # No update reads the sum of squares: a pass over [n, V] is saved there.
+        squares = torch.zeros_like(entropy) if trains else (p**2).sum(-1)  # [n]
+        return found, entropy, squares, *(log_p.topk(top) if top else ())
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:

@@ -122,8 +122,8 @@ class Critic(Policy):
         for parameter in set(self.hf_model.parameters()) - used:  # an output layer's: DDP would wait for its gradient
             parameter.requires_grad_(False)
 
-    def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor]:
-        """[n, H], [n] -> [n]"""
+    def head(self, hidden: Tensor, *_) -> tuple[Tensor]:
+        """[n, H] -> [n]"""
         return (self.value(hidden),)
 
 

@@ -188,9 +188,8 @@ def load(cfg: TrainConfig, device: torch.device, load_frozen: Callable) -> tuple
     """The teacher of --teacher_id, wrapped and bare; None without one. load_frozen: train_grpo.py's."""
     if cfg.teacher_id is None:
         return None
-    return load_frozen(
-        replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None), device, "the teacher", "--teacher_id"
-    )
+    settings = replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None)
+    return load_frozen(settings, device, "the teacher", "--teacher_id")
 
 
 def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig, all_logprobs) -> dict:
@@ -201,12 +200,11 @@ def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: Tra
     metrics = seconds(trajectories)
     complete(batch, cfg)
     if in_this_process(cfg):
-        teacher, inner = run.teacher or (run.policy, run.inner)  # itself, by another prompt
-        seen, inner.top = as_seen(batch, trajectories, pad_id, cfg), cfg.distill_topk
-        began = time.perf_counter()
-        logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)  # [B, T], [B, T, k]: its log-probs, its tokens
+        teacher, _ = run.teacher or (run.policy, run.inner)  # itself, by another prompt
+        seen, began = as_seen(batch, trajectories, pad_id, cfg), time.perf_counter()
+        # [B, T], [B, T, k]: its log-probs, its tokens
+        logprobs, _, _, *top = all_logprobs(teacher, seen, cfg, cfg.distill_topk)
         metrics["time/teacher"] = time.perf_counter() - began
-        inner.top = 0
         enter(batch, seen, trajectories, logprobs, top, cfg)
     drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
     return metrics | distill_metrics(batch)

@@ -58,7 +58,7 @@ def batch_of(answered: list[tuple[Prompt, list[list[int]]]], device: torch.devic
 def own_forward(hf_model: nn.Module, autocast: bool) -> Callable:
     """In place of Policy.forward: what transformers gives the tokens, without a line of ours."""
 
-    def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, _: float) -> tuple[Tensor]:
+    def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, *_) -> tuple[Tensor]:
         with torch.autocast(targets.device.type, torch.bfloat16, enabled=autocast):
             logits = hf_model(**inputs, use_cache=False).logits[rows, columns].float()  # [N, V]
         return (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0],)

@@ -54,8 +54,7 @@ def test_an_advantage_gets_what_it_asks_for(field, small, monkeypatch):
     )
     names: dict = {}
     exec(source, names)
-    # Two updates need old log-probs: what that pass computes beside them is no reason to give zeros for the rest.
-    mine, cfg = names["mine"], replace(cfg, advantage="mine", num_minibatches=1 + (field == "sum_pi_squared"))
+    mine, cfg = names["mine"], replace(cfg, advantage="mine")
     monkeypatch.setitem(script.ADVANTAGES, "mine", mine)
     batch.old_logprobs = batch.ref_logprobs = None
     script.add_logprobs(batch, policy, None, inner, cfg)
