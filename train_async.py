@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 import train_grpo
 import utils
 from inputs.trajectory import Trajectory, version_spans
-from train_grpo import Collector, Run, collect, sample_rows, settings_at
+from train_grpo import Collector, Run, collect, draw, sample_rows, settings_at
 
 
 def check(cfg: TrainConfig) -> None:
@@ -117,10 +117,8 @@ class Ahead(Collector):
         """Let the next prompt's completions be sampled, from these weights or later ones."""
         run = self.run
         if not self.waiting:
-            first = list(run.sampler.next(self.draw))
-            rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 0)
-            others = [run.sampler.extra(self.draw, round, len(first)) for round in rounds]
-            self.waiting = [(number, [extra[n] for extra in others], False) for n, number in enumerate(first)]
+            first, rounds = draw(run.sampler, self.draw, cfg)
+            self.waiting = [(number, [extra[n] for extra in rounds], False) for n, number in enumerate(first)]
             self.draw += 1
         number, further, _ = drawn = self.waiting.pop(0)
         alone, versions = replace(cfg, spare_prompts=0), range(version, version + cfg.max_staleness + 1)

@@ -55,7 +55,7 @@ import inspect
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -279,10 +279,9 @@ class PromptSampler:
 
 # From a step to its tokens:
 #
-#     Collector.take          a step's trajectories; of train_async.py's while the trainer updates
-#     sample_step             draws the prompts
+#     Collector.take          draws a step's prompts; train_async.py has another, which does so ahead of the trainer
 #     sample_rows             all of them at the same time; further ones in place of silent groups
-#     rollout                 a prompt's completions, and their scores as soon as they are there
+#     rollout                 one prompt's completions, and their scores as soon as they are there
 #     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or one of yours:
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row; ROLLOUTS
 
@@ -303,45 +302,44 @@ class Collector:
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
         """The trajectories of a step and their metrics. version: of the weights that sample."""
         run, versions = self.run, range(version, version + 1)
-        sampled = sample_step(run.rows, run.sampler, step, run.generator, run.reward_functions, cfg, versions)
-        return collect(run.rows, *asyncio.run(sampled), cfg)
+        first, rounds = draw(run.sampler, step, cfg)
+        given = run.rows, first, sum(rounds, []), run.generator, run.reward_functions, cfg, versions, step
+        return collect(run.rows, *asyncio.run(sample_rows(*given)), cfg)
 
     def close(self) -> None:
         """Called at the end of the run."""
 
 
-def sample_step(
-    rows: Sequence[dict], sampler, step: int, generator, reward_functions: dict, cfg: TrainConfig, versions=None
-) -> Awaitable[tuple[list[tuple], dict]]:
-    """Draws this rank's prompts of a step at once, as after_rollout may change what `sampler.next` reads; awaiting what
-    it returns samples them. versions: of the weights that may have sampled, a range; None: `step` alone."""
-    first, rounds = list(sampler.next(step)), cfg.resample_rounds if cfg.dynamic_sampling else 0
-    further = [number for round in range(rounds) for number in sampler.extra(step, round, len(first))]
-    return sample_rows(rows, first, further, generator, reward_functions, cfg, versions or range(step, step + 1), step)
+def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int], list[list[int]]]:
+    """This rank's row numbers of a step; and with --dynamic_sampling, in --resample_rounds lists of as many, those that
+    may replace them."""
+    first = list(sampler.next(step))
+    rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 0)
+    return first, [sampler.extra(step, round, len(first)) for round in rounds]
 
 
 async def sample_rows(
     rows: Sequence[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
 ) -> tuple[list[tuple], dict]:
-    """Completions of the rows `first`, sampled and scored: [(group, whether it is silent, its times)] in this order,
-    and counts by `rollouts.enough_groups`. --dynamic_sampling (DAPO, 2503.14476 sec. 3.2) replaces silent groups by
-    those of `further` rows. Nothing here talks to other ranks: train_async.py runs it in the background."""
+    """Completions of the rows `first`, sampled and scored, [(group, whether it is silent, (seconds until sampled, until
+    scored))] in this order; and counts by `rollouts.enough_groups`. --dynamic_sampling (DAPO, 2503.14476
+    sec. 3.2) replaces silent groups by those of `further` rows. Nothing here talks to other ranks: train_async.py runs
+    it in the background."""
     begun = time.perf_counter()
 
-    async def sample(number: int) -> tuple[list[Trajectory], bool, dict]:
-        domain = settings_at(step, cfg.of(rows[number]))
-        greedy = replace(domain, num_generations=1, temperature=0.0, purpose="baseline")
-        configs = [domain, greedy] if "baselines" in needs(cfg) else [domain]
-        calls = (rollout([rows[number]], generator, reward_functions, each, versions) for each in configs)
-        results = await asyncio.gather(*calls)  # of each: ([a group, as there is one row], seconds)
-        (group,), seconds = results[0]
-        seconds["time/generate"] = time.perf_counter() - begun - seconds["time/score"]  # from the start of the step
+    async def sample(number: int) -> tuple[list[Trajectory], bool, tuple[float, float]]:
+        settings = settings_at(step, cfg.of(rows[number]))
+        configs = [settings]
+        if "baselines" in needs(cfg):  # the score of a greedy completion
+            configs.append(replace(settings, num_generations=1, temperature=0.0, purpose="baseline"))
+        calls = (rollout(rows[number], generator, reward_functions, each, versions) for each in configs)
+        (group, sampled_at), *greedy = await asyncio.gather(*calls)
         for trajectory in group:
             trajectory.info["row_number"] = number
-        if len(results) > 1:
-            (greedy_group,), _ = results[1]
-            rollouts.tell_baseline(group, greedy_group[0])
-        return group, cfg.dynamic_sampling and not has_signal(group, domain), seconds
+        for (completion, *_), _ in greedy:
+            rollouts.tell_baseline(group, completion)
+        times = sampled_at - begun, time.perf_counter() - begun
+        return group, cfg.dynamic_sampling and not has_signal(group, settings), times
 
     return await rollouts.enough_groups(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
 
@@ -352,37 +350,32 @@ def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
     return cfg
 
 
-async def rollout(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> tuple:
-    """Sample and score: each row's trajectories, as many as asked for (unless the rollout says `any_number`), including
-    those that failed (info["failure"]); and seconds until the last token was sampled, and how much longer scoring took.
+async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> tuple[list, float]:
+    """Sample and score: a row's trajectories, as many as asked for (unless the rollout says `any_number`), including
+    those that failed (info["failure"]); and when the last token was sampled, by time.perf_counter().
 
     versions: a range, of the weights that may have sampled the tokens; None: not checked.
     """
-    start, ended_at = time.perf_counter(), [time.perf_counter()]
+    cfg = rollouts.sampled_by(row, cfg)  # the settings of the row's domain, with the row's own num_generations
+    functions, sampled_at = own_functions(reward_functions, cfg), [time.perf_counter()]
 
-    async def part_of_group(row: dict, cfg: TrainConfig) -> list[Trajectory]:  # cfg: of the row's domain, for this part
+    async def sample_and_score(cfg: TrainConfig) -> list[Trajectory]:
         trajectories = await rollouts.call_rollout(row, generator, cfg)
-        ended_at.append(time.perf_counter())
+        sampled_at.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
-        work = [asyncio.ensure_future(score(played, own_functions(reward_functions, cfg), cfg))]
-        work.append(teachers.tell(played, generator, cfg, scored=work[0]))
+        scoring = asyncio.ensure_future(score(played, functions, cfg))
         try:
-            await asyncio.gather(*work)
+            await asyncio.gather(scoring, teachers.tell(played, generator, cfg, scored=scoring))
         except RewardError as error:
             return [failed_trajectory(t.row, t.group, error) for t in trajectories]
         return trajectories
 
-    async def group_of(row: dict) -> list[Trajectory]:
-        # One call for the group; or G calls of one completion each, if the rollout and every reward say
-        # `per_trajectory`. A part is the config of a call.
-        domain = rollouts.sampled_by(row, cfg)  # with the row's own num_generations
-        parts = rollouts.scored_together(domain, own_functions(reward_functions, domain))
-        return sum(await asyncio.gather(*(part_of_group(row, part) for part in parts)), [])
-
-    groups = await asyncio.gather(*map(group_of, rows))
-    return groups, {"time/generate": max(ended_at) - start, "time/score": time.perf_counter() - max(ended_at)}
+    # One call for the whole group; or one for each of its completions, scored as it ends, if the rollout and every
+    # reward function say `per_trajectory`.
+    parts = rollouts.scored_together(cfg, functions)
+    return sum(await asyncio.gather(*map(sample_and_score, parts)), []), max(sampled_at)
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
@@ -400,20 +393,19 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
 
 
 def collect(rows: Sequence[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
-    """What `sample_step` returned -> this rank's trajectories of the step, without those that failed or lack a score
+    """What `sample_rows` returned -> this rank's trajectories of the step, without those that failed or lack a score
     beside others of their prompt, and metrics.
 
     Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
     """
     utils.wait_for_ranks(cfg.dist_timeout)  # here, where completions of other lengths part them
-    groups, _, seconds = (list(column) for column in zip(*sampled, strict=True))
-    generate = max(spent["time/generate"] for spent in seconds)
-    scoring = max(sum(spent.values()) for spent in seconds) - generate
+    groups, _, times = (list(column) for column in zip(*sampled, strict=True))
+    generate, scored = map(max, zip(*times, strict=True))  # seconds until all of it was sampled, and scored
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
     counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else {}
     counts["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
-    metrics = {"time/generate": generate, "time/score": scoring} | check_failed(groups, cfg, counts)
+    metrics = {"time/generate": generate, "time/score": scored - generate} | check_failed(groups, cfg, counts)
     groups, moved = balanced(kept)
     for number, group in enumerate(groups):
         for trajectory in group:
@@ -1163,8 +1155,12 @@ def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConf
     step: training steps so far, which is the version of the weights that must have sampled."""
     rank, world = torch.distributed.get_rank(), utils.world_size()
     how = dict(num_generations=cfg.eval_generations, temperature=cfg.eval_temperature, purpose="eval")
-    sampled = rollout(rows[rank::world], generator, reward_functions, replace(cfg, **how), range(step, step + 1))
-    groups, _ = asyncio.run(sampled)
+
+    async def sample() -> list[tuple[list[Trajectory], float]]:
+        given = generator, reward_functions, replace(cfg, **how), range(step, step + 1)
+        return await asyncio.gather(*(rollout(row, *given) for row in rows[rank::world]))
+
+    groups = [group for group, _ in asyncio.run(sample())]
     for number, group in zip(range(rank, len(rows), world), groups, strict=True):
         for trajectory in group:
             trajectory.group = trajectory.info["row_number"] = number

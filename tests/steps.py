@@ -5,6 +5,20 @@ import asyncio
 import train_grpo as script
 
 
+async def sampled(rows, sampler, step, generator, reward_functions, cfg):
+    first, rounds = script.draw(sampler, step, cfg)
+    versions = range(step, step + 1)
+    return await script.sample_rows(rows, first, sum(rounds, []), generator, reward_functions, cfg, versions, step)
+
+
 def collected(rows, sampler, step, generator, reward_functions, cfg):
-    sampled = asyncio.run(script.sample_step(rows, sampler, step, generator, reward_functions, cfg))
-    return script.collect(rows, *sampled, cfg)
+    return script.collect(rows, *asyncio.run(sampled(rows, sampler, step, generator, reward_functions, cfg)), cfg)
+
+
+def groups_of(rows, generator, reward_functions, cfg):
+    """Every row's trajectories."""
+
+    async def all_rows():
+        return await asyncio.gather(*(script.rollout(row, generator, reward_functions, cfg) for row in rows))
+
+    return [group for group, _ in asyncio.run(all_rows())]

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from server_fixture import TINY
-from steps import collected
+from steps import collected, groups_of
 from test_turns import ENDS, TURNS, Scripted, add, config, tokenizer_of, tool_environment
 
 import rewards
@@ -229,7 +229,7 @@ def test_a_failing_reward_costs_its_group():
 
     rows = [{"prompt": "good"}, {"prompt": "bad"}]
     generator = Single(tokenizer_of("qwen2_5"), ["a"])
-    groups, _ = asyncio.run(script.rollout(rows, generator, {"moody": moody}, cfg))
+    groups = groups_of(rows, generator, {"moody": moody}, cfg)
     assert rollout_metrics.check_failed(groups, cfg) == {"rollout/failed": 2}
     assert [len(g) for g in without_failed(groups)] == [2, 0]
     cfg.max_failed = 0.1

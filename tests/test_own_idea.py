@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import ragged
+import steps
 import torch
 
 import rewards
@@ -202,8 +203,7 @@ def rolled_out(monkeypatch, rollout, rows=None, functions=None, **settings):
     monkeypatch.setitem(rollouts.ROLLOUTS, "mine", mine)
     cfg = TrainConfig(rollout="mine", **{"num_generations": 4, "reward_funcs": ["length"]} | settings)
     functions = functions or {"length": rewards.REWARDS["length"]}
-    groups, _ = asyncio.run(script.rollout(rows or [{"prompt": "a"}, {"prompt": "b"}], Sampler(), functions, cfg))
-    return groups, seen
+    return steps.groups_of(rows or [{"prompt": "a"}, {"prompt": "b"}], Sampler(), functions, cfg), seen
 
 
 def shared(t):
@@ -259,7 +259,7 @@ def test_a_rollout_knows_what_it_is_called_for(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     cfg = TrainConfig(rollout="mine", num_generations=4, advantage="remax", reward_funcs=["mine"], eval_generations=2)
     sampler = SimpleNamespace(next=lambda step: [0, 1])
-    sampled, _ = asyncio.run(script.sample_step(rows, sampler, 0, Sampler(), {"mine": scored}, cfg))
+    sampled, _ = asyncio.run(steps.sampled(rows, sampler, 0, Sampler(), {"mine": scored}, cfg))
     assert sorted(seen) == [("baseline", 1, 0.0)] * 2 + [("train", 3, 1.0), ("train", 4, 1.0)]
     assert [len(group) for group, *_ in sampled] == [3, 4]
     assert sampled[0][0][0].info["baselines"] == 0.0

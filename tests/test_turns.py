@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from server_fixture import make_tiny
+from steps import groups_of
 from transformers import AutoTokenizer
 
 import rewards
-import train_grpo as script
 from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, ToolEnvironment
@@ -329,6 +329,6 @@ def test_rewards_get_whole_groups(whole):
     cfg = config(tools=["calculator"], num_generations=4)
     rows = [{"prompt": "hello"}, {"prompt": "goodbye"}]
     sampler = Scripted(tokenizer_of("qwen2_5"), ["Good."])
-    groups, _ = asyncio.run(script.rollout(rows, sampler, {"compared": compared}, cfg))
+    groups = groups_of(rows, sampler, {"compared": compared}, cfg)
     assert calls == ([4, 4] if whole else [1] * 8) and [len(group) for group in groups] == [4, 4]
     assert [{t.row["prompt"] for t in group} for group in groups] == [{"hello"}, {"goodbye"}]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import SETTINGS, local_batch, small_llama
-from steps import collected
+from steps import collected, sampled
 
 import rollouts
 import train_grpo as script
@@ -275,9 +275,9 @@ def test_spare_prompts_change_the_time_and_nothing_else(seconds, speaks, spare, 
         Parity.tokenizer = type("Tokenizer", (), {"decode": lambda self, ids, **_: str(ids)})()
 
         async def alone():
-            sampled = await script.sample_step(rows, sampler, 0, generator, {"by_row": by_row}, cfg)
+            found = await sampled(rows, sampler, 0, generator, {"by_row": by_row}, cfg)
             assert len(asyncio.all_tasks()) == 1
-            return sampled
+            return found
 
         groups, counts = asyncio.run(alone())
     drawn = sampler.next(0) + [n for i in range(rounds) for n in sampler.extra(0, i, 4)]
