@@ -49,11 +49,11 @@ from collections import Counter
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import utils
 from inputs.loading import load_hf_model, to_train
-from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb
+from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb, text_model
 from inputs.packing import most_tokens
 from inputs.processor import load_config
 
@@ -80,11 +80,10 @@ class Sizes:
     learning: int  # of these, trained
     head: int  # of the output layer, tied to the embeddings or not
     embedded: int  # of the embeddings where they are not tied, else 0
+    tower: int  # of what is in no decoder layer and no embedding: FSDP2 gathers it with the output layer
     path: int  # that a token passes in a layer: inputs and outputs of its matrices
-    layers: int
-    hidden: int
-    vocabulary: int
     active: int  # weights that a token is multiplied with: of a mixture's experts, the chosen ones
+    text: PreTrainedConfig  # of the language model
 
 
 def sizes_of(policy: nn.Module) -> Sizes:
@@ -103,24 +102,26 @@ def sizes_of(policy: nn.Module) -> Sizes:
         matrices = [(name, p.shape) for name, p in layer.named_parameters() if p.ndim > 1 and "lora_" not in name]
         return sum(active(name, sum(shape[-2:]) * (shape[0] if len(shape) == 3 else 1)) for name, shape in matrices)
 
+    def count(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
     kinds = set(model._no_split_modules or [])
-    layers = [module for module in model.modules() if type(module).__name__ in kinds] or [model]
-    largest = max(layers, key=lambda layer: sum(p.numel() for p in layer.parameters()))
-    head = text.vocab_size * text.hidden_size
+    layers = [module for module in text_model(model).modules() if type(module).__name__ in kinds] or [model]
+    largest, head = max(layers, key=count), text.vocab_size * text.hidden_size
+    embedded = 0 if getattr(text, "tie_word_embeddings", False) else head
     return Sizes(
         trained=sum(p.numel() for _, p in named if p.requires_grad),
         frozen=sum(p.numel() for _, p in named if not p.requires_grad),
         packed=sum(p.numel() for _, p in named if getattr(p, "in_4_bits", False)),
-        layer=sum(p.numel() for p in largest.parameters()),
+        layer=count(largest),
         learning=sum(p.numel() for p in largest.parameters() if p.requires_grad),
         head=head,
-        embedded=0 if getattr(text, "tie_word_embeddings", False) else head,
+        embedded=embedded,
+        tower=max(count(policy) - sum(map(count, layers)) - head - embedded, 0),
         path=round(max(map(path, layers))),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        vocabulary=text.vocab_size,
         active=round(sum(active(name, p.numel()) for name, p in named)),
-    )  # fmt: skip
+        text=text,
+    )
 
 
 def longest_pass(cfg: TrainConfig, ranks: int) -> int:
@@ -157,16 +158,16 @@ def bytes_needed(sizes: Sizes, cfg: TrainConfig, ranks: int, critic: bool = Fals
         need["generator"] = compute * everything
 
     tokens = longest_pass(cfg, ranks)
-    between = compute * sizes.hidden * tokens * sizes.layers  # the input of each layer
+    between = compute * sizes.text.hidden_size * tokens * sizes.text.num_hidden_layers  # the input of each layer
     within = 1.8 * compute * sizes.path * tokens
     if cfg.offload_activations:
         need["in CPU memory"] += between
     elif not (cfg.gradient_checkpointing or cfg.offload_activations):
-        need["activations"] = 0.9 * compute * sizes.path * tokens * sizes.layers
+        need["activations"] = 0.9 * compute * sizes.path * tokens * sizes.text.num_hidden_layers
     else:
         need["activations"] = between
-    chunk = min(cfg.logprob_chunk or chunk_size(sizes.vocabulary, on_gpu=True), tokens)
-    logits = 5 * 4 * chunk * sizes.vocabulary + compute * sizes.head
+    chunk = min(cfg.logprob_chunk or chunk_size(sizes.text.vocab_size, on_gpu=True), tokens)
+    logits = 5 * 4 * chunk * sizes.text.vocab_size + compute * sizes.head
     if alone:  # weights in the compute dtype, made for a layer
         gathered = compute * (sizes.layer if sizes.packed or master != compute else 0)
         at_head = 0
@@ -202,7 +203,7 @@ def fitted(sizes: Sizes, cfg: TrainConfig, ranks: int, usable: float, critic: bo
 def settled(
     make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int, free: float | None, critic=False
 ) -> tuple[TrainConfig, str]:
-    """The settings with what was left to us, and a warning where they cannot fit, else "".
+    """The settings with what was left to train_grpo.py, and a warning where they cannot fit, else "".
 
     make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy). free: bytes on the GPU that
     has least; None without one: then no checkpointing, and 16,384 tokens. critic: there is one as large as the policy.
@@ -320,32 +321,29 @@ def server_line(cfg: TrainConfig, port: int, gpus: str, more: str) -> str:
 
 
 def commands(plan: dict, cfg: PlanConfig) -> list[str]:
-    """The lines to type: one a server, then the trainer's; on several machines under the name of each."""
-    server, choice, several = plan["server"], plan["cfg"], cfg.gpus > cfg.node_gpus
-    nodes = plan["server_gpus"] // cfg.node_gpus if several else 1
-    more = " --host 0.0.0.0" * several + f" --tensor-parallel-size {server['split']}" * (server["split"] > 1)
+    """The lines to type: one a server, then the trainer's. On several machines one server's and the script's, as
+    launchers differ (docs/serving.md)."""
+    server, choice = plan["server"], replace(plan["cfg"], server_timeout=1800.0)
+    more = f" --tensor-parallel-size {server['split']}" * (server["split"] > 1)
     more += f" --gpu-memory-utilization {server['share']:g}" * (server["share"] < VLLM_SHARE)
+    if cfg.gpus > cfg.node_gpus:
+        script = f"{script_of(cfg)} {shlex.join(flags(choice))}"
+        return ["# docs/serving.md, Several nodes:", server_line(choice, 8000, "", " --host 0.0.0.0" + more), script]
     lines, urls = before(cfg), []
-    for node in range(nodes):
-        lines += [f"# node-{node}"] * several
-        for number in range((cfg.node_gpus if several else plan["server_gpus"]) // server["split"]):
-            first = number * server["split"]
-            own = ",".join(str(gpu) for gpu in range(first, first + server["split"]))
-            urls.append(f"http://{f'node-{node}' if several else '127.0.0.1'}:{8000 + number}")
-            lines.append(server_line(choice, 8000 + number, f"CUDA_VISIBLE_DEVICES={own} ", more))
-    script = f"{script_of(cfg)} {shlex.join(flags(replace(choice, server_urls=urls, server_timeout=1800.0)))}"
-    if not several:
-        others = ",".join(str(gpu) for gpu in range(plan["server_gpus"], cfg.gpus))
-        return [*lines, f"CUDA_VISIBLE_DEVICES={others} torchrun --nproc_per_node={plan['ranks']} {script}"]
-    launch = f"torchrun --nnodes={plan['ranks'] // cfg.node_gpus} --nproc_per_node={cfg.node_gpus}"
-    launch += f" --rdzv_backend=c10d --rdzv_endpoint=node-{nodes}:29500"
-    return [*lines, f"# each node from node-{nodes} on", f"{launch} {script}"]
+    for number, first in enumerate(range(0, plan["server_gpus"], server["split"])):
+        urls.append(f"http://127.0.0.1:{8000 + number}")
+        lines.append(server_line(choice, 8000 + number, visible(first, first + server["split"]), more))
+    trainer = f"torchrun --nproc_per_node={plan['ranks']} {script_of(cfg)}"
+    words = shlex.join(flags(replace(choice, server_urls=urls)))
+    return [*lines, f"{visible(plan['server_gpus'], cfg.gpus)}{trainer} {words}"]
+
+
+def visible(first: int, end: int) -> str:
+    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, end)))} "
 
 
 def before(cfg: PlanConfig) -> list[str]:
     secret = "export VLLM_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
-    if cfg.gpus > cfg.node_gpus:
-        secret = "export VLLM_SERVER_TOKEN_FILE=$HOME/.grpo_token  # on every node the same, mode 600"
     unpack = f"python scripts/unpacked.py {shlex.quote(cfg.model_id)} unpacked"  # what the server has beside 4 bits
     return [secret, *([unpack] if cfg.load_in else [])]
 

@@ -450,13 +450,8 @@ def write_table(path: Path, rows: list[dict]) -> None:
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names
     table = pyarrow.table({name: column([row.get(name) for row in flat]) for name in names})
-    half = pyarrow.list_(pyarrow.float16())  # smaller with its bytes apart
-    paths = {f.name: f"{f.name}.list.element" if pyarrow.types.is_list(f.type) else f.name for f in table.schema}
-    apart = [paths[field.name] for field in table.schema if field.type == half]
-    others = [path for path in paths.values() if path not in apart]
     partial = path.with_suffix(".partial")
-    how = dict(compression="zstd", use_dictionary=others, use_byte_stream_split=apart)
-    pyarrow.parquet.write_table(table, partial, **how)
+    pyarrow.parquet.write_table(table, partial, compression="zstd")
     os.replace(partial, path)
 
 

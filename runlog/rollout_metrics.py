@@ -4,7 +4,6 @@ Each trajectory has a flat dict {metric: number, or several}. Ranks add up their
 the means of a step, of each domain and of an evaluation.
 """
 
-import logging
 import math
 import statistics
 import traceback
@@ -16,8 +15,6 @@ from config import TrainConfig
 from inputs.trajectory import RowPictureError, Trajectory, calls_in, is_scored, stands_in
 from safety.calls import warn_once
 from safety.http import origin
-
-logger = logging.getLogger(__name__)
 
 Numbers = dict[str, float | list[float]]  # of one trajectory, or of a prompt's
 COUNTS = ("reward_timeouts", "unrewarded", "reward_without_token")  # in the info of a trajectory
@@ -166,23 +163,18 @@ def counts_by_origin(trajectories: list[Trajectory]) -> dict[str, int]:
 
 SILENT_STEPS = 10  # in a row (and evaluations) in which the judge answered for no completion
 _SILENT = [0]
-MOST_SHOWN = 10
-_SHOWN: set[str] = set()  # causes whose traceback was printed, at most MOST_SHOWN
 
 
 def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig, counts: dict[str, float] | None = None) -> dict:
     """{"rollout/failed": how many of a step's trajectories failed} and the sums of `counts`, over all ranks, which all
-    call it. Prints the traceback of each new cause; above --max_failed raises the commonest one, on every rank. Rows
-    with a damaged image are named, and do not end a run that has others."""
+    call it. Prints a traceback of each place in the code that fails; above --max_failed raises the commonest failure,
+    on every rank. Rows with a damaged image are named, and do not end a run that has others."""
     mine = [t for group in groups for t in group]
     failures = [t.info["failure"] for t in mine if "failure" in t.info]
     damaged = [t for t in mine if isinstance(t.info.get("failure"), RowPictureError)]
     for t in damaged:
         warn_once(f"row {t.info.get('row_number', '?')} of those in use is left out: {t.info['failure']}")
-    times, kinds = Counter(error.cause for error in failures), {}
-    for error in failures:
-        show(error)
-        kinds[error.cause] = type(error), str(error)
+    times, kinds = Counter(error.cause for error in failures), {e.cause: (type(e), str(e)) for e in failures}
     scored = [t for t in mine if "failure" not in t.info]
     late = sum(t.info.get("reward_timeouts", 0) >= max(len(t.info.get("rewards", ())), 1) for t in scored)
     asked = [t.info["rewards"]["judge/unanswered"] for t in scored if "judge/unanswered" in t.info.get("rewards", ())]
@@ -202,16 +194,11 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig, counts: dict[
             f"{text}\n  {failed} of {total['all']} trajectories of this step failed, {most} of them with this message. "
             f"--max_failed={cfg.max_failed:g} is the share that may fail before the run stops."
         ) from (ours and ours.__cause__)
+    for error in failures:  # of a run that goes on; else the end of it shows them
+        if not isinstance(error, RowPictureError):
+            frames = traceback.format_tb((error.__cause__ or error).__traceback__) or [error.cause]
+            warn_once(f"a trajectory failed and is left out: {error}\n{''.join(frames)[-5000:]}", kind=frames[-1])
     return {"rollout/failed": failed} | {name: total[name] for name in counts or {}}
-
-
-def show(error) -> None:
-    """The traceback of a failure whose cause is new."""
-    if error.cause in _SHOWN or len(_SHOWN) >= MOST_SHOWN or isinstance(error, RowPictureError):
-        return
-    _SHOWN.add(error.cause)
-    frames = traceback.format_exception(error.__cause__ or error)[:-1]  # the last is the message, said already
-    logger.warning("a trajectory failed and is left out: %s\n%s", error, "".join(frames)[-5000:])
 
 
 def check_scored(total: dict, cfg: TrainConfig) -> None:

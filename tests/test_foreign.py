@@ -184,7 +184,6 @@ FAULTS = ["step", "late", "nan", "close"]
 def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
     monkeypatch.setitem(adapters.ENVIRONMENTS, "moody", Moody)
     adapters._MADE.clear()
-    rollout_metrics._SHOWN.clear()
     calls._WARNED.clear()
     Moody.made = Moody.closed = 0
     settings = dict(env="moody", tools=[], max_turns=2, num_generations=4, tool_timeout=0.5, advantage="grpo")

@@ -117,7 +117,7 @@ def test_a_run_is_followed_while_it_trains(tab, site, tmp_path):
         assert first <= 12 and tab.evaluate("window.stays") == 1
     tab.click("nav >> text=Trajectories")
     tab.wait_for_selector(".list .line")
-    assert "16 completions" in tab.locator(".bar").inner_text() and tab.input_value("input.step") == "12"
+    assert "16 completions" in tab.locator(".bar").inner_text() and tab.input_value("select.step") == "12"
 
 
 def test_runs_are_filtered_and_compared(tab):

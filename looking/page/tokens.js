@@ -1,8 +1,6 @@
 // The token view: every token of a trajectory, coloured by a quantity; hovering or the arrow keys give its numbers.
 import { h, nodes, said, short } from "./dom.js";
 
-const CHUNK = 4000; // tokens in the document at first, and with each "more"
-
 // name: [label, what its colours mean, kind of scale, the least end of the scale]
 const QUANTITIES = {
   trained: ["trained or masked", "blue: in the loss; grey: masked, not learned from", "trained"],
@@ -62,10 +60,9 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     if (of && sampler) columns[name] = of.map((value, n) => (value === null || sampler[n] === null ? null : value - sampler[n]));
   }
   const known = Object.keys(QUANTITIES).filter((name) => columns[name]);
-  const spans = [];
   let at = -1;
 
-  const select = h("select", { onchange: () => { paint(0); onChoice(select.value); } },
+  const select = h("select", { onchange: () => { paint(); onChoice(select.value); } },
     known.map((name) => h("option", { value: name }, QUANTITIES[name][0])));
   if (known.length) select.value = known.includes(chosen) ? chosen : known[0];
   const legend = h("span", { class: "legend" });
@@ -74,7 +71,6 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     if (prompt.children.length < 2) prompt.append(h("div", { class: "tokens" }, data.prompt.ids.map((_, n) => tokenNode(data.prompt, n))));
   } }, h("summary", {}, `Prompt, ${data.prompt.ids.length} tokens, never trained on`));
   const box = h("div", { class: "tokens", tabIndex: 0, role: "group", "aria-label": `${count} tokens. Arrow keys go from token to token.` });
-  const more = h("button", { class: "more", onclick: () => show(spans.length + CHUNK) });
   const numbers = h("div", { class: "numbers", role: "status" }, h("p", { class: "dim" }, "Hover over a token, or press Tab and the arrow keys, for its numbers."));
 
   const starts = new Map(); // where a turn or an answer begins
@@ -84,23 +80,17 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     if (n === data.turns.length - 1 && end < count) starts.set(end, `answer to turn ${n + 1}`);
   }
 
-  function show(until) {
-    const first = spans.length;
-    for (let place = first; place < Math.min(until, count); place++) {
-      if (starts.has(place)) box.append(h("div", { class: "turn-mark" }, starts.get(place)));
-      spans.push(tokenNode(side, place));
-      box.append(spans[place]);
-    }
-    more.hidden = spans.length >= count;
-    more.textContent = `Show more of ${count} tokens`;
-    paint(first);
+  const spans = side.ids.map((_, place) => tokenNode(side, place));
+  for (const [place, span] of spans.entries()) {
+    if (starts.has(place)) box.append(h("div", { class: "turn-mark" }, starts.get(place)));
+    box.append(span);
   }
 
-  function paint(first) {
+  function paint() {
     const name = select.value;
     if (!name) return;
     const [colour, ends] = scale(name, columns[name]);
-    for (let place = first; place < spans.length; place++) {
+    for (let place = 0; place < count; place++) {
       const masked = columns.trained?.[place] === false;
       const value = columns[name][place];
       spans[place].style.backgroundColor = value === null || (masked && name !== "trained") ? "" : colour(value);
@@ -115,7 +105,6 @@ export function tokenView(data, chosen, onChoice = () => {}) {
   }
 
   function look(place, scroll) {
-    if (place >= spans.length) show(place + CHUNK);
     spans[at]?.classList.remove("at");
     at = place;
     spans[at].classList.add("at");
@@ -140,7 +129,7 @@ export function tokenView(data, chosen, onChoice = () => {}) {
     look(Math.max(0, Math.min(count - 1, at + moves[event.key])), true);
     event.preventDefault();
   });
-  show(CHUNK);
+  paint();
   const bar = known.length ? [h("label", {}, "Colour by ", select), legend] : h("span", { class: "dim" }, "Of these tokens the ids were kept, and no numbers.");
-  return h("section", { class: "token-view", "aria-label": "Tokens" }, h("div", { class: "bar" }, bar), meaning, prompt, box, more, numbers);
+  return h("section", { class: "token-view", "aria-label": "Tokens" }, h("div", { class: "bar" }, bar), meaning, prompt, box, numbers);
 }

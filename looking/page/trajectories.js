@@ -17,8 +17,7 @@ export async function trajectoriesView(content, parameters, signal) {
   const kind = h("select", { "aria-label": "Training or held out", onchange: () => open(null) },
     Object.entries(KINDS).map(([name, label]) => h("option", { value: name }, label)));
   kind.value = parameters.get("kind") in KINDS ? parameters.get("kind") : "completions";
-  const stepInput = h("input", { type: "number", min: "0", class: "step", "aria-label": "Step", onchange: () => open(Number(stepInput.value)) });
-  const slider = h("input", { type: "range", min: "0", "aria-label": "Step, among those that were kept", oninput: () => open(steps[kind.value][Number(slider.value)]) });
+  const among = h("select", { class: "step", "aria-label": "Step", onchange: () => open(Number(among.value)) });
   const domain = h("select", { "aria-label": "Domain", onchange: () => filter() });
   const text = h("input", { type: "search", placeholder: "text in prompt, turns, completion", "aria-label": "Search", value: parameters.get("text") ?? "",
     oninput: () => { clearTimeout(typing); typing = setTimeout(filter, 250); } });
@@ -27,7 +26,7 @@ export async function trajectoriesView(content, parameters, signal) {
   const body = h("tbody");
   const list = h("div", { class: "list", tabIndex: 0, "aria-label": "Completions. Up and down choose one, Enter opens it." }, h("table", {}, h("thead", {}, head), body));
   const group = h("div", { class: "group", "aria-live": "polite" });
-  content.append(h("div", { class: "bar" }, h("h1", {}, "Trajectories"), kind, h("label", {}, "step ", stepInput), slider, domain, text, count),
+  content.append(h("div", { class: "bar" }, h("h1", {}, "Trajectories"), kind, h("label", {}, "step ", among), domain, text, count),
     h("div", { class: "columns" }, h("div", { class: "card flush" }, list), group));
 
   const place = (more = {}) => ({ run, kind: kind.value, step, ...more });
@@ -36,8 +35,7 @@ export async function trajectoriesView(content, parameters, signal) {
   /** Shows a step: the nearest that there is, or the last one. */
   async function open(wanted) {
     const known = steps[kind.value];
-    slider.max = String(Math.max(0, known.length - 1));
-    slider.disabled = stepInput.disabled = !known.length;
+    among.replaceChildren(...known.map((one) => h("option", { value: String(one) }, String(one))));
     if (!known.length) {
       [all, found] = [[], []];
       body.replaceChildren();
@@ -47,8 +45,7 @@ export async function trajectoriesView(content, parameters, signal) {
     const to = wanted === null ? known.at(-1) : nearest(known, wanted);
     if (begun && to !== step) row = null;
     step = to;
-    stepInput.value = String(step);
-    slider.value = String(known.indexOf(step));
+    among.value = String(step);
     const listing = await get("listing", place());
     if (signal.aborted || step !== to) return;
     take(listing);
