@@ -22,7 +22,6 @@ class PlanConfig(TrainConfig):
     gpus: int = 8  # GPUs in all; of one, server and trainer have a part each
     node_gpus: int = 8  # GPUs of a machine; of several machines each serves or trains
     gpu_memory: float = 80.0  # GiB of each
-    cpu_memory: float = 1000.0  # GiB of a machine, for offload
     server_gpus: int | None = None  # how many of them sample; unset: the split with the shortest step
     prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
     completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
@@ -301,14 +300,13 @@ def split(cfg: PlanConfig, config, sizes: Sizes, server_gpus: int) -> dict:
         tried = [replace(cfg, strategy="ddp"), sharded] + ([] if cfg.load_in else [replace(sharded, offload=True)])
     for choice in tried:
         choice, need = fitted(sizes, choice, ranks, usable, cfg.critic)
-        in_cpu = need["in CPU memory"] * min(ranks, cfg.node_gpus)
-        if trains := peak(need) <= usable and in_cpu <= cfg.cpu_memory * GIB:
+        if trains := peak(need) <= usable:
             break
     server = serve(choice, config, sizes, server_gpus, choice.sequences_per_step)
     sample, rest = server["seconds"] if server else float("inf"), update_seconds(choice, sizes, ranks)
     step = max(sample, rest) if cfg.overlap else sample + rest
     return dict(
-        cfg=choice, need=need, in_cpu=in_cpu, server=server, ranks=ranks, server_gpus=server_gpus, sample=sample,
+        cfg=choice, need=need, server=server, ranks=ranks, server_gpus=server_gpus, sample=sample,
         rest=rest, step=step, fits=trains and bool(server), pace=choice.sequences_per_step / step,
     )  # fmt: skip
 
@@ -364,14 +362,13 @@ def flags(cfg: PlanConfig) -> list[str]:
     return ["--config", "MIX.yaml"] * bool(cfg.domains) + words_of(settings)
 
 
-def table(need: Counter, cfg: PlanConfig, in_cpu: float = 0) -> str:
+def table(need: Counter, cfg: PlanConfig) -> str:
     usable = cfg.gpu_memory * (1 - SPARE)
     lines = [f"  {kind:<15}{need[kind] / GIB:8.1f} GiB" for kind in need if need[kind] and kind != "in CPU memory"]
     verdict = "fits" if peak(need) / GIB <= usable else "does NOT fit"
     lines.append(f"  {'peak':<15}{peak(need) / GIB:8.1f} GiB within {MARGIN:.0%}, of {usable:.0f}: {verdict}")
-    if in_cpu:
-        verdict = "fits" if in_cpu / GIB <= cfg.cpu_memory else "does NOT fit"
-        lines.append(f"  in CPU memory  {in_cpu / GIB:8.1f} GiB of a machine's {cfg.cpu_memory:g}: {verdict}")
+    if need["in CPU memory"]:
+        lines.append(f"  {'in CPU memory':<15}{need['in CPU memory'] / GIB:8.1f} GiB for each GPU")
     return "\n".join(lines)
 
 
@@ -447,7 +444,7 @@ def main(cfg: PlanConfig) -> int:
         choice.strategy + f" --shard_size {choice.shard_size}" * bool(choice.shard_size) + " --offload" * choice.offload
     )
     print(f"Trainer: {best['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens")
-    print(table(best["need"], cfg, best["in_cpu"]))
+    print(table(best["need"], cfg))
     if server:
         print(
             f"Server: {best['server_gpus']} GPUs, {server['split']} a server, {server['at_once']} completions at once"

@@ -164,7 +164,7 @@ def train(
     def evaluation(step: int) -> dict:
         seed_generator(step, 1)
         metrics, shown = evaluate(run.held_out, generator, run.reward_functions, cfg, step)
-        completions = utils.gather_lists(evaluation_rows(shown, run.reward_functions, cfg))
+        completions = utils.gather_lists(evaluation_rows(shown, cfg))
         if log:
             log.eval(step, metrics, completions)
         return metrics

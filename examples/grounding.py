@@ -8,7 +8,6 @@ Split "test_reasoning" (held out, as "test") never names the shape: it is the la
 
 import re
 
-from PIL import Image, ImageDraw
 from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
 
 GRID = 32
@@ -79,18 +78,3 @@ def read_box(completion: str) -> list[float] | None:
     """Corners in pixels, or None if the completion is no box."""
     corners = [int(number) * SIZE / GRID for number in re.findall(r"\d+", completion)]
     return corners if len(corners) == 4 and corners[0] < corners[2] and corners[1] < corners[3] else None
-
-
-def picture(image, completion, row):
-    """For the report: the true box in white, the completion's in black and yellow."""
-    image = image.resize((4 * image.width, 4 * image.height), Image.Resampling.NEAREST)
-    pen = ImageDraw.Draw(image)
-    for corners, colors in ((row["box"], ("white",)), (read_box(completion), ("black", "yellow"))):
-        for inset, color in enumerate(colors):
-            if corners:
-                x1, y1, x2, y2 = (4 * corner for corner in corners)
-                pen.rectangle((x1 + inset, y1 + inset, x2 - inset, y2 - inset), outline=color, width=2)
-    return image
-
-
-grounding.picture = picture

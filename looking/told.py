@@ -42,18 +42,15 @@ def described(runs: list[Run], axis: str) -> dict:
 
 
 def drawn(name: str, read: list[tuple[Curves, dict]], axis: str) -> list[dict]:
-    """The curve of each run that has the metric; the reward of one with reward_std as a band."""
+    """The curve of each run that has the metric."""
     found = []
     for number, (curves, _) in enumerate(read):
         steps, values = curves.all(name)
         if not len(steps):
             continue
         known, passed = curves.axis(axis)
-        made = {"name": name.removeprefix("seconds/"), "run": number, "x": np.interp(steps, known, passed), "y": values}
-        spread = curves.all("reward_std")[1]
-        if name == "reward" and len(read) == 1 and len(spread) == len(values):
-            made |= {"low": values - spread, "high": values + spread}
-        found.append(made)
+        passed_by = np.interp(steps, known, passed)
+        found.append({"name": name.removeprefix("seconds/"), "run": number, "x": passed_by, "y": values})
     return found
 
 

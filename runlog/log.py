@@ -197,7 +197,7 @@ def completion_rows(
     return rows
 
 
-def evaluation_rows(trajectories: list, reward_functions: dict, cfg) -> list[dict]:
+def evaluation_rows(trajectories: list, cfg) -> list[dict]:
     """What the run folder keeps of an evaluation: those of the first KEPT_ROWS held-out rows, with pictures of the
     first PICTURED_ROWS. trajectories: one a row, of this rank's."""
     if not cfg.log_completions:
@@ -205,8 +205,8 @@ def evaluation_rows(trajectories: list, reward_functions: dict, cfg) -> list[dic
     kept = [t for t in trajectories if t.info["row_number"] < KEPT_ROWS]
     scores = [sum(t.token_rewards) for t in kept]
     rows = completion_rows(kept, scores, [None] * len(kept), with_tokens=cfg.log_tokens_every > 0)
-    drawn = (picture(t, reward_functions) if t.info["row_number"] < PICTURED_ROWS else None for t in kept)
-    return [row | {"picture": image} for row, image in zip(rows, drawn, strict=True)]
+    shown = (picture(t) if t.info["row_number"] < PICTURED_ROWS else None for t in kept)
+    return [row | {"picture": image} for row, image in zip(rows, shown, strict=True)]
 
 
 def shown_turn(turn: dict) -> dict:
@@ -236,19 +236,11 @@ def shown_text(part) -> str:
     return text_of(part.get("text", "[image]") if isinstance(part, dict) else part)
 
 
-def picture(trajectory, reward_functions: dict) -> bytes | None:
-    """A PNG of what a completion says about its image, for the report; of rows without images, None.
-
-    A reward function may have an attribute `picture(image, completion, row) -> PIL image` (examples/grounding.py draws
-    boxes); otherwise it is the row's first image, as the model was shown it.
-    """
+def picture(trajectory) -> bytes | None:
+    """The row's first image as a PNG, as the model was shown it; None without one."""
     if not trajectory.images:
         return None
     image = Image.open(io.BytesIO(trajectory.images[0])).convert("RGB")
-    prefix = f"{trajectory.info['domain']}/" if "domain" in trajectory.info else ""
-    own = (f for name, f in dict(reward_functions).items() if name.startswith(prefix))
-    draw = next((f.picture for f in own if hasattr(f, "picture")), None)
-    image = draw(image, trajectory.info["completion"], trajectory.row) if draw else image
     image.thumbnail((PICTURE_SIZE, PICTURE_SIZE))
     out = io.BytesIO()
     image.save(out, "PNG")

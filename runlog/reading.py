@@ -97,6 +97,7 @@ PANELS = [
     ("Reward by domain", "is one of them left behind?", ["{}/reward"]),
     ("Held-out rows by domain", "share solved", ["eval/{}/mean@*"]),
     ("Reward by function", "which part of the reward is being earned", ["rewards/*"]),
+    ("Spread of rewards", "standard deviation within groups", ["reward_std"]),
     ("Held-out rows", "never trained on", ["eval/mean@*", "eval/pass@*"]),
     ("Held-out rows by function", "parts of the score", ["eval/rewards/*"]),
     ("Groups without signal", "all completions scored alike: they teach nothing", ["frac_reward_zero_std"]),
@@ -184,7 +185,7 @@ def domains(config: dict) -> list[str]:
 def panels(curves: Curves, config: dict) -> list[tuple[str, str, list[str]]]:
     """(title, what to look for, metrics) of each panel with data: PANELS, and each metric that they leave out."""
     found: list[tuple[str, str, list[str]]] = []
-    used = {"reward", "reward_std", "num_tokens"}
+    used = {"reward", "num_tokens"}
     for title, note, patterns in PANELS:
         known = [p.format(name) for p in patterns for name in (domains(config) if "{}" in p else [""])]
         names = [name for name in curves.matching(known) if name not in used and not name.endswith("/std")]

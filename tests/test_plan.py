@@ -129,7 +129,7 @@ def test_on_one_gpu_the_server_takes_turns(capsys):
 
 
 def test_what_does_not_fit_is_said(shape, capsys):
-    words = f"--model_id {shape} --gpus 2 --gpu_memory .2 --cpu_memory .05 --tokens_per_microbatch 2048"
+    words = f"--model_id {shape} --gpus 2 --gpu_memory .1 --tokens_per_microbatch 2048"
     assert plan.main(load_config(plan.PlanConfig, words.split())) == 1
     printed = capsys.readouterr().out
     assert "does NOT fit" in printed and "To type" not in printed

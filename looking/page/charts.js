@@ -31,7 +31,7 @@ function smoothed(y, share) {
   });
 }
 
-/** A card. update([{name, x, y, low, high, n}], {x: axis title, smooth, stacked, legend}) draws; n chooses the colour. */
+/** A card. update([{name, x, y, n}], {x: axis title, smooth, stacked, legend}) draws; n chooses the colour. */
 export class Chart {
   constructor(title, note) {
     this.plot = h("div", { class: "plot", role: "img", "aria-label": `Chart: ${title}` });
@@ -54,24 +54,14 @@ export class Chart {
     if (!this.dirty || !this.inSight) return;
     this.dirty = false;
     const { smooth, stacked, x } = this.options;
-    // Columns of each curve over its own x, joined over all: y, and the lowest and the highest where they are known.
-    const tables = this.curves.map((c) => [c.x, smoothed(c.y, smooth), ...(c.low && !smooth ? [c.low, c.high] : [])]);
-    const columns = uPlot.join(tables);
-    const series = [{}], bands = [];
-    this.shown = []; // the column of each curve's values, before they are stacked
-    for (const [place, curve] of this.curves.entries()) {
-      const at = series.length, stroke = colour(curve.n);
-      this.shown.push(columns[at]);
-      const dash = DASHES[Math.floor(curve.n / COLOURS.length) % DASHES.length];
+    const columns = uPlot.join(this.curves.map((curve) => [curve.x, smoothed(curve.y, smooth)]));
+    this.shown = columns.slice(1); // each curve's values, before they are stacked
+    const series = [{}, ...this.curves.map((curve) => {
+      const stroke = colour(curve.n), dash = DASHES[Math.floor(curve.n / COLOURS.length) % DASHES.length];
       const points = { show: curve.x.length < 12, size: 6 };
       const fill = stacked ? { fill: `${stroke}cc`, width: 0.5 } : {};
-      series.push({ stroke, width: 1.8, dash, spanGaps: true, points, ...fill });
-      if (tables[place].length > 2) {
-        const unseen = { stroke: "transparent", points: { show: false } };
-        series.push(unseen, { ...unseen });
-        bands.push({ series: [at + 2, at + 1], fill: `${stroke}22` });
-      }
-    }
+      return { stroke, width: 1.8, dash, spanGaps: true, points, ...fill };
+    })];
     if (stacked) { // each on top of those behind it, so that filling down to 0 leaves its own share visible
       for (let n = columns.length - 2; n > 0; n--) {
         columns[n] = columns[n].map((value, i) => (value ?? 0) + (columns[n + 1][i] ?? 0));
@@ -83,7 +73,7 @@ export class Chart {
     const whole = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((e) => [1, 2, 5].map((n) => n * 10 ** e)); // no half steps
     this.chart?.destroy();
     this.chart = new uPlot({
-      width: this.plot.clientWidth || 400, height: HEIGHT, series, bands,
+      width: this.plot.clientWidth || 400, height: HEIGHT, series,
       legend: { show: false }, cursor: { drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: (u, low, high) => limits(low, high, stacked) } },
       axes: [
