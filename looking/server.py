@@ -4,16 +4,14 @@ What it answers is JSON; a model's text never becomes HTML here. The page is sta
 the document as text; the content security policy lets no other script run.
 """
 
-import asyncio
 import base64
-import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
-import signal
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -43,11 +41,10 @@ def make_app(root: Path, token: str, flags: list[str] | None = None) -> Starlett
     the page does, which has it from its address. flags: those of a training that the page "Try" tries; None: there is
     no such page."""
     routes = [Route("/", page), Mount("/page", StaticFiles(directory=PAGE)), Route("/api/{name}", answer)]
-    if flags is not None:
-        routes.insert(0, Route("/api/try", tried, methods=["POST"]))
     app = Starlette(routes=routes)
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
-    app.state.runs, app.state.token, app.state.flags = Runs(root), token, flags
+    app.state.runs, app.state.token = Runs(root), token
+    app.state.answers = ANSWERS | ({} if flags is None else {"try": partial(tried, flags)})
     return app
 
 
@@ -57,7 +54,7 @@ def new_token() -> str:
 
 def page(request: Request) -> Response:
     text = (PAGE / "index.html").read_text(encoding="utf-8")
-    if request.app.state.flags is not None:
+    if "try" in request.app.state.answers:
         text = text.replace("<body>", "<body data-try>")
     return Response(text, media_type="text/html", headers=HEADERS | {"Cache-Control": "no-store"})
 
@@ -75,14 +72,14 @@ def respond(value, status: int = 200, headers: dict | None = None) -> Response:
 
 
 def answer(request: Request) -> Response:
-    """/api/NAME: what the function of that name in ANSWERS says."""
+    """/api/NAME: what the function of that name says."""
     if not allowed(request):
         return respond({"error": "Take the address that look.py printed when it started: it ends with ?token=..."}, 401)
     name, runs, ask = request.path_params["name"], request.app.state.runs, request.query_params
     try:
         if name == "run":
             return unless_known(request, *chosen(runs, ask))
-        return respond(ANSWERS[name](runs, ask))
+        return respond(request.app.state.answers[name](runs, ask))
     except LookupError as error:  # also Gone
         return respond({"error": f"There is no {error}" if isinstance(error, KeyError) else str(error)}, 404)
     except (ConfigError, ValueError) as error:  # also samples.Unreadable
@@ -137,6 +134,20 @@ def one(runs: Runs, ask: QueryParams) -> dict:
     return samples.described(path, [number])[0] | more
 
 
+def tried(flags: list[str], runs: Runs, ask: QueryParams) -> dict:
+    """What scripts/try.py says with the flags that look.py was started with, of a row, completions, a call."""
+    words = [f"--row={ask.get('row', 0)}", *(f"--completion={text}" for text in ask.getlist("completion"))]
+    words += [f"--{name}={ask[name]}" for name in ("sample", "call") if name in ask]
+    command = [sys.executable, str(TRY), *flags, "--json", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=TRY_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"scripts/try.py took more than {TRY_SECONDS} s and was ended.") from None
+    if done.returncode:
+        raise ConfigError(done.stderr.decode("utf-8", "replace")[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def of_rows(runs: Runs, ask: QueryParams) -> dict:
     return {"rows": samples.described(step_file(runs, ask), [int(word) for word in ask["rows"].split(",")])}
 
@@ -152,33 +163,3 @@ ANSWERS = {
         step_file(runs, ask), int(ask["row"]), samples.vocabulary(of(runs, ask).path)
     ),
 }
-
-
-# ---- "Try": scripts/try.py with the flags that look.py was started with ---------------------------------------------
-
-
-async def tried(request: Request) -> Response:
-    """What scripts/try.py prints for the row, completions and call of the request."""
-    if not allowed(request):
-        return respond({"error": "Take the address that look.py printed when it started."}, 401)
-    try:
-        given = await request.json()
-        words = ["--json", "--row", str(int(given.get("row", 0)))]
-        words += [f"--completion={text}" for text in given.get("completions", [])]
-        words += [f"--sample={int(given['sample'])}"] if given.get("sample") else []
-        words += [f"--call={given['call']}"] if given.get("call") else []
-    except (ValueError, TypeError, AttributeError):
-        return respond({"error": "row and sample are numbers, completions a list of texts, call a text."}, 422)
-    command = [sys.executable, str(TRY), *request.app.state.flags, *words]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
-    try:
-        out, said = await asyncio.wait_for(process.communicate(), TRY_SECONDS)
-    except TimeoutError:
-        return respond({"error": f"scripts/try.py took more than {TRY_SECONDS} s and was ended."}, 422)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended; what it started may still run
-            os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        return respond({"error": said.decode("utf-8", "replace")[-3000:]}, 422)
-    return respond(json.loads(out.splitlines()[-1]))

@@ -4,9 +4,11 @@ import importlib
 import json
 
 import pytest
+from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
 from config import ConfigError
+from looking.server import make_app
 
 pytestmark = pytest.mark.quick
 
@@ -38,6 +40,13 @@ def test_a_tool_answers(capsys):
     assert (found["answer"], found["failed"]) == ("42", False)
     with pytest.raises(ConfigError, match="JSON"):
         answer(capsys, "--tools", "calculator", "--call", "calculator 6 * 7")
+
+
+def test_the_page_asks_the_same(tmp_path):
+    page = TestClient(make_app(tmp_path, "a token", FLAGS), headers={"Authorization": "Bearer a token"})
+    found = page.get("/api/try", params={"row": 3, "completion": ["1\n2", "5"]}).json()
+    assert [one["tokens"][0] for one in found["completions"]] == ["1", "5"] and found["rows"] > 3
+    assert page.get("/api/try", params={"row": "x"}).status_code == 422
 
 
 def test_mistakes_are_told(capsys):

@@ -42,8 +42,6 @@ export function pairs(list) {
 // In report.html the answers stand in the page itself.
 export const inlined = JSON.parse(document.getElementById("inlined")?.textContent ?? "null");
 
-export const headers = () => ({ Authorization: `Bearer ${localStorage.getItem("token") ?? ""}` });
-
 function query(parameters) {
   const made = new URLSearchParams();
   for (const [key, value] of Object.entries(parameters)) {
@@ -61,7 +59,7 @@ export async function get(name, parameters = {}) {
     if (asked in inlined) return inlined[asked];
     throw new Error("The report does not hold this; python look.py shows all of the run.");
   }
-  const answer = await fetch(`/api/${asked}`, { headers: headers() }).catch(() => {
+  const answer = await fetch(`/api/${asked}`, { headers: { Authorization: `Bearer ${localStorage.getItem("token") ?? ""}` } }).catch(() => {
     throw new Error("look.py does not answer; was it ended? Trying again.");
   });
   const text = await answer.text();

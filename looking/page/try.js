@@ -1,5 +1,5 @@
 // Before a run: a row as the model reads it, what completions are worth, what a tool answers. scripts/try.py computes it.
-import { h, headers, said, score, short } from "./dom.js";
+import { get, h, said, score, short } from "./dom.js";
 
 const tokens = (pieces, trained) => h("p", { class: "try-tokens" },
   pieces.map((piece, n) => h("span", { class: `token${trained && !trained[n] ? " dim" : ""}`, title: `token ${n}` }, said(piece.replaceAll("\n", "\u23ce\n")))));
@@ -36,15 +36,10 @@ export async function tryView(content) {
   async function ask(event) {
     event?.preventDefault();
     result.replaceChildren(h("p", { class: "dim" }, "Working; loading the model's tokenizer takes some seconds ..."));
-    const completions = texts.value.trim() ? texts.value.split(/\n\s*\n/) : [];
-    const body = JSON.stringify({ row: Number(row.value), sample: Number(sample.value), completions, call: call.value.trim() });
-    try {
-      const answer = await fetch("/api/try", { method: "POST", headers: headers(), body });
-      const found = await answer.json();
-      result.replaceChildren(...(answer.ok ? shown(found) : [h("pre", { class: "error" }, said(found.error))]));
-    } catch {
-      result.replaceChildren(h("p", {}, "look.py does not answer; was it ended?"));
-    }
+    const completion = texts.value.trim() ? texts.value.split(/\n\s*\n/) : [];
+    const asked = { row: row.value, sample: Number(sample.value) || null, completion, call: call.value.trim() };
+    const found = await get("try", asked).catch((error) => [h("pre", { class: "error" }, said(error.message))]);
+    result.replaceChildren(...(Array.isArray(found) ? found : shown(found)));
   }
   content.append(h("h1", {}, "Try"), h("form", { class: "card try", onsubmit: ask },
     h("label", {}, "Row ", row), h("label", {}, "Sample ", sample, " completions"), texts, h("label", {}, "Call ", call), h("button", {}, "Try")), result);
