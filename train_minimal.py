@@ -3,7 +3,7 @@
     python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # or --model_id: any text model for chats
     python train_minimal.py --generator hf                                # one process that trains and samples
 
-With a server that samples (prompt and completion: 256 tokens), and two ranks that train, on GPUs or CPUs:
+With a server, whose window (256 tokens) holds prompt and completion, and two ranks that train, on GPUs or CPUs:
 
     export VLLM_SERVER_TOKEN=...    # in both terminals; any string
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256  # terminal 1
@@ -18,29 +18,28 @@ A step:
     5. push         the generator gets the new weights; the next step samples from them
 
 Every rank has a copy of the model (DDP): weights and Adam's moments in float32, forward passes in bfloat16. No
-KL term, no reference model. runs/NAME gets metrics.jsonl, which `python look.py runs/` draws, config.json and the
-trained model. Dimensions: B completions (this rank's share of a step, or one micro-batch, `part`), T tokens of the
+KL term, no reference model. runs/NAME gets config.json, the trained model and metrics.jsonl, which `python look.py
+runs/` draws. Dimensions: B completions (this rank's share of a step, or one micro-batch, `part`), T tokens of the
 longest prompt + completion (column 0 is a prompt's first token), V vocabulary.
 """
 # ruff: noqa: E402 - the command line is read before torch is imported, so that a wrong flag is reported at once
 
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Literal
 
 from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """All flags of this script. Files that it imports read a few settings more, which have TrainConfig's defaults
-    (system_prompt, reward_weights, eval_generations, ...): declare one below, and it is a flag."""
+    """All flags of this script. Its other settings keep TrainConfig's defaults: declare one below, and it is a flag."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
-    eval_dataset_id: str | None = None  # held-out rows; unset: dataset_id's split "test". Beside a file: give one
-    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.py, or FILE.py:FUNCTION
+    eval_dataset_id: str | None = None  # held-out rows; unset: dataset_id's split "test", which a file has not
+    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # names in rewards.py, or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
     prompts_per_step: int = 8  # of all ranks together
@@ -52,11 +51,13 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     num_iterations: int = 1  # optimizer updates on the completions of a step
     learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
     epsilon: float = 0.2  # lower clip: a token with A < 0 gets no gradient once its ratio is below 1 - epsilon
-    epsilon_high: float = 0.2  # upper clip: of A > 0, above 1 + epsilon_high; with one update neither ever binds
+    epsilon_high: float = 0.2  # upper clip: a token with A > 0 gets none above 1 + epsilon_high
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # evaluates every so many steps, before the first and after the last; none: never
-    seed: int = 42  # of the order of prompts, of a data set that is a function, and of --generator hf
+    eval_generations: int = 4  # completions of each held-out row
+    logprob_diff_limit: float = 0.2  # the first step ends the run if |trainer - generator log-prob| exceeds this
+    seed: int = 42  # seeds the order of prompts, a data set that is a function, and sampling with --generator hf
     output_dir: str = "runs"  # the run's folder is made here
     run_name: str | None = None  # name of the run's folder, a new one; if unset, made of model and time
 
@@ -102,21 +103,21 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 
 # A row is a dict: {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}, or its prompt a text.
 # A reward function gets the `completions` of a prompt and each column, as lists with one element for each completion
-# (rewards.py says what else it can ask for), and returns a number for each; of several functions these are added.
+# (rewards.py says what else it can ask for), and returns a number for each. Values of several functions are added.
 #
 #     def exact(completions, answer, **columns):  # rewards.completion_text takes chat messages and texts
 #         return [float(completion_text(c) == a) for c, a in zip(completions, answer)]
 
 
 async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
-    """Exactly `count` completions of each row, scored, in the order of the rows, on which `advantages` relies. All rows
-    are sampled at the same time.  generator: VLLMClient or HFGenerator"""
+    """Exactly `count` completions of each row, scored, in the order of the rows. All rows are sampled at the same time.
+    generator: VLLMClient or HFGenerator"""
 
     async def of_row(group: int, row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
         # Sampled from softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
         how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
-        begun = begun_in(prompt, generator.tokenizer, cfg)  # <think>, if the template ends so; else nothing
+        begun = begun_in(prompt, generator.tokenizer, cfg)  # an opening <think> at the template's end; mostly ""
         trajectories = []
         for c in await generator.generate(prompt, **how):
             # Tokens as they were sampled, the end token among them: text is never tokenised again.
@@ -124,37 +125,39 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
             # 1: sampled by the model; 0 would mark a tool's answer. `score` writes the reward to the last token.
             loss_mask, token_rewards = [1] * len(c.token_ids), [0.0] * len(c.token_ids)
             t = Trajectory(row, group, prompt, c.token_ids, loss_mask, c.logprobs, token_rewards)
-            t.info |= {"begun": begun, "completion": text}  # rewards see both
+            t.info |= {"begun": begun, "completion": text}  # a reward function gets one behind the other
             t.finish_reason = c.finish_reason  # "length" if it was cut off, else "stop"
             t.policy_version, t.policy_version_last = c.policy_version, c.policy_version_last  # oldest, newest weights
             trajectories.append(t)
         await score(trajectories, reward_functions, cfg)  # while a server still samples others
+        if any(t.info["unrewarded"] for t in trajectories):
+            raise RuntimeError("A reward was None. train_grpo.py leaves such completions out; this script cannot.")
         return trajectories
 
     return sum(await asyncio.gather(*(of_row(group, row) for group, row in enumerate(rows))), [])
 
 
 def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, Tensor]:
-    """Prompts with their completions, padded on the right: column t holds token t.  [B, T] each"""
-    rows = []
+    """Prompts with their completions, padded on the right: column k holds token k.  [B, T] each"""
+    columns: dict[str, list[Tensor]] = {}
     for t in trajectories:
         ids, zeros = t.prompt_ids + t.token_ids, [0.0] * len(t.prompt_ids)
-        row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        rows.append(row | {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs})
-    columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
-    return {name: pad_sequence(column, batch_first=True).to(device) for name, column in columns.items()}
+        tokens = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        tokens |= {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs}
+        for name, values in tokens.items():
+            columns.setdefault(name, []).append(torch.tensor(values))
+    return {name: pad_sequence(rows, batch_first=True).to(device) for name, rows in columns.items()}
 
 
 # ---- 3 advantages ---------------------------------------------------------------------------------------------------
 
 
-def advantages(scores: Tensor, num_generations: int) -> Tensor:
-    """(score - mean) / std (of n - 1), over the completions of one prompt, which are consecutive and on one rank; about
-    0 where all scored the same.  DeepSeekMath (2402.03300) sec. 4.1.2.  [B] -> [B]"""
-    # In float64: the mean of equal scores must be their own, as a rounding error would be divided by 1e-6 below.
-    groups = scores.double().view(-1, num_generations)  # [prompts, completions of each]
-    centred = groups - groups.mean(1, keepdim=True)
-    return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten().float()
+def advantages(scores: Tensor) -> Tensor:
+    """(score - mean) / std (of n - 1), over the completions of one prompt; about 0 where all scored the same.
+    DeepSeekMath (2402.03300) sec. 4.1.2.  [prompts, completions of each], float64 -> the same, float32"""
+    # In float64: a rounding error in the mean of equal scores is divided by 1e-6.
+    centred = scores - scores.mean(1, keepdim=True)
+    return (centred / (scores.std(1, keepdim=True) + 1e-6)).float()
 
 
 # ---- 4 update -------------------------------------------------------------------------------------------------------
@@ -176,9 +179,9 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
-    """PPO's clipped ratio, per token. In a step's first update it is 1: the loss is -A, its gradient -A grad log pi.
-    part: some rows of the batch; do not average over them here, or the result depends on how the batch is cut. The loss
-    must be finite at prompts and padding, too: there it is multiplied by 0.  [B, T]"""
+    """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, its gradient
+    -A grad log pi. part: some rows of the batch; do not average over them here, or the result depends on how the batch
+    is cut. Loss and gradient must be finite at prompts and padding, too: there they are multiplied by 0.  [B, T]"""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -187,11 +190,13 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor],
 def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settings) -> dict[str, float]:
     """The gradient of the mean loss over all tokens that *all* ranks have sampled in this step, however many ranks and
     micro-batches there are. Returns the same mean of the loss, and of |trainer - generator| log-prob."""
-    # All tokens have equal weight, however long their completion (as in DAPO; GRPO averages each completion first).
-    # Tokens of groups with advantage 0 are counted, too, so many such groups make the gradient smaller.
-    count = batch["loss_mask"].sum()
-    dist.all_reduce(count)
-    sums, parts = torch.zeros(2, device=count.device), micro_batches(batch, cfg)
+    tokens = batch["loss_mask"].sum()
+    dist.all_reduce(tokens)
+    # What the sum of all losses is divided by. Here every token counts alike, as in DAPO, those of advantage 0, too.
+    # GRPO averages each completion first: divide by part["loss_mask"].sum(1, keepdim=True) in policy_loss, and here by
+    # the number of completions on all ranks.
+    normalizer = tokens
+    sums, parts = torch.zeros(2, device=tokens.device), micro_batches(batch, cfg)
     for part in parts:
         not_last = isinstance(model, DistributedDataParallel) and part is not parts[-1]
         with model.no_sync() if not_last else contextlib.nullcontext():  # ranks all-reduce gradients in the last only
@@ -199,9 +204,10 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
             # The trainer's log-probs before the step's first update, not the generator's: the clip measures how far
             # updates have moved the policy. With one update a step they are the current ones.
             old = part.get("old_logprobs", logprobs.detach())
-            loss = (policy_loss(logprobs, old, part, cfg) * mask).sum() / count
+            loss = (policy_loss(logprobs, old, part, cfg) * mask).sum() / normalizer
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
-        gap = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / count
+        # The generator computes a little differently, which is only watched here (train_grpo.py --correction).
+        gap = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / tokens
         sums += torch.stack([loss.detach(), gap])
     dist.all_reduce(sums)
     return dict(zip(("loss", "sampling/logprob_diff_mean"), sums.tolist(), strict=True))
@@ -220,7 +226,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
         numbers["grad_norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm))
         if not np.isfinite(numbers["grad_norm"]):
             raise RuntimeError(f"step {step}: the gradient is not finite ({numbers}), so this update was not made.")
-        metrics = metrics or numbers  # of the first, before which trainer and generator have equal weights
+        metrics = metrics or numbers  # the first update's: only before it do trainer and generator have equal weights
         optimizer.step()
         optimizer.zero_grad()
     return metrics | {"lr": optimizer.param_groups[0]["lr"]}
@@ -245,10 +251,10 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
 
-def log(folder: Path | None, step: int, seen: dict[str, Tensor], metrics: dict[str, float]) -> None:
-    """A line of metrics.jsonl, and one on the terminal: the means of `seen` over all ranks, and `metrics`. folder: None
-    on all ranks but 0."""
-    metrics = utils.over_ranks({name: (float(own.sum()), own.numel()) for name, own in seen.items()}) | metrics
+def log(folder: Path | None, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
+    """A line of metrics.jsonl, and one on the terminal: the means of `values` over all ranks, and `metrics`. folder:
+    None on all ranks but 0."""
+    metrics = utils.over_ranks({name: (float(v.sum()), v.numel()) for name, v in values.items()}) | metrics
     if folder:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | metrics | {"time/unix": time.time()}) + "\n")
@@ -269,15 +275,14 @@ def train(cfg: Settings) -> None:
         (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
     tokenizer = load_processor(cfg.model_id)
     reward_functions = get_reward_functions(cfg)
-    # Rows as they are in the data set, without those whose prompts are too long.
-    rows, held_out = load_data(cfg, None, lambda part, name: [len(prompt_ids(row, tokenizer, cfg)) for row in part])
+    rows, held_out = load_data(  # without rows whose prompts are too long
+        cfg, format_row=None, measure=lambda rows, source: [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
+    )
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
-    # In eval mode, as from_pretrained returns it: no dropout, like the generator.
-    bare, found = AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=torch.float32, output_loading_info=True)
-    if missing := found["missing_keys"]:  # they are random now
-        raise ConfigError(f"--model_id={cfg.model_id} lacks weights, such as {min(missing)}; give a whole model.")
-    if any(weight.dtype != torch.float32 for weight in bare.parameters()):
-        raise ConfigError(f"--model_id={cfg.model_id} is quantised; train_grpo.py loads such models, this script none.")
+    load_model = AutoModelForCausalLM.from_pretrained  # in eval mode: no dropout, like the generator
+    bare, loading_info = load_model(cfg.model_id, dtype=torch.float32, output_loading_info=True)
+    if loading_info["missing_keys"] or any(weight.dtype != torch.float32 for weight in bare.parameters()):
+        raise ConfigError(f"--model_id={cfg.model_id} lacks weights, or is quantised; train_grpo.py says more of it.")
     model = DistributedDataParallel(bare.to(device)) if world > 1 else bare.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     if cfg.generator == "vllm":
@@ -287,25 +292,25 @@ def train(cfg: Settings) -> None:
     else:
         from hf_generator import HFGenerator
 
-        dtype = getattr(torch, cfg.compute_dtype)  # a server's, usually
-        generator = HFGenerator(AutoModelForCausalLM.from_pretrained(cfg.model_id, dtype=dtype).to(device), tokenizer)
+        dtype = getattr(torch, cfg.compute_dtype)  # that of the forward passes, as on a server
+        generator = HFGenerator(load_model(cfg.model_id, dtype=dtype).to(device), tokenizer)
     generator.tokenizer = tokenizer  # for `sample`; a server's client has none
     generator.stop_token_ids = sorted(end_ids(bare, tokenizer))  # a base model's config may lack the template's
     push_weights(bare, generator, 0)  # the server may still have an earlier run's weights
 
-    def sampled(rows: list[dict], count: int, step: int, cfg: Settings) -> tuple[list[Trajectory], Tensor]:
-        """Completions by the weights after `step` steps, and their scores [prompts, completions]."""
+    def sample_fresh(rows: list[dict], count: int, step: int) -> tuple[list[Trajectory], Tensor]:
+        """Completions by the weights after exactly `step` steps, and their scores [prompts, completions]."""
         if cfg.generator == "hf":
             generator.seed(hash((cfg.seed, step, rank)))  # the hash of numbers is the same in every run
         trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
-        utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)  # an error if others sampled them
+        utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)  # an error if other weights sampled any
         scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
         return trajectories, scores.view(-1, count)
 
     def evaluate(step: int) -> None:
         """Held-out rows: mean@k is the share of completions with a score of 1 or more, pass@k that of rows with one."""
-        k = cfg.eval_generations  # 4 by default, at the training temperature
-        _, scores = sampled(held_out[rank::world], k, step, replace(cfg, purpose="eval"))  # [rows, k]
+        k = cfg.eval_generations
+        _, scores = sample_fresh(held_out[rank::world], k, step)  # [rows, k]
         solved = (scores > 1 - 1e-6).double()  # .7 + .2 + .1 is a little less than 1
         log(folder, step, {"eval/reward": scores, f"eval/mean@{k}": solved, f"eval/pass@{k}": solved.amax(1)}, {})
 
@@ -313,20 +318,24 @@ def train(cfg: Settings) -> None:
         evaluate(0)
     for step in range(cfg.max_steps):
         start = time.perf_counter()
-        trajectories, scores = sampled(rows_of_step(rows, step, cfg), cfg.num_generations, step, cfg)
+        trajectories, scores = sample_fresh(rows_of_step(rows, step, cfg), cfg.num_generations, step)
         times = {"time/generate": time.perf_counter() - start}
-        gains = advantages(scores.flatten(), cfg.num_generations).to(device)  # [B]
         batch = tensors(trajectories, device)
-        batch["advantages"] = gains[:, None].expand_as(batch["loss_mask"])  # every token alike  [B, T]
+        each = advantages(scores).to(device).view(-1, 1)  # [B, 1]
+        batch["advantages"] = each.expand_as(batch["loss_mask"])  # every token of a completion alike  [B, T]
         metrics = update(model, optimizer, batch, step, cfg)
         if step == 0:  # ends the run if the server computes otherwise: quantised, another config, ...
             utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
         push_weights(bare, generator, step + 1)
         times["time/step"] = time.perf_counter() - start
-        seen = {"reward": scores, "frac_reward_zero_std": (scores.std(1) < 1e-6).double()}  # those teach nothing
-        seen["completions/mean_length"] = batch["loss_mask"].sum(1)
-        seen["completions/clipped_ratio"] = torch.tensor([float(t.finish_reason == "length") for t in trajectories])
-        log(folder, step + 1, seen, metrics | times)  # steps done
+        cut_off = [float(t.finish_reason == "length") for t in trajectories]
+        values = {
+            "reward": scores,
+            "frac_reward_zero_std": (scores.std(1) < 1e-6).double(),  # groups that teach nothing
+            "completions/mean_length": batch["loss_mask"].sum(1),
+            "completions/clipped_ratio": torch.tensor(cut_off),  # TRL's name; it is not the clip of the ratio
+        }
+        log(folder, step + 1, values, metrics | times)  # steps done
         if step % 10 == 0 and rank == 0:
             print(f"  {trajectories[0].row} -> {trajectories[0].info['completion']!r}: {float(scores[0, 0]):g}")
         if cfg.eval_steps and ((step + 1) % cfg.eval_steps == 0 or step + 1 == cfg.max_steps):

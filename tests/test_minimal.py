@@ -45,8 +45,8 @@ def loss_and_gradient(cfg: script.Settings) -> dict[str, torch.Tensor]:
     model = DistributedDataParallel(weights) if world > 1 else weights
     mine = [t for t in trajectories() if t.group % world == rank]
     batch = script.tensors(mine, device)
-    scores = torch.tensor([sum(t.token_rewards) for t in mine])
-    batch["advantages"] = script.advantages(scores, GENERATIONS)[:, None] * batch["loss_mask"]
+    scores = torch.tensor([sum(t.token_rewards) for t in mine], dtype=torch.float64).view(-1, GENERATIONS)
+    batch["advantages"] = script.advantages(scores).view(-1, 1) * batch["loss_mask"]
     if cfg.num_iterations > 1:  # as if weights had moved by now
         batch["old_logprobs"] = batch["sampling_logprobs"]
     numbers = script.accumulate_gradients(model, batch, cfg)
