@@ -141,26 +141,23 @@ class TrainConfig:
     tokens_per_microbatch: int | None = None  # of a forward pass on a rank, a tenth more to save one; unset: what fits
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
     head_dtype: Literal["auto", "float32"] = "auto"  # of the output layer's product; auto: --compute_dtype
-    logprob_chunk: int | None = None  # sampled tokens whose logits exist at a time; unset: 256, more on GPUs
+    # sampled tokens whose logits exist at a time; unset: 256, more on GPUs
+    logprob_chunk: int | None = field(default=None, metadata=NO_FLAG)
 
     # --- reward ---
     reward_funcs: list[str] | None = None  # names in REWARDS, or file.py:function; unset: --env's own, or reasoning_gym
     reward_model: str | None = None  # folder, hub id or http address of a classifier, for --reward_funcs reward_model
     judge_url: str | None = None  # OpenAI-compatible server, up to and with /v1, for --reward_funcs judge
     judge_model: str = ""  # the judge's name there
-    judge_max_tokens: int = 1000  # most tokens of its answer, its thinking included; one that is cut off does not count
     judge_template: str | None = None  # file with its question; {prompt}, {completion} and every column are filled in
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group
-    reward_on_timeout: float = 0.0  # score of completions whose reward function ran out of time
     reward_mean: Literal["none", "group", "batch", "running"] = "none"  # subtract this mean from the scores beforehand
     reward_std: Literal["none", "group", "batch", "running"] = "none"  # divide the scores by this std beforehand
-    length_penalty: float = 0.0  # minus this x share of the group that is solved x length / longest of the group
     dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)
     resample_rounds: int = 3  # with dynamic_sampling: at most this many times a step; groups still without signal stay
-    spare_prompts: int = 0  # with dynamic_sampling: so many more begin with each step, to replace groups without signal
-    group_mean_min: float = -math.inf  # groups whose mean score is below this (too hard) leave the loss ...
-    group_mean_max: float = math.inf  # ... and those above this (too easy)
+    # groups whose mean score is outside leave the loss: too hard, too easy
+    group_mean_bounds: list[float] = field(default_factory=lambda: [-math.inf, math.inf])
 
     # --- teacher: on-policy distillation, docs/distillation.md ---
     teacher_urls: list[str] = field(default_factory=list)  # servers of a teacher that scores what the policy samples
@@ -192,7 +189,6 @@ class TrainConfig:
     kl_cov_coef: float = field(default=1.0, metadata=NO_FLAG)  # kl_cov: weight of |log-ratio| on them
     dro_beta: float = field(default=0.5, metadata=NO_FLAG)  # dro: weight of the squared log-ratio
     dppo_tau: float = field(default=0.0, metadata=NO_FLAG)  # dppo_tv, dppo_kl: the same, on all tokens (prime-rl: .001)
-    positive_nll: float = 0.0  # weight of the likelihood of right completions (--eval_solved), a term of its own (VAPO)
     beta: float = 0.0  # weight of the KL term; 0 loads no reference model
     kl: str = "k3"  # name in KL_ESTIMATORS (train_grpo.py)
     kl_ratio: bool = False  # multiply the KL term by pi / pi_old, with its gradient: the unbiased estimate
@@ -209,25 +205,22 @@ class TrainConfig:
     # pi_old: the trainer's before the update, the generator's, between the generator's and pi by age, or always pi
     old_logprobs: Literal["recompute", "sampler", "interpolate", "current"] = "recompute"
     correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / generator on the loss
-    # weights outside the bounds: clamp, or leave out; normalise: clamp, then divide by the mean over the update
-    correction_mode: Literal["truncate", "mask", "normalise"] = "truncate"
+    correction_mode: Literal["truncate", "mask"] = "truncate"  # weights outside the bounds: clamp, or leave out
     correction_min: float = 0.0  # lower bound
     correction_max: float = 2.0  # upper bound
     reject_by: str = "seq_mean_k1"  # token_, seq_mean_, seq_sum_ or seq_max_ k1, k2 or k3 of log trainer / generator
-    reject_below: float = 0.0  # no policy loss where that is below (of k1 its exponential, a ratio) ...
-    reject_above: float = math.inf  # ... or above
+    # no policy loss where that (of k1 its exponential, a ratio) is outside
+    reject_bounds: list[float] = field(default_factory=lambda: [0.0, math.inf])
     off_policy_threshold: float | None = None  # drop tokens with A < 0 of rows that drifted further (mean nats a token)
 
     # --- optimisation ---
     learning_rate: float = 1e-6  # peak learning rate
-    lr_schedule: str = "constant"  # after the warm-up: constant, linear, cosine, or a name of transformers' schedules
-    lr_scheduler_kwargs: dict | None = None  # arguments of transformers' schedule, as '{"min_lr_rate": 0.1}'
+    lr_schedule: str = "constant"  # a name of transformers' schedules; arguments: cosine_with_min_lr?min_lr_rate=.1
     warmup_steps: float = 0.0  # steps over which the learning rate rises; below 1: a fraction of all updates
     optim: str = "AdamW"  # a class of torch.optim or bitsandbytes.optim, or transformers' name of one (adamw_8bit)
     weight_decay: float = 0.0  # the optimizer's
     adam_beta1: float = 0.9  # first of the optimizer's betas
     adam_beta2: float = 0.99  # second of the optimizer's betas
-    adam_epsilon: float = 1e-8  # the optimizer's, if it has betas
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     num_epochs: float = 1.0  # passes over the data set, if max_steps is unset
     max_steps: int | None = None  # stop after this many steps; unset: after num_epochs
@@ -251,18 +244,14 @@ class TrainConfig:
     # --- run ---
     run_name: str | None = None  # folder under output_dir; unset: model, advantage, time, four digits
     output_dir: str = "runs"  # where run folders go
-    resume: bool = False  # continue run_name from its last complete checkpoint
-    strict_resume: bool = False  # refuse to resume where settings, rows, code, ranks or versions are not as they were
-    keep_going: bool = False  # with --resume, in a loop: begin anew where there is no checkpoint yet
+    resume: bool = False  # continue run_name from its last complete checkpoint; without one yet, begin
     save_steps: int | None = None  # checkpoint every N steps, and one after the last step; Ctrl-C writes none
     save_total_limit: int = 2  # checkpoints kept
     log_steps: int = 1  # write a line of metrics, and the completions, every N steps
-    log_completions: bool = True  # write every completion with its rewards to completions/*.parquet
-    log_tokens_every: int = 1  # and every N steps its tokens, with advantage, weight in the loss, log-probs; 0: never
+    log_completions: bool = True  # write every completion to completions/*.parquet: rewards, and of its tokens all
     print_samples_every: int = 10  # print one prompt, completion and reward every N steps; 0: never
     logprob_diff_limit: float = 0.2  # first step stops if |trainer - generator log-prob| exceeds this on average
     report_to: list[str] = field(default_factory=list)  # besides: wandb, tensorboard, trackio, swanlab, mlflow
-    push_to_hub: str | None = None  # upload the final model, as a private repository NAME/REPO
 
     def __post_init__(self):
         # What a domain does not say it has as it is here, before unset settings get values for the run as a whole.
@@ -351,9 +340,9 @@ BY_DOMAIN = {
     *"rollout max_completion_length min_completion_length".split(),
     *"env tools mcp_config tool_parser tool_timeout max_turns max_turn_length max_tool_result".split(),
     *"agent agent_timeout".split(),
-    *"reward_funcs reward_weights reward_model judge_url judge_model judge_max_tokens judge_template".split(),
+    *"reward_funcs reward_weights reward_model judge_url judge_model judge_template".split(),
     *"teacher_urls teacher_prompt".split(),
-    *"reward_timeout reward_on_timeout group_mean_min group_mean_max".split(),
+    *"reward_timeout group_mean_bounds".split(),
 }
 # First words of metrics: NAME/reward must not be taken for one of these.
 TAKEN = "advantages async clip_ratio completions distill dynamic_sampling eval images kl kl_cov lr ranks".split()
@@ -397,12 +386,12 @@ POSITIVE = "prompts_per_step num_generations num_minibatches num_iterations max_
 POSITIVE += "max_prompt_length temperature learning_rate num_epochs max_steps eval_steps eval_generations "
 POSITIVE += "save_steps save_total_limit log_steps push_steps push_bucket_mb server_timeout request_timeout "
 POSITIVE += "agent_timeout agent_concurrency dist_timeout reward_timeout tool_timeout max_turns max_turn_length "
-POSITIVE += "max_tool_result judge_max_tokens lora_r lora_alpha tokens_per_microbatch logprob_chunk shard_size "
+POSITIVE += "max_tool_result lora_r lora_alpha tokens_per_microbatch logprob_chunk shard_size "
 POSITIVE += "top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target ref_sync_steps correction_max "
 POSITIVE += "critic_learning_rate critic_iterations value_clip"
-NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds spare_prompts "
-NOT_NEGATIVE += "print_samples_every log_tokens_every min_completion_length distill_coef distill_topk router_aux_coef "
-NOT_NEGATIVE += "dppo_tau positive_nll length_penalty"
+NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds "
+NOT_NEGATIVE += "print_samples_every min_completion_length distill_coef distill_topk router_aux_coef "
+NOT_NEGATIVE += "dppo_tau"
 FRACTIONS = "epsilon gamma lam top_p adam_beta1 adam_beta2 ref_sync_alpha top_entropy_quantile clip_cov_ratio "
 FRACTIONS += "kl_cov_ratio max_failed distill_jsd"
 
@@ -450,17 +439,14 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
         (c.ref_sync_steps and (c.use_peft or c.beta == 0),
          "--ref_sync_steps moves a reference model: --beta 0 loads none, and with --use_peft it is the model without "
          "adapters; leave it out."),
+        *((len(two) != 2 or two[0] > two[1], f"--{name} {two}: give two numbers, the lower one first, such as 0 inf.")
+          for name in ("group_mean_bounds", "reject_bounds") for two in [getattr(c, name)]),
         (not re.fullmatch("(token|seq_mean|seq_sum|seq_max)_k[123]", c.reject_by),
          f"--reject_by={c.reject_by}: token, seq_mean, seq_sum or seq_max, then _k1, _k2 or _k3, such as seq_mean_k3."),
-        (c.correction_mode == "normalise" and c.old_logprobs != "recompute",
-         f"--correction_mode normalise takes a mean before the update: --old_logprobs {c.old_logprobs} has none yet."),
         (c.teacher_urls and c.teacher_id,
          f"--teacher_urls and --teacher_id={c.teacher_id} are two teachers; leave one out."),
         (c.has_teacher and c.temperature != 1,
          f"--temperature={c.temperature}: a teacher's log-probs are those at temperature 1; leave --temperature out."),
-        (c.spare_prompts and (not c.dynamic_sampling or c.generator == "hf"),
-         f"--spare_prompts={c.spare_prompts} replace groups without signal while others are sampled; add "
-         "--dynamic_sampling and --generator vllm, or leave it out."),
         (c.offload and c.strategy != "fsdp2",
          f"--offload with --strategy {c.strategy}: ddp has no shards to move, and FSDP1 would keep the gradient of the "
          "last micro-batch alone; add --strategy fsdp2."),
@@ -498,8 +484,6 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
         (c.run_name is not None and not re.fullmatch(r"(?!\.+$)[^/]{1,200}", c.run_name),
          f"--run_name={c.run_name!r:.60}: give the name of a folder under --output_dir, at most 200 characters, no /."),
         (c.resume and not c.run_name, "--resume needs --run_name, the folder under --output_dir to continue."),
-        ((c.strict_resume or c.keep_going) and not c.resume,
-         "--strict_resume and --keep_going say how to resume; add --resume, or leave them out."),
     ]  # fmt: skip
 
 

@@ -70,46 +70,37 @@ async def enough_groups(
     sample: Callable, first: list[int], further: list[int], domain_of: Callable[[int], str], cfg: TrainConfig
 ) -> tuple[list, dict]:
     """A group with signal for each prompt of `first`, as far as `further` ones of the same domain can replace silent
-    ones: results of `sample`, a coroutine number -> (group, whether it is silent, ...), in the order of `first`, since
-    domains stay interleaved as they were drawn, so that each of --num_minibatches has some of all; and counts of the
-    others.
+    ones: results of `sample`, a coroutine number -> (group, whether it is silent, ...); and counts of the others.
 
     The moment a group ends silent another prompt begins; when all are used up silent ones stay, so that a step never
-    grows or shrinks. Some prompts begin beforehand (--spare_prompts). Groups count in the order in which they were
-    drawn: a spare one takes the place of a silent one, never of one that is merely slow, or short completions would be
-    preferred. What is not needed is cancelled, on the server too.
-
-        2 wanted, 1 spare; a b c d e drawn. Begun: a b c. b ends silent: d begins, a and c are chosen. When these two
-        have ended, the step is done and d is cancelled; were c silent, too, e would begin, and d be chosen.
+    grows or shrinks. None takes the place of one that is merely slow, or short completions would be preferred: the
+    groups of a step are the first with signal in the order drawn, whatever ends first. Domains stay interleaved as
+    they were drawn, so that each of --num_minibatches has some of all. An error cancels the others.
     """
     drawn: dict[str, list[int]] = defaultdict(list)
     for number in [*first, *further]:
         drawn[domain_of(number)].append(number)
-    totals: Counter = Counter(resampled=0, silent=0, unused=0)
+    totals: Counter = Counter(resampled=0, silent=0)
 
     async def of_domain(name: str, wanted: int) -> Iterator:
-        spare = math.ceil(cfg.spare_prompts * wanted / cfg.prompts_per_step)
-        tasks: list[asyncio.Task] = []  # in the order in which prompts were drawn
+        waiting, ended = enumerate(drawn[name]), {}
+
+        async def until_one_has_signal() -> None:
+            for place, number in waiting:  # which all draw from
+                ended[place] = await sample(number)
+                if not ended[place][1]:
+                    return
+
+        tasks = [asyncio.create_task(until_one_has_signal()) for _ in range(wanted)]
         try:
-            while True:
-                silent = [task for task in tasks if task.done() and task.result()[1]]
-                chosen = [task for task in tasks if task not in silent][:wanted]  # these have signal, or still may have
-                if len(tasks) == len(drawn[name]):
-                    chosen += silent[: wanted - len(chosen)]
-                if len(chosen) == wanted and all(task.done() for task in chosen):
-                    break
-                begin = drawn[name][len(tasks) : wanted + spare + len(silent)]
-                tasks += [asyncio.create_task(sample(number)) for number in begin]
-                await asyncio.wait({task for task in tasks if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.gather(*tasks)
         finally:
-            left_over = [task for task in tasks if not task.done()]
-            for task in left_over:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*left_over, return_exceptions=True)
-        stayed = sum(task in silent for task in chosen)
-        replaced = len(silent) - stayed
-        totals.update(resampled=replaced, silent=stayed, unused=len(tasks) - wanted - replaced)
-        return iter([task.result() for task in chosen])
+            await asyncio.gather(*tasks, return_exceptions=True)
+        chosen = sorted(sorted(ended), key=lambda place: ended[place][1])[:wanted]  # those with signal first
+        totals.update(resampled=len(ended) - wanted, silent=sum(ended[place][1] for place in chosen))
+        return iter([ended[place] for place in chosen])
 
     wanted = Counter(map(domain_of, first))
     found = dict(zip(wanted, await asyncio.gather(*itertools.starmap(of_domain, wanted.items())), strict=True))

@@ -44,7 +44,7 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import train_grpo
 import utils
@@ -121,8 +121,8 @@ class Ahead(Collector):
             self.waiting = [(number, [extra[n] for extra in rounds], False) for n, number in enumerate(first)]
             self.draw += 1
         number, further, _ = drawn = self.waiting.pop(0)
-        alone, versions = replace(cfg, spare_prompts=0), range(version, version + cfg.max_staleness + 1)
-        given = run.rows, [number], further, run.generator, run.reward_functions, alone, versions, version
+        versions = range(version, version + cfg.max_staleness + 1)
+        given = run.rows, [number], further, run.generator, run.reward_functions, cfg, versions, version
         with self.lock:
             if self.idle_since is not None:
                 self.idle, self.idle_since = self.idle + time.perf_counter() - self.idle_since, None

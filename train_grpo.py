@@ -81,7 +81,6 @@ import utils
 from algorithms import checks
 from algorithms import teachers
 from algorithms.advantages import MORE_ADVANTAGES, forking_tokens, normalised, role_means, sizes_of_advantages
-from algorithms.advantages import with_length_penalty
 from algorithms.correction import mismatch, mismatch_statistics, not_rejected
 from algorithms.distillation import divergence, rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
@@ -107,9 +106,9 @@ from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import checkpoints, resume
 from runlog import gpu
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
-from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, is_solved, rollout_metrics
+from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, rollout_metrics
 from runlog.setup import first_push, settled
-from runlog.tokens import keeps_tokens, write_vocabulary
+from runlog.tokens import write_vocabulary
 from serving import colocate
 from serving import servers
 # isort: on
@@ -198,7 +197,7 @@ def train(
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
             metrics |= checks.logged(leave_out(batch, trajectories, cfg) or {}, batch)
-            if logs and learns and keeps_tokens(cfg, step + 1):
+            if logs and learns and cfg.log_completions:
                 start_record(batch)
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, as_sampled, step) if learns else {}
@@ -235,8 +234,6 @@ def train(
     generator.close()
     if log:
         log.close()
-        if cfg.push_to_hub:
-            checkpoints.push_to_hub(run.run_dir, cfg.max_steps, cfg.push_to_hub)
     return last_eval
 
 
@@ -389,7 +386,8 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     mean = fmean(known)
     # A single completion that was asked for has signal, a single survivor of several has none.
     differs = len(group) == 1 or (len(known) > 1 and stdev(known) > 1e-6 * max(abs(mean), 1))
-    return differs and cfg.group_mean_min <= mean <= cfg.group_mean_max
+    low, high = cfg.group_mean_bounds
+    return differs and low <= mean <= high
 
 
 def collect(rows: Sequence[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
@@ -442,7 +440,7 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
     several = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     asked = needs(cfg)
     of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
-    if several or cfg.correction_mode == "normalise" or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
+    if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
         batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
@@ -536,8 +534,6 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     given; batch.shaped_scores, the sums of batch.rewards, follow. moments: of all scores so far; brought up to date."""
     batch.given_scores = row_sum(batch.rewards)
     batch.rewards = normalised(batch, cfg, moments)  # --reward_mean, --reward_std
-    if cfg.length_penalty:
-        batch.rewards = with_length_penalty(batch, is_solved(batch, cfg), cfg.length_penalty)
     if cfg.advantage == "rae":
         batch.baselines = role_means(batch, moments.setdefault("/rae", {}))  # no domain has such a name
     if not cfg.kl_in_reward:
@@ -564,7 +560,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     tokens of low entropy (--top_entropy_quantile) out of the advantages only. Returns {name: numbers to log}."""
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
     mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
-    window = [(domain.group_mean_min, domain.group_mean_max) for domain in (cfg.of(t.row) for t in trajectories)]
+    window = [cfg.of(t.row).group_mean_bounds for t in trajectories]
     keep = torch.tensor([low <= m <= high for m, (low, high) in zip(mean, window, strict=True)])  # not too hard or easy
     keep &= torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     # A filter of yours goes here: keep &= ...  [B], bool, on the CPU
@@ -750,16 +746,6 @@ def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> 
         known["_divided_by"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
     if cfg.loss_agg == "seq_mean" and any(batch.restarts):  # a completion of several rows is one completion
         known["_divided_by"] = tokens
-    if cfg.positive_nll:
-        right = is_solved(batch, cfg)  # [B]
-        known["_right"] = right / utils.all_sum((right * tokens).sum()).clamp(min=1)
-    if cfg.correction_mode == "normalise" and cfg.correction != "none":
-        rows = apart(batch)
-        w = mismatch(rows.old_logprobs, rows, cfg)[1].clamp(cfg.correction_min, cfg.correction_max)  # [R, T']
-        learned = rows.loss_mask.any(1).float()  # [R]
-        by_row = cfg.correction == "sequence"  # mean over completions, else over tokens
-        mean = utils.global_mean(w[:, 0], learned) if by_row else utils.global_mean(w, rows.loss_mask)
-        known["_mean_correction"] = float(mean)
     batch = replace(batch, extras=batch.extras | known)
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
@@ -830,8 +816,6 @@ def micro_loss(forward: Callable, part: Batch, cfg: TrainConfig, counts: dict) -
     stats = stats | checks.check_statistics("own_term", numbers, part)
     weights = weights_of(part, cfg, counts)  # [B, T]
     loss = (weights * per_token).sum()
-    if cfg.positive_nll:  # VAPO (2504.05118) sec. 4.5: the mean over all tokens of right completions
-        loss = loss - cfg.positive_nll * (part.extras["_right"][:, None] * part.loss_mask * logprobs).sum()
     if term is not None:
         as_it_is = getattr(own_term, "weights", "agg") == "sum"
         loss = loss + ((1 if as_it_is else weights) * checks.check_term("own_term", term, part)).sum()
@@ -866,7 +850,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     elif cfg.correction_mode == "mask":
         w = w.where((w >= cfg.correction_min) & (w <= cfg.correction_max), 0)
     else:
-        w = w.clamp(cfg.correction_min, cfg.correction_max) / batch.extras.get("_mean_correction", 1.0)
+        w = w.clamp(cfg.correction_min, cfg.correction_max)
     keep = not_rejected(d, mask, cfg)
     if cfg.off_policy_threshold is not None:
         drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)
@@ -1039,8 +1023,7 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
     trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
     if cfg.optim != "AdamW":
         return make_by_name(trained, cfg)
-    decay, eps = cfg.weight_decay, cfg.adam_epsilon
-    return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, eps=eps, weight_decay=decay, fused=True)
+    return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
 
 
 # ==== 9 weights to the generator =====================================================================================
@@ -1209,7 +1192,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     log = RunLog(cfg, first or None, cfg.max_steps, lock) if rank == 0 else None
     if log:
         describe(cfg, policy, sizes, world)
-        if cfg.log_completions and cfg.log_tokens_every:
+        if cfg.log_completions:
             write_vocabulary(run_dir, processor)
     run = Run(
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,

@@ -158,15 +158,6 @@ def forking_tokens(batch: Batch, share: float) -> Tensor:
     return (batch.entropy >= threshold.to(batch.entropy.device)).to(batch.loss_mask.dtype)
 
 
-def with_length_penalty(batch: Batch, solved: Tensor, weight: float) -> Tensor:
-    """Rewards minus weight x share of the group that is solved x length / longest of the group, at the last sampled
-    token: short answers where the prompt is easy (prime-rl). solved: [B] of 0 and 1.  [B, T]"""
-    lengths, (index, _) = batch.loss_mask.sum(1), group_index(batch.groups)  # [B]
-    longest = torch.zeros_like(lengths).scatter_reduce(0, index, lengths, "amax")[index].clamp(min=1)
-    penalty = weight * group_mean(solved, batch.groups) * lengths / longest
-    return add_at_end(batch.rewards, batch.loss_mask, -penalty)
-
-
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """Every reward function normalised in its group, their weighted sum whitened: no function drowns another.
     2601.05242.  [B, T]"""
@@ -184,8 +175,8 @@ def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 def normalises_by_itself(cfg: TrainConfig) -> str | None:
-    if normalised_beforehand(cfg) or cfg.kl_in_reward or cfg.length_penalty:
-        return "it takes each function's own values: no --reward_mean, --reward_std, --kl_in_reward, --length_penalty"
+    if normalised_beforehand(cfg) or cfg.kl_in_reward:
+        return "it takes each function's own values: no --reward_mean, --reward_std or --kl_in_reward"
     return None
 
 

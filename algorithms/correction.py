@@ -41,5 +41,5 @@ def not_rejected(d: Tensor, mask: Tensor, cfg: TrainConfig) -> Tensor:
     values = {"k1": d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[name] * mask
     values = {"seq_mean": row_mean(values, mask), "seq_sum": values.sum(1, keepdim=True)}.get(over, values)
     values = values.exp() if name == "k1" else values
-    keep = (values >= cfg.reject_below) & (values <= cfg.reject_above)
+    keep = (values >= cfg.reject_bounds[0]) & (values <= cfg.reject_bounds[1])
     return (keep | (mask == 0)).all(1, keepdim=True) if over == "seq_max" else keep

@@ -119,7 +119,7 @@ class Given(tuple):
 
 
 def chunk_size(vocabulary: int, on_gpu: bool) -> int:
-    """Tokens whose logits exist at a time, where --logprob_chunk leaves it to us. Each chunk's backward pass adds a
+    """Tokens whose logits exist at a time, where cfg.logprob_chunk leaves it to us. Each chunk's backward pass adds a
     gradient as large as the output layer to the sum of those before, in bfloat16: on GPUs few chunks are faster and
     closer, as far as memory goes (.6 GiB of float32 logits, several times that in a pass). On a CPU 256, 1,024 and
     2,048 of 2,048 tokens take as long (SmolLM2, one core, measured: 8.9, 8.0, 9.3 s; in bfloat16 5.0, 5.4, 6.0)."""

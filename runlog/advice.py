@@ -177,7 +177,7 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
     (
         "bad", "Nothing is learned", "failures", nothing_learned,
         "The gradient is 0 since step {since}, although scores differ within groups: no token with an advantage is "
-        "left. What takes them out? --mask_truncated where all are cut off, --group_mean_min, sampling/left_out, a "
+        "left. What takes them out? --mask_truncated where all are cut off, --group_mean_bounds, sampling/left_out, a "
         "leave_out or advantage of yours.",
     ),
     (

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import HfApi, save_torch_state_dict
+from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -58,15 +58,9 @@ def steps_saved(run_dir: Path) -> list[int]:
     return sorted(int(found[1]) for path in folders if (found := re.fullmatch(r"step_(\d+)", path.name)))
 
 
-def last_step(run_dir: Path, or_none: bool = False) -> int:
-    """Step of the newest complete checkpoint; 0 where there is none and that is allowed."""
-    if (steps := steps_saved(run_dir)) or or_none:
-        return steps[-1] if steps else 0
-    raise ConfigError(
-        f"--resume: no complete checkpoint in {run_dir}/checkpoints. Is it the right --output_dir and --run_name? "
-        "--save_steps N makes one every N steps; without it there is only the last. A run that ended before its "
-        "first starts anew without --resume, or with --keep_going."
-    )
+def last_step(run_dir: Path) -> int:
+    """Step of the newest complete checkpoint; 0 without one."""
+    return max(steps_saved(run_dir), default=0)
 
 
 def rank() -> int:
@@ -402,16 +396,3 @@ def own_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
     run holds. What else is in a group may be the optimizer's state."""
     ours = {*inspect.signature(type(optimizer).__init__).parameters, "lr_scale"} - {"params", "lr"}
     return [{name: value for name, value in group.items() if name in ours} for group in optimizer.param_groups]
-
-
-def push_to_hub(run_dir: Path, step: int, repo_id: str) -> None:
-    """Upload the `from_pretrained` part of a checkpoint."""
-    api, folder = HfApi(), folder_of(run_dir, step)
-    try:
-        api.create_repo(repo_id, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=["trainer/*"])
-    except Exception as error:  # of several libraries
-        raise RuntimeError(
-            f"--push_to_hub: {folder} could not be uploaded ({type(error).__name__}: {error}). The run itself is "
-            f"complete. Upload it by hand: hf upload {repo_id} {folder} . --exclude 'trainer/*'"
-        ) from error

@@ -204,7 +204,7 @@ def evaluation_rows(trajectories: list, cfg) -> list[dict]:
         return []
     kept = [t for t in trajectories if t.info["row_number"] < KEPT_ROWS]
     scores = [sum(t.token_rewards) for t in kept]
-    rows = completion_rows(kept, scores, [None] * len(kept), with_tokens=cfg.log_tokens_every > 0)
+    rows = completion_rows(kept, scores, [None] * len(kept), with_tokens=True)
     shown = (picture(t) if t.info["row_number"] < PICTURED_ROWS else None for t in kept)
     return [row | {"picture": image} for row, image in zip(rows, shown, strict=True)]
 

@@ -1,7 +1,7 @@
 """How a run takes its folder, and what is said where a resumed run differs from the one that made the checkpoint.
 
 Compared are settings, number of ranks, rows (one digest), files with code of yours and package versions. A difference
-is said and training goes on; --strict_resume refuses it.
+is said and training goes on.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from runlog.log import claim_run, code_files, package_versions
 
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (
-    "resume strict_resume keep_going run_name output_dir server_urls server_token server_timeout "
+    "resume run_name output_dir server_urls server_token server_timeout "
     "request_timeout push_bucket_mb dist_timeout save_steps save_total_limit log_steps "
-    "log_completions log_tokens_every print_samples_every colocate logprob_diff_limit report_to "
-    "push_to_hub num_epochs eval_only preset"
+    "log_completions print_samples_every colocate logprob_diff_limit report_to "
+    "num_epochs eval_only preset"
 ).split()
 SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written
 COMPARED = 1000  # rows, at equal distances, that the digest is of
@@ -40,12 +40,12 @@ def begin(cfg: TrainConfig, rows, held_out):
     start = 0
     try:
         if utils.is_main():
-            start = checkpoints.last_step(run_dir, or_none=cfg.keep_going) if cfg.resume else 0
+            start = checkpoints.last_step(run_dir) if cfg.resume else 0
             lock = claim_run(cfg)
             if start:
-                say(differences(checkpoints.read_state(run_dir, start), made_with, cfg), cfg, start)
-            elif cfg.keep_going:
-                print(f"--keep_going: {cfg.run_name} has no complete checkpoint, so it begins anew.", flush=True)
+                say(differences(checkpoints.read_state(run_dir, start), made_with, cfg), cfg.run_name, start)
+            elif cfg.resume:
+                print(f"--resume: {run_dir} has no complete checkpoint, so {cfg.run_name} begins.", flush=True)
     except (ConfigError, OSError) as caught:
         error = caught
     utils.raise_together(error, "Taking the run folder")
@@ -152,12 +152,6 @@ def differences(state: dict, now: dict, cfg: TrainConfig) -> list[str]:
     return lines + [f"{name} {saved['versions'].get(name)} -> {now['versions'].get(name)}" for name in moved]
 
 
-def say(lines: list[str], cfg: TrainConfig, start: int) -> None:
-    """Print them; with --strict_resume a ConfigError."""
+def say(lines: list[str], name: str, start: int) -> None:
     text = "".join(f"\n  * {line}" for line in lines)
-    if lines and cfg.strict_resume:
-        raise ConfigError(
-            f"--strict_resume: {cfg.run_name} after step {start} would not go on as it was:{text}\n"
-            "Restore what changed, or leave out --strict_resume to go on with it."
-        )
-    print(f"Resuming {cfg.run_name} after step {start}" + (f", with differences:{text}" if lines else "."), flush=True)
+    print(f"Resuming {name} after step {start}" + (f", with differences:{text}" if lines else "."), flush=True)

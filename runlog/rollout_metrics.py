@@ -113,12 +113,6 @@ def solved(score: float, cfg: TrainConfig) -> bool:
     return score >= cfg.eval_solved - 1e-6 * max(abs(cfg.eval_solved), 1)
 
 
-def is_solved(batch, cfg: TrainConfig):
-    """1 for completions whose score reaches their domain's --eval_solved, else 0.  [B]"""
-    scores = zip(batch.scores.tolist(), batch.rows, strict=True)
-    return batch.rewards.new_tensor([float(solved(score, cfg.of(row))) for score, row in scores])
-
-
 def eval_metrics(
     groups: list[list[Trajectory]], cfg: TrainConfig, any_number: Callable[[TrainConfig], bool] = lambda own: False
 ) -> dict[str, float]:

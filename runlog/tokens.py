@@ -23,12 +23,6 @@ import numpy as np
 HALF_MAX = 65504.0
 
 
-def keeps_tokens(cfg, step: int) -> bool:
-    """Whether the completions of a step, from 1, are kept with their tokens. If any are, those of the last."""
-    every = cfg.log_tokens_every if cfg.log_completions else 0
-    return every > 0 and (step % every == 0 or step == cfg.max_steps)
-
-
 def half(values) -> np.ndarray:
     """A tensor in half precision: 3 digits, at most +-65504."""
     return values.clamp(-HALF_MAX, HALF_MAX).half().cpu().numpy()

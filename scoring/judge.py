@@ -38,6 +38,7 @@ SCHEMA |= {"required": ["reason", "score"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": SCHEMA}}
 SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ ]*\.?[*_ ]*", re.IGNORECASE)
 
+MAX_TOKENS = 4000  # most tokens of its answer, its thinking included
 THREADS = ThreadPoolExecutor(256, "judge")  # a thread a question under way
 UNSTRUCTURED: set[tuple] = set()  # judges that refuse response_format, by address and name
 
@@ -112,7 +113,7 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
         else:
             score, fault = read_score(text), 'it ends neither with {"score": N} nor with `Score: N`, N from 0 to 10'
             if ending == "length":
-                fault = f"cut off at --judge_max_tokens={cfg.judge_max_tokens}; raise it"
+                fault = f"cut off at {MAX_TOKENS} tokens"
             elif ending not in ("stop", None):
                 fault = f"it did not end by itself: finish_reason {ending!r:.50}"
             elif score is not None:
@@ -124,7 +125,7 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
 def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
     """(text, finish_reason). NoAnswer where there is none; with status 200 where it has no such form."""
     body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}]}
-    body["max_tokens"] = cfg.judge_max_tokens
+    body["max_tokens"] = MAX_TOKENS
     url, judge_asked = http.route(cfg.judge_url, "/chat/completions"), (cfg.judge_url, cfg.judge_model)
 
     def ask(**more) -> dict:

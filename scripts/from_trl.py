@@ -34,7 +34,7 @@ SAME = {  # TRL's name -> ours, with the value as it is
     "num_generations_eval": "eval_generations", "num_iterations": "num_iterations", "temperature": "temperature",
     "max_completion_length": "max_completion_length", "max_prompt_length": "max_prompt_length",
     "learning_rate": "learning_rate", "weight_decay": "weight_decay", "adam_beta1": "adam_beta1",
-    "adam_beta2": "adam_beta2", "adam_epsilon": "adam_epsilon", "max_grad_norm": "max_grad_norm", "beta": "beta",
+    "adam_beta2": "adam_beta2", "max_grad_norm": "max_grad_norm", "beta": "beta",
     "warmup_ratio": "warmup_steps", "delta": "dual_clip", "reward_weights": "reward_weights", "optim": "optim",
     "mask_truncated_completions": "mask_truncated", "top_entropy_quantile": "top_entropy_quantile",
     "off_policy_mask_threshold": "off_policy_threshold", "router_aux_loss_coef": "router_aux_coef",
@@ -42,7 +42,7 @@ SAME = {  # TRL's name -> ours, with the value as it is
     "ref_model_mixup_alpha": "ref_sync_alpha", "torch_compile": "compile",
     "gradient_checkpointing": "gradient_checkpointing", "use_bias_correction_kl": "kl_ratio", "report_to": "report_to",
     "save_total_limit": "save_total_limit",
-    "log_completions": "log_completions", "hub_model_id": "push_to_hub",
+    "log_completions": "log_completions",
     "vllm_server_base_url": "server_urls", "vllm_server_timeout": "server_timeout", "ddp_timeout": "dist_timeout",
     "lr_scheduler_type": "lr_schedule",
 }  # fmt: skip

@@ -176,7 +176,7 @@ for name, old in product(script.POLICY_LOSSES, ("recompute", "sampler", "current
 CASES |= {f"KL {name}": partial(divergence, name) for name in script.KL_ESTIMATORS}
 CASES |= {f"weights {mode}": partial(weights, mode) for mode in ("token_mean", "seq_mean", "seq_sum", "constant")}
 for mode, outside in product(("none", "token", "sequence"), ("clamp", "mask")):
-    cfg = settings(correction=mode, correction_mode=outside, reject_below=0.5, off_policy_threshold=0.1)
+    cfg = settings(correction=mode, correction_mode=outside, reject_bounds=[0.5, 1e9], off_policy_threshold=0.1)
     CASES[f"correction {mode}, {outside}"] = partial(corrections, cfg)
 for mean, std, kl in product(KINDS_OF_MEAN, KINDS_OF_MEAN, (False, True)):
     cfg = settings(reward_mean=mean, reward_std=std, kl_in_reward=kl)
@@ -528,7 +528,7 @@ def sizes(machine: Machine) -> str:
         words = f"--model_id {folder} --strategy {strategy} --prompts_per_step {4 * ranks} --num_generations 4 "
         words += f"--max_prompt_length {length} --max_completion_length {length} "
         if not machine.gpu:  # small passes; plan.py takes the chunk of a GPU, which is larger
-            words += "--tokens_per_microbatch 320 --push_bucket_mb 1 --logprob_chunk 256"
+            words += "--tokens_per_microbatch 320 --push_bucket_mb 1"
         out = folder / f"{strategy}.json"
         in_ranks(machine, ranks, ["tests/memory_worker.py", out, *words.split()], 200)
         for more, critic, measured in json.loads(out.read_text(encoding="utf-8")):

@@ -40,7 +40,7 @@ def error(line: str, cls=TrainConfig) -> str:
     [
         ("--model_id=a=b", "model_id", "a=b"),
         ("--max_steps none", "max_steps", None),
-        ("--reward_on_timeout -0.5", "reward_on_timeout", -0.5),
+        ("--group_mean_bounds -inf -1e-3", "group_mean_bounds", [float("-inf"), -0.001]),
         ("--use_peft --no-use_peft", "use_peft", False),
         ("--scale_rewards none", "scale_rewards", "none"),  # a choice of that name, not "unset"
         ("--lora_targets q_proj v_proj", "lora_targets", ["q_proj", "v_proj"]),

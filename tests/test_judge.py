@@ -128,7 +128,7 @@ def test_what_a_judge_says_in_another_form_is_asked_once_more(judged):
         found, server = judged(said, log_extra=lambda *given: shown.append(given))
         assert found == {"reward": None, "attempts": 2, "unread": 1, "unanswered": 0} and len(server.seen) == 2
         assert shown[-1][1][0].startswith("(not counted: ")
-    assert "--judge_max_tokens" in shown[-1][1][0]
+    assert "cut off at 4000 tokens" in shown[-1][1][0]
 
 
 def test_a_server_without_structured_output_is_asked_once_for_it(judged):

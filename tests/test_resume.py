@@ -116,7 +116,7 @@ def test_every_kind_of_run_resumes_bit_for_bit(flags, case, tmp_path):
 def test_a_loop_that_starts_it_again_ends_as_if_nothing_had_been(flags, whole):
     """The loop of docs/runs.md, and signals at random times: while a run loads, samples, learns or saves."""
     draw, folder = random.Random(0), whole.parent
-    args = [*flags, "--output_dir", str(folder), "--run_name", "chaos", "--resume", "--keep_going"]
+    args = [*flags, "--output_dir", str(folder), "--run_name", "chaos", "--resume"]
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
         with running(trainer(folder / "chaos.log", *args)) as run:
             time.sleep(draw.uniform(2, 12))
@@ -196,14 +196,11 @@ def test_what_differs_is_said(broken):
     other.write_text("\n".join([*rows[:39], '{"prompt": "new"}']), encoding="utf-8")
     (broken.folder / "even.py").write_text(EVEN + "# edited\n", encoding="utf-8")
     changed = ["--dataset_id", str(other), "--learning_rate", "2e-3", "--seed", "7"]
-    strict = broken.resume(*changed, "--strict_resume")
-    assert strict.status == 2 and strict.unchanged and "--strict_resume:" in strict.text, strict.text
     end = broken.resume(*changed, ranks=2)
     assert end.status == 0, end.text
-    for text in (strict.text, end.text):
-        assert "learning_rate 0.001 -> 0.002" in text and "seed 42 -> 7" in text and "max_steps" not in text, text
-        assert "the rows changed" in text and "even.py changed" in text, text
-    assert "ranks 1 -> 2" in end.text and "ranks" not in strict.text
+    assert "learning_rate 0.001 -> 0.002" in end.text and "seed 42 -> 7" in end.text, end.text
+    assert "the rows changed" in end.text and "even.py changed" in end.text and "ranks 1 -> 2" in end.text, end.text
+    assert "max_steps" not in end.text, end.text
     (broken.folder / "even.py").write_text(EVEN, encoding="utf-8")
 
 
@@ -215,8 +212,7 @@ def test_a_checkpoint_of_an_older_format_is_refused_in_a_line(tmp_path):
 
 
 def test_only_complete_checkpoints_are_seen(tmp_path):
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
-        checkpoints.last_step(tmp_path)
+    assert checkpoints.last_step(tmp_path) == 0
     for name in ("step_2", "step_10", "incomplete_step_12", "step_14.old", "step_x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert checkpoints.last_step(tmp_path) == 10

@@ -323,10 +323,10 @@ async def blocks_its_loop(completions):
 def test_a_function_that_never_returns_is_counted(endless, caplog):
     rows = [trajectory(), trajectory()]
     functions = {"endless": endless, "fine": lambda completions: [1.0, 2.0]}
-    run(rows, functions, reward_timeout=1.0, reward_on_timeout=-0.5, reward_weights=[2.0, 1.0])
-    assert [row.info["reward"] for row in rows] == [0, 1] and rows[1].token_rewards == [0, 0, 1]
+    run(rows, functions, reward_timeout=1.0, reward_weights=[2.0, 1.0])
+    assert [row.info["reward"] for row in rows] == [1, 2] and rows[1].token_rewards == [0, 0, 2]
     assert [row.info["reward_timeouts"] for row in rows] == [1, 1]
-    assert rows[0].info["rewards"] == {"endless": -0.5, "fine": 1}
+    assert rows[0].info["rewards"] == {"endless": 0, "fine": 1}
     assert "'endless' took over --reward_timeout=1 s" in caplog.text
 
     async def quick(completions):

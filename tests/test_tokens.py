@@ -22,7 +22,7 @@ from config import TrainConfig
 from envs import Environment
 from rollouts import play
 from runlog.log import completion_rows
-from runlog.tokens import keeps_tokens, token_columns, write_vocabulary
+from runlog.tokens import token_columns, write_vocabulary
 
 # ---- the weight of a token in the loss ------------------------------------------------------------------------------
 
@@ -168,13 +168,6 @@ def test_turns_have_places_versions_calls_and_states():
     t = asyncio.run(play({"prompt": "?"}, 0, Counts(), Scripted(tokenizer, ["a", "b"]), test_turns.config(env="x")))
     (row,) = completion_rows([t], [0.0], [None])
     assert [turn["state"] for turn in row["turns"]] == ["('at', 0)", "('at', 1)"]
-
-
-@pytest.mark.parametrize("every, kept", [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5])])
-def test_tokens_are_kept_of_every_so_many_steps_and_of_the_last(every, kept):
-    cfg = TrainConfig(log_tokens_every=every, max_steps=5)
-    assert [step for step in range(1, 6) if keeps_tokens(cfg, step)] == kept
-    assert not any(keeps_tokens(replace(cfg, log_completions=False), step) for step in range(1, 6))
 
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ SETTINGS = [  # what people set, of all groups of flags, several at once
     ),
     dict(optim="SGD", lr_schedule="cosine", warmup_steps=1, weight_decay=0.1, max_grad_norm=0.1, loss_agg="constant"),
     dict(dtype="bfloat16", compute_dtype="bfloat16", gradient_checkpointing=True, offload_activations=True),
-    dict(attn_implementation="eager", tokens_per_microbatch=100, push_steps=2, log_tokens_every=1, strategy="fsdp2"),
+    dict(attn_implementation="eager", tokens_per_microbatch=100, push_steps=2, strategy="fsdp2"),
 ]
 
 

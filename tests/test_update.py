@@ -85,7 +85,7 @@ def test_corrections_weigh_clamp_and_leave_out(policy):
     assert torch.allclose(weights(correction_max=5.0)[0][0][first], torch.tensor(3.0))
     n = float(first.sum())
     assert torch.allclose(weights(correction="sequence", correction_max=1e9)[0][0], torch.tensor(3.0**n))
-    w, stats = weights(reject_above=2.5)
+    w, stats = weights(reject_bounds=[0, 2.5])
     assert (w[0][first] == 0).all() and (w[3][other] == 1).all() and (stats["sampling/left_out"][0] == 1).all()
     batch.advantages = batch.loss_mask * torch.tensor([-1.0] + [1.0] * 14)[:, None]
     batch.sampling_logprobs = (trainer + shift) * batch.loss_mask  # the policy moved away from row 0, a negative one
@@ -108,7 +108,7 @@ def test_truncated_rows_hopeless_groups_and_sure_tokens_are_left_out(policy):
 
     whole = left()
     assert (left(mask_truncated=True).loss_mask[4] == 0).all()
-    easy = left(group_mean_max=0.5)  # the last group is solved by all
+    easy = left(group_mean_bounds=[0.0, 0.5])  # the last group is solved by all
     assert (easy.loss_mask[last:] == 0).all() and torch.equal(easy.loss_mask[:last], whole.loss_mask[:last])
     forks = left(top_entropy_quantile=0.25)
     sampled = whole.loss_mask > 0
@@ -260,15 +260,14 @@ class Late(Parity):
 @given(
     st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=1, max_size=9),
     st.lists(st.booleans(), min_size=12, max_size=12).filter(any),
-    st.integers(0, 9),
     st.integers(0, 3),
 )
-def test_spare_prompts_change_the_time_and_nothing_else(seconds, speaks, spare, rounds):
-    """Whatever ends first, the groups of a step are the first with signal in the order drawn; none is left running."""
+def test_what_ends_first_does_not_choose_the_groups(seconds, speaks, rounds):
+    """The groups of a step are the first with signal in the order drawn; none is left running."""
     rows = [{"prompt": str(n), "speaks": float(s)} for n, s in enumerate(speaks)]
     sampler = script.PromptSampler(len(rows), 4, seed=0)
     options = dict(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], dynamic_sampling=True)
-    cfg = TrainConfig(**options, spare_prompts=spare, resample_rounds=rounds)
+    cfg = TrainConfig(**options, resample_rounds=rounds)
     generator = Late(seconds)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("rollouts.build_prompt", lambda *_: Prompt([1], [1]))
@@ -284,14 +283,13 @@ def test_spare_prompts_change_the_time_and_nothing_else(seconds, speaks, spare, 
     loud = [n for n in drawn if rows[n]["speaks"]][:4]
     assert [group[0].info["row_number"] for group, _, _ in groups[: len(loud)]] == loud
     assert [silent for _, silent, _ in groups] == [False] * len(loud) + [True] * (4 - len(loud))
-    assert counts["silent"] == 4 - len(loud) and counts["unused"] <= spare
-    ended = 4 + counts["resampled"]
-    assert ended <= generator.begun <= ended + counts["unused"] <= len(drawn)  # one may be cancelled before it asks
+    assert counts["silent"] == 4 - len(loud)
+    assert 4 + counts["resampled"] == generator.begun == generator.ended <= len(drawn)
 
 
 def test_the_window_of_difficulty_counts_as_signal(monkeypatch):
     rows = [{"prompt": str(n), "speaks": 1 + n % 2} for n in range(40)]  # means 2 and 4
-    trajectories, _, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=20, group_mean_max=3.0)
+    trajectories, _, _ = collect(monkeypatch, rows, dynamic_sampling=True, resample_rounds=20, group_mean_bounds=[0, 3])
     assert {t.row["speaks"] for t in trajectories} == {1}
 
 
