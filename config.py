@@ -28,7 +28,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote_plus
+from urllib.parse import parse_qsl
 
 import yaml
 
@@ -454,9 +454,6 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
          f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
         (c.compile and c.strategy == "fsdp",
          "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
-        (c.offload_activations and c.gradient_checkpointing is False,
-         "--offload_activations moves what --gradient_checkpointing keeps of each layer; leave out "
-         "--no-gradient_checkpointing."),
         (c.strategy == "fsdp" and c.ref_sync_steps,
          "--strategy fsdp --ref_sync_steps: its flat shards cannot be averaged in place; take fsdp2 or ddp."),
         (c.strategy == "fsdp" and c.use_peft and c.dtype != "float32",
@@ -679,7 +676,7 @@ def build_parser(cls: type, description: str | None = None, page: str | None = N
     return parser
 
 
-OF_OTHER_SCRIPTS = {"max_staleness": "train_async.py", "lam": "train_ppo.py", "critic_warmup": "train_ppo.py"}
+OF_OTHER_SCRIPTS = {"max_staleness": "train_async.py"} | dict.fromkeys(("lam", "critic_warmup", "gae"), "train_ppo.py")
 
 
 def unknown_argument(given: str, known: list[str]) -> ConfigError:
@@ -778,15 +775,13 @@ def nearest(name: str, known) -> str | None:
     return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
 
 
-def known_name(kind: str, name: str, known, elsewhere: dict[str, str] | None = None) -> None:
-    """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess.
-
-    elsewhere: {name: the script that has it}, of names that other scripts know."""
+def known_name(kind: str, name: str, known) -> None:
+    """Raise ConfigError if `name` is not in `known`, listing what is and the nearest guess."""
     if not isinstance(name, str) or name not in known:
         guess = nearest(name, known)
         hint = f" Did you mean {guess!r}?" if guess else ""
-        if isinstance(name, str) and name in (elsewhere or {}):
-            hint = f" {name!r} is for {elsewhere[name]}: start that with the same flags."
+        if isinstance(name, str) and name in OF_OTHER_SCRIPTS:
+            hint = f" {name!r} is for {OF_OTHER_SCRIPTS[name]}: start that with the same flags."
         raise ConfigError(f"{kind}: unknown name {name!r:.200}; known are {', '.join(sorted(known))}.{hint}")
 
 
@@ -808,28 +803,24 @@ def with_arguments(spec: str) -> tuple[str, dict]:
     """`NAME?key=value&...` -> (NAME, {key: value}). A value is a literal of Python where it can be one, or true, false,
     none; else text. As in an address, + is a blank; %26 stands for a &, %2B for a +."""
     name, _, query = spec.partition("?")
-    arguments = {}
-    for part in filter(None, query.split("&")):
-        key, equals, text = (unquote_plus(piece) for piece in part.partition("="))
-        if not key or not equals:
-            raise ConfigError(f"{spec}: {part!r} is no key=value; a switch is written {key or 'key'}=true.")
-        try:
+    try:
+        arguments = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError:
+        raise ConfigError(f"{spec}: write NAME?key=value&key=value; a switch is key=true.") from None
+    for key, text in arguments.items():
+        with contextlib.suppress(ValueError, SyntaxError):
             arguments[key] = ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-        except (ValueError, SyntaxError):
-            arguments[key] = text
     return name, arguments
 
 
 def require(module: str, what: str, install: str | None = None) -> None:
     """ConfigError that says what to install, if `what` needs a module that is not there. Imports nothing.
 
-    install: pip's arguments, where its name and pinned version are not all."""
+    install: pip's arguments, where the module's name is not all."""
     if importlib.util.find_spec(module) is None:
         package = module.replace("_", "-")
-        pinned = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("requirements*.txt"))
-        found = re.search(rf"^{re.escape(package)}==[\w.]+", pinned, re.MULTILINE)
-        install = install or (found[0] if found else package)
-        raise ConfigError(f"{what}: {package} is not installed; pip install {install}")
+        known = f"-c {Path(__file__).with_name('requirements-optional.txt')}"
+        raise ConfigError(f"{what}: {package} is not installed; pip install {install or f'{known} {package}'}")
 
 
 def load_function(spec: str, also: type | tuple = ()):
@@ -848,12 +839,10 @@ def load_function(spec: str, also: type | tuple = ()):
             sys.path.append(str(file.parent))  # last: the file can import its neighbours, which never shadow ours
         try:
             module_spec.loader.exec_module(sys.modules[module_name])
-        except ModuleNotFoundError as error:
+        except BaseException as error:
             del sys.modules[module_name]
-            require(error.name.partition(".")[0], spec)
-            raise
-        except BaseException:
-            del sys.modules[module_name]
+            if isinstance(error, ModuleNotFoundError):
+                require(error.name.partition(".")[0], spec)
             raise
     names = vars(sys.modules[module_name])
     if name not in names or not (callable(names[name]) or isinstance(names[name], also)):

@@ -162,11 +162,6 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
         if name in functions:
             raise ConfigError(f"--reward_funcs: two functions are named {name!r}; rename one.")
         functions[name] = get_reward_function(given)
-    if cfg.reward_weights is not None and len(cfg.reward_weights) != len(functions):
-        raise ConfigError(
-            f"--reward_weights has {len(cfg.reward_weights)} values for {len(functions)} reward functions "
-            f"({', '.join(functions)}); give one each, or none for all 1."
-        )
     if "reward_model" in functions:
         from scoring.reward_model import is_served, load
 

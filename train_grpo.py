@@ -1220,7 +1220,7 @@ def in_use(cfg: TrainConfig) -> dict[str, Callable]:
     """The functions that this run uses, by the flag that names each. ConfigError for a name that is not known."""
     found, tables = {}, {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
     for flag, known in tables.items():
-        known_name(f"--{flag}", name := getattr(cfg, flag), known, elsewhere={"gae": "train_ppo.py"})  # with its critic
+        known_name(f"--{flag}", name := getattr(cfg, flag), known)
         found[f"--{flag} {name}"] = known[name]
     return found | {"own_term": own_term}
 

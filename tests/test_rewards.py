@@ -157,11 +157,9 @@ def test_a_right_answer_is_worth_the_same_behind_a_call(prompt):
 # ---- finding functions ----------------------------------------------------------------------------------------------
 
 
-def test_unknown_names_missing_columns_and_wrong_weights_are_found_early():
+def test_unknown_names_and_missing_columns_are_found_early():
     with pytest.raises(ConfigError, match="'mat'.*Did you mean 'math'"):
         get_reward_function("mat")
-    with pytest.raises(ConfigError, match="reward_weights has 1 values for 2 reward functions"):
-        get_reward_functions(TrainConfig(reward_funcs=["math", "format"], reward_weights=[1.0]))
     with pytest.raises(ConfigError, match="math: needs answer, but there are only .*solution"):
         get_reward_functions(TrainConfig(reward_funcs=["math"]), columns=["prompt", "solution"])
     assert get_reward_functions(TrainConfig(reward_funcs=["math"]), columns=["prompt", "answer"])
